@@ -16,7 +16,7 @@ import msgspec
 
 from extproc.cli import check_diff, check_pools, color, flags, main
 from extproc.config import all_errors, envoy_lint, lint, loader, pool_schema, reloading, validation
-from extproc.config import settings as sections
+from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
 from extproc.scheduling import presets, registry
 from extproc.scheduling.framework import Plugin, Signal
@@ -126,14 +126,14 @@ def _examine(args: argparse.Namespace) -> CheckReport:
     return msgspec.structs.replace(report, errors=tuple(errors))
 
 
-def _compare(args: argparse.Namespace, wanted: sections.Settings) -> check_diff.Comparison:
+def _compare(args: argparse.Namespace, wanted: Settings) -> check_diff.Comparison:
     """Compare with another file, under the same flags."""
     other = {**vars(args), "config_file": args.diff, "config_text": None}
     running = flags.resolve(argparse.Namespace(**other)).settings
     return check_diff.compare(running, wanted, where=args.diff)
 
 
-def _read_envoy(name: str, settings: sections.Settings) -> EnvoyReport:
+def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
     """What an Envoy configuration does to requests and answers."""
     tree = loader.tree_of(loader.text_of(Path(name)), where=name)
     findings = tuple(envoy_lint.read(tree, settings, where=name))
@@ -248,15 +248,13 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
         yield f"  {change.path:<{width}}  {change.after} (default {change.before})"
 
 
-def _changed(settings: sections.Settings) -> Sequence[reloading.Change]:
+def _changed(settings: Settings) -> Sequence[reloading.Change]:
     """Every field that is not as it would be without a file and flags."""
-    default = sections.Settings(
-        pools=tuple(pool_schema.PoolSection(name=it.name) for it in settings.pools)
-    )
+    default = Settings(pools=tuple(pool_schema.PoolSection(name=it.name) for it in settings.pools))
     return list(reloading.changes(default, settings))
 
 
-def _server(server: sections.ServerSection, xds: sections.XdsSection) -> Iterator[str]:
+def _server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     host = server.host or "every address"
     tls = "without TLS"
     if server.secure_serving:
@@ -268,15 +266,15 @@ def _server(server: sections.ServerSection, xds: sections.XdsSection) -> Iterato
     yield f"            drains for {server.drain_timeout_s:g} s"
 
 
-def _scheduling(settings: sections.Settings, profile: SchedulerProfile) -> Iterator[str]:
+def _scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
     yield f"profile     {profile.name}"
     for keep in profile.filters:
-        yield f"  filter    {_told(keep)}"
+        yield f"  filter    {_describe_plugin(keep)}"
     for scorer, weight in profile.scorers:
-        yield f"  scorer    {_told(scorer)}, weight {weight:g}"
+        yield f"  scorer    {_describe_plugin(scorer)}, weight {weight:g}"
     if profile.cost is not None:
-        yield f"  cost      {_told(profile.cost)}"
-    yield f"  picker    {_told(profile.picker)}"
+        yield f"  cost      {_describe_plugin(profile.cost)}"
+    yield f"  picker    {_describe_plugin(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
     yield from _models(settings)
@@ -292,7 +290,7 @@ def _scheduling(settings: sections.Settings, profile: SchedulerProfile) -> Itera
         yield "scrape      off"
 
 
-def _models(settings: sections.Settings) -> Iterator[str]:
+def _models(settings: Settings) -> Iterator[str]:
     scrape, scheduling = settings.scrape, settings.scheduling
     if not (scrape.enabled and scrape.models):
         yield "models      not asked for: every endpoint counts as serving every model"
@@ -303,7 +301,7 @@ def _models(settings: sections.Settings) -> Iterator[str]:
         yield "            model_adapter names are read as adapters of the model"
 
 
-def _limits(settings: sections.Settings) -> Iterator[str]:
+def _limits(settings: Settings) -> Iterator[str]:
     limits = settings.limits
     yield (
         f"limits      bodies {_size(limits.max_body_bytes)}, together "
@@ -335,37 +333,37 @@ def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
 
 def _offered(kind: str, cls: type[Plugin]) -> str:
     """A kind with its parameters and their defaults, and the signals it needs."""
-    told = kind
+    text = kind
     fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else ()
     params = ", ".join(
         f"{field.encode_name}={'required' if field.required else _default(field)}"
         for field in fields
     )
     if params:
-        told += f" ({params})"
+        text += f" ({params})"
     # A property: what the plugin needs depends on its parameters.
     if not isinstance(cls.needs, frozenset):
-        return f"{told}, reads what its parameters name"
+        return f"{text}, reads what its parameters name"
     if cls.needs:
-        told += f", reads {_signals(cls.needs)}"
-    return told
+        text += f", reads {_signals(cls.needs)}"
+    return text
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    made = field.default_factory is not msgspec.NODEFAULT
-    value = field.default_factory() if made else field.default
+    has_factory = field.default_factory is not msgspec.NODEFAULT
+    value = field.default_factory() if has_factory else field.default
     return validation.show(msgspec.to_builtins(value))
 
 
-def _told(plugin: Plugin) -> str:
+def _describe_plugin(plugin: Plugin) -> str:
     """A plugin with its parameters and the signals it needs."""
-    told = plugin.kind
+    text = plugin.kind
     params = ", ".join(f"{name}={validation.show(value)}" for name, value in _params(plugin))
     if params:
-        told += f" ({params})"
+        text += f" ({params})"
     if plugin.needs:
-        told += f", reads {_signals(plugin.needs)}"
-    return told
+        text += f", reads {_signals(plugin.needs)}"
+    return text
 
 
 def _signals(needs: Iterable[Signal]) -> str:

@@ -32,7 +32,7 @@ def lines(settings: Settings) -> Iterator[str]:
         if settings.pools:
             yield f"pool        {plan.name}, for {pool_match.described(plan.claim)}"
             earlier = next(
-                (one for one in before if pool_match.overlap(one.claim, plan.claim)), None
+                (other for other in before if pool_match.overlap(other.claim, plan.claim)), None
             )
             if earlier is not None and not plan.claim.empty:
                 yield f"            pool {earlier.name} comes first where both claim a request"
@@ -95,10 +95,10 @@ def _object(wanted: pool_schema.KubernetesSection) -> str:
 
 def _entry(entry: endpoint_list.EndpointListEntry) -> str:
     host = f"[{entry.host}]" if ":" in entry.host else entry.host
-    told = [f"{host}:{entry.port}"]
+    words = [f"{host}:{entry.port}"]
     if not entry.literal:
-        told.append("(every address of this name)")
+        words.append("(every address of this name)")
     if entry.name:
-        told.append(entry.name)
-    told += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
-    return "  ".join(told)
+        words.append(entry.name)
+    words += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
+    return "  ".join(words)

@@ -75,8 +75,8 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
         "max_queued": args.max_queued,
     }
     named = profiles.find(args.profile)
-    given = {name: value for name, value in changes.items() if value is not None}
-    profile = msgspec.structs.replace(named, **given)
+    overrides = {name: value for name, value in changes.items() if value is not None}
+    profile = msgspec.structs.replace(named, **overrides)
     profiles.check(profile)
     for text in args.fault:
         faults.parse(text)

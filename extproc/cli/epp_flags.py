@@ -127,12 +127,12 @@ def warnings(args: argparse.Namespace) -> Iterator[str]:
         ConfigError: A flag asks for something that must not silently be missing.
     """
     for flag in FLAGS:
-        found: str | None = getattr(args, flag.name.replace("-", "_"))
-        if found is None or found in flag.accepted_values:
+        value: str | None = getattr(args, flag.name.replace("-", "_"))
+        if value is None or value in flag.accepted_values:
             continue
         if flag.refused:
             raise ConfigError(
-                f"--{flag.name}", wanted=_wanted(flag), found=repr(found), fix=flag.say
+                f"--{flag.name}", wanted=_wanted(flag), found=repr(value), fix=flag.say
             )
         yield f"--{flag.name} has no effect: {flag.say}"
 
@@ -177,10 +177,10 @@ def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
         return ConfigError(
             word, wanted="flags only", found="a word that belongs to none", fix="remove it"
         )
-    meant = validation.closest_name(name, known)
+    suggestion = validation.closest_name(name, known)
     return ConfigError(
         word,
         wanted="a flag of this command",
         found="an unknown one",
-        fix=f"did you mean --{meant}?" if meant else "see --help",
+        fix=f"did you mean --{suggestion}?" if suggestion else "see --help",
     )

@@ -156,17 +156,17 @@ def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], ob
             return 0
 
 
-def _show(args: argparse.Namespace, told: dict[str, Any]) -> int:
+def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
     """Print an explanation; returns the exit status."""
     from extproc.telemetry import explanation_text
 
     if args.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(explanation, indent=2))
     else:
         text = (
-            explanation_text.render_past(told)
-            if "id" in told
-            else explanation_text.render_table(told)
+            explanation_text.render_past(explanation)
+            if "id" in explanation
+            else explanation_text.render_table(explanation)
         )
         for line in text.splitlines():
             is_result = line.startswith(
@@ -175,7 +175,7 @@ def _show(args: argparse.Namespace, told: dict[str, Any]) -> int:
             print(color.paint(line, "bold", sys.stdout) if is_result else line)
         if args.legend:
             print(f"\n{explanation_text.render_legend()}", end="")
-    return _REFUSED if told["outcome"] == "rejection" else 0
+    return _REFUSED if explanation["outcome"] == "rejection" else 0
 
 
 def _decide(
@@ -201,24 +201,26 @@ def _refuse_request(args: argparse.Namespace) -> None:
 def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """A request of the past."""
     request_id = args.id or _choose(args, server)
-    told = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
-    if told["outcome"] == "rejection" and told["status"] == 404:
+    explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
+    if explanation["outcome"] == "rejection" and explanation["status"] == 404:
         raise NotRecordedError(
             wanted=f"a request that was routed lately as {request_id}",
-            found=told["message"],
+            found=explanation["message"],
             fix="`extproc explain --last` shows the newest",
         )
-    return told
+    return explanation
 
 
 def _choose(args: argparse.Namespace, server: str) -> str:
     """The id of the last, the slowest or the last failed request."""
     listed = _get(f"{server}/debug/decisions?limit={_ALL}", args)["decisions"]
     if args.failed:
-        listed = [one for one in listed if not "200" <= (one["status"] or "") < "400"]
-        listed = [one for one in listed if one["seconds"] is not None]
+        listed = [
+            decision for decision in listed if not "200" <= (decision["status"] or "") < "400"
+        ]
+        listed = [decision for decision in listed if decision["seconds"] is not None]
     if args.slowest:
-        listed = sorted(listed, key=lambda one: -(one["seconds"] or 0.0))
+        listed = sorted(listed, key=lambda decision: -(decision["seconds"] or 0.0))
     if not listed:
         raise NotRecordedError(
             wanted="a failed request" if args.failed else "a request that was routed",
@@ -348,8 +350,8 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            told: dict[str, Any] = json.load(answer)
-            return told
+            explanation: dict[str, Any] = json.load(answer)
+            return explanation
     except urllib.error.HTTPError as refused:
         with refused:
             return _refusal(url, refused)

@@ -43,26 +43,26 @@ class Flag(msgspec.Struct, frozen=True):
         return self.metavar == "BOOL"
 
 
-def _not(flag: str, found: str) -> bool:
-    return not flag_values.boolean(flag, found)
+def _not(flag: str, text: str) -> bool:
+    return not flag_values.boolean(flag, text)
 
 
-def _refresh(flag: str, found: str) -> float:
-    return max(SHORTEST_REFRESH_S, flag_values.seconds(flag, found))
+def _refresh(flag: str, text: str) -> float:
+    return max(SHORTEST_REFRESH_S, flag_values.seconds(flag, text))
 
 
-def _size_if_any(flag: str, found: str) -> int | None:
-    return flag_values.size_bytes(flag, found) if found else None
+def _size_if_any(flag: str, text: str) -> int | None:
+    return flag_values.size_bytes(flag, text) if text else None
 
 
-def _verbosity(_: str, found: str) -> str | None:
-    if not found.isdigit():
+def _verbosity(_: str, text: str) -> str | None:
+    if not text.isdigit():
         return None
-    return "debug" if int(found) >= _DEBUG_VERBOSITY else "info"
+    return "debug" if int(text) >= _DEBUG_VERBOSITY else "info"
 
 
-def _zap(_: str, found: str) -> str | None:
-    return "debug" if found.isdigit() and int(found) else _ZAP_LEVELS.get(found)
+def _zap(_: str, text: str) -> str | None:
+    return "debug" if text.isdigit() and int(text) else _ZAP_LEVELS.get(text)
 
 
 def default(flag: Flag) -> str:
@@ -91,7 +91,7 @@ def choices(flag: Flag) -> Sequence[str]:
 
 
 _SERVER = ("server",)
-_text, _seconds, _boolean, _whole = (
+_text, _seconds, _boolean, _integer = (
     flag_values.text,
     flag_values.seconds,
     flag_values.boolean,
@@ -101,11 +101,11 @@ _text, _seconds, _boolean, _whole = (
 FLAGS: Sequence[Flag] = (
     Flag("strategy", ("scheduling", "strategy"), _text, "scheduling strategy", "NAME"),
     Flag("host", (*_SERVER, "host"), _text, "address to listen on; empty for all", "IP"),
-    Flag("grpc-port", (*_SERVER, "grpc_port"), _whole, "ext_proc; 0 picks a free one", "PORT"),
-    Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _whole, "gRPC health", "PORT"),
-    Flag("metrics-port", (*_SERVER, "metrics_port"), _whole, "metrics and debug pages", "PORT"),
+    Flag("grpc-port", (*_SERVER, "grpc_port"), _integer, "ext_proc; 0 picks a free one", "PORT"),
+    Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _integer, "gRPC health", "PORT"),
+    Flag("metrics-port", (*_SERVER, "metrics_port"), _integer, "metrics and debug pages", "PORT"),
     Flag("xds", ("xds", "enabled"), _boolean, "tell Envoy of the endpoints over xDS", "BOOL"),
-    Flag("xds-port", ("xds", "port"), _whole, "xDS; 0 picks a free one", "PORT"),
+    Flag("xds-port", ("xds", "port"), _integer, "xDS; 0 picks a free one", "PORT"),
     Flag("secure-serving", (*_SERVER, "secure_serving"), _boolean, "ext_proc over TLS", "BOOL"),
     Flag("cert-path", (*_SERVER, "cert_path"), _text, "folder with tls.crt and tls.key", "FOLDER"),
     Flag(
@@ -147,7 +147,7 @@ FLAGS: Sequence[Flag] = (
     Flag(
         "fallback-endpoints",
         ("scheduling", "fallbacks"),
-        _whole,
+        _integer,
         "endpoints named after the chosen one",
         "N",
     ),
@@ -192,7 +192,11 @@ FLAGS: Sequence[Flag] = (
     ),
     Flag("conformance-testing", ("conformance",), _boolean, "obey the test headers", "BOOL"),
     Flag(
-        "seed", ("seed",), _whole, "seed of all random draws; drawn from the system unless set", "N"
+        "seed",
+        ("seed",),
+        _integer,
+        "seed of all random draws; drawn from the system unless set",
+        "N",
     ),
     Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
     Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),

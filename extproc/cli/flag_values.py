@@ -19,68 +19,68 @@ _TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
 _FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
 
 
-def text(_: str, found: str) -> str:
+def text(_: str, value: str) -> str:
     """The text itself."""
-    return found
+    return value
 
 
-def seconds(flag: str, found: str) -> float:
+def seconds(flag: str, value: str) -> float:
     """A Go duration such as `1m30s` or `50ms`, or plain seconds.
 
     Raises:
         ConfigError: It is neither.
     """
-    if _PLAIN.fullmatch(found):
-        return float(found)
-    parts = _DURATION_PART.findall(found)
-    if not parts or "".join(number + unit for number, unit in parts) != found:
+    if _PLAIN.fullmatch(value):
+        return float(value)
+    parts = _DURATION_PART.findall(value)
+    if not parts or "".join(number + unit for number, unit in parts) != value:
         raise ConfigError(
-            flag, wanted="a duration", found=repr(found), fix="write 30s, 1m30s, 50ms or seconds"
+            flag, wanted="a duration", found=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
         )
     return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
 
-def size_bytes(flag: str, found: str) -> int:
+def size_bytes(flag: str, value: str) -> int:
     """Bytes, with k, M, G (powers of 1000) or Ki, Mi, Gi (powers of 1024).
 
     Raises:
         ConfigError: It is no size.
     """
-    split = _SIZE.fullmatch(found)
+    split = _SIZE.fullmatch(value)
     if not split:
         raise ConfigError(
-            flag, wanted="a size in bytes", found=repr(found), fix="write 67108864 or 64Mi"
+            flag, wanted="a size in bytes", found=repr(value), fix="write 67108864 or 64Mi"
         )
     number, prefix, binary, _ = split.groups()
     return int(number) * int((1024 if binary else 1000) ** _POWER[prefix])
 
 
-def boolean(flag: str, found: str) -> bool:
+def boolean(flag: str, value: str) -> bool:
     """What Go's ParseBool takes.
 
     Raises:
         ConfigError: It is neither true nor false.
     """
-    if found in _TRUE:
+    if value in _TRUE:
         return True
-    if found in _FALSE:
+    if value in _FALSE:
         return False
     raise ConfigError(
-        flag, wanted="true or false", found=repr(found), fix=f"write {flag}=true or {flag}=false"
+        flag, wanted="true or false", found=repr(value), fix=f"write {flag}=true or {flag}=false"
     )
 
 
-def whole_number(flag: str, found: str) -> int:
+def whole_number(flag: str, value: str) -> int:
     """A whole number.
 
     Raises:
         ConfigError: It is none.
     """
-    if re.fullmatch(r"-?[0-9]+", found):
-        return int(found)
-    raise ConfigError(flag, wanted="a whole number", found=repr(found), fix="write digits only")
+    if re.fullmatch(r"-?[0-9]+", value):
+        return int(value)
+    raise ConfigError(flag, wanted="a whole number", found=repr(value), fix="write digits only")
 
 
-def listed(_: str, found: str) -> list[str]:
+def listed(_: str, value: str) -> list[str]:
     """Words between commas; empty ones do not count."""
-    return [word.strip() for word in found.split(",") if word.strip()]
+    return [word.strip() for word in value.split(",") if word.strip()]

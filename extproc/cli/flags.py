@@ -14,7 +14,7 @@ import msgspec
 
 from extproc.cli import epp_flags, flag_table, flag_values, kubernetes_flags
 from extproc.config import loader, pools, profiles
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling.profile import SchedulerProfile
 
@@ -29,7 +29,7 @@ class Resolved(msgspec.Struct, frozen=True):
         warnings: One line for each flag that has no effect, or not the one it asks for.
     """
 
-    settings: sections.Settings
+    settings: Settings
     profile: SchedulerProfile
     where: str
     warnings: tuple[str, ...]

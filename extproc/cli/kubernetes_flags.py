@@ -68,33 +68,33 @@ def overrides(
     if elsewhere or tree.get("pools"):
         return
     before = written.get("kubernetes")
-    found = _object(args, before if isinstance(before, dict) else {})
-    if found:
-        if found != before:
+    section = _object(args, before if isinstance(before, dict) else {})
+    if section:
+        if section != before:
             flag = "--endpoint-selector" if selector else "--pool-name"
-            yield loader.FlagOverride(("pool", "kubernetes"), found, flag)
+            yield loader.FlagOverride(("pool", "kubernetes"), section, flag)
     elif args.pool_namespace and _every_pool(tree):
         yield loader.FlagOverride(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
 
 
 def _object(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
     """The section `pool.kubernetes` with the flags in it; empty where nobody names an object."""
-    found = dict(before)
+    section = dict(before)
     if args.endpoint_selector:
-        found.pop("inference_pool", None)
-        found.pop("service", None)
-        found["selector"] = labels(args.endpoint_selector)
-    elif args.pool_name and not (found.get("selector") or found.get("service")):
-        found["inference_pool"] = args.pool_name
-    if not any(found.get(key) for key in ("inference_pool", "selector", "service")):
+        section.pop("inference_pool", None)
+        section.pop("service", None)
+        section["selector"] = labels(args.endpoint_selector)
+    elif args.pool_name and not (section.get("selector") or section.get("service")):
+        section["inference_pool"] = args.pool_name
+    if not any(section.get(key) for key in ("inference_pool", "selector", "service")):
         return {}
     if args.endpoint_target_ports and args.endpoint_target_ports != "[]":
-        found["ports"] = ports(args.endpoint_target_ports)
+        section["ports"] = ports(args.endpoint_target_ports)
     if args.pool_namespace:
-        found["namespace"] = args.pool_namespace
-    if args.pool_group and found.get("inference_pool"):
-        found["group"] = args.pool_group
-    return found
+        section["namespace"] = args.pool_namespace
+    if args.pool_group and section.get("inference_pool"):
+        section["group"] = args.pool_group
+    return section
 
 
 def ineffective(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
@@ -107,8 +107,8 @@ def ineffective(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
     if followed:
         return
     for flag in FLAGS[1:]:
-        given = getattr(args, flag.name.replace("-", "_"))
-        if given and given != "[]":
+        value = getattr(args, flag.name.replace("-", "_"))
+        if value and value != "[]":
             yield f"--{flag.name} has no effect: no endpoints come from Kubernetes"
 
 
@@ -118,7 +118,7 @@ def labels(text: str) -> dict[str, str]:
     Raises:
         ConfigError: A part is no pair.
     """
-    found = {}
+    pairs = {}
     for word in flag_values.listed("--endpoint-selector", text):
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
@@ -128,8 +128,8 @@ def labels(text: str) -> dict[str, str]:
                 found=word,
                 fix="write app=vllm,tier=gpu",
             )
-        found[key.strip()] = value.removeprefix("=").strip()
-    return found
+        pairs[key.strip()] = value.removeprefix("=").strip()
+    return pairs
 
 
 def ports(text: str) -> list[int]:

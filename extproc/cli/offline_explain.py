@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from extproc.config import factory
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
@@ -19,9 +19,7 @@ from extproc.telemetry.pool_state import EndpointState, PoolState
 _NOW = 1_000_000.0
 
 
-def decide(
-    settings: sections.Settings, pool: PoolState, raw: HttpRequest, *, where: str
-) -> Outcome:
+def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
     """What a server with these settings would decide in this situation.
 
     Args:
@@ -47,7 +45,7 @@ def decide(
     return parts.director.route(raw, _NOW)
 
 
-def _restore_pool(settings: sections.Settings, pool: PoolState, *, where: str) -> factory.PoolParts:
+def _restore_pool(settings: Settings, pool: PoolState, *, where: str) -> factory.PoolParts:
     parts = factory.build(settings)
     endpoints = [
         Endpoint(known.address, name=known.name, labels=known.labels) for known in pool.endpoints

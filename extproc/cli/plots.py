@@ -165,9 +165,9 @@ def _cdf(axes: Any, columns: Sequence[Column]) -> None:
 def _load(axes: Any, columns: Sequence[Column]) -> None:
     """Prompt tokens of every engine, over the mean, the busiest first."""
     for column in columns:
-        tokens = sorted((one.prompt_tokens for one in column.endpoints), reverse=True)
+        tokens = sorted((endpoint.prompt_tokens for endpoint in column.endpoints), reverse=True)
         mean = sum(tokens) / max(1, len(tokens)) or 1.0
-        axes.plot([one / mean for one in tokens], marker=".", label=column.strategy)
+        axes.plot([count / mean for count in tokens], marker=".", label=column.strategy)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("engines, the busiest first")
     axes.set_ylabel("prompt tokens, over the mean")

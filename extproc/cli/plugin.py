@@ -69,10 +69,10 @@ def _test(args: argparse.Namespace) -> int:
     brought = [plugin_loader.from_file(path, where=str(path)) for path in args.files]
     plugin_loader.combine(brought)  # kinds that clash
     broken = 0
-    for one in brought:
-        for cls in one.classes:
+    for plugin_file in brought:
+        for cls in plugin_file.classes:
             for method in plugin_loader.roles(cls):
-                name = f"{one.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it
+                name = f"{plugin_file.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it
                 try:
                     contract.CHECKS[method](cls)
                 except AssertionError as error:
@@ -97,5 +97,7 @@ def _timed(plugin: Any, method: str) -> str:
         getattr(plugin, method)(turn, there, *extra, **named)
         spent_s.append(time.perf_counter() - started)
     median_s, budget_s = statistics.median(spent_s), plugin_guard.GuardLimits().budget_s
-    told = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
-    return told if median_s <= budget_s else f"{told}, above the budget of {budget_s * 1e3:g} ms"
+    timing = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
+    return (
+        timing if median_s <= budget_s else f"{timing}, above the budget of {budget_s * 1e3:g} ms"
+    )

@@ -94,30 +94,30 @@ def run(args: argparse.Namespace) -> int:
         for warning in column.warnings:
             _say(f"warning: {column.name}: {warning}", quiet=args.quiet)
     progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
-    made = []
+    runs = []
     try:
-        for one in simulation_runs.runs(todo, jobs=args.jobs):
-            made.append(one)
-            progress.step(f"{one.strategy}, seed {one.seed}")
+        for run in simulation_runs.runs(todo, jobs=args.jobs):
+            runs.append(run)
+            progress.step(f"{run.strategy}, seed {run.seed}")
     finally:
         progress.close()
-    whole = report.report(todo.scenario, made, baseline=args.baseline)
-    _report(args, whole)
+    result = report.report(todo.scenario, runs, baseline=args.baseline)
+    _report(args, result)
     if args.plots:
-        for path in plots.draw(whole, args.plots):
+        for path in plots.draw(result, args.plots):
             _say(f"wrote {path}", quiet=args.quiet)
     return 0
 
 
-def _report(args: argparse.Namespace, whole: report.Report) -> None:
+def _report(args: argparse.Namespace, result: report.Report) -> None:
     """Print the table, and write JSON to where it is wanted."""
     to_stdout = args.json == Path("-")
     if not args.quiet:
-        print(tables.text(whole), file=sys.stderr if to_stdout else sys.stdout)
+        print(tables.text(result), file=sys.stderr if to_stdout else sys.stdout)
     if to_stdout:
-        print(report.encoded(whole).decode())
+        print(report.encoded(result).decode())
     elif args.json:
-        _write(args.json, report.encoded(whole))
+        _write(args.json, report.encoded(result))
 
 
 class Progress:

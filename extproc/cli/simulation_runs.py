@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from extproc.config import loader, profiles, validation
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
@@ -38,7 +38,7 @@ class SimulationColumn(msgspec.Struct, frozen=True):
     """
 
     name: str
-    settings: sections.Settings | None
+    settings: Settings | None
     client: Client | None = None
     autoscaling: scenario.ScenarioAutoscaling | None = None
     warnings: Sequence[str] = ()
@@ -78,13 +78,13 @@ def plan(
         ConfigError: The scenario, a configuration, a strategy or the trace is wrong or missing.
     """
     where = str(path)
-    whole = read(path)
-    wanted = _wanted(whole, strategies, configs)
-    whole = msgspec.structs.replace(whole, strategies=wanted, seeds=seeds or whole.seeds)
-    scenario.check(whole, where=where)
-    columns = [column(variant, folder=path.parent, where=where) for variant in whole.variants]
-    trace = _trace(whole.workload, folder=path.parent, where=where)
-    return SimulationPlan(whole, columns, trace)
+    loaded = read(path)
+    wanted = _wanted(loaded, strategies, configs)
+    loaded = msgspec.structs.replace(loaded, strategies=wanted, seeds=seeds or loaded.seeds)
+    scenario.check(loaded, where=where)
+    columns = [column(variant, folder=path.parent, where=where) for variant in loaded.variants]
+    trace = _trace(loaded.workload, folder=path.parent, where=where)
+    return SimulationPlan(loaded, columns, trace)
 
 
 def read(path: Path) -> scenario.Scenario:
@@ -145,8 +145,10 @@ def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
     tasks = todo.tasks
     if min(jobs, len(tasks)) == 1:
         _collect_rarely()
-        for one, seed in tasks:
-            yield report.Run(one.name, seed, run(todo.scenario, one, seed=seed, trace=todo.trace))
+        for column, seed in tasks:
+            yield report.Run(
+                column.name, seed, run(todo.scenario, column, seed=seed, trace=todo.trace)
+            )
         return
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(
@@ -155,11 +157,11 @@ def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
         try:
             with _unheard_by_children():
                 waiting = {
-                    pool.submit(run, todo.scenario, one, seed=seed, trace=todo.trace): (
-                        one.name,
+                    pool.submit(run, todo.scenario, column, seed=seed, trace=todo.trace): (
+                        column.name,
                         seed,
                     )
-                    for one, seed in tasks
+                    for column, seed in tasks
                 }
             for future in futures.as_completed(waiting):
                 name, seed = waiting[future]
@@ -173,17 +175,17 @@ def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
 
 
 def run(
-    whole: scenario.Scenario, one: SimulationColumn, *, seed: int, trace: str
+    definition: scenario.Scenario, column: SimulationColumn, *, seed: int, trace: str
 ) -> run_metrics.RunSummary:
     """One strategy with one seed."""
     rows = _rows(trace) if trace else ()
     return simulation.run(
-        whole,
-        one.settings,
+        definition,
+        column.settings,
         seed=seed,
         rows=rows,
-        client=one.client,
-        autoscaling=one.autoscaling,
+        client=column.client,
+        autoscaling=column.autoscaling,
     )
 
 
@@ -228,11 +230,11 @@ def _collect_rarely() -> None:
 
 
 def _wanted(
-    whole: scenario.Scenario, strategies: Sequence[str], configs: Sequence[Path]
+    loaded: scenario.Scenario, strategies: Sequence[str], configs: Sequence[Path]
 ) -> Sequence[str | scenario.Variant]:
     if not strategies and not configs:
-        return whole.strategies
-    known = {variant.name: variant for variant in whole.variants}
+        return loaded.strategies
+    known = {variant.name: variant for variant in loaded.variants}
     named: list[str | scenario.Variant] = [known.get(name, name) for name in strategies]
     return named + [
         scenario.Variant(name=path.stem, config=str(path.absolute())) for path in configs

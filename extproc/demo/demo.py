@@ -216,22 +216,22 @@ def _progress(strategy: str, total: int) -> Callable[[traffic.AnswerSample], Non
 
 
 def _table(runs: Sequence[StrategyRun]) -> str:
-    head = f"{'':34}" + "".join(f"{one.strategy:>14}" for one in runs)
+    head = f"{'':34}" + "".join(f"{run.strategy:>14}" for run in runs)
     lines = ["", head, "-" * len(head)]
 
     def row(name: str, values: Sequence[str]) -> None:
         lines.append(f"{name:34}" + "".join(f"{value:>14}" for value in values))
 
-    failed = [sum(sample.status != 200 for sample in one.samples) for one in runs]
-    row("requests", [str(len(one.samples)) for one in runs])
+    failed = [sum(sample.status != 200 for sample in run.samples) for run in runs]
+    row("requests", [str(len(run.samples)) for run in runs])
     row("failed", [str(count) for count in failed])
-    row("prefix cache hit ratio (engines)", [f"{one.hit_ratio:.1%}" for one in runs])
+    row("prefix cache hit ratio (engines)", [f"{run.hit_ratio:.1%}" for run in runs])
     for share, name in ((0.5, "TTFT p50"), (0.95, "TTFT p95")):
-        row(f"{name}, ms", [f"{1e3 * _ttft(one.samples, share):.0f}" for one in runs])
-    later = [[sample for sample in one.samples if not sample.first] for one in runs]
+        row(f"{name}, ms", [f"{1e3 * _ttft(run.samples, share):.0f}" for run in runs])
+    later = [[sample for sample in run.samples if not sample.first] for run in runs]
     row("TTFT p50 of follow-up turns, ms", [f"{1e3 * _ttft(part, 0.5):.0f}" for part in later])
     for at in range(_ENGINES):
-        row(f"requests on engine {at + 1}", [str(list(one.requests.values())[at]) for one in runs])
+        row(f"requests on engine {at + 1}", [str(list(run.requests.values())[at]) for run in runs])
     return "\n".join(lines)
 
 
@@ -241,7 +241,7 @@ def _ttft(samples: Sequence[traffic.AnswerSample], share: float) -> float:
 
 
 def _healthy(runs: Sequence[StrategyRun]) -> bool:
-    return all(sample.status == 200 for one in runs for sample in one.samples)
+    return all(sample.status == 200 for run in runs for sample in run.samples)
 
 
 async def _decision(place: DemoInstallation) -> str:

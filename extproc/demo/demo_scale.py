@@ -105,8 +105,8 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
                 await watching
     print(scaling_plot.as_text(chart))
     print(scaling_plot.save_plot(chart, plot))
-    lost = [one for one in answers if one.status != 200]
-    slowest = max(one.seconds for one in answers)
+    lost = [answer for answer in answers if answer.status != 200]
+    slowest = max(answer.seconds for answer in answers)
     print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
     back = bool(chart.rows) and chart.rows[-1].available == 0
     print("No engine is left." if back else "Engines are left, which should not be.")
@@ -165,7 +165,7 @@ async def _play(
                 tasks.create_task(_client(http, place, until), name="client")
                 for _ in range(clients)
             ]
-        answers += [one for task in asking for one in task.result()]
+        answers += [answer for task in asking for answer in task.result()]
         num_engines = chart.rows[-1].available if chart.rows else 0
         print(f"  {num_engines} {'engine serves' if num_engines == 1 else 'engines serve'}")
     print("Nobody asks any longer")
@@ -204,16 +204,16 @@ async def _watch(
     while True:
         async with http.get(url) as answer:
             text = await answer.text()
-        found = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
+        samples = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
         pool = '{pool=""}'
         chart.add(
             scaling_plot.HistoryRow(
                 at_s=time.monotonic() - began,
-                depth=float(found.get(f"queue_depth{pool}", 0.0)),
-                mean_depth=float(found.get(f"queue_depth_mean{pool}", 0.0)),
-                requests_per_s=float(found.get(f"requests_per_second{pool}", 0.0)),
-                asked=int(float(found.get('replicas{pool="",state="asked"}', 0.0))),
-                available=int(float(found.get('replicas{pool="",state="available"}', 0.0))),
+                depth=float(samples.get(f"queue_depth{pool}", 0.0)),
+                mean_depth=float(samples.get(f"queue_depth_mean{pool}", 0.0)),
+                requests_per_s=float(samples.get(f"requests_per_second{pool}", 0.0)),
+                requested=int(float(samples.get('replicas{pool="",state="asked"}', 0.0))),
+                available=int(float(samples.get('replicas{pool="",state="available"}', 0.0))),
             )
         )
         await asyncio.sleep(_LOOK_S)

@@ -34,7 +34,7 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     depth: float
     mean_depth: float
     requests_per_s: float
-    asked: int
+    requested: int
     available: int
 
 
@@ -52,7 +52,7 @@ class ScalingPlot:
     def add(self, row: HistoryRow) -> None:
         """One more look."""
         self.rows.append(row)
-        if row.asked or row.available:
+        if row.requested or row.available:
             self._empty.clear()
         else:
             self._empty.set()
@@ -97,7 +97,7 @@ def save_plot(chart: ScalingPlot, path: Path) -> str:
     for at, (title, read) in enumerate(_CHARTS, 1):
         axes = figure.add_subplot(len(_CHARTS), 1, at)
         if title.startswith("replicas"):
-            axes.step(times, [row.asked for row in chart.rows], where="post", label="asked for")
+            axes.step(times, [row.requested for row in chart.rows], where="post", label="asked for")
         label = "answer" if title.startswith("replicas") else title
         axes.step(times, [read(row) for row in chart.rows], where="post", label=label)
         axes.set_ylim(bottom=0)

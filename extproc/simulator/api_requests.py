@@ -59,34 +59,34 @@ class _Turn(msgspec.Struct, frozen=True):
     tool_calls: Any = None
 
 
-class _Chat(_Body, frozen=True, kw_only=True):
+class _ChatBody(_Body, frozen=True, kw_only=True):
     messages: list[_Turn]
     max_completion_tokens: int | None = None
     tools: Any = None
 
 
-class _Completions(_Body, frozen=True, kw_only=True):
+class _CompletionsBody(_Body, frozen=True, kw_only=True):
     prompt: str | list[str | int]
 
 
-class _Embeddings(_Body, frozen=True, kw_only=True):
+class _EmbeddingsBody(_Body, frozen=True, kw_only=True):
     input: str | list[str | int]
 
 
-class _Responses(_Body, frozen=True, kw_only=True):
+class _ResponsesBody(_Body, frozen=True, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Any = None
 
 
-class _Messages(_Body, frozen=True, kw_only=True):
+class _MessagesBody(_Body, frozen=True, kw_only=True):
     messages: list[_Turn]
     system: Any = None
     tools: Any = None
 
 
-class _Tokenize(_Body, frozen=True, kw_only=True):
+class _TokenizeBody(_Body, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[_Turn] | None = None
 
@@ -109,7 +109,7 @@ def _plain(text: str | list[str | int]) -> bytes:
 
 def chat(body: bytes) -> GenerationRequest:
     """`/v1/chat/completions`."""
-    read = msgspec.json.decode(body, type=_Chat)
+    read = msgspec.json.decode(body, type=_ChatBody)
     text = prompt.chat(_turns(read.messages), tools=read.tools)
     limit = read.max_completion_tokens
     return read.ask(text, read.max_tokens if limit is None else limit)
@@ -117,19 +117,19 @@ def chat(body: bytes) -> GenerationRequest:
 
 def completions(body: bytes) -> GenerationRequest:
     """`/v1/completions`. A list of prompts is one prompt: the simulation answers it once."""
-    read = msgspec.json.decode(body, type=_Completions)
+    read = msgspec.json.decode(body, type=_CompletionsBody)
     return read.ask(_plain(read.prompt), 16 if read.max_tokens is None else read.max_tokens)
 
 
 def embeddings(body: bytes) -> GenerationRequest:
     """`/v1/embeddings`: one step that ends with the prefill. A list of inputs is one input."""
-    read = msgspec.json.decode(body, type=_Embeddings)
+    read = msgspec.json.decode(body, type=_EmbeddingsBody)
     return read.ask(_plain(read.input), 1)
 
 
 def responses(body: bytes) -> GenerationRequest:
     """`/v1/responses`."""
-    read = msgspec.json.decode(body, type=_Responses)
+    read = msgspec.json.decode(body, type=_ResponsesBody)
     turns: list[tuple[str, Any]] = []
     if read.instructions:
         turns.append(("system", read.instructions))
@@ -142,7 +142,7 @@ def responses(body: bytes) -> GenerationRequest:
 
 def messages(body: bytes) -> GenerationRequest:
     """`/v1/messages` (Anthropic)."""
-    read = msgspec.json.decode(body, type=_Messages)
+    read = msgspec.json.decode(body, type=_MessagesBody)
     turns = [("system", read.system)] if read.system else []
     return read.ask(
         prompt.chat([*turns, *_turns(read.messages)], tools=read.tools), read.max_tokens
@@ -151,7 +151,7 @@ def messages(body: bytes) -> GenerationRequest:
 
 def tokenize(body: bytes) -> GenerationRequest:
     """`/tokenize`: a prompt or messages."""
-    read = msgspec.json.decode(body, type=_Tokenize)
+    read = msgspec.json.decode(body, type=_TokenizeBody)
     if read.messages is not None:
         return read.ask(prompt.chat(_turns(read.messages)), 1)
     return read.ask((read.prompt or "").encode(), 1)

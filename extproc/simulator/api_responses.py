@@ -102,7 +102,7 @@ def _usage(answer: GenerationAnswer) -> dict[str, Any]:
     return usage
 
 
-class _Choices:
+class _ChoicesWriter:
     """Chat and completions.
 
     Args:
@@ -162,7 +162,7 @@ class _Choices:
         return events + _DONE
 
 
-class _Embeddings:
+class _EmbeddingsWriter:
     """One vector per request, of eight numbers that depend on nothing: nobody reads them."""
 
     def body(self, answer: GenerationAnswer) -> bytes:
@@ -194,7 +194,7 @@ class _Embeddings:
         return _DONE
 
 
-class _Responses:
+class _ResponsesWriter:
     """The OpenAI Responses API, text output only."""
 
     def _item(self, answer: GenerationAnswer, text: str, status: str) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class _Responses:
         )
 
 
-class _Messages:
+class _MessagesWriter:
     """The Anthropic Messages API, text output only."""
 
     def _message(
@@ -322,13 +322,13 @@ class _Messages:
 SURFACES: Mapping[str, ApiSurface] = {
     "/v1/chat/completions": ApiSurface(
         api_requests.chat,
-        _Choices("chatcmpl-", "chat.completion", "chat.completion.chunk", chat=True),
+        _ChoicesWriter("chatcmpl-", "chat.completion", "chat.completion.chunk", chat=True),
     ),
     "/v1/completions": ApiSurface(
         api_requests.completions,
-        _Choices("cmpl-", "text_completion", "text_completion", chat=False),
+        _ChoicesWriter("cmpl-", "text_completion", "text_completion", chat=False),
     ),
-    "/v1/embeddings": ApiSurface(api_requests.embeddings, _Embeddings()),
-    "/v1/responses": ApiSurface(api_requests.responses, _Responses()),
-    "/v1/messages": ApiSurface(api_requests.messages, _Messages()),
+    "/v1/embeddings": ApiSurface(api_requests.embeddings, _EmbeddingsWriter()),
+    "/v1/responses": ApiSurface(api_requests.responses, _ResponsesWriter()),
+    "/v1/messages": ApiSurface(api_requests.messages, _MessagesWriter()),
 }

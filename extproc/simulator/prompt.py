@@ -43,11 +43,11 @@ def hashes(text: bytes, *, salt: str, block_tokens: int) -> list[int]:
     chain = hashlib.blake2b(salt.encode(), digest_size=8)
     size = block_tokens * BYTES_PER_TOKEN
     view = memoryview(text)
-    found = []
+    block_hashes = []
     for end in range(size, len(text) + 1, size):
         chain.update(view[end - size : end])
-        found.append(int.from_bytes(chain.digest(), "big") >> 1)
-    return found
+        block_hashes.append(int.from_bytes(chain.digest(), "big") >> 1)
+    return block_hashes
 
 
 def chat(turns: Iterable[tuple[str, Any]], *, tools: Any = None) -> bytes:

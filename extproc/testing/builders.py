@@ -96,7 +96,7 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
         seed: Of what they are.
     """
     rng = Random(seed)
-    made = []
+    loaded = []
     for i in range(size):
         facts: dict[str, Any] = {
             "in_flight": rng.randrange(20),
@@ -111,8 +111,8 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
             facts["rates"] = StepTimeModel(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
         if known and i % 5:
             facts |= with_load(rng)
-        made.append(candidate(f"10.0.{i // 250}.{i % 250}", **facts))
-    return made
+        loaded.append(candidate(f"10.0.{i // 250}.{i % 250}", **facts))
+    return loaded
 
 
 def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
@@ -124,14 +124,14 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
         seed: Of what they are.
     """
     rng = Random(seed)
-    made = [
+    identical = [
         candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng) if i % 5 else {}))
         for i in range(size)
     ]
     same: dict[str, Any] = (
         {"estimated_requests": 4.0} if known else {"estimated_requests": 4.0, "load": NO_LOAD}
     )
-    return [msgspec.structs.replace(one, **same) for one in made]
+    return [msgspec.structs.replace(item, **same) for item in identical]
 
 
 def with_load(rng: Random) -> dict[str, Any]:

@@ -48,18 +48,22 @@ def check_filter(make: Callable[[], Filter]) -> None:
     for there, about, known in _situations(plugin):
         places = {id(candidate): at for at, candidate in enumerate(there)}
 
-        def whole(
-            kept: Sequence[Candidate], places: Mapping[int, int] = places, about: str = about
+        def check_answer(
+            result: Sequence[Candidate], places: Mapping[int, int] = places, about: str = about
         ) -> None:
-            demand(all(id(one) in places for one in kept), about, "candidates it was given")
-            order = [places[id(one)] for one in kept]
+            demand(
+                all(id(candidate) in places for candidate in result),
+                about,
+                "candidates it was given",
+            )
+            order = [places[id(candidate)] for candidate in result]
             demand(order == sorted(set(order)), about, "each once and in their order", order)
 
-        kept = probes.stable_answer(make, _keep, there, about=about, whole=whole)
+        result = probes.stable_answer(make, _keep, there, about=about, check_answer=check_answer)
         back = builders.names(_keep(make(), probe_context(), there[::-1])[::-1])
-        _same(builders.names(kept) == back, builders.names(kept), back, about=about)
+        _same(builders.names(result) == back, builders.names(result), back, about=about)
         if not known and plugin.needs and plugin.needs <= SCRAPED:
-            demand(len(kept) == len(there), about, "everybody, for nothing is known", len(kept))
+            demand(len(result) == len(there), about, "everybody, for nothing is known", len(result))
 
 
 def check_scorer(make: Callable[[], Scorer]) -> None:
@@ -74,12 +78,12 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
-        def whole(scores: object, size: int = len(there), about: str = about) -> None:
+        def check_answer(scores: object, size: int = len(there), about: str = about) -> None:
             numbers = _numbers(scores, size, "scores", about)
             wrong = [score for score in numbers if not 0 <= score <= 1]
             demand(not wrong, about, "numbers of 0 to 1", wrong)
 
-        scores = probes.stable_answer(make, _score, there, about=about, whole=whole)
+        scores = probes.stable_answer(make, _score, there, about=about, check_answer=check_answer)
         back = make().score(probe_context(), there[::-1])[::-1]
         _same(_close(scores, back), scores, back, about=about)
     if plugin.needs & SCRAPED:
@@ -97,12 +101,14 @@ def check_cost(make: Callable[[], CostModel]) -> None:
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
-        def whole(priced: CostResult, size: int = len(there), about: str = about) -> None:
+        def check_answer(priced: CostResult, size: int = len(there), about: str = about) -> None:
             demand(isinstance(priced, CostResult), about, "a Priced", type(priced).__name__)
             for name, numbers in (("costs", priced.costs), *priced.terms):
                 _numbers(list(numbers), size, name, about)
 
-        costs = probes.stable_answer(make, _price, there, about=about, whole=whole).costs
+        costs = probes.stable_answer(
+            make, _price, there, about=about, check_answer=check_answer
+        ).costs
         back = make().cost(probe_context(), there[::-1]).costs[::-1]
         _same(_close(costs, back), costs, back, about=about)
 
@@ -121,7 +127,7 @@ def check_picker(make: Callable[[], Picker]) -> None:
         for count in COUNTS:
             _check_picks(make, there, count, about=f"{about}, asked for {count}")
     forth, back = (_shares(make, step) for step in (1, -1))
-    apart = max(abs(one - other) for one, other in zip(forth, back, strict=True))
+    apart = max(abs(first - other) for first, other in zip(forth, back, strict=True))
     _same(apart <= _APART, forth, back, about=f"{plugin.kind} with 4 endpoints and {_PICKS} turns")
 
 
@@ -161,30 +167,30 @@ def _check_picks(
     totals = [float(at % 17) for at in range(size)]
     before = list(totals)
 
-    def pick(plugin: Picker, turn: SchedulingContext, given: list[Candidate]) -> list[int]:
-        return plugin.pick(turn, given, totals, count=count)
+    def pick(plugin: Picker, turn: SchedulingContext, candidates: list[Candidate]) -> list[int]:
+        return plugin.pick(turn, candidates, totals, count=count)
 
-    def whole(order: object) -> None:
+    def check_answer(order: object) -> None:
         places = _numbers(order, min(size, count), "positions", about)
         inside = all(isinstance(at, int) and 0 <= at < size for at in places)
         demand(inside, about, f"positions of 0 to {size - 1}", order)
         demand(len(set(places)) == len(places), about, "nobody twice", order)
         demand(totals == before, about, "totals left as they are", "a change")
 
-    probes.stable_answer(make, pick, there, about=about, whole=whole, seeds=(1,))
+    probes.stable_answer(make, pick, there, about=about, check_answer=check_answer, seeds=(1,))
 
 
 def _shares(make: Callable[[], Picker], step: int) -> list[float]:
     """Each endpoint's share of many picks, the candidates in their order or backwards."""
     there = builders.loaded_candidates(4)
-    given, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
+    candidates, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
     turn, plugin = probe_context(), make()
     counts = {candidate.endpoint.address: 0 for candidate in there}
     for _ in range(_PICKS):
-        endpoint = given[plugin.pick(turn, given, totals, count=1)[0]].endpoint
+        endpoint = candidates[plugin.pick(turn, candidates, totals, count=1)[0]].endpoint
         counts[endpoint.address] += 1
         if isinstance(plugin, Observer):
-            plugin.on_committed(Decision(turn.request, [endpoint], candidates=given), turn.now)
+            plugin.on_committed(Decision(turn.request, [endpoint], candidates=candidates), turn.now)
     return [round(count / _PICKS, 4) for count in counts.values()]
 
 
@@ -193,19 +199,23 @@ def _check_neutral(plugin: Scorer) -> None:
     there = builders.identical_candidates(200)
     scores = plugin.score(probe_context(), there)
     low, high = min(scores), max(scores)
-    unknown = [score for score, one in zip(scores, there, strict=True) if one.load.waiting is None]
+    unknown = [
+        score
+        for score, candidate in zip(scores, there, strict=True)
+        if candidate.load.waiting is None
+    ]
     demand(
         low == high or all(low < score < high for score in unknown),
         f"{plugin.kind} with 200 endpoints that differ in scraped values only",
         f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
         unknown,
     )
-    nobody = plugin.score(probe_context(), builders.identical_candidates(9, known=False))
+    scores_of_unknown = plugin.score(probe_context(), builders.identical_candidates(9, known=False))
     demand(
-        max(nobody) - min(nobody) <= _ROUNDING,
+        max(scores_of_unknown) - min(scores_of_unknown) <= _ROUNDING,
         f"{plugin.kind} with 9 endpoints of which nothing was scraped",
         "one score for all",
-        nobody,
+        scores_of_unknown,
     )
 
 
@@ -225,13 +235,13 @@ def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
     return values
 
 
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(
+def _close(first: Sequence[float], second: Sequence[float]) -> bool:
+    return len(first) == len(second) and all(
         math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _same(kept: object, forth: object, back: object, *, about: str) -> None:
-    found = f"{short(forth)}, and {short(back)} when they come backwards"
-    demand(kept, about, "the same for each endpoint in whatever order they come", found)
+def _same(equal: object, forth: object, back: object, *, about: str) -> None:
+    actual = f"{short(forth)}, and {short(back)} when they come backwards"
+    demand(equal, about, "the same for each endpoint in whatever order they come", actual)

@@ -29,20 +29,20 @@ CallT = Callable[[Role, SchedulingContext, list[Candidate]], AnswerT]
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
-def demand(met: object, about: str, wanted: str, found: object = "others") -> None:
+def demand(met: object, about: str, expected: str, actual: object = "others") -> None:
     """Hold a rule.
 
     Args:
         met: Whether it is kept.
         about: The plugin and the situation.
-        wanted: The rule.
-        found: What came instead.
+        expected: The rule.
+        actual: The value that broke it.
 
     Raises:
         AssertionError: It is not.
     """
     if not met:
-        raise AssertionError(f"{about}: expected {wanted}, got {short(found)}")
+        raise AssertionError(f"{about}: expected {expected}, got {short(actual)}")
 
 
 def short(value: object) -> str:
@@ -54,8 +54,8 @@ def short(value: object) -> str:
 class _Pair:
     """Two answers as a message shows them, which nobody reads where they are equal."""
 
-    def __init__(self, one: object, between: str, two: object) -> None:
-        self._parts = one, between, two
+    def __init__(self, first: object, between: str, second: object) -> None:
+        self._parts = first, between, second
 
     def __repr__(self) -> str:
         return " ".join(map(short, self._parts))
@@ -63,8 +63,8 @@ class _Pair:
 
 def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
     """Who is asked about whom, for messages."""
-    told = "some" if known else "none"
-    return f"{plugin.kind} with {len(there)} endpoints, {told} of them scraped"
+    scraped = "some" if known else "none"
+    return f"{plugin.kind} with {len(there)} endpoints, {scraped} of them scraped"
 
 
 def probe_context(seed: int = 1) -> SchedulingContext:
@@ -121,7 +121,7 @@ def stable_answer(
     there: Sequence[Candidate],
     *,
     about: str,
-    whole: Callable[[AnswerT], None],
+    check_answer: Callable[[AnswerT], None],
     seeds: Sequence[int] = (1, 2),
 ) -> AnswerT:
     """The answer of a plugin, once it is clear that it changes nothing and repeats itself.
@@ -131,26 +131,26 @@ def stable_answer(
         act: Calls it.
         there: The candidates.
         about: The plugin and the situation.
-        whole: Checks an answer on its own.
+        check_answer: Checks an answer on its own.
         seeds: Over which the answer must be the same.
 
     Raises:
         AssertionError: Something is not as it must be.
     """
-    given, turn = list(there), probe_context()
-    facts = _written(given, turn)
+    candidates, turn = list(there), probe_context()
+    facts = _written(candidates, turn)
     plugin, other = make(), make()
-    answer = _called(act, plugin, turn, given, about)
-    whole(answer)
+    answer = _called(act, plugin, turn, candidates, about)
+    check_answer(answer)
     demand(
-        list(map(id, given)) == list(map(id, there)),
+        list(map(id, candidates)) == list(map(id, there)),
         about,
         "the candidates left in their order",
         "another order",
     )
-    demand(_written(given, turn) == facts, about, "turn and candidates left alone", "a change")
+    demand(_written(candidates, turn) == facts, about, "turn and candidates left alone", "a change")
     for seed in seeds:
-        again = _called(act, plugin, probe_context(seed), given, about)
+        again = _called(act, plugin, probe_context(seed), candidates, about)
         demand(
             again == answer,
             about,
@@ -160,15 +160,17 @@ def stable_answer(
         )
     _remember(plugin, there[0], about)
     demand(
-        _called(act, other, probe_context(), given, about) == answer,
+        _called(act, other, probe_context(), candidates, about) == answer,
         about,
         "the same answer of a second instance: nothing shared, no chance but turn.rng",
         "another answer",
     )
     _remember(other, there[0], about)
-    one, two = (_called(act, each, probe_context(), given, about) for each in (plugin, other))
-    whole(one)
-    demand(one == two, about, "equal answers after equal choices", _Pair(one, "and", two))
+    first, second = (
+        _called(act, instance, probe_context(), candidates, about) for instance in (plugin, other)
+    )
+    check_answer(first)
+    demand(first == second, about, "equal answers after equal choices", _Pair(first, "and", second))
     return answer
 
 
@@ -176,11 +178,11 @@ def _called(
     act: CallT[Role, AnswerT],
     plugin: Role,
     turn: SchedulingContext,
-    given: list[Candidate],
+    candidates: list[Candidate],
     about: str,
 ) -> AnswerT:
     try:
-        return act(plugin, turn, given)
+        return act(plugin, turn, candidates)
     except Exception as error:
         raise AssertionError(f"{about}: expected an answer, got {_error_text(error)}") from error
 

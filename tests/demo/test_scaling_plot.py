@@ -9,14 +9,14 @@ ROWS = [(0.0, 0.0, 0, 0), (1.0, 2.0, 2, 0), (2.0, 8.0, 2, 2), (3.0, 0.0, 0, 0)]
 
 def chart():
     made = scaling_plot.ScalingPlot()
-    for at_s, depth, asked, available in ROWS:
+    for at_s, depth, requested, available in ROWS:
         made.add(
             scaling_plot.HistoryRow(
                 at_s=at_s,
                 depth=depth,
                 mean_depth=depth,
                 requests_per_s=depth,
-                asked=asked,
+                requested=requested,
                 available=available,
             )
         )

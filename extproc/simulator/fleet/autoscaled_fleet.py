@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from extproc import decision as outcomes
 from extproc.autoscaling import demand_estimator, registry
 from extproc.autoscaling.demand import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Rejection
+from extproc.decision import Rejection, all_busy, no_endpoints
 from extproc.endpoint import StepTimeModel
 from extproc.flow_control import controller
 from extproc.simulator.fleet import flow_control
@@ -60,7 +59,7 @@ class AutoscaledFleet:
     """The replicas of one target. Mutable; the world owns it.
 
     Args:
-        asked: What the scenario says.
+        config: Section `autoscaling` of the scenario.
         sites: All engines there may be.
         timeline: The clock.
         acts: What it does to the world.
@@ -68,13 +67,13 @@ class AutoscaledFleet:
 
     def __init__(
         self,
-        asked: ScenarioAutoscaling,
+        config: ScenarioAutoscaling,
         sites: Sequence[EngineNode],
         *,
         timeline: EventQueue,
         acts: Acts,
     ) -> None:
-        self._asked = asked
+        self._config = config
         self._sites = sites
         self._timeline = timeline
         self._acts = acts
@@ -89,11 +88,11 @@ class AutoscaledFleet:
             refuse=self._refuse,
         )
         self._gate = flow_control.SimFlowController(
-            _holding(asked.hold), timeline=timeline, acts=acts_
+            _holding(config.hold), timeline=timeline, acts=acts_
         )
-        self._spec = min(asked.start, len(sites))
+        self._spec = min(config.start, len(sites))
         self._counters = demand_estimator.PickerCounters()
-        self._charts = FleetScalingHistory(asked.window_s)
+        self._charts = FleetScalingHistory(config.window_s)
         self._fresh()
 
     def begin(self) -> None:
@@ -105,14 +104,14 @@ class AutoscaledFleet:
             self._charts.up(n, 0.0)
         self._list()
         self._tick()
-        for at in self._asked.restarts_s:
+        for at in self._config.restarts_s:
             self._timeline.at(at, self._restart)
 
     @property
     def settled(self) -> bool:
         """Whether there are as few replicas as there may be."""
         here = sum(kind is not _Is.DOWN for kind in self._is)
-        return not self._gate.queue.count and here <= self._asked.min
+        return not self._gate.queue.count and here <= self._config.min
 
     def arrived(self, trip: SimRequest) -> None:
         """A request came: it goes on, waits or is refused."""
@@ -158,13 +157,13 @@ class AutoscaledFleet:
 
     def _room(self, _trip: SimRequest) -> _Room | Rejection:
         """A place on a replica, or why there is none."""
-        most = self._asked.hold.per_replica
+        most = self._config.hold.per_replica
         up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
         if not up:
-            return outcomes.no_endpoints(waits_s=math.inf)
+            return no_endpoints(waits_s=math.inf)
         if most is None or min(up) < most:
             return _Room()
-        return outcomes.all_busy(math.inf)
+        return all_busy(math.inf)
 
     def _go(self, trip: SimRequest, _room: _Room) -> None:
         self._acts.go(trip)
@@ -177,24 +176,24 @@ class AutoscaledFleet:
         self._acts.over(trip)
 
     def _count(self, **more: float) -> None:
-        told = self._counters
-        added = {name: getattr(told, name) + value for name, value in more.items()}
-        self._counters = msgspec.structs.replace(told, **added)
+        counters = self._counters
+        added = {name: getattr(counters, name) + value for name, value in more.items()}
+        self._counters = msgspec.structs.replace(counters, **added)
 
     # The policy.
 
     def _fresh(self) -> None:
-        asked = self._asked
-        policy = registry.make(asked.policy, asked.params, where="autoscaling")
-        self._scaler = PolicyRunner(policy, ReplicaBounds(min=asked.min, max=len(self._sites)))
-        self._meter = demand_estimator.DemandEstimator(asked.meter)
+        config = self._config
+        policy = registry.make(config.policy, config.params, where="autoscaling")
+        self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._sites)))
+        self._meter = demand_estimator.DemandEstimator(config.meter)
 
     def _restart(self) -> None:
         """Another picker, which reads what this one wrote."""
-        kept = msgspec.json.encode(self._scaler.state())
+        runner_state = msgspec.json.encode(self._scaler.state())
         learned = msgspec.json.encode(self._meter.state)
         self._fresh()
-        self._scaler.restore(msgspec.json.decode(kept, type=RunnerState))
+        self._scaler.restore(msgspec.json.decode(runner_state, type=RunnerState))
         self._meter.restore(msgspec.json.decode(learned, type=demand_estimator.EstimatorState))
 
     def _tick(self) -> None:
@@ -215,15 +214,15 @@ class AutoscaledFleet:
     def _demand(self) -> Demand:
         now = self._timeline.now
         pages = [site.page(now) for site, kind in self._pairs() if kind is _Is.UP]
-        seen = demand_estimator.TargetObservation(
+        observation = demand_estimator.TargetObservation(
             spec=self._spec,
             available=len(pages),
             waiting=sum(page.waiting or 0.0 for page in pages),
             running=sum(page.running or 0.0 for page in pages),
             rates=self._acts.rates(),
         )
-        told = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
-        return self._meter.read(now, {"picker": told}, seen)
+        counters = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
+        return self._meter.read(now, {"picker": counters}, observation)
 
     # Replicas.
 
@@ -250,7 +249,7 @@ class AutoscaledFleet:
         self._is[n] = _Is.STARTING
         self._born[n] = now
         self._charts.replica_requested(n, now)
-        self._timeline.after(self._asked.cold_start_s, lambda: self._up(n, now))
+        self._timeline.after(self._config.cold_start_s, lambda: self._up(n, now))
 
     def _up(self, n: int, born: float) -> None:
         if self._is[n] is not _Is.STARTING or self._born[n] != born:
@@ -268,7 +267,7 @@ class AutoscaledFleet:
         self._is[n] = _Is.LEAVING
         self._charts.leaves(n, self._timeline.now)
         self._list()
-        grace_s, born = self._asked.grace_s, self._born[n]
+        grace_s, born = self._config.grace_s, self._born[n]
         if grace_s is not None:
             self._timeline.after(grace_s, lambda: self._cut(n, born))
 

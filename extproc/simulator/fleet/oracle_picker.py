@@ -27,7 +27,7 @@ _WEIGHTS = EstimatedTime()
 _CHAIN = 4
 
 
-class _Seen(msgspec.Struct):
+class _CandidateState(msgspec.Struct):
     """One engine and one request.
 
     Attributes:
@@ -73,13 +73,13 @@ class OraclePicker:
         work = trip.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
-        seen = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
-        if not seen:
+        candidates = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
+        if not candidates:
             trip.failure = "rejected 503"
             return -1
-        most = max(one.cached for one in seen)
+        most = max(candidate.cached for candidate in candidates)
         growth = self._recurrence.expected_growth_tokens(work.prompt_tokens)
-        best = min(seen, key=lambda one: self._price(one, most, growth))
+        best = min(candidates, key=lambda candidate: self._price(candidate, most, growth))
         where = next(n for n in self._listed if self._sites[n] is best.site)
         trip.predicted_tokens = best.cached
         self._uncached[trip.id] = work.prompt_tokens - best.cached
@@ -108,46 +108,46 @@ class OraclePicker:
     def rates(self) -> None:
         """See `Picker`; it needs no estimate."""
 
-    def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _Seen:
+    def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _CandidateState:
         engine = self._sites[n].engine
         size = engine.profile.block_tokens
         cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
         others, account = list(engine.outstanding()), self._accounts[n]
-        return _Seen(
+        return _CandidateState(
             self._sites[n], work, others, cached, account is home, account.active_context_tokens
         )
 
-    def _price(self, seen: _Seen, most: int, growth: float) -> float:
+    def _price(self, candidate: _CandidateState, most: int, growth: float) -> float:
         """Seconds; `most` is the tokens cached where most of them are."""
-        work, machine = seen.work, seen.site.engine.profile
+        work, machine = candidate.work, candidate.site.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
-        prefill = (work.prompt_tokens - seen.cached) * per_token
+        prefill = (work.prompt_tokens - candidate.cached) * per_token
         queued = waiting = first = 0
         slower = load = 0.0
         own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
         step_s = machine.base_s
-        for other in seen.others:
+        for other in candidate.others:
             queued += self._remaining_tokens(other)
             waiting += other.waiting
             first += other.prompt_left > 0
-            each = per_seq + machine.context_s_per_token * other.context
-            step_s += 0.0 if other.waiting else each
+            iteration_s = per_seq + machine.context_s_per_token * other.context
+            step_s += 0.0 if other.waiting else iteration_s
             together = min(other.output_left, work.output_tokens)
-            slower += together * each
+            slower += together * iteration_s
             load += together * own
-        count = len(seen.others)
-        adapter = self._adapter_s(seen)
+        count = len(candidate.others)
+        adapter = self._adapter_s(candidate)
         return (
             queued * per_token
             + prefill
             + 1.5 * step_s
             + adapter
-            + self._stall_s(seen)
+            + self._stall_s(candidate)
             + _WEIGHTS.own_share * slower
             + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
             + _WEIGHTS.waiting_share * first * prefill
-            + _WEIGHTS.waste_share * (count + waiting) * (most - seen.cached) * per_token
-            + self._crowding_s(seen, growth)
+            + _WEIGHTS.waste_share * (count + waiting) * (most - candidate.cached) * per_token
+            + self._crowding_s(candidate, growth)
         )
 
     def _remaining_tokens(self, other: engine_request.Outstanding) -> int:
@@ -156,24 +156,24 @@ class OraclePicker:
             return other.prompt_left
         return min(self._uncached.get(other.id, other.prompt_left), other.prompt_left)
 
-    def _crowding_s(self, seen: _Seen, growth: float) -> float:
+    def _crowding_s(self, candidate: _CandidateState, growth: float) -> float:
         """As the adaptive strategy's term, with what is truly cached."""
-        if seen.home:
+        if candidate.home:
             return 0.0
-        machine = seen.site.engine.profile
-        wanted = seen.work.prompt_tokens - seen.cached + growth
-        share = (seen.held + wanted) / machine.kv_tokens
+        machine = candidate.site.engine.profile
+        wanted = candidate.work.prompt_tokens - candidate.cached + growth
+        share = (candidate.held + wanted) / machine.kv_tokens
         low, full, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_full, _WEIGHTS.crowding_end
         value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
         cache_s = machine.kv_tokens * machine.prefill_s_per_token
         return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
 
-    def _stall_s(self, seen: _Seen) -> float:
+    def _stall_s(self, candidate: _CandidateState) -> float:
         """Seconds until all those ahead and this request find room in the cache."""
-        engine, work = seen.site.engine, seen.work
+        engine, work = candidate.site.engine, candidate.work
         machine = engine.profile
-        wanted = work.prompt_tokens - seen.cached + work.output_tokens // 2
-        for other in seen.others:
+        wanted = work.prompt_tokens - candidate.cached + work.output_tokens // 2
+        for other in candidate.others:
             if other.waiting:
                 wanted += self._remaining_tokens(other) + other.output_left // 2
         missing = wanted - engine.pool.available * machine.block_tokens
@@ -181,8 +181,8 @@ class OraclePicker:
             return 0.0
         step_s = machine.base_s + machine.decode_s_per_seq * engine.running
         waited = 0
-        running = (other for other in seen.others if not other.waiting)
-        for other in sorted(running, key=lambda one: one.output_left):
+        running = (other for other in candidate.others if not other.waiting)
+        for other in sorted(running, key=lambda job: job.output_left):
             missing -= other.context
             waited = other.output_left
             if missing <= 0:
@@ -190,18 +190,20 @@ class OraclePicker:
         # Those that wait must run as well before there is room.
         return waited * step_s * (1.0 + missing / max(1, machine.kv_tokens))
 
-    def _adapter_s(self, seen: _Seen) -> float:
+    def _adapter_s(self, candidate: _CandidateState) -> float:
         """Seconds until the adapter is there."""
-        adapter, engine = seen.work.adapter, seen.site.engine
+        adapter, engine = candidate.work.adapter, candidate.site.engine
         machine, slots = engine.profile, engine.slots
         if not adapter or adapter in slots.resident:
             return 0.0
-        ahead = {o.adapter for o in seen.others if o.waiting and o.adapter} - set(slots.resident)
+        ahead = {o.adapter for o in candidate.others if o.waiting and o.adapter} - set(
+            slots.resident
+        )
         if slots.fit(adapter) is not lora.SlotFit.NONE and not ahead:
             return machine.lora_load_s
         # A slot is free when the last sequence of some adapter ends.
         ends: dict[str, int] = {}
-        for other in seen.others:
+        for other in candidate.others:
             if other.adapter and not other.waiting:
                 ends[other.adapter] = max(ends.get(other.adapter, 0), other.output_left)
         free = sorted(ends.values())

@@ -28,13 +28,13 @@ class PeerSyncBus:
             self._join(str(n), dispatcher, delay_s)
 
     def _join(self, name: str, dispatcher: Director, delay_s: float) -> None:
-        def told() -> None:
+        def deliver() -> None:
             message = outbox.take()
             if message is not None:
                 for mirror in self._mirrors:
                     mirror.take(message, self._timeline.now)
 
-        outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, told))
+        outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
         peer_sync.connect([("", dispatcher)], outbox)
         # Nobody here is ever gone: an outage of a picker is not simulated.
         self._mirrors.append(peer_sync.PeerReplica(name, lambda _: dispatcher, silent_s=math.inf))

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.config import factory
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
 from extproc.flow_control import controller
@@ -73,7 +73,7 @@ class ExtprocPicker:
 
     def __init__(
         self,
-        settings: sections.Settings,
+        settings: Settings,
         sites: Sequence[EngineNode],
         *,
         timeline: EventQueue,
@@ -90,7 +90,7 @@ class ExtprocPicker:
         self._timeline = timeline
         self._delay_s = delay_s
         self._models = models if settings.scrape.models else None
-        self._told = told_max_tokens
+        self._knows_max_tokens = told_max_tokens
         scrape = settings.scrape
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.pace
@@ -173,11 +173,11 @@ class ExtprocPicker:
         return self._bits
 
     def _promise(self, trip: SimRequest, address: str) -> None:
-        made = self.parts.director.pending_load.add(
+        promise = self.parts.director.pending_load.add(
             address, self._chain(trip.work), prompt_tokens=trip.work.prompt_tokens
         )
-        if made is not None:
-            self._promises[trip.id] = made
+        if promise is not None:
+            self._promises[trip.id] = promise
 
     def _take_back(self, trip: SimRequest) -> None:
         pending_load.remove(self._promises.pop(trip.id, None))
@@ -189,7 +189,7 @@ class ExtprocPicker:
             model=work.adapter or MODEL,
             prompt=work.opening.encode(),
             prompt_tokens=work.prompt_tokens,
-            max_tokens=work.output_tokens if self._told else None,
+            max_tokens=work.output_tokens if self._knows_max_tokens else None,
             session=work.session,
             priority=work.priority,
         )

@@ -34,6 +34,6 @@ class Streams:
             first: Tokens of `shared` it begins with; the block in which it changes is its own.
             tokens: Tokens of the whole.
         """
-        whole = self.keys(own, tokens)
+        keys = self.keys(own, tokens)
         common = self.keys(shared, min(first, tokens))
-        return [*common, *whole[len(common) :]] if common else whole
+        return [*common, *keys[len(common) :]] if common else keys

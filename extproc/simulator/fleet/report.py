@@ -55,7 +55,7 @@ class Run(msgspec.Struct, frozen=True):
     summary: RunSummary
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class EndpointMeans(msgspec.Struct, frozen=True):
     """One engine, mean over seeds.
 
     Attributes:
@@ -85,7 +85,7 @@ class Column(msgspec.Struct, frozen=True):
     strategy: str
     figures: Mapping[str, Interval]
     ratios: Mapping[str, Interval]
-    endpoints: Sequence[Endpoint]
+    endpoints: Sequence[EndpointMeans]
     ttft_quantiles_s: Sequence[float]
 
 
@@ -106,7 +106,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def _figures() -> dict[str, Callable[[RunSummary], float]]:
-    found: dict[str, Callable[[RunSummary], float]] = {
+    figures: dict[str, Callable[[RunSummary], float]] = {
         "requests": lambda s: float(s.requests),
         "failed": lambda s: float(sum(s.failed.values())),
         "duration_s": lambda s: s.duration_s,
@@ -116,14 +116,14 @@ def _figures() -> dict[str, Callable[[RunSummary], float]]:
     }
     for what in (*_TIMES, "token"):
         for moment in _MOMENTS:
-            found[f"{what}_{moment}_s"] = _moment(f"{what}_s", moment)
-    return found | {
+            figures[f"{what}_{moment}_s"] = _moment(f"{what}_s", moment)
+    return figures | {
         "held_mean_s": lambda s: s.held_s,
         "hit_ratio": lambda s: s.hit_ratio,
         "predicted_ratio": lambda s: s.predicted_ratio,
         "requests_max_over_mean": lambda s: s.requests_max_over_mean,
         "tokens_max_over_mean": lambda s: s.tokens_max_over_mean,
-        "preemptions": lambda s: float(sum(one.preemptions for one in s.endpoints)),
+        "preemptions": lambda s: float(sum(endpoint.preemptions for endpoint in s.endpoints)),
         "replica_s": lambda s: s.scaling.replica_s if s.scaling else math.nan,
         "mean_replicas": lambda s: s.scaling.mean_replicas if s.scaling else math.nan,
         "mean_available": lambda s: s.scaling.mean_available if s.scaling else math.nan,
@@ -133,12 +133,12 @@ def _figures() -> dict[str, Callable[[RunSummary], float]]:
 
 
 def _moment(what: str, moment: str) -> Callable[[RunSummary], float]:
-    def of(summary: RunSummary) -> float:
+    def read_figure(summary: RunSummary) -> float:
         spread: DistributionSummary = getattr(summary, what)
         value: float = getattr(spread, moment)
         return value
 
-    return of
+    return read_figure
 
 
 #: Every figure of a column, and where a summary has it. Names end in their unit.
@@ -186,46 +186,50 @@ def report(scenario: Scenario, runs: Sequence[Run], *, baseline: str = "") -> Re
     return Report(scenario, baseline, columns, ordered)
 
 
-def encoded(whole: Report) -> bytes:
+def encoded(result: Report) -> bytes:
     """A report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
 
 
 def _column(name: str, mine: Mapping[int, RunSummary], base: Mapping[int, RunSummary]) -> Column:
     summaries = list(mine.values())
     ratios = {
         figure: interval(
-            _over(of(mine[seed]), of(base[seed])) for seed in sorted(mine.keys() & base.keys())
+            _over(read_figure(mine[seed]), read_figure(base[seed]))
+            for seed in sorted(mine.keys() & base.keys())
         )
-        for figure, of in FIGURES.items()
+        for figure, read_figure in FIGURES.items()
         if base
     }
     return Column(
         strategy=name,
-        figures={figure: interval(of(one) for one in summaries) for figure, of in FIGURES.items()},
+        figures={
+            figure: interval(read_figure(summary) for summary in summaries)
+            for figure, read_figure in FIGURES.items()
+        },
         ratios=ratios,
         endpoints=_endpoints(summaries),
         ttft_quantiles_s=[
             interval(values).mean
-            for values in zip(*(one.ttft_quantiles_s for one in summaries), strict=True)
+            for values in zip(*(summary.ttft_quantiles_s for summary in summaries), strict=True)
         ],
     )
 
 
-def _endpoints(summaries: Sequence[RunSummary]) -> list[Endpoint]:
-    found = []
-    for same in zip(*(one.endpoints for one in summaries), strict=True):
-        tokens = sum(one.prompt_tokens for one in same)
-        hits = sum(one.prompt_tokens * one.hit_ratio for one in same)
-        found.append(
-            Endpoint(
-                requests=statistics.fmean(one.requests for one in same),
+def _endpoints(summaries: Sequence[RunSummary]) -> list[EndpointMeans]:
+    endpoints = []
+    for same in zip(*(summary.endpoints for summary in summaries), strict=True):
+        tokens = sum(endpoint.prompt_tokens for endpoint in same)
+        hits = sum(endpoint.prompt_tokens * endpoint.hit_ratio for endpoint in same)
+        endpoints.append(
+            EndpointMeans(
+                requests=statistics.fmean(endpoint.requests for endpoint in same),
                 prompt_tokens=tokens / len(same),
                 hit_ratio=hits / tokens if tokens else 0.0,
-                preemptions=statistics.fmean(one.preemptions for one in same),
+                preemptions=statistics.fmean(endpoint.preemptions for endpoint in same),
             )
         )
-    return found
+    return endpoints
 
 
 def _over(value: float, base: float) -> float:

@@ -184,8 +184,8 @@ class RunMetrics:
             token_s=spread([trip.took_s / trip.work.output_tokens for trip in done]),
             hit_ratio=_share(sum(trip.cached_tokens for trip in done), prompts),
             predicted_ratio=_share(sum(trip.predicted_tokens for trip in done), prompts),
-            requests_max_over_mean=_over_mean([one.requests for one in endpoints]),
-            tokens_max_over_mean=_over_mean([one.prompt_tokens for one in endpoints]),
+            requests_max_over_mean=_over_mean([endpoint.requests for endpoint in endpoints]),
+            tokens_max_over_mean=_over_mean([endpoint.prompt_tokens for endpoint in endpoints]),
             endpoints=endpoints,
             held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
             ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
@@ -208,27 +208,27 @@ class RunMetrics:
 
     def _between(self) -> DistributionSummary:
         wanted = [share * self._gaps for share in (0.5, 0.9, 0.95, 0.99)]
-        found: list[float] = []
-        seen = 0
+        quantiles: list[float] = []
+        num_gaps = 0
         for place in sorted(self._bins):
-            seen += self._bins[place]
-            while len(found) < len(wanted) and seen >= wanted[len(found)]:
-                found.append(math.exp(place * _BIN))
+            num_gaps += self._bins[place]
+            while len(quantiles) < len(wanted) and num_gaps >= wanted[len(quantiles)]:
+                quantiles.append(math.exp(place * _BIN))
         if not self._gaps:
             return spread([])
-        return DistributionSummary(self._gap_sum / self._gaps, *found)
+        return DistributionSummary(self._gap_sum / self._gaps, *quantiles)
 
 
 def _refusals(trips: Sequence[SimRequest]) -> RejectionSummary | None:
     refused = [trip for trip in trips if not math.isnan(trip.refused_s)]
     if not refused:
         return None
-    told = [trip.retry_after_s for trip in refused if trip.retry_after_s]
+    delays = [trip.retry_after_s for trip in refused if trip.retry_after_s]
     return RejectionSummary(
-        rejected=len(told),
+        rejected=len(delays),
         latest_s=max(trip.refused_s for trip in refused),
-        retry_after_s=spread([float(seconds) for seconds in told]),
-        retry_after_most_s=max(told, default=0),
+        retry_after_s=spread([float(seconds) for seconds in delays]),
+        retry_after_most_s=max(delays, default=0),
     )
 
 
@@ -252,8 +252,8 @@ def _rank(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _share(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
 def _over_mean(values: Sequence[int]) -> float:

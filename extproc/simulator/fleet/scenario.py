@@ -51,14 +51,14 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ConfigError: There is no such profile or field, or the numbers do not go together.
         """
         base = profiles.find(self.profile)
-        whole = {field.name: field.type for field in msgspec.structs.fields(profiles.EngineProfile)}
+        kinds = {field.name: field.type for field in msgspec.structs.fields(profiles.EngineProfile)}
         changed: dict[str, float] = {}
         for name, value in self.set.items():
-            kind = whole.get(name)
+            kind = kinds.get(name)
             if kind not in {"int", "float", int, float}:
                 raise ConfigError(
                     f"fleet: set: {name}",
-                    wanted=f"one of {', '.join(n for n in whole if n != 'name')}",
+                    wanted=f"one of {', '.join(n for n in kinds if n != 'name')}",
                     found=name,
                     fix="name a number of the profile",
                 )
@@ -212,8 +212,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def variants(self) -> list[Variant]:
         """All strategies as variants."""
         return [
-            Variant(name=one, strategy=one) if isinstance(one, str) else one
-            for one in self.strategies
+            Variant(name=strategy, strategy=strategy) if isinstance(strategy, str) else strategy
+            for strategy in self.strategies
         ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels, StepTimeModel
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.autoscaled_fleet import Acts, AutoscaledFleet
@@ -37,7 +37,7 @@ class Simulation:
     def __init__(
         self,
         scenario: Scenario,
-        settings: sections.Settings | None,
+        settings: Settings | None,
         *,
         seed: int,
         rows: Iterable[str] = (),
@@ -69,8 +69,12 @@ class Simulation:
         ]
         share_delay_s = scenario.picking.share_delay_s
         if share_delay_s is not None:
-            told = [one.parts.director for one in self.pickers if isinstance(one, ExtprocPicker)]
-            PeerSyncBus(told, timeline=self.timeline, delay_s=share_delay_s)
+            directors = [
+                picker.parts.director
+                for picker in self.pickers
+                if isinstance(picker, ExtprocPicker)
+            ]
+            PeerSyncBus(directors, timeline=self.timeline, delay_s=share_delay_s)
         self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
             self._client,
@@ -118,7 +122,7 @@ class Simulation:
         else:
             site.start()
 
-    def _picker(self, settings: sections.Settings | None, *, seed: int, waits: bool) -> SimPicker:
+    def _picker(self, settings: Settings | None, *, seed: int, waits: bool) -> SimPicker:
         """One picker; requests wait in it, or where replicas come and go."""
         if settings is None:
             return OraclePicker(self.nodes, self.timeline)
@@ -132,7 +136,7 @@ class Simulation:
             went=self._went if waits else None,
         )
 
-    def _scaled(self, asked: ScenarioAutoscaling) -> AutoscaledFleet:
+    def _scaled(self, config: ScenarioAutoscaling) -> AutoscaledFleet:
         def listed(up: Sequence[int]) -> None:
             self._listed = [n in up for n in range(len(self.nodes))]
             self._list()
@@ -141,7 +145,7 @@ class Simulation:
             return self.pickers[0].rates()
 
         acts = Acts(listed=listed, go=self._go, over=self._over, rates=rates)
-        return AutoscaledFleet(asked, self.nodes, timeline=self.timeline, acts=acts)
+        return AutoscaledFleet(config, self.nodes, timeline=self.timeline, acts=acts)
 
     def _list(self) -> None:
         up = [n for n, listed in enumerate(self._listed) if listed]
@@ -244,7 +248,7 @@ class Simulation:
 
 def run(
     scenario: Scenario,
-    settings: sections.Settings | None,
+    settings: Settings | None,
     *,
     seed: int,
     rows: Iterable[str] = (),
@@ -252,13 +256,13 @@ def run(
     autoscaling: ScenarioAutoscaling | None = None,
 ) -> RunSummary:
     """Simulate once, from the first request to the last answer; arguments as in `Simulation`."""
-    whole = Simulation(
+    simulation = Simulation(
         scenario, settings, seed=seed, rows=rows, client=client, autoscaling=autoscaling
     )
-    return whole.run().summary()
+    return simulation.run().summary()
 
 
-def adjusted(settings: sections.Settings, scenario: Scenario, *, seed: int) -> sections.Settings:
+def adjusted(settings: Settings, scenario: Scenario, *, seed: int) -> Settings:
     """A configuration with the scenario's seed and scrape interval."""
     scrape_s = scenario.picking.scrape_s
     scrape = settings.scrape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from extproc.simulator.fleet.report import Column, Endpoint, Interval, Report
+from extproc.simulator.fleet.report import Column, EndpointMeans, Interval, Report
 
 _MS = 1e3
 
@@ -128,18 +128,18 @@ def _endpoints(columns: Sequence[Column]) -> Iterator[str]:
         yield f"and {size - _LISTED} engines more; --json has all of them"
 
 
-def _cell(one: Endpoint) -> str:
-    tokens = f"{one.prompt_tokens / 1e3:.0f}k"
-    return f"{one.requests:.0f} {tokens:>6} {one.hit_ratio:>6.1%} {one.preemptions:>3.0f}"
+def _cell(endpoint: EndpointMeans) -> str:
+    tokens = f"{endpoint.prompt_tokens / 1e3:.0f}k"
+    return f"{endpoint.requests:.0f} {tokens:>6} {endpoint.hit_ratio:>6.1%} {endpoint.preemptions:>3.0f}"
 
 
 def _aligned(table: Sequence[str | list[str]]) -> Iterator[str]:
     rows = [row for row in table if isinstance(row, list)]
     widths = [max(len(cell) for cell in cells) for cells in zip(*rows, strict=True)]
-    whole = sum(widths) + 2 * (len(widths) - 1)
+    line_width = sum(widths) + 2 * (len(widths) - 1)
     for row in table:
         if isinstance(row, str):
-            yield f" {row} ".center(whole, "-")
+            yield f" {row} ".center(line_width, "-")
             continue
         first, *rest = row
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
@@ -152,7 +152,7 @@ def shown(value: Interval, factor: float, *, digits: int | None = None) -> str:
     if math.isnan(mean):
         return "-"
     if digits is None:
-        whole = mean.is_integer() and not half > 0
-        digits = 0 if whole or abs(mean) >= 1000 else 1 if abs(mean) >= 100 else 2
-    told = f"{mean:.{digits}f}"
-    return told if math.isnan(half) else f"{told} ± {half:.{digits}f}"
+        integral = mean.is_integer() and not half > 0
+        digits = 0 if integral or abs(mean) >= 1000 else 1 if abs(mean) >= 100 else 2
+    number = f"{mean:.{digits}f}"
+    return number if math.isnan(half) else f"{number} ± {half:.{digits}f}"

@@ -42,16 +42,16 @@ def read(
     Raises:
         ConfigError: A line is not what the format says.
     """
-    made = _mooncake(rows, where) if format_ == "mooncake" else _azure(rows, where)
-    return _spread(made, spread_s) if spread_s else made
+    requests = _mooncake(rows, where) if format_ == "mooncake" else _azure(rows, where)
+    return _spread(requests, spread_s) if spread_s else requests
 
 
 def _spread(
-    made: Iterator[tuple[float, RequestSpec]], spread_s: float
+    requests: Iterator[tuple[float, RequestSpec]], spread_s: float
 ) -> Iterator[tuple[float, RequestSpec]]:
     together: list[RequestSpec] = []
     stamp = 0.0
-    for at, work in made:
+    for at, work in requests:
         if together and at != stamp:
             yield from _apart(stamp, together, spread_s)
             together = []

@@ -38,9 +38,9 @@ class Generation:
         """Whether all tokens are there."""
         return self.ready >= self.tokens
 
-    async def past(self, seen: int) -> int:
-        """Wait for more than `seen` tokens; returns how many are there."""
-        while self.ready <= seen and not self.done:
+    async def past(self, count: int) -> int:
+        """Wait for more than `count` tokens; returns the number there."""
+        while self.ready <= count and not self.done:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self.ready

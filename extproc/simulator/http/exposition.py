@@ -90,15 +90,15 @@ class _HistogramLines:
         self._buckets = [f"{name}_bucket{labels({**pairs, 'le': edge})} " for edge in edges]
         self._count = f"{name}_count{labels(pairs)} "
         self._sum = f"{name}_sum{labels(pairs)} "
-        self._seen = -1
+        self._rendered_count = -1
         self._text = ""
 
     def text(self, histogram: stats.Histogram) -> str:
         """The samples; written anew only after an observation."""
-        if histogram.count == self._seen:
+        if histogram.count == self._rendered_count:
             return self._text
         totals = list(itertools.accumulate(histogram.counts))
-        self._seen = histogram.count
+        self._rendered_count = histogram.count
         out = [f"{at}{total}.0\n" for at, total in zip(self._buckets, totals, strict=True)]
         out.append(f"{self._count}{totals[-1]}.0\n{self._sum}{number(histogram.sum)}\n")
         self._text = "".join(out)

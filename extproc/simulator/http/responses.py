@@ -88,20 +88,22 @@ async def generate(
     request: web.Request, runner: engine_runner.Runner, turn: GenerationExchange
 ) -> web.StreamResponse:
     """Run a turn through the engine and answer it."""
-    profile, asked = runner.engine.profile, turn.ask.prompt
-    if prompt.count(asked) + turn.tokens > profile.longest:  # before hashing what may be megabytes
+    profile, prompt_text = runner.engine.profile, turn.ask.prompt
+    if (
+        prompt.count(prompt_text) + turn.tokens > profile.longest
+    ):  # before hashing what may be megabytes
         return bad_request(
             f"This model's maximum context length is {profile.longest} tokens. However, you "
-            f"requested {prompt.count(asked) + turn.tokens} tokens in the messages and completion."
+            f"requested {prompt.count(prompt_text) + turn.tokens} tokens in the messages and completion."
         )
-    text = prompt.answer(asked, turn.tokens)
+    text = prompt.answer(prompt_text, turn.tokens)
     salt = f"{turn.adapter}\n{turn.ask.salt}"
-    whole = asked + text.encode()
+    conversation = prompt_text + text.encode()
     new = engine_request.EngineRequest(
         runner.next_id(),
-        prompt.count(asked),
+        prompt.count(prompt_text),
         turn.tokens,
-        prompt.hashes(whole, salt=salt, block_tokens=profile.block_tokens),
+        prompt.hashes(conversation, salt=salt, block_tokens=profile.block_tokens),
         turn.adapter,
     )
     generation = runner.submit(new, stream=turn.ask.stream)
@@ -134,25 +136,25 @@ async def _stream(
     fault = turn.fault
     limit = generation.tokens if fault is None else min(int(fault.value), generation.tokens)
     encoded, size = text.encode(), prompt.BYTES_PER_TOKEN
-    ready, seen = await generation.past(0), 0
+    ready, num_sent = await generation.past(0), 0
     answer = turn.answer(text, cached_tokens=generation.cached_tokens)
     head, tail = turn.writer.frame(answer)
     pieces = turn.writer.opening(answer)
     while True:
         ready = min(ready, limit)
-        pieces += head + encoded[seen * size : ready * size] + tail
-        seen = ready
-        if fault is not None and seen == limit:
+        pieces += head + encoded[num_sent * size : ready * size] + tail
+        num_sent = ready
+        if fault is not None and num_sent == limit:
             await response.write(pieces)
             await cut(request, fault)
-        if seen == generation.tokens:
+        if num_sent == generation.tokens:
             usage = turn.ask.include_usage
             await response.write(pieces + turn.writer.closing(answer, include_usage=usage))
             await response.write_eof()
             return response
         await response.write(pieces)
         pieces = b""
-        ready = await generation.past(seen)
+        ready = await generation.past(num_sent)
 
 
 def _load_headers(request: web.Request, runner: engine_runner.Runner) -> dict[str, str]:

@@ -153,10 +153,10 @@ class EngineServer:
         """The answer, or what a fault makes of it. A header hits any path, armed faults inference."""
         if request.path.startswith("/admin/"):
             return await handler(request)
-        fault, asked = None, request.headers.get("x-engine-fault")
-        if asked:
+        fault, header = None, request.headers.get("x-engine-fault")
+        if header:
             try:
-                fault = faults.parse(asked)
+                fault = faults.parse(header)
             except errors.ConfigError as error:
                 return responses.bad_request(str(error))
         elif inference:

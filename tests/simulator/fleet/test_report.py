@@ -113,7 +113,7 @@ def test_endpoints_are_means_weighed_by_tokens():
         a_summary(endpoints=[run_metrics.PerEndpoint(30, 300, 0.0, 2)]),
     ]
     made = report.report(whole, [report.Run("a", n, one) for n, one in enumerate(pair, 1)])
-    assert made.columns[0].endpoints == [report.Endpoint(20.0, 200.0, 0.25, 1.0)]
+    assert made.columns[0].endpoints == [report.EndpointMeans(20.0, 200.0, 0.25, 1.0)]
 
 
 def test_json_has_scenario_runs_and_columns():
