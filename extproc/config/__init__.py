@@ -1,12 +1,13 @@
-"""From files and flags to running parts.
+"""Reads configuration files and flags, checks them, and builds the parts of a picker.
 
-Here live: `settings`, the frozen sections with their units and defaults; `scheduling_schema`, the section
-that says how endpoints are chosen; `constraints`, ranges of fields; `validation`, plain trees to structs
-with errors that name the place; `loader`, files and flags to settings; `lint`, settings that are
-allowed and probably not meant; `profile_builder`, a profile as either grammar wrote it; `profiles`, a name
-or an outline to a scheduling profile; `plugin_loader`, files and packages of others to kinds that
-profiles may name; `factory`, the one place that builds the parts of a picker from settings.
+- `settings` and the `*_schema` modules hold the frozen sections, with units and defaults;
+  `constraints` has the ranges of fields.
+- `validation` converts plain trees to structs, with errors that name the path; `loader` reads files
+  and flags; `lint` warns of settings that are allowed and probably a mistake.
+- `epp_config` reads the upstream picker's file. Both grammars become a `ProfileSpec`
+  (`profile_builder`), and `profiles` builds the scheduling profile; `plugin_loader` adds plugins
+  from files and installed packages.
+- `factory` builds the parts of a picker from settings.
 
-Not here: sockets, tasks, clocks, command lines. The command line drives this room; the composition
-root of the server and the simulator take what the factory built.
+The package opens no sockets, starts no tasks, reads no clock and parses no command line.
 """

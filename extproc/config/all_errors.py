@@ -1,7 +1,7 @@
-"""Every error of a configuration in one pass, where reading it stops at the first.
+"""Collects every error of a configuration in one pass; `loader` alone stops at the first.
 
-What is wrong is taken out and the rest is read again. A value that is taken out has its default
-from then on, so the other errors are the same as if it had been mended.
+A wrong value is removed and the rest is read again. The removed value then has its default, so
+the other errors are the same as if it had been corrected.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Read = TypeVar("Read")
 def collect(
     document: ConfigDocument, read: Callable[[ConfigDocument], Read]
 ) -> tuple[Read | None, Sequence[ConfigError]]:
-    """Read a configuration, and go on after errors as far as they can be told apart.
+    """Read a configuration, and continue after errors as far as they can be separated.
 
     Args:
-        document: As it was written.
-        read: Reads one, and raises ConfigError at the first error.
+        document: The configuration as written.
+        read: Reads a document, and raises ConfigError at the first error.
 
     Returns:
-        What `read` makes of it without the wrong values, None where the last error has no place in
-        the file; and the errors.
+        The result of `read` without the wrong values, None if the last error has no place in the
+        file; and the errors, in the order they occurred.
     """
     errors: list[ConfigError] = []
     removed: list[validation.Path] = []
@@ -61,7 +61,7 @@ def collect(
 
 
 def _path_of(error: ConfigError, document: ConfigDocument) -> validation.Path:
-    """Where in the tree of a file an error is; empty for none that is known."""
+    """Return the path of an error in the tree of a file; empty if it is unknown."""
     head = f"{document.where}: "
     if isinstance(document.where, validation.FlatDocumentName) or not error.where.startswith(head):
         return ()
@@ -72,7 +72,7 @@ def _path_of(error: ConfigError, document: ConfigDocument) -> validation.Path:
 
 
 def _original(path: validation.Path, removed: Sequence[validation.Path]) -> validation.Path:
-    """The same place in the file as it was written, with the items of lists that are gone."""
+    """Return the path in the file as written: indexes count the removed list items as well."""
     steps: validation.Path = ()
     for step in path:
         if isinstance(step, int):
@@ -91,7 +91,7 @@ def _original(path: validation.Path, removed: Sequence[validation.Path]) -> vali
 def _is_consequence(
     error: ConfigError, path: validation.Path, removed: Sequence[validation.Path]
 ) -> bool:
-    """Whether a key is missing only because its wrong value was taken out."""
+    """Return True if a key is missing only because its wrong value was removed."""
     return error.wanted.startswith("the key ") and any(
         place[:-1] == path and error.wanted.startswith(f"the key {place[-1]}") for place in removed
     )
@@ -102,7 +102,7 @@ def _at(error: ConfigError, where: str) -> ConfigError:
 
 
 def _without(tree: object, path: validation.Path) -> dict[str, object] | None:
-    """A copy of a tree without one value; None where no value stands there."""
+    """Copy a tree without one value; None if the path has no value."""
     remaining = copy.deepcopy(tree)
     below: object = remaining
     *steps, last = path

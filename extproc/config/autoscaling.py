@@ -1,4 +1,4 @@
-"""How many replicas pools have, and who sees to it: of each pool, and of the process."""
+"""The autoscaling sections: bounds, policy and scale target of a pool, and of the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
     "Model": ("kubeai.org", "v1", "models"),
 }
 
-#: What stands for the port in the command of an engine, and for the number in that of a hook.
+#: Placeholders for the port in an engine's command, and for the replica count in `exec`.
 PORT, REPLICAS = "{port}", "{replicas}"
 
 #: Fields of a target become segments of a request path, so each has the form that Kubernetes
@@ -68,7 +68,7 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def filled(self) -> ScaleTarget:
-        """With what the kind says."""
+        """The target with empty fields replaced by those of its kind."""
         group, version, resource = KINDS.get(self.kind, ("", "", ""))
         return msgspec.structs.replace(
             self,
@@ -81,8 +81,8 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Engines as child processes, on a machine without Kubernetes.
 
-    They end with this process, also when it is killed: a GPU must not stay with an engine that
-    nobody uses. Where they have to outlive it, let `exec` tell whoever keeps them.
+    They end with this process, also when it is killed: an unused engine must not occupy a GPU. For
+    engines that must outlive the picker, let `exec` call the process manager that runs them.
 
     Attributes:
         command: Program and arguments of one engine; `{port}` in an argument becomes a free port of
@@ -110,9 +110,9 @@ class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many replicas a pool has. At most one of `target`, `launch` and `exec` acts.
+    """Replica bounds and scaling policy of a pool; at most one of `target`, `launch` and `exec`.
 
-    Without one the number is only told, on /metrics and to KEDA, and somebody else acts.
+    Without any of them the desired count is only published, on /metrics and to KEDA.
 
     Attributes:
         policy: How the number is found: `adaptive` from work and learned speed; `queue-depth` and
@@ -143,11 +143,11 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def bounds(self) -> ReplicaBounds:
-        """As the scaler takes them."""
+        """`min` and `max` as the scaler takes them."""
         return ReplicaBounds(min=self.min, max=self.max)
 
     def policy_instance(self, where: str) -> ScalingPolicy:
-        """The policy.
+        """Build the policy; `where` is the place in the file, for errors.
 
         Raises:
             ConfigError: There is no such policy or parameter.
@@ -156,11 +156,13 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How pools that Kubernetes brings are scaled. Their own annotations may say more, see docs/guides/autoscaling.
+    """Scaling of pools discovered in Kubernetes; annotations may refine it.
+
+    The annotations are described in docs/guides/autoscaling.
 
     Attributes:
-        pools: Which, as patterns of `namespace/name` with `*` and `?`; the first rule that fits
-            counts. All: a rule is written to scale what there is.
+        pools: Patterns of `namespace/name` with `*` and `?`; the first rule that matches counts.
+            All: a rule is written to scale what there is.
         policy: As of a pool that is written out.
         params: Of the policy.
         min: Replicas at least, unless an annotation says otherwise. 0: what nobody asks for costs
@@ -186,10 +188,10 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The external scaler that KEDA asks and listens to.
+    """The external scaler that KEDA polls and streams from.
 
     Attributes:
-        enabled: Serve it. False: without KEDA nobody asks.
+        enabled: Serve it. False: without KEDA it has no client.
         port: Where (TCP port; 0 picks a free one). 9005 is next to our others.
         tls: Serve with the certificate of the ext_proc port. False, as KEDA connects unless
             `enableTLS` says otherwise.
@@ -201,7 +203,7 @@ class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the autoscaling of all pools has in common.
+    """Autoscaling settings shared by all pools: replicas of the picker, saved state, KEDA.
 
     Attributes:
         peers: The other replicas of this picker, whose requests count as well: `host:port` of their
@@ -230,10 +232,10 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 def checked(wanted: ScalingSection, *, where: str) -> None:
-    """Refuse what cannot be meant.
+    """Reject a section that contradicts itself.
 
     Args:
-        wanted: Of one pool.
+        wanted: The section of a pool.
         where: The file and path it came from, for errors.
 
     Raises:
@@ -268,7 +270,7 @@ def checked(wanted: ScalingSection, *, where: str) -> None:
 
 
 def lines(wanted: ScalingSection) -> Iterator[str]:
-    """What is meant, for people."""
+    """Describe a section, one line for `extproc check`."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if wanted.target is not None:
         target = wanted.target.filled
@@ -282,10 +284,10 @@ def lines(wanted: ScalingSection) -> Iterator[str]:
 
 
 def check_target(target: ScaleTarget, where: str) -> None:
-    """Refuse a target that cannot be found, or that is no plain path of the API.
+    """Reject a target of an unknown kind, or with a field that is no valid path segment.
 
     Args:
-        target: What is to be scaled.
+        target: The object to be scaled.
         where: The file and path it came from, for errors.
 
     Raises:
@@ -321,12 +323,12 @@ def check_target(target: ScaleTarget, where: str) -> None:
 
 
 def shown(text: str) -> str:
-    """A wrong value as an error repeats it, cut where it is long."""
+    """Quote a wrong value for an error, cut to `_MOST_SHOWN` characters."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 def _kind_of(target: ScaleTarget) -> str:
-    """The known kind that a group and a resource belong to; empty for none."""
+    """Return the known kind of a group and a resource; empty if there is none."""
     place = (target.group, target.resource)
     return next(
         (kind for kind, (group, _, plural) in KINDS.items() if (group, plural) == place), ""

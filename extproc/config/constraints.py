@@ -1,4 +1,4 @@
-"""Ranges of fields, in annotations, so that an error names the field and the bound."""
+"""Annotated types with the ranges of fields, which msgspec enforces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's `decision-tree-filter`, whose nodes refer to plugins by name, to a tree of ours."""
+"""Converts the gateway's `decision-tree-filter` to our `tree` filter."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def from_decision_tree(
     params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path
 ) -> dict[str, object]:
-    """Parameters of a `tree` that walks as a decision tree does.
+    """Return parameters of a `tree` filter that behaves as a decision tree.
 
     Args:
-        params: Of the decision tree, as written.
+        params: Parameters of the decision tree, as written.
         find: Looks plugins up.
         where: The file, for errors.
         path: Where `params` stands in it, for errors.

@@ -1,9 +1,9 @@
-"""Which requests a pool that Kubernetes brings may claim: rules of the configuration.
+"""Rules that limit the requests a pool discovered in Kubernetes may match by annotations.
 
-Annotations of an InferencePool, all optional, state a claim as `pools[].match` does:
+Annotations of an InferencePool, all optional, state a match as `pools[].match` does:
 `extproc/hosts`, `extproc/paths` and `extproc/models` are lists with commas, `extproc/headers` is a
-list of `name=value`. Whoever may write an InferencePool could take the requests of all others with
-them, so a claim is in force only where a rule allows it.
+list of `name=value`. Anyone with write access to an InferencePool could take the requests of other
+pools with them, so a match is in force only if a rule allows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_LENGTH = 256
 
 
 class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the annotations of pools that Kubernetes brings may claim.
+    """The widest match that annotations of some discovered pools may state.
 
     Attributes:
         pools: Which pools, as patterns of `namespace/name` with `*` and `?`. No default: a rule is
@@ -50,7 +50,7 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     models: tuple[constraints.Name, ...] = ()
 
     def limit(self, key: str) -> PoolMatch:
-        """The claim of a pool may be no wider than this.
+        """Return the widest match of a pool, its namespace and name filled in.
 
         Args:
             key: `namespace/name` of the pool.
@@ -69,11 +69,11 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class MatchGrant(msgspec.Struct, frozen=True):
-    """What comes of a pool's annotations.
+    """The result of a pool's annotations.
 
     Attributes:
-        claim: In force; empty where none is.
-        refused: Why the annotations are ignored; empty where they are not, or state no claim.
+        claim: The match in force; empty if there is none.
+        refused: Reason why the annotations are ignored; empty if they are in force or absent.
     """
 
     claim: PoolMatch = PoolMatch()
@@ -81,15 +81,15 @@ class MatchGrant(msgspec.Struct, frozen=True):
 
 
 def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, str]) -> MatchGrant:
-    """The claim of a pool, as far as it is allowed.
+    """Check the annotations of a pool against the rules.
 
-    A claim that reaches beyond every rule is ignored as a whole: without the condition that is too
-    much it would be wider still.
+    A match wider than every rule is ignored entirely: without the excess condition it would be
+    wider still.
 
     Args:
-        rules: Of the configuration.
+        rules: `cluster.claims` of the configuration.
         key: `namespace/name` of the pool.
-        annotations: Of its object.
+        annotations: Annotations of its InferencePool.
     """
     listed = {kind: _words(annotations.get(name, "")) for kind, name in ANNOTATIONS.items()}
     if not any(listed.values()):
@@ -112,7 +112,7 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
 
 
 def lines(rules: Sequence[MatchRule]) -> Iterator[str]:
-    """What the rules mean, for people."""
+    """Describe the rules, a line each for `extproc check`."""
     if not rules:
         yield "claims      none: annotations of InferencePools are ignored (cluster.claims)"
     for rule in rules:
@@ -128,7 +128,7 @@ def _fits(rule: MatchRule, key: str) -> bool:
 
 
 def _unreadable(listed: Mapping[str, Sequence[str]]) -> str:
-    """What is wrong with the annotations; empty where nothing is."""
+    """Return the first error in the annotations as text; empty if there is none."""
     for kind, words in listed.items():
         if len(words) > _MAX_CONDITIONS:
             return f"{ANNOTATIONS[kind]} has {len(words)} entries, above {_MAX_CONDITIONS}"

@@ -1,4 +1,4 @@
-"""How a pool that Kubernetes brings is scaled: rules of the configuration, annotations of the pool.
+"""Scaling of pools discovered in Kubernetes, by rules and annotations.
 
 Annotations of an InferencePool, all optional:
 
@@ -20,7 +20,7 @@ from extproc.config import autoscaling
 from extproc.config.autoscaling import ScaleTarget, ScalingRule, ScalingSection
 from extproc.errors import ConfigError
 
-#: What stands for the pool's name in the name of a target.
+#: Placeholder for the pool's name in the name of a target.
 NAME = "{name}"
 
 #: Annotations of an InferencePool.
@@ -36,19 +36,18 @@ _MOST_DIGITS = 6
 def scaling(
     rules: Sequence[ScalingRule], key: str, annotations: Mapping[str, str]
 ) -> ScalingSection | None:
-    """How a pool is scaled.
+    """Resolve the scaling section of a discovered pool.
 
     Args:
-        rules: Of the configuration.
+        rules: `autoscaling.discovered_pools` of the configuration; the first match counts.
         key: `namespace/name` of the pool.
-        annotations: Of its object.
+        annotations: Annotations of its InferencePool.
 
     Returns:
-        None where it is not.
+        None if the pool is not scaled.
 
     Raises:
-        ConfigError: An annotation cannot be read, or names what is no object of the pool's
-            namespace.
+        ConfigError: An annotation cannot be read, or names no object of the pool's namespace.
     """
     rule = next((candidate for candidate in rules if _fits(candidate, key)), None)
     if rule is None:
@@ -78,7 +77,7 @@ def scaling(
 
 
 def checked(rule: ScalingRule, *, where: str) -> None:
-    """Refuse a rule that cannot be meant.
+    """Reject a rule that contradicts itself.
 
     Args:
         rule: The rule.
@@ -103,7 +102,7 @@ def checked(rule: ScalingRule, *, where: str) -> None:
 
 
 def lines(rule: ScalingRule) -> Iterator[str]:
-    """What is meant, for people."""
+    """Describe a rule, one line for `extproc check`."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if rule.target is not None:
         acts = f"patches {rule.target.filled.resource}/scale of {rule.target.name}"
@@ -150,7 +149,7 @@ def _target(rule: ScalingRule, text: str, name: str, where: str) -> ScaleTarget 
 
 
 def _read(words: Sequence[str]) -> ScaleTarget | None:
-    """The target that words between slashes name."""
+    """Build a target from the segments of an annotation; None if their number is wrong."""
     if not all(words):
         return None
     match words:

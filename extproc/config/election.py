@@ -1,7 +1,7 @@
-"""What settings ask for of leader election: which Lease, and how the API server is reached.
+"""Resolves leader election from settings: the Lease, and access to the API server.
 
-There is one where `cluster.leader_election` makes readiness a matter of it, and where a pool is
-scaled in Kubernetes, which one replica may do.
+An election takes place if `cluster.leader_election` ties readiness to it, or if a pool is scaled in
+Kubernetes, which only a single replica may do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SLACK = 1.2
 
 
 class ElectionPlan(msgspec.Struct, frozen=True):
-    """One election.
+    """Resolved settings of an election.
 
     Attributes:
-        lease: The Lease, its name and namespace filled in, and how patient candidates are.
-        reaching: How the API server is reached.
+        lease: The Lease, its name and namespace filled in, and the times of candidates.
+        reaching: Access to the API server; it has no sources.
     """
 
     lease: ElectionSettings
@@ -37,16 +37,16 @@ class ElectionPlan(msgspec.Struct, frozen=True):
 
 
 def plan(settings: Settings, *, where: str, environment: Mapping[str, str]) -> ElectionPlan | None:
-    """The election to stand for; None for none.
+    """Resolve the election; None if the settings need none.
 
     Args:
-        settings: All of them.
+        settings: All sections.
         where: The file or flags they came from, for errors.
-        environment: Variables of the process.
+        environment: Environment variables of the process.
 
     Raises:
-        ConfigError: There is no Kubernetes to ask, the Lease's name is none, or the times do not
-            go together.
+        ConfigError: No API server is configured, the Lease's name is invalid, or the times
+            contradict each other.
     """
     wanted = settings.cluster
     if not (wanted.leader_election or pools.scales_kubernetes_objects(settings)):
@@ -77,7 +77,7 @@ def plan(settings: Settings, *, where: str, environment: Mapping[str, str]) -> E
 
 
 def _name(settings: Settings, followed: kubernetes_plan.KubernetesPlan | None, here: str) -> str:
-    """As the upstream picker calls it, where there is one pool.
+    """Return the upstream picker's name of the Lease, or a common name for several pools.
 
     Source: docs/spec/protocol.md#flags-and-defaults.
     """

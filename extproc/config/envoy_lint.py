@@ -1,7 +1,7 @@
-"""What an Envoy configuration does to requests that wait and to answers that take long.
+"""Lints an Envoy configuration for limits that end queued requests or long responses.
 
-Reads the static part of an Envoy file, or a dump of its configuration: every HTTP connection
-manager with an ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
+Input is the static part of an Envoy file, or a config dump: every HTTP connection manager with an
+ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
 (docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
 """
 
@@ -57,13 +57,13 @@ _BUFFERED = frozenset({"BUFFERED", "BUFFERED_PARTIAL"})
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing about the file.
+    """A result of the lint.
 
     Attributes:
-        severity: `cut` for what ends a request or an answer that is in order, `warning` for what may
-            surprise, `fine` for what was looked at and holds.
-        place: Where in the file.
-        text: What it does, and what to write instead.
+        severity: `cut` for a limit that ends valid requests or responses, `warning` for a likely
+            mistake, `fine` for a check that passed.
+        place: Connection manager, route or cluster in the file.
+        text: The effect, and the value to write instead.
     """
 
     severity: Literal["cut", "warning", "fine"]
@@ -72,15 +72,15 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
-    """Everything worth saying about an Envoy configuration.
+    """Lint an Envoy configuration.
 
     Args:
         tree: The file, as mappings and lists.
-        settings: Of the picker behind it.
+        settings: Settings of the picker that Envoy calls.
         where: The file, for errors.
 
     Raises:
-        ConfigError: It has no connection manager with an ext_proc filter, or a time that is none.
+        ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.
     """
     clusters = {
         name: message
@@ -122,7 +122,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 
 
 def _picker_clusters(managers: list[YamlTree]) -> Iterator[str]:
-    """Clusters that the ext_proc filters of connection managers name."""
+    """Names of the clusters to which the ext_proc filters connect."""
     for manager in managers:
         for processor in envoy_tree.walk(manager):
             if envoy_tree.is_a(processor, _PROCESSOR):
@@ -143,7 +143,7 @@ def _missing_clusters(names: list[str]) -> Iterator[Finding]:
 
 
 def longest_hold_s(settings: Settings) -> float:
-    """How long a request may wait before it is routed (seconds); 0 where none does."""
+    """The longest time a request may wait before it is routed (seconds); 0 if none waits."""
     holding = settings.flow_control
     if not holding.enabled:
         return 0.0
@@ -194,7 +194,7 @@ def _manager(
 
 
 def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
-    """What ends clients that send nothing, or a request in drops; waits are not counted in it."""
+    """Check the time limits of uploads; the time in our queue does not count towards them."""
     head_s = envoy_tree.seconds(manager, "request_headers_timeout", 0.0, where=where)
     if not head_s:
         yield Finding(
@@ -220,7 +220,7 @@ def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
 
 
 def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
-    """Which headers of clients reach the picker."""
+    """Check that headers of clients cannot choose the endpoint or the priority."""
     removed = envoy_tree.removed_headers(manager)
     steering = sorted(_STEERING - removed)
     if steering:
@@ -313,7 +313,7 @@ def _processor(
 
 
 def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
-    """What body and trailer modes do together."""
+    """Check that body and trailer modes fit each other."""
     duplex = "FULL_DUPLEX_STREAMED"
     for way in ("request", "response"):
         trailers = envoy_tree.mode(processor, f"{way}_trailer_mode")
@@ -339,7 +339,7 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
 
 
 def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
-    """One stream to the picker is open for every request under way, waiting ones included."""
+    """Check circuit breakers: every open request has a stream to the picker, queued ones too."""
     held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
     required = max(held, envoy_tree.REQUESTS + 1)
     open_requests = envoy_tree.open_requests(cluster)

@@ -1,4 +1,4 @@
-"""Finding things in an Envoy configuration: mappings and lists, however deep."""
+"""Queries over an Envoy configuration as nested mappings and lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLUSTERS = frozenset(
 
 
 def open_requests(cluster: YamlTree) -> int:
-    """Requests a cluster's circuit breakers let be open at once."""
+    """Requests that a cluster's circuit breakers allow at once (count)."""
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
     usual = [
         threshold for threshold in thresholds if threshold.get("priority", "DEFAULT") == "DEFAULT"
@@ -44,7 +44,7 @@ def open_requests(cluster: YamlTree) -> int:
 
 
 def routes(manager: YamlTree) -> Iterator[YamlTree]:
-    """The actions of a connection manager's routes."""
+    """Yield the route actions of a connection manager."""
     for message in walk(manager):
         route = message.get("route")
         if isinstance(route, Mapping) and "match" in message:
@@ -52,7 +52,7 @@ def routes(manager: YamlTree) -> Iterator[YamlTree]:
 
 
 def route_clusters(manager: YamlTree) -> Iterator[str]:
-    """Clusters its routes name."""
+    """Yield the names of the clusters that routes of a connection manager name."""
     for route in routes(manager):
         if isinstance(route.get("cluster"), str):
             yield route["cluster"]
@@ -61,13 +61,13 @@ def route_clusters(manager: YamlTree) -> Iterator[str]:
 
 
 def mode(processor: YamlTree, name: str) -> str:
-    """A processing mode of an ext_proc filter, Envoy's default where none is written."""
+    """Return a processing mode of an ext_proc filter; Envoy's default if it is not written."""
     usual = "SKIP" if "trailer" in name else "SEND" if "header" in name else "NONE"
     return str((processor.get("processing_mode") or {}).get(name, usual))
 
 
 def removed_headers(manager: YamlTree) -> frozenset[str]:
-    """Names of request headers that a connection manager removes before its ext_proc filter."""
+    """Lowercase request headers that a connection manager removes before its ext_proc filter."""
     early = manager.get("early_header_mutation_extensions") or []
     ahead = itertools.takewhile(
         lambda extension: (
@@ -89,22 +89,22 @@ def removed_headers(manager: YamlTree) -> frozenset[str]:
 
 
 def is_a(message: YamlTree, kind: str) -> bool:
-    """Whether a mapping is a message of this type."""
+    """Return True if the `@type` of a mapping ends with `kind`."""
     return str(message.get("@type", "")).endswith(kind)
 
 
 def cluster_name(message: YamlTree) -> str:
-    """The name of a cluster; empty for what is none."""
+    """Return the name of a cluster; empty if the mapping is no cluster."""
     return str(message["name"]) if "name" in message and _CLUSTERS & set(message) else ""
 
 
 def has_cluster_discovery(tree: object) -> bool:
-    """Whether clusters may come over xDS."""
+    """Return True if clusters may come over xDS."""
     return any("cds_config" in part or "dynamic_active_clusters" in part for part in walk(tree))
 
 
 def walk(tree: object) -> Iterator[YamlTree]:
-    """Every mapping in a tree, from the outside in."""
+    """Yield every mapping in a tree, parents before children."""
     if isinstance(tree, Mapping):
         yield tree
         for value in tree.values():
@@ -115,10 +115,10 @@ def walk(tree: object) -> Iterator[YamlTree]:
 
 
 def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
-    """A duration as Envoy's JSON writes it; 0 is off.
+    """Read a duration as Envoy's JSON writes it, in seconds; 0 is off, `usual` the default.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is no duration.
     """
     text = tree.get(name)
     if text is None:

@@ -1,8 +1,8 @@
-"""The grammar of the upstream picker's file: plugins by name, profiles that refer to them.
+"""Reads the upstream picker's grammar: plugins by name, and profiles that refer to them.
 
-`EndpointPickerConfig` is read by it, and so is `scheduling` of our own file. What upstream wires
-together from producers, handlers and scorers is one index and one account here, so plugin types
-whose work is done anyway are taken and left out (`upstream_types`).
+It applies to `EndpointPickerConfig`, and to `scheduling` of our own file. Upstream wires producers,
+handlers and scorers together; here a prefix index and the pool store do their work, so such plugin
+types are accepted and left out (`epp_plugin_types`).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def from_endpoint_picker_config(
     tree: Mapping[str, object], *, where: str
 ) -> tuple[dict[str, object], list[str]]:
-    """An EndpointPickerConfig as a tree of our own settings.
+    """Convert an EndpointPickerConfig to a tree of our own settings.
 
     Args:
         tree: The file.
         where: Its name, for errors.
 
     Returns:
-        The tree, and warnings about what is read and not acted on.
+        The tree, and warnings about keys without effect.
 
     Raises:
         ConfigError: The version or a key is unknown.
@@ -136,11 +136,11 @@ def by_reference(
     *,
     where: str,
 ) -> ProfileSpec:
-    """The outline of the profile that plugins and scheduling profiles mean.
+    """Return the specification of the profile that plugins and scheduling profiles describe.
 
     Args:
-        rules: Whose `plugins` are not empty.
-        tables: The kinds there are.
+        rules: Rules with at least one entry in `plugins`.
+        tables: All plugin kinds.
         path: Where the rules stand in the file.
         where: The file, for errors.
 
@@ -171,7 +171,7 @@ def by_reference(
 
 
 def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
-    """What is worth saying of plugins that are read: old names, and work that is not done."""
+    """Warn of deprecated or unsupported plugin types, and of parameters without effect."""
     for plugin in plugins:
         known = TYPES.get(plugin.type)
         name = plugin.name or plugin.type
@@ -194,10 +194,10 @@ def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
 def check_supported(
     rules: scheduling_schema.SchedulingRules, path: validation.Path, *, where: str
 ) -> None:
-    """Refuse what a deployment is built around and nothing of ours does.
+    """Reject handlers that split requests over several engines, which is not supported here.
 
     Args:
-        rules: How requests are routed.
+        rules: The scheduling rules.
         path: Where the rules stand in the file.
         where: The file, for errors.
 
@@ -232,7 +232,7 @@ def _named(
     where: str,
     path: validation.Path,
 ) -> dict[str, tuple[int, scheduling_schema.NamedPlugin, str]]:
-    """Plugins by name, with their position and their kind here; an empty kind is left out."""
+    """Return plugins by name, with their index and kind here; an empty kind has no effect."""
     ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
     named: dict[str, tuple[int, scheduling_schema.NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
@@ -266,7 +266,7 @@ def _translate_plugin(
     where: str,
     path: validation.Path,
 ) -> scheduling_schema.PluginEntry:
-    """A plugin as we write it; a decision tree with the filters it refers to in its nodes."""
+    """Convert a plugin to our form; a decision tree gets the filters it refers to as nodes."""
     plugin = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
     if written.type != DECISION_TREE:
         return plugin
@@ -290,7 +290,7 @@ def _translate_plugin(
 
 
 def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot: str) -> None:
-    """Refuse parameters that not even a plugin without effect can have."""
+    """Reject unknown parameters of a plugin type without effect, if they look misspelled."""
     if not known.parameters:
         return
     for name in plugin.parameters:
@@ -305,7 +305,7 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
 
 
 def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
-    """Its parameters as its kind has them, without those that are taken without effect."""
+    """Return the parameters as the kind has them, without those that have no effect."""
     known = TYPES.get(plugin.type)
     if known is None:
         return plugin.parameters
@@ -316,7 +316,7 @@ def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
 def _routing(
     scheduling: scheduling_schema.SchedulingRules, *, where: str, path: validation.Path
 ) -> tuple[scheduling_schema.SchedulingProfile, int]:
-    """The one profile that chooses who serves, and its position."""
+    """Return the profile that picks the serving endpoint, and its index."""
     profiles = scheduling.scheduling_profiles
     if not profiles:
         refs = tuple(
@@ -341,7 +341,7 @@ def _routing(
 
 
 def _decoding(handler: scheduling_schema.NamedPlugin) -> str:
-    """The profile a handler decodes by; other stages are not picked here."""
+    """Return the name of a handler's decode profile; other stages are not picked here."""
     keys, name = _HANDLERS[handler.type]
     value: object = handler.parameters
     for key in keys:

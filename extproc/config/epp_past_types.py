@@ -1,6 +1,6 @@
-"""Plugin types of earlier upstream releases: of the gateway's picker, and of the first llm-d ones.
+"""Plugin types of earlier releases of the gateway's picker and of llm-d.
 
-Files that name them are still about, the gateway's default of version 0.5 among them: a decision
+Files that name them are still in use, the gateway's default of version 0.5 among them: a decision
 tree of low-queue, lora-affinity, least-queue and least-kv-cache filters.
 """
 
@@ -37,14 +37,14 @@ _SHORT_QUEUE = 128
 
 
 def _low_queue(old_params: Mapping[str, object]) -> Mapping[str, object]:
-    """At most `threshold` waiting requests."""
+    """Convert `threshold` to a condition on waiting requests."""
     params = {"threshold": _SHORT_QUEUE, **old_params}
     bound = {"metric": "waiting-queue", "maxValue": params.pop("threshold")}
     return {"conditions": [bound], **params}
 
 
 def _active_requests(old_params: Mapping[str, object]) -> Mapping[str, object]:
-    """At most `maxRequests` of our own."""
+    """Convert `maxRequests` to a condition on our open requests."""
     params = dict(old_params)
     bound: dict[str, object] = {"metric": "active-requests"}
     if "maxRequests" in params:
@@ -53,7 +53,7 @@ def _active_requests(old_params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _share(old_params: Mapping[str, object]) -> Mapping[str, object]:
-    """`threshold` is the probability of the holders."""
+    """Rename `threshold`, the probability of endpoints that hold the adapter, to `share`."""
     return {"share" if name == "threshold" else name: value for name, value in old_params.items()}
 
 

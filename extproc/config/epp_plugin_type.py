@@ -1,4 +1,4 @@
-"""What a row about one upstream plugin type says, and short ways to write one."""
+"""A table row about an upstream plugin type, and constructors by status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-#: Makes parameters of a kind of those that an older type has.
+#: Converts parameters of an older type to those of a kind.
 Translate = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 #: Of the prefix index; before 0.9 they were parameters of the scorer.
@@ -22,25 +22,24 @@ INDEX_PARAMETERS = (
 
 
 class UpstreamType(msgspec.Struct, frozen=True, kw_only=True):
-    """One plugin type.
+    """An upstream plugin type, and its treatment here.
 
     Attributes:
         name: Its `type` in a file.
-        role: What it is: `filter`, `scorer`, `picker`, `handler`, `decider`, `producer`, `parser`,
-            `source`, `extractor`, `detector`, `policy`, `admitter`, `discovery` or `hook`.
-        status: `built`: our catalogue has a plugin of that kind with the same parameters.
-            `deprecated`: still read, and `note` is the warning that says what to write instead.
-            `no_op`: our picker does it without being told, or does not need it; accepted, and
-            `note` says what of ours does it. `unsupported`: nothing of ours does it; `note` says
-            what happens in its place.
-        kind: Its kind in the catalogue when it is built, or deprecated and built; else empty.
-        instead: The upstream type that replaced a deprecated one, or a kind of ours that does the
-            same where upstream has none left; empty for the others.
-        parameters: Parameters that are accepted and have no effect: all that an implied or
-            unsupported type is known to have, and those of a built type that are no fields of its
-            class, which are to be taken out before it is made.
-        note: One sentence for whoever reads the configuration; empty when there is nothing to say.
-        translate: What makes parameters of its kind of its own; None where they are the same.
+        role: `filter`, `scorer`, `picker`, `handler`, `decider`, `producer`, `parser`, `source`,
+            `extractor`, `detector`, `policy`, `admitter`, `discovery` or `hook`.
+        status: `built`: our registry has a plugin of that kind with the same parameters.
+            `deprecated`: still read, and `note` is the warning with the replacement.
+            `implied`: our picker does its work without configuration, or does not need it;
+            accepted, and `note` names the part that does it. `unsupported`: no part of ours does
+            it; `note` describes the effect.
+        kind: Its kind in the registry if it is built, or deprecated and built; else empty.
+        instead: The upstream type that replaced a deprecated type, or a kind of ours that does the
+            same if upstream has no successor; empty for other statuses.
+        parameters: Parameters that are accepted and have no effect: all known parameters of an
+            implied or unsupported type, and those of a built type that are no fields of its class.
+        note: A sentence for readers of the configuration; empty if there is nothing to add.
+        translate: Converts its parameters to those of its kind; None if they are the same.
     """
 
     name: str
@@ -54,17 +53,17 @@ class UpstreamType(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def built(role: str, name: str, *parameters: str) -> UpstreamType:
-    """A type whose plugin we have."""
+    """Return the row of a type that our registry has under the same name."""
     return UpstreamType(name=name, role=role, status="built", kind=name, parameters=parameters)
 
 
 def no_op(role: str, name: str, note: str, *parameters: str) -> UpstreamType:
-    """A type whose work is done anyway."""
+    """Return the row of a type that needs no plugin here."""
     return UpstreamType(name=name, role=role, status="implied", note=note, parameters=parameters)
 
 
 def unsupported(role: str, name: str, note: str, *parameters: str) -> UpstreamType:
-    """A type whose work nobody does."""
+    """Return the row of a type that has no counterpart here."""
     return UpstreamType(
         name=name, role=role, status="unsupported", note=note, parameters=parameters
     )
@@ -79,7 +78,7 @@ def deprecated(
     note: str = "",
     translate: Translate | None = None,
 ) -> UpstreamType:
-    """A type with an old name."""
+    """Return the row of a type with an old name; `instead` is the current name."""
     return UpstreamType(
         name=name,
         role=role,

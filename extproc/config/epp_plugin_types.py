@@ -1,9 +1,9 @@
-"""Every plugin type of the upstream endpoint picker, and what becomes of it here.
+"""Table of all plugin types of the upstream endpoint picker, and their treatment here.
 
-A file of kind `EndpointPickerConfig` names plugins by `type`. This table says for each of them
-whether a plugin of ours has that kind, whether our picker does that work anyway, or whether nobody
-does it. Names and parameters are those of llm-d-router 0.10 and of what came before it; the rows are
-in `upstream_plugins`, `upstream_inputs` and `upstream_past`.
+A file of kind `EndpointPickerConfig` names plugins by `type`. The status of a type says whether a
+plugin of ours has that kind, our picker does the work anyway, or the work is not done. Names and
+parameters are those of llm-d-router 0.10 and earlier; the rows are in `epp_scheduling_types`,
+`epp_input_types` and `epp_past_types`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from extproc.config.epp_plugin_type import UpstreamType
 
 __all__ = ["TYPES", "UpstreamType"]
 
-#: Upstream name to what becomes of it.
+#: Rows by upstream name.
 TYPES: Mapping[str, UpstreamType] = MappingProxyType(
     {
         row.name: row

@@ -1,4 +1,4 @@
-"""Upstream plugin types that take part in a decision: filters, scorers, pickers and handlers."""
+"""Upstream plugin types of a decision: filters, scorers, pickers and handlers."""
 
 from __future__ import annotations
 

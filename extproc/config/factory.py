@@ -1,4 +1,4 @@
-"""The one place that builds the parts of a picker."""
+"""Builds the parts of a picker from settings; nothing else constructs them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from extproc.supervision import Supervisor
 
 
 class PoolParts(msgspec.Struct, frozen=True):
-    """What a picker is made of; shells add sockets and clocks.
+    """The parts of a picker, without sockets and clocks.
 
     Attributes:
-        settings: What they were built from.
-        rng: All chance there is.
-        store: Endpoints, loads and accounts; empty until discovery speaks.
-        index: Who is believed to hold which prefix block.
-        cache_model: Keeps the index near what engines hold.
-        guards: What times and counts plugins of others; a new profile takes it over.
-        profile: Filters, scorers and the picker.
-        profiles: That one, and those of single models.
-        director: Routes over the fleet.
-        exchange: What all exchanges have in common.
-        budget: Bytes all exchanges may gather.
-        scraping: How pages are fetched; not used while `settings.scrape.enabled` is false.
+        settings: The settings that the parts were built from.
+        rng: The only source of randomness, seeded with `settings.seed`.
+        store: Endpoints with their loads and open requests; empty until discovery adds some.
+        index: Estimated prefix blocks of each endpoint.
+        cache_model: Keeps the index close to the KV caches of the engines.
+        guards: Times and counts calls of external plugins; a new profile reuses it.
+        profile: Filters, scorers and picker for models without rules of their own.
+        profiles: `profile`, and the profiles of single models.
+        director: Routes requests over the store.
+        exchange: Settings shared by all ext_proc exchanges.
+        budget: Bytes of bodies that all exchanges may buffer.
+        scraping: Settings of the scraper; unused while `settings.scrape.enabled` is false.
         listed: Endpoints of the configuration and the command line.
-        following: How the endpoints file and names are followed.
+        following: Settings of endpoints file and DNS names.
     """
 
     settings: Settings
@@ -62,11 +62,11 @@ class PoolParts(msgspec.Struct, frozen=True):
 
 
 def _ignore_removed(_: Endpoint) -> None:
-    """Nobody else wants to know who left."""
+    """Default `on_gone`: removed endpoints have no other listener."""
 
 
 def _untimed() -> plugin_guard.GuardFactory:
-    """Guards whose clock stands still."""
+    """Return guards with a constant clock, so that no plugin exceeds its budget."""
     return plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
 
 
@@ -77,13 +77,14 @@ def build(
     on_gone: Callable[[Endpoint], None] = _ignore_removed,
     guards: plugin_guard.GuardFactory | None = None,
 ) -> PoolParts:
-    """Build the parts.
+    """Build the parts of a picker.
 
     Args:
-        settings: What to build.
+        settings: All sections.
         where: The file or flags the settings came from, for errors.
-        on_gone: Told of every endpoint incarnation that left, after its beliefs were dropped.
-        guards: Times and counts plugins of others; None times nothing, so nobody is bypassed.
+        on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
+        guards: Times and counts calls of external plugins; None times nothing, so that no plugin
+            is bypassed.
 
     Raises:
         ConfigError: The profile cannot be built, see `profiles.build_profile`.
@@ -140,13 +141,14 @@ def reroute(
     guards: plugin_guard.GuardFactory,
     before: profiles.ResolvedProfiles | None = None,
 ) -> tuple[routing_config.RoutingConfig, profiles.ResolvedProfiles]:
-    """What a running dispatcher is to route by under other settings, and the profiles in it.
+    """Build the routing of new settings for a running director.
 
     Args:
-        settings: The settings to come.
+        settings: The new settings.
         where: The file or flags they came from, for errors.
-        guards: Of the running picker: times and counts of plugins of others go on.
-        before: Its profiles; those whose rules are the same go on with what they remember.
+        guards: Guards of the running picker: times and counts of external plugins continue.
+        before: Profiles of the running picker; those with unchanged rules are reused with their
+            state.
 
     Raises:
         ConfigError: A profile cannot be built, see `profiles.build_profile`.
@@ -156,7 +158,7 @@ def reroute(
 
 
 def exchange(settings: Settings) -> ExchangeSettings:
-    """What all exchanges have in common."""
+    """Return the settings shared by all ext_proc exchanges."""
     return ExchangeSettings(
         max_body_bytes=settings.limits.max_body_bytes,
         response_marker=settings.responses.marker,
@@ -170,7 +172,7 @@ def exchange(settings: Settings) -> ExchangeSettings:
 def routing(
     settings: Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
 ) -> routing_config.RoutingConfig:
-    """What a dispatcher routes by."""
+    """Return the routing configuration of a director."""
     return routing_config.RoutingConfig(
         profile=profile,
         by_model=by_model,
@@ -193,13 +195,13 @@ def discovery(
     on_fact: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
 ) -> static_discovery.StaticDiscovery:
-    """Build what keeps the fleet's endpoint list true.
+    """Build static discovery, which keeps the endpoints of the store current.
 
     Args:
-        parts: Whose fleet is told.
+        parts: The picker whose store is updated.
         clock: Monotonic seconds.
-        on_fact: Told when something happened.
-        supervisor: Hears of steps that went well.
+        on_fact: Called with every discovery event.
+        supervisor: Receives successes and failures of steps.
     """
     return static_discovery.StaticDiscovery(
         parts.following,
@@ -214,7 +216,7 @@ def discovery(
 
 
 def scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
-    """The TLS context of the scraper's client; None for plain HTTP."""
+    """Return the TLS context of the scraper's client; None for plain HTTP."""
     if scrape.scheme == "http":
         return None
     context = ssl.create_default_context()

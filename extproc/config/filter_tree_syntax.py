@@ -1,4 +1,4 @@
-"""Nodes of a filter tree as people write them, ours or the first gateway's spelling, to filters."""
+"""Parses filter trees in our spelling or the first gateway's, and builds their filters."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _VALUES: Mapping[object, str] = {
     "kv_cache_usage_percent": "kv_usage",
 }
 
-#: Makes a filter of an entry that stands at a path.
+#: Builds a filter from an entry at a path.
 BuildFilter = Callable[[scheduling_schema.PluginEntry, validation.Path], Filter]
 
 
 class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A node as this project spells it; successors are nodes again."""
+    """A node in this project's spelling; successors are nodes again."""
 
     kind: constraints.Name
     params: Mapping[str, object] = {}
@@ -53,7 +53,7 @@ class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class _GatewayNode(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """A node as the first gateway spells it."""
+    """A node in the first gateway's spelling."""
 
     name: constraints.Name
     filter_option: Mapping[str, object] | None = None
@@ -65,16 +65,17 @@ class _GatewayNode(
 def build_tree_params(
     params: Mapping[str, object], build: BuildFilter, *, where: str, path: validation.Path
 ) -> dict[str, object]:
-    """Parameters of a tree with a filter in every node.
+    """Return parameters of a tree with a filter in every node.
 
     Args:
         params: As written: `root`, or the root node itself, as the first gateway's files have it.
-        build: Makes the filters.
+        build: Builds the filters.
         where: The file, for errors.
-        path: Where `params` stands in it, for errors.
+        path: Path of `params` in the file, for errors.
 
     Raises:
-        ConfigError: A node cannot be read, its filter cannot be made, or there are too many.
+        ConfigError: A node cannot be read, its filter cannot be built, or there are more than
+            `LARGEST` nodes.
     """
     left = iter(range(LARGEST))
     if "root" not in params and ("kind" in params or "name" in params):

@@ -1,4 +1,4 @@
-"""The holding section: how requests wait for capacity, and what tenants may take."""
+"""The `flow_control` section: queueing of requests, fairness and rate limits of tenants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIB = 1024 * 1024
 
 
 class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests wait while no endpoint is there or free, and what tenants may take.
+    """Queueing of requests while no endpoint is ready or free, and rate limits of tenants.
 
     Attributes:
         enabled: Hold them. False: requests go to busy engines, which queue them themselves, and
@@ -67,7 +67,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def queue(self) -> queued_item.FlowControlSettings:
-        """As the queue takes it."""
+        """The settings of the queue."""
         return queued_item.FlowControlSettings(
             timeout_s=self.timeout_s,
             empty_timeout_s=self.empty_timeout_s,
@@ -82,7 +82,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def manners(self) -> FlowHeaders:
-        """Which headers are read."""
+        """The request headers that flow control reads, in lower case."""
         usual = FlowHeaders()
         tenant = (self.tenant_header.lower(),) if self.tenant_header else ()
         return FlowHeaders(

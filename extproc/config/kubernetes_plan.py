@@ -1,4 +1,4 @@
-"""What settings ask for of Kubernetes, in the words of discovery."""
+"""Resolves the Kubernetes objects to watch from settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from extproc.discovery.kubernetes.settings import (
 )
 from extproc.errors import ConfigError
 
-#: Where a pod finds the namespace it runs in.
+#: File with the namespace of a pod.
 _OWN = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-#: What a pool without a name is called towards Kubernetes.
+#: Name of a pool without a name in keys of sources.
 _UNNAMED = "pool"
 
 
 class KubernetesPlan(msgspec.Struct, frozen=True):
-    """What is followed.
+    """The watched objects, and the pools they belong to.
 
     Attributes:
-        watching: For the follower.
-        pools: Names of written pools by the keys the follower has for them; what has no name here
-            is a pool that Kubernetes brings.
+        watching: Settings of Kubernetes discovery.
+        pools: Names of configured pools by source key; a key without an entry belongs to a
+            discovered pool.
     """
 
     watching: KubernetesSettings
@@ -42,15 +42,15 @@ class KubernetesPlan(msgspec.Struct, frozen=True):
 def plan(
     settings: Settings, *, where: str, environment: Mapping[str, str]
 ) -> KubernetesPlan | None:
-    """What is to be followed; None for nothing.
+    """Resolve the objects to watch; None if the settings name none.
 
     Args:
-        settings: All of them.
+        settings: All sections.
         where: The file or flags they came from, for errors.
-        environment: Variables of the process.
+        environment: Environment variables of the process.
 
     Raises:
-        ConfigError: Two pools mean the same object.
+        ConfigError: Two pools name the same object.
     """
     here = namespace(environment)
     listed = settings.pools or (settings.pool,)
@@ -88,10 +88,10 @@ def plan(
 
 
 def namespace(environment: Mapping[str, str]) -> str:
-    """The namespace this process runs in.
+    """Return the namespace of this process; `default` outside of a pod.
 
     Args:
-        environment: Variables of the process; NAMESPACE comes before the service account.
+        environment: Environment variables; NAMESPACE takes precedence over the service account.
     """
     named = environment.get("NAMESPACE", "")
     if named:

@@ -1,4 +1,4 @@
-"""Settings that are allowed and probably not meant."""
+"""Warns of settings that are valid and probably a mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from extproc.config.settings import Settings
 
 
 def advice(settings: Settings) -> Iterator[str]:
-    """One sentence for each thing worth a second look."""
+    """Yield a sentence for every setting that is probably a mistake."""
     yield from epp_config.warnings(settings.scheduling.plugins)
     yield from _rewrites(settings)
     yield from _xds(settings)

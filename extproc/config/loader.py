@@ -1,4 +1,4 @@
-"""Files and flags to settings. A flag beats the file."""
+"""Reads configuration files and flags into settings; a flag overrides the file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _MOST_VALUES = 500_000
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):
-    """A configuration as it was written.
+    """A configuration as written.
 
     Attributes:
         where: The file or flag, for errors.
         tree: Mappings, lists and scalars.
-        folder: What files it names are relative to; empty for the working directory.
-        warnings: What was read and is not acted on.
+        folder: Directory that relative file names in it start from; empty for the working
+            directory.
+        warnings: Warnings about keys without effect.
     """
 
     where: str
@@ -43,11 +44,11 @@ class ConfigDocument(msgspec.Struct, frozen=True):
 
 
 class FlagOverride(msgspec.Struct, frozen=True):
-    """One setting given by a flag.
+    """A setting that a flag overrides.
 
     Attributes:
         path: Keys from the top, such as `("server", "grpc_port")`.
-        value: What the flag said, in the type the section wants.
+        value: The value of the flag, in the type of the field.
         flag: The flag, for errors.
     """
 
@@ -56,7 +57,7 @@ class FlagOverride(msgspec.Struct, frozen=True):
     flag: str
 
 
-#: No file: defaults, and what flags say.
+#: The document without a file: defaults, and flags.
 EMPTY = ConfigDocument("the command line", {"apiVersion": API_VERSION, "kind": KIND})
 
 
@@ -64,14 +65,14 @@ def read(path: Path) -> ConfigDocument:
     """Read a file.
 
     Raises:
-        ConfigError: It cannot be read or is not one YAML or JSON mapping.
+        ConfigError: It cannot be read or is no YAML or JSON mapping.
     """
     document = parse(text_of(path), where=str(path))
     return msgspec.structs.replace(document, folder=str(path.parent))
 
 
 def text_of(path: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
         ConfigError: It cannot be read or is not UTF-8.
@@ -96,16 +97,16 @@ def text_of(path: Path) -> str:
 
 
 def parse(text: str, *, where: str) -> ConfigDocument:
-    """Take a configuration apart without looking at what it means.
+    """Parse a configuration without checking its fields.
 
-    The upstream picker's file is read as well, and comes out as a tree of ours.
+    The upstream picker's file is converted to a tree of ours.
 
     Args:
         text: YAML or JSON.
         where: The file or flag, for errors.
 
     Raises:
-        ConfigError: It is not one mapping, or a key stands twice.
+        ConfigError: It is no mapping, or has a duplicate key.
     """
     tree = tree_of(text, where=where)
     _refuse_unusable(tree, where=where, path=(), counter=itertools.count())
@@ -125,10 +126,10 @@ def parse(text: str, *, where: str) -> ConfigDocument:
 
 
 def tree_of(text: str, *, where: str) -> object:
-    """YAML or JSON as mappings, lists and scalars.
+    """Parse YAML or JSON to mappings, lists and scalars.
 
     Raises:
-        ConfigError: It is neither, or a key stands twice.
+        ConfigError: It is neither, or has a duplicate key.
     """
     if text.lstrip().startswith(("{", "[")):
         try:
@@ -147,11 +148,11 @@ def tree_of(text: str, *, where: str) -> object:
 
 
 def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> Settings:
-    """Settings from a document and the flags that beat it.
+    """Build settings from a document and the flags that override it.
 
     Raises:
-        ConfigError: Something is unknown, missing, of the wrong type, out of range, or does not go
-            together.
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range, or
+            fields contradict each other.
     """
     where = document.where
     _known_kind(document)
@@ -174,14 +175,14 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
 def entries(
     pool: pool_schema.PoolSource, *, where: str
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """The endpoints listed in the pool section, read as those of an endpoints file are.
+    """Parse the endpoints listed in a pool section, as those of an endpoints file.
 
     Args:
         pool: The section.
-        where: Where the list stands, for errors.
+        where: The place of the list, for errors.
 
     Raises:
-        ConfigError: An address is none, or stands twice.
+        ConfigError: An address is invalid or a duplicate.
     """
     listed: list[object] = [
         {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
@@ -193,7 +194,7 @@ def entries(
 
 
 def _anchored(merged: Settings, folder: str) -> Settings:
-    """The same settings with plugin files looked for beside the configuration."""
+    """Resolve plugin files relative to the directory of the configuration."""
     scheduling = merged.scheduling
     if not scheduling.plugin_files:
         return merged
@@ -216,10 +217,10 @@ def _known_kind(document: ConfigDocument) -> None:
 
 
 def check_compatible(merged: Settings, *, where: str) -> None:
-    """Refuse settings that are right one by one and cannot be meant together.
+    """Reject settings that are valid separately and contradict each other.
 
     Args:
-        merged: All of them.
+        merged: All sections.
         where: The file or flags they came from, for errors.
 
     Raises:
@@ -252,7 +253,7 @@ def check_compatible(merged: Settings, *, where: str) -> None:
 
 
 def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> dict[str, object]:
-    """A copy of a tree with one value replaced."""
+    """Copy a tree with a value replaced."""
     head, *rest = path
     if not rest:
         return {**tree, head: value}
@@ -264,7 +265,7 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
 def _refuse_unusable(
     tree: object, *, where: str, path: validation.Path, counter: Iterator[int]
 ) -> None:
-    """YAML can say .inf and .nan, and a mapping that holds itself; no setting can mean them."""
+    """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML."""
     if next(counter) > _MOST_VALUES:
         raise ConfigError(
             where,
@@ -320,7 +321,7 @@ def _malformed(error: Exception, where: str) -> ConfigError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once."""
+    """Safe YAML loader that rejects duplicate keys."""
 
     where = ""
 
@@ -329,7 +330,7 @@ class _Loader(yaml.SafeLoader):
         node: yaml.MappingNode,
         deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's signature, called by position
     ) -> dict[Hashable, object]:
-        """Build a mapping; PyYAML would keep the last of equal keys without a word."""
+        """Build a mapping; PyYAML would silently keep the last of equal keys."""
         keys: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":

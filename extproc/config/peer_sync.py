@@ -1,4 +1,4 @@
-"""The sharing section: how pickers tell each other of their requests."""
+"""The `peer_sync` section: exchange of request counts between pickers over Redis."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from extproc.config import constraints
 
 
 class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How pickers tell each other what they sent and what ended, through a stream in Redis or Valkey.
+    """Exchange of started and ended requests between pickers, over a Redis or Valkey stream.
 
-    It is never on the path of a request; while the server is away, pickers go on as without it.
+    It is never on the path of a request; while the server is away, pickers route without it.
 
     Attributes:
         url: The server, as `redis://:password@host:6379/0`, `rediss://` or `unix://`. Empty: pickers

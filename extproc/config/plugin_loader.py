@@ -1,11 +1,10 @@
-"""Plugins of others: from Python files and installed packages to tables of kinds.
+"""Loads external plugins from Python files and installed packages into the plugin registry.
 
 A file named in `scheduling.plugin_files`, or a package with an entry point in the group
 `extproc.plugins`, adds every class it defines that has a `kind` and one of the methods filter, score,
-price or pick. Nothing registers itself: the tables are a value, made anew at start and at each
-reload, with the files read anew. A file runs once for each content it has: what checks a
-configuration and what routes by it share its classes. Packages are imported as Python imports them:
-once for each process.
+cost or pick. Plugins do not register themselves: the registry is a value, built at start and at
+every reload, and files are read again. A file runs once per content, so that checking a
+configuration and routing by it share its classes. Packages are imported once per process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from extproc.scheduling.framework import Signal
 #: Entry points of packages that bring plugins; the value is a module or one class.
 GROUP = "extproc.plugins"
 
-#: Which method makes which role, and the table it goes to.
+#: Tables of the registry by the method that makes a class a plugin of that role.
 METHODS: Mapping[str, str] = {
     "filter": "filters",
     "score": "scorers",
@@ -39,7 +38,7 @@ METHODS: Mapping[str, str] = {
     "pick": "pickers",
 }
 
-#: Where a module keeps what it was made of.
+#: Attribute of a module with the source it was built from (bytes).
 _CONTENT = "__extproc_content__"
 
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -63,16 +62,16 @@ def tables(
     where: str,
     guards: plugin_guard.GuardFactory | None = None,
 ) -> registry.PluginRegistry:
-    """Every kind a configuration may name: the built-in ones and those of others.
+    """Build the registry of all plugin kinds, built-in and external.
 
     Args:
         scheduling: Names the files and the time budget.
         where: The file or flags it came from, for errors.
-        guards: Clock and counters for plugins of others; None leaves them bare, which is for
-            looking at a configuration and not for routing.
+        guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
+            a configuration without routing.
 
     Raises:
-        ConfigError: A file cannot be read or imported, brings no plugin or a broken one, or a kind
+        ConfigError: A file cannot be read or imported, defines no plugin or a broken one, or a kind
             exists already.
     """
     limits = plugin_guard.GuardLimits(budget_s=scheduling.plugin_budget_ms / 1000)
@@ -86,10 +85,10 @@ def tables(
 def combine(
     brought: Sequence[ExternalPlugins], guards: plugin_guard.GuardFactory | None = None
 ) -> registry.PluginRegistry:
-    """The built-in kinds and those that were brought.
+    """Combine the built-in kinds and external plugins.
 
     Raises:
-        ConfigError: Two classes of one role have one kind.
+        ConfigError: Two classes of a role have the same kind.
     """
     built_in = registry.BUILT_IN
     classes_by_table: dict[str, dict[str, Any]] = {
@@ -114,15 +113,15 @@ def combine(
 
 
 def roles(cls: type) -> tuple[str, ...]:
-    """The methods of a class that make it a plugin: some of filter, score, cost, pick."""
+    """Return the methods of a class that make it a plugin: some of filter, score, cost, pick."""
     return tuple(method for method in METHODS if callable(getattr(cls, method, None)))
 
 
 def installed() -> Iterator[ExternalPlugins]:
-    """What installed packages bring, by the name of their entry points.
+    """Load plugins of installed packages, sorted by the name of their entry points.
 
     Raises:
-        ConfigError: One cannot be imported, or brings no plugin or a broken one.
+        ConfigError: A package cannot be imported, or defines no plugin or a broken one.
     """
     for point in _points(tuple(sys.path)):
         origin = f"entry point {point.name} of {point.dist.name if point.dist else 'a package'}"
@@ -145,19 +144,19 @@ def installed() -> Iterator[ExternalPlugins]:
 
 @lru_cache(maxsize=4)
 def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
-    """Entry points of what is installed on this path, by name; every package is read for it."""
+    """Entry points of packages on this path, by name; slow, because it reads all metadata."""
     return sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def from_file(path: Path, *, where: str) -> ExternalPlugins:
-    """Take the plugins of a Python file, and run it unless its last run had the same content.
+    """Load the plugins of a Python file; it runs only if its content changed since the last run.
 
     Args:
         path: The file.
-        where: Where it is named, for errors.
+        where: The place that names it, for errors.
 
     Raises:
-        ConfigError: It cannot be read, raises, or brings no plugin or a broken one.
+        ConfigError: It cannot be read, raises, or defines no plugin or a broken one.
     """
     try:
         source = path.read_bytes()
@@ -213,7 +212,7 @@ def _execute(source: bytes, module: ModuleType, path: Path) -> None:
 
 
 def _defined_plugins(module: ModuleType, origin: str) -> ExternalPlugins:
-    """The plugins a module defines; what it only imports is not its own."""
+    """Return the plugins that a module defines; imported classes do not count."""
     own = [
         value
         for value in vars(module).values()
@@ -232,10 +231,10 @@ def _defined_plugins(module: ModuleType, origin: str) -> ExternalPlugins:
 
 
 def _checked(cls: Any, origin: str) -> type:
-    """A class that can be a plugin.
+    """Check that a class can be a plugin, and return it.
 
     Raises:
-        ConfigError: It cannot; says at which line it begins.
+        ConfigError: It cannot; the error names the line at which it begins.
     """
     if not isinstance(cls, type) or not roles(cls):
         raise ConfigError(
@@ -250,7 +249,7 @@ def _checked(cls: Any, origin: str) -> type:
 
 
 def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
-    """What keeps a class from being a plugin: wanted, found, what to do."""
+    """Yield errors of a plugin class as (expected, actual, fix)."""
     name = cls.__name__
     if not issubclass(cls, msgspec.Struct):
         yield (
@@ -285,7 +284,7 @@ def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _line_of(cls: type, origin: str) -> str:
-    """File and line at which a class begins; its origin when nobody knows."""
+    """Return file and line at which a class begins; its origin if they are unknown."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.findsource(cls)[1] + 1}"
     except (OSError, TypeError):

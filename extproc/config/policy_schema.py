@@ -1,4 +1,4 @@
-"""Objectives and rewrites in the configuration, for pools that no Kubernetes object describes."""
+"""Objectives and model rewrites in the configuration, for pools without Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Weight = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 
 class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model that requests for another are sent to.
+    """A model that replaces the requested model.
 
     Attributes:
         model: The name to put into the body, a base model or an adapter. No default: a target is
             its name.
-        weight: Its part among the targets. Null: where nobody has one all are drawn alike, and
-            where somebody has one those without are not drawn.
+        weight: Its weight among the targets. Null: if no target has a weight, all are drawn alike;
+            otherwise a target without a weight is never drawn.
     """
 
     model: constraints.BoundedName
@@ -29,11 +29,11 @@ class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RewriteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests for these models go to others.
+    """A rewrite of requested models to targets.
 
     Attributes:
-        models: Names in requests, exactly. None: every request that no other rewrite names.
-        targets: Who is drawn from, at least one.
+        models: Exact names in requests. None: every request that no other rewrite names.
+        targets: Models to draw from, at least one.
     """
 
     models: tuple[constraints.BoundedName, ...] = ()
@@ -43,7 +43,7 @@ class RewriteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def policy(
     objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]
 ) -> inference_policy.InferencePolicy:
-    """The sections as a value."""
+    """Build the policy of a pool from its sections."""
     if not (objectives or rewrites):
         return inference_policy.EMPTY_POLICY
     rules = [
@@ -60,7 +60,7 @@ def policy(
 
 
 def lines(objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]) -> Iterator[str]:
-    """The sections in words, for `extproc check`."""
+    """Describe the sections, a line each for `extproc check`."""
     if objectives:
         ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))
         yield "objectives  " + ", ".join(f"{name} {priority}" for name, priority in ranked)
@@ -75,7 +75,7 @@ def lines(objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]) -> It
 
 
 def warnings(rewrites: Sequence[RewriteEntry], where: str) -> Iterator[str]:
-    """Rewrites that are allowed and probably not meant.
+    """Warn of rewrites that are valid and probably a mistake.
 
     Args:
         rewrites: In their order.

@@ -1,4 +1,4 @@
-"""Where endpoints come from, and which requests are for which pool."""
+"""The `pool`, `pools` and `cluster` sections: sources of endpoints, and request matches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EnginePort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One endpoint written out.
+    """An endpoint in the configuration.
 
     Attributes:
         address: `ip:port`, `[ipv6]:port` or `hostname:port`; a name stands for every address it
             resolves to. No default: an endpoint is its address.
-        name: What people call it; empty takes the address.
+        name: Display name; empty takes the address.
         labels: Free labels (hardware, zone, role). None, because nothing needs them.
     """
 
@@ -62,7 +62,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where endpoints come from: a list, a file that is watched, or Kubernetes.
+    """Source of a pool's endpoints: a list, a file that is watched, or Kubernetes.
 
     Attributes:
         name: Label of the pool in metrics and logs. Empty: a single pool needs no telling apart.
@@ -92,7 +92,7 @@ class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool of several in a process.
+    """A pool of several in a process.
 
     Attributes:
         name: Label of the pool in metrics, logs and decisions. No default: pools are told apart by
@@ -120,7 +120,7 @@ class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the Kubernetes cluster is reached, and what of it concerns the whole process.
+    """Access to the Kubernetes API server, and discovery settings of the process.
 
     Attributes:
         kubeconfig: Path of a kubeconfig file. Empty: the pod's service account if there is one,
@@ -129,17 +129,17 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         discover_pools: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
             of its own, beside those written out. `none`: only those.
         namespace: For `discover_pools: namespace`. Empty: the one this process runs in.
-        claims: Which claims of such pools, stated by annotations of their InferencePools, are in
-            force: those that lie within one of these rules. None: whoever may write an
-            InferencePool cannot take requests that another pool serves.
+        claims: Rules for the matches that such pools state by annotations of their InferencePools;
+            a match outside of all rules is ignored. None: write access to an InferencePool does
+            not suffice to take requests that another pool serves.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
         override_ip: Let a pod's annotation `model-pod-ip` replace its IP, as KubeAI's
-            allowPodAddressOverride does. False: whoever may annotate a pod could draw traffic to
+            allowPodAddressOverride does. False: anyone who may annotate a pod could draw traffic to
             any address.
         leader_election: Be ready only while this replica holds a Lease, as the upstream picker's
             high-availability mode. False: every replica picks, and a gateway may use any of them.
-        lease: Which Lease that is, and how patiently it is held; its own defaults give reasons.
+        lease: Name and times of that Lease; its own defaults give reasons.
     """
 
     kubeconfig: str = ""

@@ -1,4 +1,4 @@
-"""The pools that settings mean, and whether what they say of them goes together."""
+"""Resolves the pools that settings describe, and checks their sections against each other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from extproc.routing import pool_match
 
 
 class PoolPlan(msgspec.Struct, frozen=True):
-    """One pool as it is to be built.
+    """A pool to be built.
 
     Attributes:
-        name: In metrics, logs and decisions.
-        claim: The requests it is for.
-        settings: As if it were the only one.
+        name: Name in metrics, logs and decisions.
+        claim: The requests it serves.
+        settings: Settings of the process as if it were the only pool.
     """
 
     name: str
@@ -34,7 +34,7 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
 
 def pool_plans(settings: Settings) -> Sequence[PoolPlan]:
-    """The pools that are written out; none where all come from Kubernetes."""
+    """Return the configured pools; empty if all pools are discovered in Kubernetes."""
     if not settings.pools:
         if settings.cluster.discover_pools != "none" and not has_source(settings.pool):
             return ()
@@ -55,24 +55,24 @@ def pool_plans(settings: Settings) -> Sequence[PoolPlan]:
 
 
 def discovered_pool_plan(settings: Settings, name: str, claim: pool_match.PoolMatch) -> PoolPlan:
-    """A pool that Kubernetes brings and nobody wrote out."""
+    """Return the plan of a pool discovered in Kubernetes."""
     pool = pool_schema.PoolSource(name=name)
     return PoolPlan(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
 
 
 def has_source(pool: pool_schema.PoolSource) -> bool:
-    """Whether a section says where endpoints come from."""
+    """Return True if a section names a source of endpoints."""
     return any(_sources(pool))
 
 
 def from_kubernetes(settings: Settings) -> bool:
-    """Whether anything comes from a cluster."""
+    """Return True if any pool comes from Kubernetes."""
     pools = settings.pools or (settings.pool,)
     return settings.cluster.discover_pools != "none" or any(pool.kubernetes for pool in pools)
 
 
 def scales_kubernetes_objects(settings: Settings) -> bool:
-    """Whether objects of a cluster are scaled, which one replica may do."""
+    """Return True if Kubernetes objects are scaled, which only a single replica may do."""
     pools = settings.pools or (settings.pool,)
     if settings.cluster.discover_pools != "none":
         rules = settings.autoscaling.discovered_pools
@@ -82,15 +82,15 @@ def scales_kubernetes_objects(settings: Settings) -> bool:
 
 
 def is_static(pool: pool_schema.PoolSource) -> bool:
-    """Whether the process itself knows where endpoints are, so that nobody brings them."""
+    """Return True if endpoints come from the configuration or a file, not from discovery."""
     return bool(pool.endpoints or pool.endpoints_file)
 
 
 def check_compatible(settings: Settings, *, where: str) -> None:
-    """Refuse sections that are right one by one and cannot be meant together.
+    """Reject sections that are valid separately and contradict each other.
 
     Args:
-        settings: All of them.
+        settings: All sections.
         where: The file or flags they came from, for errors.
 
     Raises:
@@ -136,7 +136,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
 
 
 def _supported(settings: Settings, where: str) -> None:
-    """Refuse rules, of all requests, pools or models, that ask for what is missing here."""
+    """Reject scheduling rules, of the process, pools or models, with unsupported plugins."""
     scheduled: list[tuple[validation.Path, scheduling_schema.SchedulingSection]] = [
         (("scheduling",), settings.scheduling)
     ]
@@ -223,6 +223,6 @@ def _check_single_object(section: pool_schema.KubernetesSection, where: str) -> 
 
 
 def _plain(pool: pool_schema.PoolSection) -> pool_schema.PoolSource:
-    """The part of a pool that a process with one pool would have in `pool`."""
+    """Convert a pool to the section `pool` of a process with a single pool."""
     fields = {name: getattr(pool, name) for name in pool_schema.PoolSource.__struct_fields__}
     return pool_schema.PoolSource(**fields)

@@ -1,4 +1,4 @@
-"""A profile as it was written, before its plugins are made: what both grammars come to."""
+"""Specification of a profile before its plugins are built, common to both grammars."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class PluginSpec(msgspec.Struct, frozen=True):
-    """One plugin of a profile.
+    """A plugin of a profile.
 
     Attributes:
-        role: What it is there.
+        role: The table of its kind.
         plugin: Its kind and parameters.
-        path: Where it stands in the file.
-        params: What its parameters are called there.
-        weight: Of a scorer.
+        path: Its path in the file.
+        params: The key of its parameters in the file.
+        weight: Factor of a scorer's score; unused for other roles.
     """
 
     role: Role
@@ -35,13 +35,13 @@ class PluginSpec(msgspec.Struct, frozen=True):
 
 
 class ProfileSpec(msgspec.Struct, frozen=True):
-    """A profile.
+    """A profile before its plugins are built.
 
     Attributes:
-        name: What decisions call it.
-        parts: In the order they run; without a picker, `picker` takes its place.
-        path: Where the profile stands in the file.
-        picker: Chooses where none is named.
+        name: Name in decisions.
+        parts: Plugins in the order they run; without a picker, `picker` is added.
+        path: Path of the profile in the file.
+        picker: The default picker.
     """
 
     name: str
@@ -50,16 +50,16 @@ class ProfileSpec(msgspec.Struct, frozen=True):
     picker: scheduling_schema.PluginEntry
 
     def parts_of(self, role: Role) -> tuple[PluginSpec, ...]:
-        """The parts of one role."""
+        """Return the parts of a role, in order."""
         return tuple(part for part in self.parts if part.role == role)
 
 
 def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> ProfileSpec:
-    """The outline of a profile that lists its plugins by roles.
+    """Return the specification of a profile that lists its plugins by roles.
 
     Args:
         entry: The profile.
-        path: Where it stands in the file.
+        path: Its path in the file.
     """
     return ProfileSpec(entry.name, tuple(_parts(entry, path)), path, entry.picker)
 

@@ -1,4 +1,4 @@
-"""A word or a list of plugins to a scheduling profile, and whether its signals exist."""
+"""Builds scheduling profiles from a strategy or a list of plugins, and checks their signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PluginT = TypeVar("PluginT", bound=Plugin)
 
 _SCHEDULING: validation.Path = ("scheduling",)
 
-#: What has to be switched on for a signal that is not always there.
+#: Settings that provide a signal that is not always available.
 _SCRAPED = "set scrape.enabled to true"
 _PROVIDED_BY: Mapping[Signal, str] = {
     Signal.WAITING: _SCRAPED,
@@ -37,12 +37,12 @@ _PROVIDED_BY: Mapping[Signal, str] = {
 
 
 class ResolvedProfiles(msgspec.Struct, frozen=True):
-    """The profiles of one configuration.
+    """The profiles of a configuration.
 
     Attributes:
-        profile: For models without one of their own.
-        by_model: Profiles of single models.
-        origins: What each was built from, by the same names; the profile of all is under None.
+        profile: Profile of models without rules of their own.
+        by_model: Profiles by model name.
+        origins: Inputs of the profiles by model name; None is the key of `profile`.
     """
 
     profile: SchedulerProfile
@@ -51,12 +51,12 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
 
 
 class ProfileOrigin(msgspec.Struct, frozen=True):
-    """Everything a profile depends on.
+    """Inputs of a profile; two equal origins build the same profile.
 
     Attributes:
-        rules: Of the configuration.
-        external: Classes of others that the rules may name; an edited file makes new ones.
-        budget_ms: What a call of one of these may take; 0 where there are none.
+        rules: Rules of the configuration.
+        external: External classes that the rules may name; an edited file creates new classes.
+        budget_ms: Time budget of a call to an external plugin (milliseconds); 0 without any.
     """
 
     rules: scheduling_schema.SchedulingRules
@@ -67,17 +67,17 @@ class ProfileOrigin(msgspec.Struct, frozen=True):
 def build_profile(
     settings: Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
 ) -> SchedulerProfile:
-    """The profile that settings mean.
+    """Build the profile of models without rules of their own.
 
     Args:
-        settings: All of them: whether a signal exists is decided in several sections.
+        settings: All sections: several of them decide which signals exist.
         where: The file or flags they came from, for errors.
-        guards: Clock and counters for plugins of others; None leaves these bare, which is for
-            looking at a profile and not for routing.
+        guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
+            a profile without routing.
 
     Raises:
-        ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal nobody
-            provides, or a plugin file that cannot be used.
+        ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal that is
+            not provided, or a plugin file that cannot be used.
     """
     return resolve_all(settings, where=where, guards=guards).profile
 
@@ -89,14 +89,14 @@ def resolve_all(
     guards: plugin_guard.GuardFactory | None = None,
     before: ResolvedProfiles | None = None,
 ) -> ResolvedProfiles:
-    """The profile for all models, and those of models with rules of their own.
+    """Build the default profile, and those of models with rules of their own.
 
     Args:
         settings: See `build_profile`.
         where: See `build_profile`.
         guards: See `build_profile`.
-        before: Profiles in force. One that would be built from the same is kept as it is: its plugins
-            remember sessions, turns and means that nothing else knows.
+        before: Profiles in force. A profile with an equal origin is reused: its plugins hold
+            sessions, turns and means that exist nowhere else.
 
     Raises:
         ConfigError: See `build_profile`.
@@ -139,7 +139,7 @@ def _origin(
 
 
 def _words(tree: object) -> Iterator[str]:
-    """Every text in a tree, kinds of plugins among them."""
+    """Yield every string in a tree, kinds of plugins among them."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping):
@@ -157,7 +157,7 @@ def _ruled(
     where: str,
     tables: registry.PluginRegistry,
 ) -> SchedulerProfile:
-    """Both grammars come to an outline, and an outline to a profile."""
+    """Build the profile of rules in either grammar."""
     if rules.profile is not None:
         return _build(
             profile_builder.by_roles(rules.profile, (*path, "profile")), tables, where=where
@@ -168,7 +168,7 @@ def _ruled(
 
 
 def provided(settings: Settings) -> frozenset[Signal]:
-    """The signals there will be."""
+    """Return the signals that settings provide."""
     signals = set(Signal) - set(_PROVIDED_BY)
     if settings.prefix.capacity_blocks:
         signals.add(Signal.PREFIX)
@@ -178,7 +178,7 @@ def provided(settings: Settings) -> frozenset[Signal]:
 
 
 def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
-    """Every plugin of a profile, in the order they run."""
+    """Return every plugin of a profile, in the order they run."""
     return profile.plugins
 
 
@@ -199,10 +199,10 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProf
 def _build(
     written: profile_builder.ProfileSpec, tables: registry.PluginRegistry, *, where: str
 ) -> SchedulerProfile:
-    """A profile of what was written.
+    """Build a profile from its specification.
 
     Raises:
-        ConfigError: A kind or parameter is unknown, or there are several of what there is one of.
+        ConfigError: A kind or parameter is unknown, or there are several pickers or cost models.
     """
 
     def make(table: Mapping[str, type[PluginT]], part: profile_builder.PluginSpec) -> PluginT:

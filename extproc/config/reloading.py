@@ -1,8 +1,8 @@
-"""Which fields of a configuration take effect when it is read again, and which need a restart.
+"""Table of the fields that take effect on reload and those that need a restart.
 
-`TABLE` is the only place that says so: a reload, the log, `extproc check --diff` and the
-documentation are made from it. A field that is not live keeps the value the process was started with in every part of
-it, also in parts that are built later, such as pools that Kubernetes brings.
+`TABLE` is the single source: reloads, the log, `extproc check --diff` and the documentation derive
+from it. A field that is not live keeps its value from the start of the process, also in parts that
+are built later, such as pools discovered in Kubernetes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from extproc.config.settings import Settings
 
 
 class ReloadRow(msgspec.Struct, frozen=True):
-    """Fields of one section, with everything below them.
+    """Fields of a section, with everything below them.
 
     Attributes:
         section: Name in `Settings`; empty for fields at the top.
-        live: In force from the next request on.
-        restart: In force after a restart.
+        live: Fields in force from the next request on.
+        restart: Fields in force after a restart.
     """
 
     section: str
@@ -30,7 +30,7 @@ class ReloadRow(msgspec.Struct, frozen=True):
     restart: tuple[str, ...] = ()
 
 
-#: Fields that say where the endpoints of a pool come from.
+#: Fields that define the source of a pool's endpoints.
 _SOURCE: Final = (
     "name",
     "endpoints",
@@ -196,13 +196,13 @@ _HIDDEN = "(not shown)"
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One difference between two configurations.
+    """A difference between two configurations.
 
     Attributes:
-        path: As it is spelled in a file; pools by their names.
+        path: Path as spelled in a file; pools by their names.
         before: The old value as text.
-        after: The new one.
-        is_live: Whether reading the file again puts it in force.
+        after: The new value as text.
+        is_live: True if a reload puts it in force.
     """
 
     path: str
@@ -212,15 +212,15 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def in_force(started: Settings, wanted: Settings) -> Settings:
-    """What a process that was started with one configuration does once another one is read.
+    """Return the settings in force after a running process reads another configuration.
 
     Args:
-        started: With what it was started.
-        wanted: What was read.
+        started: Settings at the start of the process.
+        wanted: Settings just read.
 
     Returns:
-        `started` with the live fields of `wanted`. Of several pools those that both have change;
-        which pools there are does not.
+        `started` with the live fields of `wanted`. Of several pools, those in both change; pools
+        are neither added nor removed.
     """
     values: dict[str, Any] = {}
     for row in TABLE:
@@ -238,7 +238,7 @@ def in_force(started: Settings, wanted: Settings) -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> Iterator[Change]:
-    """Every field that differs, in the order of `Settings`, as deep as both have the same shape."""
+    """Yield every field that differs, in the order of `Settings`, to the depth that both share."""
     rows = {row.section: row for row in TABLE}
     for field in msgspec.structs.fields(Settings):
         old, new = getattr(before, field.name), getattr(after, field.name)
@@ -251,7 +251,7 @@ def changes(before: Settings, after: Settings) -> Iterator[Change]:
 
 
 def pending(started: Settings, wanted: Settings) -> Iterator[str]:
-    """Paths of fields that differ and take effect only after a restart."""
+    """Yield the paths of fields that differ and take effect only after a restart."""
     return (change.path for change in changes(started, wanted) if not change.is_live)
 
 

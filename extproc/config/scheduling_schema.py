@@ -1,4 +1,4 @@
-"""The scheduling section: which endpoint is chosen, in one word, by roles or as upstream writes it."""
+"""The `scheduling` section: a strategy, a profile, or plugins in upstream's grammar."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class PluginEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class WeightedScorer(PluginEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A scorer and its say.
+    """A scorer and its weight.
 
     Attributes:
         kind: See `PluginEntry`.
-        weight: Factor of its score (0..1) in the total. 1: scorers are equal until somebody says
-            otherwise.
+        weight: Factor of its score (0..1) in the total. 1: scorers are equal by default.
         params: See `PluginEntry`.
     """
 
@@ -99,7 +98,7 @@ class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one model, or all of them, are routed: the first of profile, plugins, strategy.
+    """Scheduling rules of a model, or of all; the first of profile, plugins, strategy counts.
 
     Attributes:
         strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
@@ -119,7 +118,7 @@ class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which endpoint is chosen.
+    """Choice of the endpoint for a request.
 
     Attributes:
         strategy: One word for a whole profile; profile and plugins come before it. `adaptive`

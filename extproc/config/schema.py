@@ -1,4 +1,4 @@
-"""The JSON Schema of our configuration file, made from the settings and the catalogue."""
+"""Generates the JSON Schema of our configuration file from the settings and the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def schema() -> dict[str, Any]:
-    """The schema, with the reason of every default as its field's description.
+    """Return the schema; descriptions of fields come from the docstrings.
 
     Kinds of plugins are listed as examples and not as the only values: plugin files add others.
     """
@@ -25,7 +25,7 @@ def schema() -> dict[str, Any]:
     structs: dict[type[msgspec.Struct], None] = {}
     _collect(msgspec.inspect.type_info(Settings), structs)
     for struct in structs:
-        # Of several with one name each is called by its module as well.
+        # msgspec adds the module to structs that share a name.
         full = f"{struct.__module__}.{struct.__qualname__}"
         _describe(parts[full if full in parts else struct.__name__], struct)
     parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
@@ -42,15 +42,15 @@ def schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The schema as it is published."""
+    """Return the schema as published: JSON with an indent of 2."""
     return msgspec.json.format(msgspec.json.encode(schema()), indent=2).decode() + "\n"
 
 
 def _anything(wanted: type) -> dict[str, Any]:
-    """Parameters of plugins are theirs to check.
+    """Accept any parameters of plugins, which check them themselves.
 
     Raises:
-        NotImplementedError: What msgspec asks of a hook that does not know a type; it then names it.
+        NotImplementedError: The type is unknown; msgspec then reports its name.
     """
     if wanted is object:
         return {"description": "Whatever the plugin takes."}
@@ -58,7 +58,7 @@ def _anything(wanted: type) -> dict[str, Any]:
 
 
 def _collect(info: object, structs: dict[type[msgspec.Struct], None]) -> None:
-    """Every section that a type is made of."""
+    """Collect every struct that a type refers to, in order."""
     match info:
         case msgspec.inspect.StructType(cls=struct):
             if struct not in structs:
@@ -77,7 +77,7 @@ def _collect(info: object, structs: dict[type[msgspec.Struct], None]) -> None:
 
 
 def _describe(part: dict[str, Any], struct: type[msgspec.Struct]) -> None:
-    """Spread the Attributes of a docstring over the properties."""
+    """Copy the `Attributes` of a docstring to the descriptions of properties."""
     doc = inspect.getdoc(struct) or ""
     head, _, attributes = doc.partition("Attributes:\n")
     part["description"] = " ".join(head.split())

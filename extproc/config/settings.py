@@ -1,32 +1,28 @@
-"""Everything that can be configured.
+"""The settings: all sections of a configuration file, with defaults and units.
 
     apiVersion: extproc/v1alpha1      # both required in a file
     kind: ExtProcConfig
-    server:      Server       where we listen, TLS, draining
-    pool:        Source       where endpoints come from, where there is one pool
-    pools:       [Pool]       the same for several, and which requests are for which
-    cluster:     Cluster      how Kubernetes is reached
-    scrape:      Scrape       how loads are read from engines
-    health:      Health       when endpoints are left out, and how they come back
-    scheduling:  Scheduling   a named strategy, or a profile written out
-    prefix:      Prefix       how prompts are cut and how much is remembered
-    limits:      Limits       bytes and streams
-    flow_control: FlowControlSection      how requests wait for capacity, and what tenants may take
-    autoscaling: Autoscaling  what the autoscaling of all pools has in common
-    responses: ResponsesSection      what is done with response headers and bodies
-    decisions: DecisionsSection      what is kept and told of decisions
-    xds:         Xds          what Envoy is told of the endpoints
-    peer_sync: PeerSyncSection      how pickers tell each other of their requests
-    log:         Log
-    conformance: bool
-    seed:        int | null
+    server:        listening addresses, TLS, shutdown
+    pool:          source of the endpoints of a single pool
+    pools:         the same for several pools, each with the requests it serves
+    cluster:       access to Kubernetes
+    scrape:        scraping of metrics and model lists
+    health:        outlier detection of endpoints
+    scheduling:    a strategy, or a profile
+    prefix:        blocks of prompts, size of the prefix index
+    limits:        bytes and streams
+    flow_control:  queueing of requests, limits of tenants
+    autoscaling:   autoscaling settings shared by all pools
+    responses:     processing of response headers and bodies
+    decisions:     recording and reporting of decisions
+    xds:           endpoints served over xDS
+    peer_sync:     exchange of request counts between pickers
+    log:           log on standard error
+    conformance:   bool
+    seed:          integer or null
 
-In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix,
-limits, flow_control, autoscaling, responses, decisions, xds, peer_sync, log, conformance, seed. `Settings()` is a
-complete default configuration without endpoints.
-
-Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
-names the field and the bound.
+`Settings()` is a complete default configuration without endpoints. Sections reject unknown fields.
+Units are in names. Ranges are in the annotations, so that an error names the field and the bound.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ _MIB = 1024 * 1024
 
 
 class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where we listen, and how we leave.
+    """Listening addresses, TLS and shutdown.
 
     Attributes:
         host: IP address to listen on; empty for every address of IPv4 and IPv6, because pods of
@@ -92,13 +88,13 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     admin_token_file: str = ""
 
     def grpc_address(self, port: int) -> str:
-        """The `host:port` gRPC binds to."""
+        """Return the `host:port` that gRPC binds to; IPv6 hosts get brackets."""
         host = self.host or "::"
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How loads are read from engines.
+    """Scraping of metrics and model lists from engines.
 
     Attributes:
         enabled: Read them at all. True; without it only our own requests and prefixes are known.
@@ -151,7 +147,7 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How prompts are cut into blocks and how much of them is remembered.
+    """Blocks of prompts, and the size of the prefix index.
 
     Attributes:
         schedule: Where blocks end (bytes); its own defaults give reasons.
@@ -172,7 +168,7 @@ class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one client, or all of them, may take.
+    """Limits on bodies and streams.
 
     Attributes:
         max_body_bytes: Largest request body (bytes); above it 413. 32 MiB are what Anthropic's API
@@ -198,7 +194,7 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is done with responses.
+    """Processing of responses.
 
     Attributes:
         marker: Put `x-went-into-resp-headers: true` on responses. True, as the upstream picker
@@ -213,7 +209,7 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             costs those requests one message per whole answer, or one per piece of a stream.
         request_cost: Cost of an answer as dynamic metadata, for the rate limiter of the data plane:
             tokens by kind, each times its weight here, summed and at least 0. `cached` ones are
-            part of `prompt`. None: nothing is told.
+            part of `prompt`. None: no metadata is sent.
         list_models: Answer `GET /v1/models` from what all endpoints listed, in place of one of
             them. Null: where there are several pools, because one engine knows only its own.
     """
@@ -227,7 +223,7 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is kept and told of decisions.
+    """Recording and reporting of decisions.
 
     Attributes:
         decisions: Decisions kept for /debug/decisions and `extproc explain --id` (count); 0 keeps
@@ -245,7 +241,7 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What Envoy is told of the endpoints, for an Envoy that no gateway configures.
+    """Endpoints served over xDS, for an Envoy without a gateway.
 
     Envoy then tries the next endpoint when one fails, and goes on while no picker is up. Each pool
     is a cluster of its name, one without a name is `engines`.
@@ -268,7 +264,7 @@ class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is written to standard error.
+    """The log on standard error.
 
     Attributes:
         level: Least severe level shown. `info` writes a few lines at start and end and none per
@@ -296,27 +292,27 @@ _LOG = LogSection()
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole configuration.
+    """A complete configuration.
 
     Attributes:
         api_version: `apiVersion` in a file: which fields exist and what they mean. There is one.
         kind: What the file is, so that another program's file is not taken for ours. There is one.
-        server: Where we listen.
-        pool: Where endpoints come from, where there is one pool.
-        pools: The same for several, each with the requests it is for. None: there is one.
-        cluster: How Kubernetes is reached.
-        scrape: How loads are read.
-        health: When endpoints are left out.
-        scheduling: Which endpoint is chosen.
-        prefix: How prompts are remembered.
-        limits: What clients may take.
-        flow_control: How requests wait.
-        autoscaling: What the autoscaling of all pools has in common.
-        responses: What is done with responses.
-        decisions: What is kept and told of decisions.
-        xds: What Envoy is told of the endpoints.
-        peer_sync: How pickers tell each other of their requests.
-        log: What is written.
+        server: Listening addresses, TLS and shutdown.
+        pool: Source of the endpoints of a single pool.
+        pools: The same for several pools, each with the requests it serves. None: `pool` counts.
+        cluster: Access to Kubernetes.
+        scrape: Scraping of engines.
+        health: Outlier detection of endpoints.
+        scheduling: Choice of the endpoint.
+        prefix: Size of the prefix index.
+        limits: Limits on bodies and streams.
+        flow_control: Queueing of requests.
+        autoscaling: Autoscaling settings shared by all pools.
+        responses: Processing of responses.
+        decisions: Recording of decisions.
+        xds: Endpoints served over xDS.
+        peer_sync: Exchange of request counts between pickers.
+        log: The log on standard error.
         conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
             a client must not choose its endpoint outside of conformance tests.
         seed: Start of all chance (integer); null draws one from the system, because pickers that

@@ -1,8 +1,8 @@
-"""The section `flowControl` of an upstream file as the section `flow_control` of ours.
+"""Converts the section `flowControl` of an upstream file to our section `flow_control`.
 
-Upstream holds requests while its saturation detector says so, in bands of priority, and in a band
-by flow; here requests wait per pool under one bound, strictly by priority, and in a priority by
-tenant. What the two have in common is mapped, and everything else is named in a warning.
+Upstream queues requests while its saturation detector reports saturation, in bands of priority, and
+within a band by flow; here requests wait per pool under a single bound, strictly by priority, and
+within a priority by tenant. Common settings are converted; a warning names every other one.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _POWERS: Final = "kMGTPE"
 
 
 class _Section:
-    """Reads one mapping of the section, with its place for errors.
+    """Reads a mapping of the section; errors name its path.
 
     Args:
         tree: The mapping.
-        keys: Those it may have.
-        path: Where it stands.
+        keys: Its allowed keys.
+        path: Its path in the file.
         where: The file.
 
     Raises:
-        ConfigError: It is no mapping, or has another key.
+        ConfigError: It is no mapping, or has an unknown key.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class _Section:
                 raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", found=key, fix=fix)
 
     def get(self, key: str) -> object:
-        """The value of a key; None where there is none."""
+        """Return the value of a key; None if it is absent."""
         return self._tree.get(key)
 
     def quantity(self, key: str) -> int:
-        """A Kubernetes quantity as a number, rounded up; 0 where there is none.
+        """Return a Kubernetes quantity as a number, rounded up; 0 if it is absent.
 
         Raises:
             ConfigError: It is no quantity, or below 0.
@@ -112,7 +112,7 @@ class _Section:
         return min(math.ceil(float(number) * factor), 2**63 - 1)
 
     def seconds(self, key: str) -> float:
-        """A Go duration in seconds; 0 where there is none.
+        """Return a Go duration in seconds; 0 if it is absent.
 
         Raises:
             ConfigError: It is no duration, or below 0.
@@ -127,7 +127,7 @@ class _Section:
         return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
     def wrong(self, key: str, *, wanted: str, found: object, fix: str) -> ConfigError:
-        """An error about a key, or about all of it."""
+        """Return an error about a key; an empty key means the section."""
         path = (*self.path, key) if key else self.path
         place = validation.location(self._where, path)
         return ConfigError(place, wanted=wanted, found=validation.show(found), fix=fix)
@@ -136,14 +136,15 @@ class _Section:
 def section_of(
     tree: Mapping[str, object], *, where: str
 ) -> tuple[dict[str, object] | None, list[str]]:
-    """The section `flow_control` that an upstream file means, and warnings about the rest.
+    """Convert `flowControl` of an upstream file, and warn of settings without a counterpart.
 
     Args:
         tree: The file.
         where: Its name, for errors.
 
     Returns:
-        None without the feature gate: requests go to engines at once.
+        The section `flow_control`, None without the feature gate (requests go to engines at once);
+        and warnings.
 
     Raises:
         ConfigError: A value is no quantity or duration, a key or a policy is unknown.
@@ -185,7 +186,7 @@ def section_of(
 
 
 def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
-    """The band that stands for all others, then those with a priority of their own."""
+    """Yield the default band, then those with a priority of their own."""
     default = section.get("defaultPriorityBand")
     path = (*section.path, "defaultPriorityBand")
     yield _Section(default or {}, _BAND_KEYS, path=path, where=where)
@@ -198,7 +199,7 @@ def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
 
 
 def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
-    """What gives the type of a plugin by its name; a name that no plugin has is a type."""
+    """Return a function from plugin name to type; a name without a plugin is itself a type."""
     plugins = tree.get("plugins")
     types = {
         str(plugin.get("name") or plugin.get("type")): str(plugin.get("type"))
@@ -215,7 +216,7 @@ def _policy(
     policy_type: Callable[[str], str],
     warnings: list[str],
 ) -> str:
-    """The value of ours for the policy of most consequence: that of priority 0, else the default.
+    """Convert the policy of priority 0, else of the default band; warn of bands that differ.
 
     Raises:
         ConfigError: There is no policy of that name.
@@ -251,14 +252,14 @@ def _policy(
     return mapped
 
 
-#: Policies that upstream has and holding has not.
+#: Upstream policies without a counterpart in flow control.
 _OTHER_POLICIES: Final = frozenset({"program-aware-fairness"})
 
 
 def _unmapped(
     section: _Section, bands: Sequence[_Section], policy_type: Callable[[str], str]
 ) -> Iterator[str]:
-    """Warnings about what holding has no field for."""
+    """Warn of settings that flow control has no field for."""
     for band in bands:
         for key in ("maxRequests", "maxBytes"):
             if band.quantity(key):

@@ -1,7 +1,7 @@
-"""Plain trees (mappings, lists, scalars) to frozen structs, with errors that name the place.
+"""Converts plain trees (mappings, lists, scalars) to frozen structs; errors name the path.
 
-msgspec does the checking; this module finds unknown keys first, because only here is it known what
-the writer may have meant, and retells the messages of msgspec as expected, got and what to do.
+msgspec checks types and ranges. This module reports unknown keys first, with a suggestion, and
+rewrites msgspec's messages as expected value, actual value and fix.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
 def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ()) -> StructT:
-    """Make a struct of a tree.
+    """Convert a tree to a struct.
 
     Args:
-        tree: What a file or flag said.
+        tree: Content of a file or flag.
         into: A struct type that forbids unknown fields.
         where: The file or flag, for errors.
-        path: Where `tree` stands in it, for errors.
+        path: Path of `tree` in the file, for errors.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
@@ -57,7 +57,7 @@ def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ())
 
 
 def format_path(path: Path) -> str:
-    """A path as people write it: `scheduling.profile.scorers[1].weight`."""
+    """Format a path such as `scheduling.profile.scorers[1].weight`."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -68,16 +68,16 @@ def format_path(path: Path) -> str:
 
 
 class FlatDocumentName(str):
-    """The name of a file in which what we keep under `root` stands at the top."""
+    """The name of a file whose top level is our section `root`."""
 
     __slots__ = ("root",)
 
     def __new__(cls, name: str, root: Path) -> Self:
-        """Name a file.
+        """Create the name.
 
         Args:
-            name: As people call it.
-            root: Steps that paths in our settings have and those in the file do not.
+            name: Name for errors.
+            root: Leading steps of paths in our settings that the file lacks.
         """
         instance = super().__new__(cls, name)
         instance.root = root
@@ -87,20 +87,20 @@ class FlatDocumentName(str):
 
 
 def location(where: str, path: Path) -> str:
-    """File and path, for the head of an error."""
+    """Format file and path as the location of an error."""
     if isinstance(where, FlatDocumentName) and path[: len(where.root)] == where.root:
         path = path[len(where.root) :]
     return f"{where}: {format_path(path)}" if path else str(where)
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """The name that was probably meant; empty when none is close."""
+    """Return the most similar name; empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return close[0] if close else ""
 
 
 def show(value: object) -> str:
-    """A value as the error names it: short, and telling a number from quoted text."""
+    """Format a value for an error: at most 60 characters, strings in quotes."""
     match value:
         case None:
             return "null"
@@ -117,12 +117,12 @@ def show(value: object) -> str:
 
 @lru_cache(maxsize=256)
 def _info(into: Hashable) -> inspect.Type:
-    """What a type is made of: some 20 ms of work for all settings, and nothing of it ever changes."""
+    """Return msgspec's description of a type, cached because that of all settings takes 20 ms."""
     return inspect.type_info(into)
 
 
 def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path) -> None:
-    """Walk tree and type side by side and stop at the first key that has no field."""
+    """Walk tree and type in parallel and raise ConfigError at the first key without a field."""
     if isinstance(info, inspect.UnionType):
         tagged = _tagged(info)
         if tagged and isinstance(tree, dict):
@@ -146,7 +146,7 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
 
 
 def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
-    """The structs of a union that a key tells apart; none where there is no choice."""
+    """Return the tagged structs of a union; empty if it has none."""
     return [
         member
         for member in info.types
@@ -161,7 +161,11 @@ def _tagged_struct(
     where: str,
     path: Path,
 ) -> inspect.StructType:
-    """The struct whose tag a mapping gives."""
+    """Return the struct that the tag of a mapping selects.
+
+    Raises:
+        ConfigError: The tag is missing or unknown.
+    """
     key = str(members[0].tag_field)
     tags = [str(member.tag) for member in members]
     if key not in tree:
@@ -198,7 +202,7 @@ def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> C
 def _from_msgspec_error(
     text: str, tree: object, into: type, *, where: str, path: Path
 ) -> ConfigError:
-    """Tell a message of msgspec in three parts."""
+    """Convert a message of msgspec to a ConfigError."""
     split = _AT.match(text)
     message = split["message"] if split else text
     local, known = _steps(split["at"] if split else None)
@@ -267,7 +271,7 @@ def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigErr
 
 
 def _steps(at: str | None) -> tuple[Path, bool]:
-    """The steps of `$.a.b[0]`, and whether they lead to one value (`[...]` does not)."""
+    """Split `$.a.b[0]` into steps; False if they lead to several values (`[...]`)."""
     if at is None:
         return (), True
     steps: list[Step] = []
@@ -286,7 +290,7 @@ def _look(tree: object, path: Path) -> object:
 
 
 def _type_at(info: inspect.Type, path: Path, tree: object) -> inspect.Type | None:
-    """The type a path leads to in a tree; None behind a union of several structs without tags."""
+    """Return the type at a path; None behind a union of several structs without tags."""
     for step in path:
         if isinstance(info, inspect.UnionType):
             info = _struct_of(info, tree)
@@ -301,7 +305,7 @@ def _type_at(info: inspect.Type, path: Path, tree: object) -> inspect.Type | Non
 
 
 def _struct_of(info: inspect.UnionType, tree: object) -> inspect.Type:
-    """The struct of a union that a mapping is; the union when there is none."""
+    """Return the struct of a union that matches a mapping; the union if there is none."""
     tagged = _tagged(info)
     if tagged and isinstance(tree, dict):
         return next((member for member in tagged if member.tag == tree.get(member.tag_field)), info)

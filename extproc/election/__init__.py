@@ -1,9 +1,9 @@
-"""Which of several replicas does what only one may do, told by a Lease of Kubernetes.
+"""Elects a single leader among replicas with a Lease of Kubernetes.
 
-Lives here, pure: how patient candidates are (`settings`), client-go's algorithm for one candidate
-(`lease_state`) and the Lease object (`lease`). And the shell that asks and writes (`leader_elector`), over
-whoever can reach the API server.
-Must not live here: how the API server is reached (server, with the client of discovery), what
-leading is good for (server: readiness; whatever else must be single asks `LeaderElector.is_leader`).
-Driven by: the server, which runs `elector.Elector` in its task group.
+- Without I/O: the times of an election (`settings`), client-go's algorithm for a candidate
+  (`lease_state`) and the Lease object (`lease`).
+- With I/O: `leader_elector`, which reads and writes the Lease through a `LeaseStore`.
+
+The server runs `LeaderElector` in its task group and provides the store over the API client of
+discovery. Readiness and autoscaling read `LeaderElector.is_leader`.
 """

@@ -1,4 +1,4 @@
-"""A candidate that asks and writes. A shell, over whoever reaches the Lease."""
+"""Runs a candidate of leader election over a store of the Lease."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RELEASES = 3
 
 
 class LeaseRequestFailed(msgspec.Struct, frozen=True):
-    """No record.
+    """A read or write of the Lease that failed.
 
     Attributes:
-        message: Why, for people.
-        conflict: Somebody else wrote first: nothing to worry about.
-        reason: `unauthorized` or `forbidden`, which people have to mend; empty for what passes.
+        message: Reason as text for the log.
+        conflict: True if another candidate wrote first, which is no error.
+        reason: `unauthorized` or `forbidden`, which need an operator; empty for transient errors.
     """
 
     message: str
@@ -33,31 +33,31 @@ class LeaseRequestFailed(msgspec.Struct, frozen=True):
 
 
 class LeaseStore(Protocol):
-    """Where the Lease is kept. Reads and writes end within half of `renew_s`, in whatever way."""
+    """Storage of the Lease; reads and writes return or fail within half of `renew_s`."""
 
     async def open(self) -> None:
-        """Makes ready to be asked.
+        """Prepare for reads and writes.
 
         Raises:
-            ConfigError: What it takes is missing or broken.
+            ConfigError: The address or credentials are missing or broken.
         """
 
     async def look(self) -> LeaseRecord | LeaseRequestFailed | None:
-        """What is stored; None for nothing."""
+        """Read the stored record; None if there is no Lease."""
 
     async def put(self, put: LeaseWrite) -> LeaseRecord | LeaseRequestFailed:
-        """Writes, if the stored version is the one the write names; what is stored then."""
+        """Write if the stored version matches that of the write; return the new record."""
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
 
 
 class ElectionEvent(msgspec.Struct, frozen=True):
-    """Something happened.
+    """An event of an election, for log and metrics.
 
     Attributes:
         kind: `elected`, `lost`, `resigned`, `follows`, `failed` or `recovered`.
-        detail: For people.
+        detail: Identity of the holder, or an error message.
     """
 
     kind: str
@@ -65,21 +65,21 @@ class ElectionEvent(msgspec.Struct, frozen=True):
 
 
 class LeaderElector:
-    """Stands for election for as long as `run` runs.
+    """A candidate that competes for the Lease while `run` runs.
 
-    `is_leader` is a statement about this moment: work that must be single asks before each step that
-    changes anything, and its steps are short against `duration_s - renew_s`.
+    `is_leader` holds only for the present moment: a leader's task must check it before every step
+    with an effect, and its steps must be short against `duration_s - renew_s`.
 
     Args:
-        identity: Of this process in this life.
-        settings: How patient it is.
-        leases: Where the Lease is.
+        identity: Unique per process start.
+        settings: Name and times of the Lease.
+        leases: Storage of the Lease.
         clock: Monotonic seconds.
-        rng: Chance, for spreading attempts.
-        stands: Whether this replica would take the Lease if it were free. One that could not do
-            the work must not; one that holds it already keeps it.
-        on_fact: Called when something happened.
-        supervisor: Hears of attempts that raise; None for one of its own.
+        rng: Seeded randomness that spreads attempts.
+        stands: Returns True if this replica may take a free Lease. A replica that could not do the
+            work must not; a holder keeps the Lease regardless.
+        on_fact: Called with every event.
+        supervisor: Receives attempts that raise; None creates a private supervisor.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class LeaderElector:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica, and no other, may act now."""
+        """True while this replica, and no other, may act."""
         return self._term.leads(self._clock())
 
     async def start(self) -> None:
-        """Make ready; `run` comes after it.
+        """Prepare the store; call it before `run`.
 
         Raises:
             ConfigError: If the API server's address or the credentials are missing or broken.
@@ -122,7 +122,7 @@ class LeaderElector:
         await self._leases.open()
 
     async def run(self) -> None:
-        """Stand until resigned; then release the Lease, and end."""
+        """Compete until resigned; then release the Lease, and return."""
         try:
             while not self._resigned.is_set():
                 pause = await self._attempted()
@@ -134,7 +134,7 @@ class LeaderElector:
             await self._leases.close()
 
     async def _attempted(self) -> float:
-        """One step; what it raises says nothing about the Lease, which has to be read again."""
+        """Run a step, return the pause until the next (seconds); errors force a new read."""
         try:
             pause_s = await self.step()
         except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave nobody
@@ -144,7 +144,7 @@ class LeaderElector:
         return pause_s
 
     async def step(self) -> float:
-        """One attempt; returns seconds until the next."""
+        """Run an attempt, report changes, and return the pause until the next (seconds)."""
         await self._attempt()
         leads = self.is_leader
         if leads != self._led:
@@ -159,17 +159,17 @@ class LeaderElector:
         return self._term.pause(self._clock(), self._rng)
 
     def resign(self) -> None:
-        """Lead no more, at once; `run` then releases the Lease."""
+        """Stop leading at once; `run` then releases the Lease."""
         self._term.resign()
         self._resigned.set()
 
     async def resigned(self, seconds: float) -> None:
-        """Wait for the end of `run`, so long at most."""
+        """Wait for the end of `run`, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
 
     async def release(self) -> None:
-        """Let others lead at once, where the Lease is ours."""
+        """Release the Lease if it is ours, so that another candidate can lead at once."""
         for _ in range(_RELEASES):
             if not self._term.mine and not await self._read():
                 return
@@ -197,14 +197,14 @@ class LeaderElector:
         return True
 
     async def _write(self, put: LeaseWrite) -> bool:
-        asked_at_s = self._clock()
+        sent_at_s = self._clock()
         record = await self._leases.put(put)
         if isinstance(record, LeaseRequestFailed):
             self._term.invalidate()
             self._stumbled(record)
             return False
         self._went_well()
-        self._term.confirm(put, record.version, asked_at_s)
+        self._term.confirm(put, record.version, sent_at_s)
         return True
 
     def _stumbled(self, failed: LeaseRequestFailed) -> None:

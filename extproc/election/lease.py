@@ -1,4 +1,4 @@
-"""The Lease object of `coordination.k8s.io/v1`: read as a record, written with the rest kept. Pure."""
+"""Converts a Lease of `coordination.k8s.io/v1` to a record and back; other fields stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _LONGEST = 253
 
-#: Of a Lease that does not say (client-go always does): its default.
+#: client-go's default, for a Lease without a duration (client-go always writes it).
 _DURATION_S = 15
 
 Object = dict[str, Any]
@@ -40,28 +40,28 @@ class _Lease(msgspec.Struct):
 
 
 class UnreadableLease(msgspec.Struct, frozen=True):
-    """What was read is no Lease.
+    """A response of the API server that is no Lease.
 
     Attributes:
-        reason: What is wrong.
+        reason: The error as text.
     """
 
     reason: str
 
 
 def is_valid_name(name: str) -> bool:
-    """Whether a Lease may be called so."""
+    """Return True if a name is a DNS subdomain, as names of Leases are."""
     return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
 
 
 def path(namespace: str, name: str = "") -> str:
-    """Where a Lease is, or without a name where all of a namespace are."""
+    """Return the URL path of a Lease, or without a name that of all Leases of a namespace."""
     where = f"/apis/{_API}/namespaces/{quote(namespace, safe='')}/leases"
     return where + (f"/{quote(name, safe='')}" if name else "")
 
 
 def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
-    """A Lease as a record, and as it is."""
+    """Parse a Lease; return its record and the complete object."""
     try:
         stored: Object = msgspec.json.decode(text, type=dict[str, Any])
         lease = msgspec.convert(stored, _Lease)
@@ -82,18 +82,18 @@ def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
 def write(
     put: LeaseWrite, *, namespace: str, name: str, at: datetime, before: Object | None
 ) -> Object:
-    """The object that a write stores.
+    """Build the object that a write stores.
 
     Args:
         put: The write.
-        namespace: Of the Lease.
-        name: Of the Lease.
-        at: The time of day, with its zone; for people and for other implementations.
-        before: What is stored; what others wrote there stays. None for nothing.
+        namespace: Namespace of the Lease.
+        name: Name of the Lease.
+        at: Time of day, with its zone; read by people and by other implementations only.
+        before: The stored object, whose other fields stay; None if there is none.
     """
     now = at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     before = before if put.version and before is not None else {}
-    # Who manages which field is the server's to say.
+    # The API server owns the list of managed fields.
     preserved = {key: value for key, value in before.get("metadata", {}).items() if key != _MANAGED}
     spec = {
         **(before.get("spec") or {}),

@@ -1,14 +1,14 @@
-"""One candidate's view of a Lease: when it leads, and when it may take over. Pure.
+"""A candidate's view of a Lease: times at which it leads and may take over, without I/O.
 
 The algorithm of client-go's leader election. The store compares and swaps: a write that names an
-older version than the stored one is refused. Nobody compares clocks of two machines:
+older version than the stored version is refused. Clocks of two machines are never compared:
 
-- A leader leads until `renew_s` after it *asked* for the last write that was confirmed.
-- Another may take the Lease when it has seen no write to it for the duration that stands in it,
-  counted from when it *heard* of the last one, and that is later than when the leader asked.
+- A leader leads until `renew_s` after it *sent* the last write that was confirmed.
+- Another candidate may take the Lease after it observed no write for the Lease's duration, counted
+  from when it *received* the last write, which is later than when the leader sent it.
 
-So with `renew_s` below the duration two never lead at once, as long as their clocks run at about
-the same rate, whatever becomes of requests and answers.
+So with `renew_s` below the duration two candidates never lead at once, as long as their clocks run
+at about the same rate, regardless of lost or late requests and responses.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import msgspec
 
 from extproc.election.settings import ElectionSettings
 
-#: Shortest pause in seconds: what is left of a wait may be less than a clock can tell apart.
+#: Shortest pause in seconds: the rest of a wait may be below the resolution of a clock.
 _LEAST_S = 0.001
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """What is stored.
+    """The stored record of a Lease.
 
     Attributes:
-        holder: Identity of who holds the Lease; empty when it was released.
-        duration_s: Seconds it is held without another write.
-        transitions: How often it went to another holder (count).
-        version: Of the object; every write makes another one.
+        holder: Identity of the holder; empty if the Lease was released.
+        duration_s: Seconds for which a write holds the Lease.
+        transitions: Changes of the holder (count).
+        version: `resourceVersion` of the object; every write changes it.
     """
 
     holder: str
@@ -41,14 +41,14 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class LeaseWrite(msgspec.Struct, frozen=True):
-    """A write.
+    """A conditional write of a Lease.
 
     Attributes:
-        holder: Who is to hold the Lease; empty releases it.
-        duration_s: For how long without another write (whole seconds, 1 or more).
-        transitions: As in `LeaseRecord`.
-        acquired: Whether the holder is another than before.
-        version: That must be the stored one; empty where nothing may be stored.
+        holder: Identity of the new holder; empty releases the Lease.
+        duration_s: Seconds for which the write holds the Lease (integer, 1 or more).
+        transitions: Changes of the holder (count).
+        acquired: True if the holder changes.
+        version: The version that must be stored; empty if no Lease may exist.
     """
 
     holder: str
@@ -59,12 +59,11 @@ class LeaseWrite(msgspec.Struct, frozen=True):
 
 
 class LeaseState:
-    """One candidate.
+    """The state of a candidate.
 
     Args:
-        identity: Of this candidate in this life: one that starts again must take another, because
-            it does not know what its former self has left on the way.
-        settings: How patient it is.
+        identity: Unique per process start: writes of a former process may still be on their way.
+        settings: Times of the Lease.
     """
 
     def __init__(self, identity: str, settings: ElectionSettings) -> None:
@@ -78,7 +77,7 @@ class LeaseState:
         self._resigned = False
 
     def leads(self, now: float) -> bool:
-        """Whether nobody else can hold the Lease now.
+        """Return True while no other candidate can hold the Lease.
 
         Args:
             now: Monotonic seconds.
@@ -87,33 +86,33 @@ class LeaseState:
 
     @property
     def holder(self) -> str:
-        """Who held the Lease when it was last seen; empty for nobody."""
+        """Identity of the holder in the last record; empty if there is none."""
         return self._stored.holder if self._stored is not None else ""
 
     @property
     def mine(self) -> bool:
-        """Whether the Lease is known to be ours, if perhaps run out: it is written, not read."""
+        """True if the last record is ours, even if expired: it needs a write, not a read."""
         return self._known and self.holder == self.identity
 
     def observe(self, record: LeaseRecord | None, now: float) -> None:
-        """Take in what was read.
+        """Record the result of a read.
 
         Args:
-            record: What is stored; None for nothing.
-            now: Monotonic seconds when it was heard.
+            record: The stored record; None if there is no Lease.
+            now: Monotonic seconds at which it was received.
         """
         self._stored, self._known = record, True
         if self.holder != self.identity:
             self._until = -math.inf
         # The version, not the time in the record: two writes may carry the same time. And a record
-        # that somebody deleted leaves the wait for its holder standing.
+        # that was deleted does not end the wait for its holder.
         if record is not None and record.version != self._version:
             self._version = record.version
             others = record.holder not in {"", self.identity}
             self._free = now + record.duration_s if others else -math.inf
 
     def claim(self, now: float) -> LeaseWrite | None:
-        """The write that takes or renews the Lease; None while that is not for us.
+        """Return the write that takes or renews the Lease; None while we may do neither.
 
         Args:
             now: Monotonic seconds.
@@ -124,30 +123,30 @@ class LeaseState:
             return self._put(acquired=False)
         return self._put(acquired=True) if now >= self._free else None
 
-    def confirm(self, put: LeaseWrite, version: str, asked_at_s: float) -> None:
-        """A write was confirmed.
+    def confirm(self, put: LeaseWrite, version: str, sent_at_s: float) -> None:
+        """Record a confirmed write.
 
         Args:
             put: The write.
-            version: The version it made.
-            asked_at_s: Monotonic seconds when it was asked for.
+            version: The new version.
+            sent_at_s: Monotonic seconds at which it was sent.
         """
         self._stored = LeaseRecord(put.holder, put.duration_s, put.transitions, version)
         self._known, self._version, self._free = True, version, -math.inf
         if put.holder and not self._resigned:
-            self._until = asked_at_s + self._settings.renew_s
+            self._until = sent_at_s + self._settings.renew_s
 
     def invalidate(self) -> None:
-        """A write was refused or its fate is unknown: what is stored has to be read."""
+        """Require a read before the next write: a write was refused or its result is unknown."""
         self._known = False
 
     def resign(self) -> None:
-        """Lead no more, for good."""
+        """Stop leading for good."""
         self._resigned = True
         self._until = -math.inf
 
     def release(self) -> LeaseWrite | None:
-        """The write that lets others lead at once; None when the Lease is not ours."""
+        """Return the write that releases the Lease; None if it is not ours."""
         if not self.mine or self._stored is None:
             return None
         return LeaseWrite(
@@ -155,11 +154,11 @@ class LeaseState:
         )
 
     def pause(self, now: float, rng: random.Random) -> float:
-        """Seconds until the next attempt, at most `retry_s`.
+        """Return the pause until the next attempt (seconds), at most `retry_s`.
 
         Args:
             now: Monotonic seconds.
-            rng: Chance: candidates that started together do not ask together.
+            rng: Seeded randomness, which keeps candidates that started together apart.
         """
         pause = self._settings.retry_s * rng.uniform(0.5, 1.0)
         return max(min(pause, self._free - now), _LEAST_S) if now < self._free else pause

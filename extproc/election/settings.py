@@ -1,4 +1,4 @@
-"""Which Lease is held, and how patiently: the section `cluster.lease`."""
+"""The section `cluster.lease`: name and times of the Lease."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class ElectionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             several pools in one namespace need names.
         namespace: Where it is. Empty: the one this process runs in, where our manifests grant the
             rights.
-        duration_s: Whole seconds after which others may take a Lease that is not renewed: how long
-            nobody leads after a crash. 15, as client-go has it.
+        duration_s: Whole seconds after which others may take a Lease that is not renewed: the time
+            without a leader after a crash. 15, as client-go has it.
         renew_s: Seconds without a renewal after which a leader gives up. 10, as client-go has it:
             5 less than `duration_s`, for clocks that do not run alike.
-        retry_s: Longest pause between two attempts. 2, as client-go has it: so long nobody leads
-            after an orderly end, and an API server gets a read in 2 seconds from each replica.
+        retry_s: Longest pause between two attempts (seconds). 2, as client-go has it: the time
+            without a leader after an orderly end; an API server gets a read in 2 seconds from each
+            replica.
     """
 
     name: str = ""

@@ -72,7 +72,7 @@ def test_leading_counts_from_the_question():
     """For `renew_s` from when the write was asked for, not from its answer."""
     one = term()
     one.observe(None, 0.0)
-    one.confirm(one.claim(0.0), "1", asked_at_s=3.0)
+    one.confirm(one.claim(0.0), "1", sent_at_s=3.0)
     assert one.leads(12.9)
     assert not one.leads(13.0)
 
