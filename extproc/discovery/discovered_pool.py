@@ -1,4 +1,4 @@
-"""What discovery says of one pool at one moment: a value."""
+"""Value that discovery reports for one pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.pool import inference_policy
 
 
 class DiscoveredPool(msgspec.Struct, frozen=True):
-    """One pool.
+    """State of one pool as discovered.
 
     Attributes:
         endpoints: All of it, each address once.
@@ -22,7 +22,7 @@ class DiscoveredPool(msgspec.Struct, frozen=True):
         app_protocol: How engines want to be spoken to: `http`, `kubernetes.io/h2c`, or empty when
             nobody said.
         annotations: Of the object that defines the pool.
-        created: When that object was, RFC 3339 in UTC; empty when nobody said.
+        created: Creation time of that object, RFC 3339 in UTC; empty when unknown.
     """
 
     endpoints: tuple[Endpoint, ...] = ()

@@ -1,4 +1,4 @@
-"""Host names to addresses through the system's resolver. A shell."""
+"""Resolution of host names through the system resolver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ADDRESSES: Final = 4096
 
 
 class DnsResolver:
-    """Asks for A and AAAA records, all names at once.
+    """Resolves A and AAAA records of all names concurrently.
 
     Args:
         timeout_s: For one name. The system's own time-out is 5 s and more per name server.
@@ -24,7 +24,7 @@ class DnsResolver:
         self._timeout_s = timeout_s
 
     async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
-        """The answers; an empty one for a name that failed or took too long."""
+        """Resolves names; an empty answer for a name that failed or timed out."""
         return dict(
             zip(
                 names,

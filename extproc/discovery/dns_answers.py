@@ -1,4 +1,4 @@
-"""Entries and DNS answers to endpoints: pure.
+"""Merging of endpoint list entries and DNS answers into endpoints, without I/O.
 
 A name that does not resolve now keeps its last answer: a resolver that is down for a minute must
 not take the engines with it.
@@ -19,14 +19,14 @@ Answers = Mapping[str, tuple[str, ...]]
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """The endpoints of a list, and what became of its names.
+    """Endpoints of a list, and the resolution status of its names.
 
     Attributes:
         endpoints: In the order of the list, and by address within one name; none twice.
         answers: The answer in use of every name that ever had one and is still listed.
         stale: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
-        excluded_by_model: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
+        left_out: Addresses beyond `endpoint_list.MAX_ENDPOINTS`, which are no endpoints (count).
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -37,14 +37,14 @@ class Resolution(msgspec.Struct, frozen=True):
 
 
 def names(listed: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:
-    """The host names that need an answer, each once, in order."""
+    """Returns the host names to resolve, without duplicates, in list order."""
     return tuple(dict.fromkeys(entry.host for entry in listed if not entry.literal))
 
 
 def merge(
     listed: Sequence[endpoint_list.EndpointListEntry], fresh: Answers, *, last: Answers
 ) -> Resolution:
-    """Turns entries into endpoints, one per address, up to `entries.MAX_ENDPOINTS`.
+    """Merges entries and answers into endpoints with unique addresses, up to `MAX_ENDPOINTS`.
 
     Args:
         listed: The entries.
@@ -81,6 +81,6 @@ def merge(
 
 
 def _order(ip: str) -> tuple[int, int, str]:
-    """IPv4 before IPv6, then by number. A zone (`fe80::1%eth0`) is part of the address."""
+    """Sorts IPv4 before IPv6, then by value; a zone (`fe80::1%eth0`) is part of the address."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address), ip

@@ -1,4 +1,4 @@
-"""Endpoint lists as people write them, read strictly.
+"""Strict parser of endpoint lists.
 
 The document is a mapping with a list `endpoints`, each of them `host:port` or a mapping with
 `address` (or `host`), `port`, `name`, `namespace` and `labels`: the file-discovery format of the
@@ -35,7 +35,7 @@ _FORMS = "10.0.0.1:8000, [fd00::1]:8000 or engine.example:8000"
 
 
 class EndpointListEntry(msgspec.Struct, frozen=True):
-    """One line of an endpoint list.
+    """One entry of an endpoint list.
 
     Attributes:
         host: IPv4 or IPv6 literal in its shortest form, without brackets, or a host name.
@@ -51,12 +51,12 @@ class EndpointListEntry(msgspec.Struct, frozen=True):
 
     @property
     def literal(self) -> bool:
-        """Whether the host is an address rather than a name to resolve."""
+        """True if the host is an IP address, not a name to resolve."""
         return _ip(self.host) is not None
 
 
 def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, ...]:
-    """Reads a loaded YAML or JSON document.
+    """Parses a loaded YAML or JSON document.
 
     Args:
         document: What the loader returned.
@@ -125,7 +125,7 @@ def _entry(item: object, where: str) -> EndpointListEntry:
 
 
 def _place(item: Mapping[object, object], where: str) -> tuple[str, object]:
-    """Host and port, of which the port may stand in the address."""
+    """Returns host and port; the port may be part of the address."""
     if "address" in item and "host" in item:
         raise _wrong(where, "address or host", "both", "keep one; they mean the same")
     key = "host" if "host" in item else "address"
@@ -139,7 +139,7 @@ def _place(item: Mapping[object, object], where: str) -> tuple[str, object]:
 
 
 def _split(text: str, where: str) -> tuple[str, str | None]:
-    """Host without brackets, and the port if there is one."""
+    """Returns the host without brackets, and the port; None without one."""
     text = text.strip()
     if text.startswith("["):
         bracketed = _BRACKETED.fullmatch(text)
@@ -224,7 +224,7 @@ def _wrong(where: str, wanted: str, found: object, fix: str) -> ConfigError:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: scalars as they are, containers by kind, since they may be huge."""
+    """Formats a value for a message: scalars as they are, containers by type."""
     if value is None:
         return "nothing"
     if isinstance(value, int) and value.bit_length() > 256:

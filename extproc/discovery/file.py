@@ -1,4 +1,4 @@
-"""The endpoints file: loaded when its stamp changes. A shell.
+"""Endpoint list file, loaded when its stat stamp changes.
 
 The stamp follows symbolic links, so the swap by which Kubernetes updates a mounted ConfigMap is a
 change like any other.
@@ -32,7 +32,7 @@ YAML_FAILURES = (
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What changes when a file does; all zero for one that is not there."""
+    """Stat fields that change with the file; all zero for a missing file."""
 
     modified_ns: int = 0
     size: int = 0
@@ -40,7 +40,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 def stamp(path: pathlib.Path) -> Stamp:
-    """The stamp of the file now."""
+    """Returns the current stamp of a file."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
     except OSError:
@@ -49,7 +49,7 @@ def stamp(path: pathlib.Path) -> Stamp:
 
 
 def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """Reads a YAML file, of which JSON is a part.
+    """Loads a YAML or JSON file.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""The loop that keeps the fleet's endpoint list true: flags, file and DNS joined. A shell."""
+"""Discovery loop that merges endpoints of flags, file and DNS into the endpoint list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from extproc.supervision import Supervisor
 
 
 class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How sources are followed.
+    """Settings of static discovery.
 
     Attributes:
         file: Path of the endpoints file; empty for flags only.
@@ -40,7 +40,7 @@ class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiscoveryEvent(msgspec.Struct, frozen=True):
-    """Something worth a log line and a counter.
+    """Event worth a log line and a counter.
 
     Attributes:
         kind: `replaced` (the fleet has a new list), `file-broken` (the old list stays),
@@ -56,27 +56,27 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
 
 
 class EndpointSink(Protocol):
-    """Who is told."""
+    """Receiver of the endpoint list."""
 
     def set_endpoints(self, endpoints: Sequence[Endpoint], now: float) -> None:
-        """These are all endpoints there are."""
+        """Replaces the endpoint list."""
 
 
 class NameResolver(Protocol):
-    """Who answers for names; `dns.DnsResolver` is one."""
+    """Resolver of host names; implemented by `dns.DnsResolver`."""
 
     async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
-        """Answers, empty for what failed."""
+        """Resolves names; an empty answer for a name that failed."""
 
 
 class StaticDiscovery:
-    """Tells the fleet at start, when the file changes and when DNS answers differ.
+    """Updates the sink at start, on file changes and on changed DNS answers.
 
     Args:
         settings: How sources are followed.
-        fleet: Who is told.
+        fleet: Receiver of the endpoint list.
         listed: Entries from flags; they come before those of the file.
-        resolver: Who answers for names.
+        resolver: Resolver of host names.
         clock: Monotonic seconds.
         rng: Chance, for spreading refreshes.
         on_fact: Called when something happened.
@@ -117,11 +117,11 @@ class StaticDiscovery:
 
     @property
     def left_out(self) -> int:
-        """Addresses of the list that are no endpoints, as a pool may not have as many (count)."""
+        """Number of listed addresses beyond the limit of a pool, which are no endpoints."""
         return self._left_out
 
     async def start(self) -> None:
-        """Loads everything and tells the fleet.
+        """Loads all sources and sets the endpoints.
 
         Raises:
             ConfigError: If the file is broken. Later a broken file leaves the old endpoints, but a
@@ -136,14 +136,14 @@ class StaticDiscovery:
         )
 
     async def run(self) -> None:
-        """Follows the sources until cancelled; `start` comes before."""
+        """Follows the sources until cancelled; requires `start`."""
         while True:
             await asyncio.sleep(self._settings.poll_s)
             await self.step()
             self._supervisor.works("discovery", self._name)
 
     async def step(self) -> None:
-        """Looks once: reloads a changed file, resolves again when that is due."""
+        """Polls once: reloads a changed file, resolves names when due."""
         if await self._reloaded():
             self._unresolved = True
         if self._unresolved or self._due():
@@ -194,7 +194,7 @@ class StaticDiscovery:
         self._unresolved = False
 
     def _note_names(self, result: dns_answers.Resolution) -> None:
-        """Says so once when a name stops resolving, not at every refresh."""
+        """Reports a name once when it stops resolving, not at every refresh."""
         for kind, names in (("name-kept", result.stale), ("name-missing", result.missing)):
             for name in names:
                 if name not in self._troubled:
@@ -202,7 +202,7 @@ class StaticDiscovery:
         self._troubled = frozenset(result.stale + result.missing)
 
     def _note_left_out(self, left_out: int) -> None:
-        """Says so once when addresses begin to be left out, and once when none is any more."""
+        """Reports once when addresses begin to exceed the limit, and once when they stop."""
         before, self._left_out = self._left_out, left_out
         if left_out and not before:
             wanted = f"expected at most {endpoint_list.MAX_ENDPOINTS} addresses; split the pool"

@@ -1,4 +1,4 @@
-"""The kept-alive GET client: one connection per endpoint, one request at a time on each.
+"""HTTP client for scrapes: one keep-alive connection per endpoint, one request at a time.
 
 A shell. It exists because a full HTTP client costs more per scrape than the reading of the page.
 """
@@ -15,12 +15,12 @@ from extproc.scrape import http_response
 
 
 class ScrapeTarget(msgspec.Struct, frozen=True):
-    """Where a page is, with the request for it written out.
+    """Address of a page to scrape, with its HTTP request already encoded.
 
     Attributes:
         host: IP literal without brackets.
         port: TCP port.
-        request: The whole request, head to blank line.
+        request: Encoded request, from request line to blank line.
     """
 
     host: str
@@ -29,7 +29,7 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 
 
 class FetchFailed(msgspec.Struct, frozen=True):
-    """There is no page.
+    """A fetch that returned no page.
 
     Attributes:
         reason: `timeout`, `refused`, `unreachable`, `tls`, `closed`, `too large`, `encoded`,
@@ -46,7 +46,7 @@ PROMETHEUS = "text/plain;version=0.0.4"
 def target(
     host: str, port: int, *, path: str, accept: str = PROMETHEUS, more: str = ""
 ) -> ScrapeTarget:
-    """Writes the request for one page. No compression: unpacking costs more than loopback or LAN."""
+    """Builds the target of one page; no compression, which costs more than the LAN it saves."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return ScrapeTarget(
         host,
@@ -110,7 +110,7 @@ class _Connection(asyncio.Protocol):
 
 
 class ScrapeClient:
-    """Fetches pages over kept connections.
+    """Fetches pages over keep-alive connections.
 
     Args:
         timeout_s: For connecting, asking and reading together.
@@ -135,7 +135,7 @@ class ScrapeClient:
         self._idle_connections: dict[tuple[str, int], _Connection] = {}
 
     async def get(self, where: ScrapeTarget) -> bytes | FetchFailed:
-        """Fetches one page. At most one call per target at a time.
+        """Fetches one page; at most one call per target at a time.
 
         When the server closed a kept connection before a byte of the answer came, the request is
         sent once more at once on a fresh one.
@@ -153,7 +153,7 @@ class ScrapeClient:
             return FetchFailed("unreachable")
 
     def forget(self, where: ScrapeTarget) -> None:
-        """Closes the connection to a target that left."""
+        """Closes the connection to a removed target."""
         idle = self._idle_connections.pop((where.host, where.port), None)
         if idle is not None:
             idle.drop()

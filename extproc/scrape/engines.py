@@ -1,4 +1,4 @@
-"""Which series of which engine mean what: one literal table.
+"""Metric names per engine type, as one literal table.
 
 Sources: Gateway API proposal 003 (model server protocol) for the names; the engines' own pages for
 the alternatives of older and newer versions. Of several alternatives the first one present wins.
@@ -27,11 +27,11 @@ _CLAUSE = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?:"([^"]*)"|([^",]*?))
 
 
 class MetricSelector(msgspec.Struct, frozen=True):
-    """Where to read one number.
+    """Selects one number of a metrics page.
 
     Attributes:
         name: The metric name as it stands at the start of a sample line.
-        where: Label values a sample must carry to count.
+        where: Label values that a sample must have.
         label: Read the number from this label rather than from the sample's value.
     """
 
@@ -41,7 +41,7 @@ class MetricSelector(msgspec.Struct, frozen=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The series of one kind of engine. An empty tuple: this engine does not say.
+    """Metric selectors of one engine type; an empty tuple means the engine has no such metric.
 
     Attributes:
         kind: What `Load.engine` will say.
@@ -74,7 +74,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def series(*specs: str) -> tuple[MetricSelector, ...]:
-    """Alternatives, in order, from their written form.
+    """Parses selectors from their written form, preferred alternative first.
 
     Args:
         specs: `name`, `name{label=value,...}` (proposal 003) or `name[label]`, the last of which

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 answer to a GET, read from bytes as they come (RFC 9112).
+"""Incremental parser of one HTTP/1.1 response to a GET (RFC 9112).
 
 Pure: the client feeds it. It knows Content-Length, chunked and close-delimited bodies, and keeps no
 more than the cap. Of an answer other than 200 only the status is read.
@@ -18,7 +18,7 @@ _LENGTH = re.compile(rb"\d{1,12}\Z")
 
 
 class _Phase(enum.Enum):
-    """What the next bytes are."""
+    """Part of the response that the next bytes belong to."""
 
     HEAD = enum.auto()
     COUNTED = enum.auto()
@@ -30,7 +30,7 @@ class _Phase(enum.Enum):
 
 
 class HttpResponseParser:
-    """The state of one answer.
+    """Parses one response incrementally.
 
     Attributes:
         done: Nothing more is expected.
@@ -64,11 +64,11 @@ class HttpResponseParser:
 
     @property
     def body(self) -> bytes:
-        """The body; whole once `done` without `failure`."""
+        """Response body; complete once `done` is set without `failure`."""
         return b"".join(self._body)
 
     def feed(self, received: bytes) -> None:
-        """Takes the next bytes of the connection. Bytes after the end make it not reusable."""
+        """Parses the next bytes; bytes after the end make the connection not reusable."""
         self.started = True
         if self.done:
             self.reusable = False
@@ -88,7 +88,7 @@ class HttpResponseParser:
             self._read_chunked(received)
 
     def end(self) -> None:
-        """The server closed the connection, which ends a body without a stated length."""
+        """Handles end of stream, which ends a body without a declared length."""
         if self.done:
             self.reusable = False
         elif self._phase is _Phase.TO_CLOSE:
@@ -125,7 +125,7 @@ class HttpResponseParser:
                 self.reusable = False
 
     def _open(self, fields: dict[bytes, bytes], *, old: bool) -> None:
-        """Decides how the body ends (RFC 9112 6.3)."""
+        """Selects how the body ends (RFC 9112 6.3)."""
         if fields.get(b"content-encoding", b"identity").lower() != b"identity":
             self._fail("encoded")
             return
@@ -194,7 +194,7 @@ class HttpResponseParser:
             self._buffer = buffer[at:]
 
     def _chunk_line(self, line: bytes) -> None:
-        """The end of a chunk, the size of the next one, or a trailer field after the last."""
+        """Parses the end of a chunk, a chunk size, or a trailer field after the last chunk."""
         if self._phase is _Phase.TRAILER:
             self.done = not line
         elif self._phase is _Phase.CHUNK_END:

@@ -1,4 +1,4 @@
-"""One metrics page to one load: a scanner that looks only for the series it wants.
+"""Metrics page to `Load`: a scanner that searches only for the metrics in use.
 
 A page is some 50 kB, of which ten lines matter, so the scanner searches for those names and never
 splits the page. Families may come in any order. All lines of a family form one group (Prometheus
@@ -74,7 +74,7 @@ _Sample = tuple[bytes, float]
 
 
 class UnreadablePage(msgspec.Struct, frozen=True):
-    """The page is not a metrics page.
+    """A page that is not in the Prometheus text format.
 
     Attributes:
         reason: What it is instead, in a few words.
@@ -124,7 +124,7 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
 
 
 def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
-    """The counters; the one value for all where the engine has none."""
+    """Sums the counters of an engine; None for a counter that it does not export."""
     if not engine.totals:
         return NO_COUNTERS
     totals: dict[str, float | None] = {}
@@ -145,12 +145,12 @@ def _recognise(text: bytes, engine_type: str) -> engines.EngineSpec | None:
 
 
 def _joined(text: bytes, engine: engines.EngineSpec) -> bool:
-    """Whether a family is declared twice, as on pages of several ranks put one after another."""
+    """Returns True if a family is declared twice, as on concatenated pages of several ranks."""
     return text.count(_DECLARED + engine.waiting[0].name + b" ") > 1
 
 
 def _stranger(text: bytes, now: float) -> Load | UnreadablePage:
-    """Tells a page of an unknown engine from what is no metrics page at all."""
+    """Distinguishes the page of an unknown engine from a page that is no metrics page."""
     comments = _COMMENTS.match(text, 0, _COMMENT_BYTES)
     at = comments.end() if comments else 0
     if at >= min(len(text), _COMMENT_BYTES):
@@ -162,7 +162,7 @@ def _stranger(text: bytes, now: float) -> Load | UnreadablePage:
 
 
 class _Families:
-    """The wanted families of one page, each searched for once."""
+    """Metric families of one page, each searched for at most once."""
 
     def __init__(self, text: bytes, *, joined: bool) -> None:
         self._text = text
@@ -174,7 +174,7 @@ class _Families:
         self._left = MAX_SAMPLES
 
     def samples(self, name: bytes) -> list[_Sample]:
-        """Every sample of one family, in page order; empty when the page has none."""
+        """Returns all samples of one family in page order; empty when the page has none."""
         if not name:
             return []
         samples = self._samples_by_name.get(name)
@@ -187,7 +187,7 @@ class _Families:
         return samples
 
     def numbers(self, alternatives: Iterable[engines.MetricSelector]) -> list[float]:
-        """The numbers of the first alternative present; NaN for a sample that has none."""
+        """Returns the values of the first alternative present; NaN for an unparsable sample."""
         for series in alternatives:
             samples = self.samples(series.name)
             if series.where:
@@ -226,7 +226,7 @@ class _Families:
 
 
 def _sample(rest: bytes) -> _Sample:
-    """Reads what stands after the name on a sample line."""
+    """Parses the rest of a sample line after the metric name."""
     if len(rest) > _MAX_LINE_BYTES:
         return b"", math.nan
     text, _, value = rest.rpartition(b" ")
@@ -240,7 +240,7 @@ def _sample(rest: bytes) -> _Sample:
 
 
 def _labels(text: bytes) -> dict[bytes, bytes]:
-    """The labels of one sample, their values as on the page, escapes included."""
+    """Splits the labels of one sample; values keep their escapes."""
     if len(text) <= _REMEMBERED_BYTES:
         return _remembered(text)
     return dict(_PAIR.findall(text)) if len(text) <= MAX_LABEL_BYTES else {}
@@ -248,7 +248,7 @@ def _labels(text: bytes) -> dict[bytes, bytes]:
 
 @functools.lru_cache(maxsize=1024)
 def _remembered(text: bytes) -> dict[bytes, bytes]:
-    """Label sets hardly change from page to page, and replicas share theirs."""
+    """Parses a label set, cached: label sets rarely change and replicas share theirs."""
     return dict(_PAIR.findall(text))
 
 
@@ -264,7 +264,7 @@ def _plain(value: bytes) -> bytes:
 
 
 def _number(text: bytes) -> float:
-    """A float; NaN for anything else, including what only Python takes for one (`1_0`)."""
+    """Parses a float; NaN for any other text, including Python-only forms such as `1_0`."""
     if not _NUMBER.match(text):
         return math.nan
     try:
@@ -274,7 +274,7 @@ def _number(text: bytes) -> float:
 
 
 def _total(numbers: Sequence[float], *, most: float = MAX_TOTAL) -> float | None:
-    """The sum; None when there is nothing to add, or an addend or the sum is out of range."""
+    """Sums values; None without values, or when a value or the sum is out of range."""
     total = 0.0
     for number in numbers:
         if not 0 <= number <= most:
@@ -291,7 +291,7 @@ def _mean_share(numbers: Sequence[float]) -> float | None:
 
 
 def _agreed(numbers: Sequence[float]) -> float | None:
-    """The one number all samples give; None when they differ, since it is then no one's."""
+    """Returns the value that all samples share; None when they differ."""
     return numbers[0] if numbers and all(number == numbers[0] for number in numbers) else None
 
 
@@ -312,7 +312,7 @@ class _Adapters(TypedDict, total=False):
 
 
 def _adapters(samples: Sequence[_Sample]) -> _Adapters:
-    """What the newest label set says of LoRA adapters; nothing when there is none.
+    """Reads LoRA adapters from the newest label set; empty without samples.
 
     A sample's value is the time its labels were true, and every combination ever seen stays on the
     page (measured on vLLM 0.32). Of two with one value the later line is taken.

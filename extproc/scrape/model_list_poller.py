@@ -1,4 +1,4 @@
-"""Asking one endpoint which models it serves: seldom, and soon after it is new or another process.
+"""Poller of the model list of one endpoint: seldom, and soon after a start or restart.
 
 A shell, driven by the endpoint's scrape loop, so that the two share one connection.
 """
@@ -17,7 +17,7 @@ from extproc.scrape import client, models_page, needs, schedule
 
 
 class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """When to ask.
+    """Intervals of model list polling.
 
     Attributes:
         interval_s: Seconds between two lists; None for never.
@@ -40,7 +40,7 @@ NEVER = ModelListSettings(interval_s=None)
 
 
 class ModelListPoller:
-    """The models of one endpoint incarnation.
+    """Polls the models of one endpoint incarnation.
 
     A failure leaves what is known: models change with the process, not with its load.
 
@@ -51,7 +51,7 @@ class ModelListPoller:
         clock: Monotonic seconds.
         rng: Chance, for the jitter.
         settings: When to ask.
-        missed: Requests so far for models that nobody lists (count).
+        missed: Requests so far for models that no endpoint lists (count).
 
     Attributes:
         target: Its own port, wherever its metrics are.
@@ -82,7 +82,7 @@ class ModelListPoller:
         self._listed = False
 
     async def step(self) -> str:
-        """Asks if it is time.
+        """Polls if a poll is due.
 
         Returns:
             `ok`, or why there is no list; empty if it was not asked.
@@ -116,12 +116,12 @@ class ModelListPoller:
         return outcome
 
     def _forgotten(self) -> bool:
-        """Whether what it listed last was forgotten since, as a restart of the engine does."""
+        """Returns True if the pool dropped the last list, as it does at an engine restart."""
         member = self._fleet.pool.find(self._endpoint.address)
         return self._listed and member is not None and member.models is None
 
     def _wanted(self, now: float) -> bool:
-        """Whether somebody asked for an unlisted model since the last list, which is old enough."""
+        """Returns True if unlisted models were requested since the last list, `missed_s` ago."""
         return (
             self._missed() != self._missed_then and now >= self._requested + self._settings.missed_s
         )

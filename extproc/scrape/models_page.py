@@ -1,4 +1,4 @@
-"""A /v1/models page to the names an engine answers to: pure.
+"""Parser of /v1/models pages.
 
 vLLM lists its base model under every served name and, with `parent` set to the base model, each
 LoRA adapter it can serve, loaded or not (docs/spec/engines.md#models-page). Other engines list the
@@ -26,7 +26,7 @@ LARGEST_BYTES: Final = MOST_NAMES * 512
 
 
 class _Card(msgspec.Struct, gc=False):
-    """One entry; `parent` may be of any type where an engine makes something else of it.
+    """One entry; `parent` may be of any type, since some engines use the field otherwise.
 
     It is not built before its type is known: two bytes of JSON can make an object of a hundred.
     """
@@ -44,7 +44,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def read(page: bytes) -> ServedModels | None:
-    """The names on a page.
+    """Returns the model names on a page.
 
     Args:
         page: The body of the answer to `GET /v1/models`.
@@ -71,7 +71,7 @@ def read(page: bytes) -> ServedModels | None:
 
 
 def _is_adapter(card: _Card) -> bool:
-    """Whether a card names another one as its parent."""
+    """Returns True if a card names another card as its parent."""
     if bytes(memoryview(card.parent)[:1]) != b'"':
         return False
     return _TEXT.decode(card.parent) not in ("", card.id)

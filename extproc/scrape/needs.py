@@ -1,4 +1,4 @@
-"""What the loops need of the rest of a picker, structurally: the fleet, and an HTTP client."""
+"""Protocols that the scrape loops require: the pool store and an HTTP client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MarkT = TypeVar("MarkT")
 
 
 class Account(Protocol):
-    """Our own requests on one endpoint."""
+    """Open requests of this replica on one endpoint."""
 
     in_flight: int
     opened: int
@@ -23,53 +23,53 @@ class Member(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Which one."""
+        """Endpoint of this member."""
 
     @property
     def account(self) -> Account:
-        """Our own requests on it."""
+        """Open requests of this replica on it."""
 
     @property
     def models(self) -> ServedModels | None:
-        """The names it answers to, if they are known."""
+        """Models that it serves; None while unknown."""
 
 
 class Pool(Protocol):
-    """The snapshot the loops follow."""
+    """Pool snapshot that the loops follow."""
 
     @property
     def members(self) -> Iterable[Member]:
-        """Every endpoint."""
+        """All endpoints."""
 
     def find(self, address: str) -> Member | None:
-        """The endpoint at an address."""
+        """Returns the endpoint at an address; None when it is not in the pool."""
 
 
 class Fleet(Protocol[MarkT]):
-    """Where loads go."""
+    """Receiver of scraped loads and model lists."""
 
     @property
     def pool(self) -> Pool:
-        """The current snapshot."""
+        """Current snapshot."""
 
     def begin_scrape(self, endpoint: Endpoint) -> MarkT:
-        """Called just before the request is sent."""
+        """Marks the start of a scrape, just before the request is sent."""
 
     def observe(self, mark: MarkT, load: Load, now: float) -> None:
-        """The page said this."""
+        """Records the load read from a page."""
 
     def scrape_failed(self, mark: MarkT, reason: str, now: float) -> None:
-        """There was no page."""
+        """Records a scrape without a page."""
 
     def observe_models(self, endpoint: Endpoint, models: ServedModels) -> None:
-        """The endpoint listed these."""
+        """Records the models that an endpoint listed."""
 
 
 class Fetcher(Protocol):
-    """What the loops need of an HTTP client; `client.ScrapeClient` is one."""
+    """HTTP client of the loops; implemented by `client.ScrapeClient`."""
 
     async def get(self, where: client.ScrapeTarget) -> bytes | client.FetchFailed:
         """Fetches one page."""
 
     def forget(self, where: client.ScrapeTarget) -> None:
-        """Closes what is kept open."""
+        """Closes the connection to a removed target."""

@@ -1,4 +1,4 @@
-"""How long to wait before an endpoint is asked again: pure arithmetic.
+"""Scrape intervals as pure functions.
 
 Fast where traffic goes, since a load there is soon wrong; slow where nothing happens; slower still
 when there are many, so that scraping costs a bounded share of a core; and backing off from an
@@ -13,7 +13,7 @@ import msgspec
 
 
 class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the pace.
+    """Settings of the scrape intervals.
 
     Attributes:
         fast_s: Interval while requests go to an endpoint. 0.2 s is a few decode steps of an
@@ -52,7 +52,7 @@ def wait_s(
     refused: bool = False,
     rng: random.Random,
 ) -> float:
-    """Seconds until the next scrape of one endpoint, counted from the start of this one.
+    """Returns seconds until the next scrape of an endpoint, counted from the start of this one.
 
     interval = (fast_s or slow_s) * stretch, stretch = max(1, (busy / fast_s + idle / slow_s) /
     scrapes_per_s); after n failures in a row min(cap, fast_s * 2^(n-1)), if that is longer than
@@ -65,7 +65,7 @@ def wait_s(
         busy_endpoints: How many endpoints are busy, this one included.
         idle_endpoints: How many are not.
         failures: Failed scrapes in a row.
-        refused: Whether the last of them was refused: nobody listens.
+        refused: Whether the last of them was a refused connection.
         rng: Chance, for the jitter.
     """
     wanted_per_s = busy_endpoints / pace.fast_s + idle_endpoints / pace.slow_s
@@ -85,7 +85,7 @@ def wait_s(
 def listing_wait_s(
     interval_s: float, *, retry_s: float, jitter: float, failures: int, rng: random.Random
 ) -> float:
-    """Seconds until one endpoint is asked again which models it serves.
+    """Returns seconds until the next poll of the model list of an endpoint.
 
     interval_s; after n failures in a row retry_s * 2^(n-1), if that is shorter.
 
@@ -104,7 +104,7 @@ def listing_wait_s(
 
 
 def align_to_tick(now: float, wait: float, *, pace: ScrapeSchedule) -> float:
-    """Lengthens a wait so that it ends on the next multiple of `tick_s`.
+    """Extends a wait so that it ends on the next multiple of `tick_s`.
 
     Args:
         now: Monotonic seconds.

@@ -1,4 +1,4 @@
-"""The scrape loops: one task per endpoint, and one that follows the endpoint set.
+"""Scrape loops: one task per endpoint, and one that follows the endpoint set.
 
 A shell. Endpoints share nothing but the event loop, so one that hangs delays no other.
 """
@@ -38,7 +38,7 @@ REFUSED = "refused"
 
 
 class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How pages are fetched.
+    """Settings of the scrape loops.
 
     Attributes:
         path: Path of the page on every endpoint.
@@ -59,14 +59,14 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
-    """What one scrape came to, for telemetry.
+    """Result of one scrape, for telemetry.
 
     Attributes:
         address: The endpoint's address.
         outcome: `ok`, or why not: a `client.FetchFailed` reason, `unreadable`, or `bug: <type>`.
         seconds: From asking to having read the page.
         engine: The engine recognised; empty for an unknown one or a failure.
-        listing: Whether it was the list of models that was asked for.
+        listing: Whether the request was for the model list.
     """
 
     address: str
@@ -77,7 +77,7 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndpointCounts:
-    """How many endpoints are scraped, over all pools: they share one budget of scrapes.
+    """Number of scraped endpoints over all pools, which share one scrape budget.
 
     Attributes:
         busy: Endpoints with requests.
@@ -92,14 +92,14 @@ class EndpointCounts:
 
 
 class EndpointScraper(Generic[MarkT]):
-    """The scraping of one endpoint incarnation.
+    """Scrapes one endpoint incarnation.
 
     Args:
         scraper: Whose settings, fleet and client it uses.
         member: The endpoint; replaced when a new snapshot has a new object for it.
 
     Attributes:
-        is_refused: Whether nobody listened at the last scrape.
+        is_refused: Whether the last scrape met a refused connection.
     """
 
     def __init__(self, scraper: Scraper[MarkT], member: needs.Member) -> None:
@@ -122,7 +122,7 @@ class EndpointScraper(Generic[MarkT]):
         )
 
     async def run(self) -> None:
-        """Scrapes for ever; the first time within one fast interval, spread over it."""
+        """Scrapes until cancelled; the first scrape is spread over one fast interval."""
         scraper = self._scraper
         wait_s = scraper.rng.uniform(0.0, scraper.settings.pace.fast_s)
         while True:
@@ -134,7 +134,7 @@ class EndpointScraper(Generic[MarkT]):
             wait_s = max(0.0, scraper.wait_s(self) - (scraper.clock() - began))
 
     async def step(self) -> None:
-        """Scrapes once and hands the outcome to the fleet."""
+        """Scrapes once and passes the result to the pool store."""
         scraper, endpoint = self._scraper, self.member.endpoint
         self._note_traffic()
         began = scraper.clock()
@@ -161,7 +161,7 @@ class EndpointScraper(Generic[MarkT]):
     async def _take(
         self, mark: MarkT, fetched: bytes | client.FetchFailed, now: float
     ) -> tuple[str, str]:
-        """Read a page and hand its load to the fleet; the outcome, and the engine's name.
+        """Reads a page and passes its load on; returns the outcome and the engine type.
 
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
         """
@@ -181,7 +181,7 @@ class EndpointScraper(Generic[MarkT]):
 
     @property
     def targets(self) -> Iterator[client.ScrapeTarget]:
-        """One for each connection that may be kept."""
+        """Scrape targets, one per keep-alive connection."""
         yield self.target
         if self._roll.target.port != self.target.port:
             yield self._roll.target
@@ -195,7 +195,7 @@ class EndpointScraper(Generic[MarkT]):
 
 
 class Scraper(Generic[MarkT]):
-    """Keeps one `EndpointScraper` per endpoint of the pool.
+    """Runs one `EndpointScraper` per endpoint of the pool.
 
     Args:
         settings: How pages are fetched.
@@ -204,7 +204,7 @@ class Scraper(Generic[MarkT]):
         clock: Monotonic seconds.
         rng: Chance, for spreading.
         on_fact: Called after every scrape.
-        missed: Requests so far for models that nobody lists (count); more of them make the lists
+        missed: Requests so far for models that no endpoint lists (count); more of them make the lists
             be asked for sooner.
         endpoint_counts: Shared by scrapers that share a budget; None for one alone.
         supervisor: Keeps the loops alive; None for one of its own.
@@ -246,7 +246,7 @@ class Scraper(Generic[MarkT]):
                 self._stop(watch.member.endpoint.address)
 
     async def step(self, tasks: asyncio.TaskGroup) -> None:
-        """Brings the loops in line with the pool: starts for who came, ends for who left."""
+        """Starts and stops scrape loops so that they match the pool."""
         left = dict(self.watches)
         for member in self.fleet.pool.members:
             address = member.endpoint.address
@@ -265,7 +265,7 @@ class Scraper(Generic[MarkT]):
             self._stop(address)
 
     def wait_s(self, watch: EndpointScraper[MarkT]) -> float:
-        """Seconds from the start of this watch's last scrape to its next one."""
+        """Returns seconds from the start of the last scrape of this endpoint to the next one."""
         return schedule.wait_s(
             self.settings.pace,
             busy=watch.busy,
@@ -301,7 +301,7 @@ class Scraper(Generic[MarkT]):
 
 
 def _same(previous: Endpoint, current: Endpoint) -> bool:
-    """Whether a loop can go on: the same life, at the same place, of the same engine."""
+    """Returns True if a loop may go on: same incarnation, same labels."""
     return previous.incarnation == current.incarnation and previous.labels == current.labels
 
 
@@ -315,7 +315,7 @@ def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
 
 
 def _read(fetched: bytes | client.FetchFailed, endpoint: Endpoint, now: float) -> Load | str:
-    """The load, or the reason there is none."""
+    """Reads the load from a page; the failure reason without one."""
     if isinstance(fetched, client.FetchFailed):
         return fetched.reason
     labels = endpoint.labels

@@ -1,6 +1,6 @@
-"""Facts to numbers and log lines.
+"""Counters, metrics, explanations and log lines about routing decisions.
 
-What lives here: plain tallies the shells add to, their Prometheus exposition, and the log set-up.
-What must not: deciding anything; prompts, bodies or header values.
-Who drives it: the servicer and the scraper add facts; the admin server renders them.
+Contents: plain counters, their Prometheus exposition, explanations of decisions, and the ring of
+recent decisions. Not here: any routing decision; prompts, bodies or header values.
+Caller: the servicer and the scraper add facts; the admin server renders them.
 """

@@ -1,4 +1,4 @@
-"""Plain counts of a whole process, and where those of its pools are.
+"""Counters of the process, with those of its pools by name.
 
 Rendering happens when somebody asks (`exposition`), so that adding a fact is an integer addition.
 """
@@ -32,7 +32,7 @@ class LatencyHistogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
+        """Counts one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -43,7 +43,7 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 
 
 class ProcessCounters:
-    """Everything that is counted.
+    """Counters of the process.
 
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
@@ -97,14 +97,14 @@ class ProcessCounters:
         self.pools: dict[str, PoolCounters] = {}
 
     def for_pool(self, pool: str) -> PoolCounters:
-        """Counts of one pool."""
+        """Returns the counters of one pool, created on first use."""
         counters = self.pools.get(pool)
         if counters is None:
             counters = self.pools[pool] = PoolCounters()
         return counters
 
     def reloaded(self, *, ok: bool, restart: bool) -> None:
-        """The configuration was read again, or could not be."""
+        """Counts a reload of the configuration, failed or not."""
         self.reloads["ok" if ok else "error"] += 1
         self.reload_failed = not ok
         if ok:

@@ -1,4 +1,4 @@
-"""The last decisions, by request id: what `extproc explain --id` and /debug/decisions read.
+"""Ring of recent decisions by request id, for `extproc explain --id` and /debug/decisions.
 
 Bounded twice: by decisions, and by the candidates they hold, since a decision over two hundred
 endpoints is two hundred times as large as one over one. An endpoint that a subset hint names counts
@@ -27,7 +27,7 @@ NO_USAGE: Mapping[str, int] = {}
 
 
 class DecisionRecord(msgspec.Struct, eq=False):
-    """One decision and what came of it.
+    """One decision and the result of its request.
 
     Attributes:
         id: Request id.
@@ -47,7 +47,7 @@ class DecisionRecord(msgspec.Struct, eq=False):
 
 
 class DecisionLog:
-    """The last decisions.
+    """Bounded ring of decisions.
 
     Args:
         capacity: Decisions kept (count); 0 keeps none.
@@ -66,7 +66,7 @@ class DecisionLog:
     def add(
         self, request_id: str, decision: Decision, now: float, *, pool: str = ""
     ) -> DecisionRecord:
-        """Keep a decision; of one id the last one counts.
+        """Adds a decision; a later decision of the same id replaces an earlier one.
 
         Args:
             request_id: As the client or the data plane named it.
@@ -97,7 +97,7 @@ class DecisionLog:
         return recorded
 
     def find(self, request_id: str) -> DecisionRecord | None:
-        """The decision about a request, if it is still kept.
+        """Returns the decision of a request; None when it is no longer in the ring.
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
@@ -110,13 +110,13 @@ class DecisionLog:
         return None
 
     def latest(self, count: int) -> Iterator[DecisionRecord]:
-        """The last decisions, newest first."""
+        """Returns the latest decisions, newest first."""
         for _, recorded in zip(range(count), reversed(self._records.values()), strict=False):
             yield recorded
 
 
 def _spellings(request_id: str) -> Iterator[str]:
-    """Request ids that an id may stand for, the most literal first."""
+    """Returns the request ids that an id may stand for, the most literal first."""
     yield request_id
     bare = _ENGINE_PREFIX.sub("", request_id)
     yield bare

@@ -1,4 +1,4 @@
-"""An outcome told as JSON: a reader of the one Decision.
+"""Decisions and rejections as JSON.
 
 `table` shows the same to people. Prompts, bodies and header values have no place here; of a
 request only what decided is told.
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 def describe_pool(pool: Pool, now: float) -> Json:
-    """The pool for the page /debug/pool; `extproc explain --state` reads the same.
+    """The pool state as JSON, for /debug/pool and `extproc explain --state`.
 
     What nobody knows is left out, and so is `matched_tokens`, which belongs to a request.
 
@@ -48,7 +48,7 @@ def describe_pool(pool: Pool, now: float) -> Json:
 
 
 def health(pool: pool_state.PoolState) -> Json:
-    """How each endpoint of a pool is, by address: state, cause, and for how long (seconds)."""
+    """Health of all endpoints by address: state, cause, and its duration in seconds."""
     return {
         endpoint.address: {
             "state": endpoint.health,
@@ -60,11 +60,11 @@ def health(pool: pool_state.PoolState) -> Json:
 
 
 def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
-    """An outcome and its reasons.
+    """A decision or rejection as JSON, with its reasons.
 
     Args:
         outcome: What was decided.
-        health: From `health`, of the moment of the decision; None when nobody knows.
+        health: From `health`, at the time of the decision; None when unknown.
 
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded, endpoints, runner_up,
@@ -103,7 +103,7 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
 
 
 def recorded(record: DecisionRecord, now: float) -> Json:
-    """A decision of the past, how long ago it was, and what came of it.
+    """A recorded decision as JSON, with its age and the result of its request.
 
     Args:
         record: From the ring.
@@ -120,7 +120,7 @@ def recorded(record: DecisionRecord, now: float) -> Json:
 
 
 def summary(record: DecisionRecord, now: float) -> Json:
-    """One line of the list of past decisions.
+    """A recorded decision as one row of a list.
 
     Args:
         record: From the ring.
@@ -166,7 +166,7 @@ def short(decision: Decision) -> str:
 
 
 def _worth(decision: Decision, at: int | None) -> list[str]:
-    """What a finalist costs or scores, in a word; nothing where nothing was compared."""
+    """Cost or score of a finalist as text; empty when nothing was compared."""
     priced = decision.cost
     if at is None:
         return []
@@ -198,7 +198,7 @@ def _request(request: InferenceRequest) -> Json:
 
 
 def _rewrite(decision: Decision) -> Json | None:
-    """The name the engine is given, and the client's where its body has one.
+    """Model name sent to the engine, and the client's where its body has a model name.
 
     `editable` says whether the body has a place for it.
     """
@@ -261,7 +261,7 @@ def _filters(decision: Decision) -> list[Json]:
 
 
 def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
-    """Endpoints left out for their health, as steps; who is left out later survives until then."""
+    """Endpoints excluded by health, as filter steps; a later exclusion survives earlier steps."""
     steps: list[Json] = []
     survivors = candidates
     for why, endpoints in reversed(decision.excluded_by_health):
@@ -272,7 +272,7 @@ def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
 
 
 def _branches(branches: Iterable[FilterTreeStep], before: list[str]) -> list[Json]:
-    """The way through a tree of filters; who came in goes on where a filter left nobody."""
+    """Steps through a filter tree; a filter without survivors passes its input on."""
     steps = []
     for branch in branches:
         after = _addresses(branch.survivors)
@@ -312,7 +312,7 @@ def _finalists(decision: Decision) -> list[Json]:
 
 
 def _cost(priced: CostResult | None) -> Json | None:
-    """The head of the cost columns; seconds are told in milliseconds."""
+    """Head of the cost columns; seconds are shown as milliseconds."""
     if priced is None:
         return None
     unit = "ms" if priced.unit == "s" else priced.unit
@@ -324,7 +324,7 @@ def _factor(priced: CostResult) -> float:
 
 
 def runner_up(decision: Decision) -> int | None:
-    """Position in `scored_candidates` of the best one that was not chosen; None when there is none."""
+    """Position in `scored_candidates` of the best candidate not chosen; None without one."""
     first = decision.endpoints[0].address
     others = [
         at

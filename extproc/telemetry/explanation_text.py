@@ -1,4 +1,4 @@
-"""An explanation for a terminal: columns of text."""
+"""Explanations as text tables for a terminal."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _LEGEND = {
 
 
 def render_legend() -> str:
-    """The meaning of every column, one in a line."""
+    """Renders the meaning of all columns, one per line."""
     width = max(map(len, _LEGEND))
     return "".join(f"{name:<{width}}  {text}\n" for name, text in _LEGEND.items())
 
 
 def render_table(explanation: Json) -> str:
-    """An explanation for a terminal.
+    """Renders an explanation as text.
 
     Args:
         explanation: From `explain`, or its JSON from a server.
@@ -59,7 +59,7 @@ def render_table(explanation: Json) -> str:
 
 
 def render_past(record: Json) -> str:
-    """A decision of the past for a terminal.
+    """Renders a recorded decision as text.
 
     Args:
         record: From `explanation.recorded`, or its JSON from a server.
@@ -108,7 +108,7 @@ def _request_line(explanation: Json) -> str:
 
 
 def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
-    """Candidates, and with known health the endpoints that are not because of it."""
+    """Candidates, and endpoints excluded from them by known health."""
     head: tuple[str, ...] = (
         *("CANDIDATE", "AGE s", "WAITING", "RUNNING", "KV", "IN FLIGHT", "REQUESTS", "CACHED"),
         *("QUEUED", "ADAPTERS"),
@@ -141,7 +141,7 @@ def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
 
 
 def _condition(health: Json | None) -> str:
-    """How an endpoint is, why, and for how long."""
+    """Health of an endpoint with its cause and duration, as text."""
     if health is None:
         return "?"
     if health["state"] == "healthy":
@@ -162,7 +162,7 @@ def _steps(filters: Sequence[Json]) -> str:
 
 
 def _branch(branch: Json) -> tuple[str, str, str]:
-    """A filter on the way through a tree, and what followed it."""
+    """One filter of a filter tree and the branch taken after it."""
     left = branch["survivors"]
     dropped = (", ".join(branch["dropped"]) or "nobody") if left else "everybody"
     fault = f", raised {branch['error_type']}" if branch["error_type"] else ""
@@ -234,7 +234,7 @@ def _names(names: Sequence[str] | None) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two spaces apart: the first one flush left, the last one free, numbers right."""
+    """Aligns columns two spaces apart: first flush left, last free, numbers flush right."""
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     lines = []
     for row in (head, *rows):

@@ -1,4 +1,4 @@
-"""Tallies and pool state as Prometheus text."""
+"""Prometheus text exposition of counters and pool state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROCESS_GAUGES: Mapping[str, str] = {
 
 
 class Exposition(Collector):
-    """Renders on demand.
+    """Renders the metrics page on demand.
 
     Args:
         tallies: What was counted.
@@ -58,15 +58,15 @@ class Exposition(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """The page, in the Prometheus text format."""
+        """Renders the page in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing in advance: families are read when asked for."""
+        """Returns nothing: families are collected on demand only."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yields all metric families."""
         yield InfoMetricFamily("extproc", "What this picker is.", value=dict(self._about))
         yield from self._streams()
         yield from pool_metrics.counters(self._tallies.pools)

@@ -1,4 +1,4 @@
-"""Plain counts of one pool, cheap enough for every request.
+"""Counters of one pool, cheap enough for every request.
 
 Label values are bounded by design: endpoints, statuses, reasons; never client text.
 """
@@ -17,7 +17,7 @@ LEFT: Final = "left"
 
 
 class PoolCounters:
-    """Everything that is counted of one pool.
+    """Counters of one pool.
 
     Attributes:
         requests_routed: Routed requests by endpoint address.
@@ -29,13 +29,13 @@ class PoolCounters:
         matched_tokens: Of these, believed cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
-        listings: Lists of models asked for, by (endpoint address, result).
-        rewrites: Requests whose model was given another name, by whether the body was `edited` or
+        listings: Requests for model lists, by (endpoint address, result).
+        rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unlisted: Requests for a model that no endpoint in play lists, routed or refused.
         routed_total: Routed requests, also those of endpoints that left.
         answered_total: Of these, answered.
-        reported_total: Of these, answers that said how many tokens they took.
+        reported_total: Of these, responses that reported token usage.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PoolCounters:
         self.reported_total = 0
 
     def routed(self, decision: Decision) -> None:
-        """A request was routed."""
+        """Counts a routed request."""
         self.requests_routed[decision.endpoints[0].address] += 1
         self.routed_total += 1
         self.prompt_tokens += decision.request.prompt_tokens
@@ -67,17 +67,17 @@ class PoolCounters:
             self.unlisted += 1
 
     def rewritten(self, *, edited: bool) -> None:
-        """A routed request's model was given another name."""
+        """Counts a routed request whose model name was rewritten."""
         self.rewrites["edited" if edited else "unedited"] += 1
 
     def rejected(self, rejection: Rejection) -> None:
-        """A request was refused."""
+        """Counts a rejected request."""
         self.rejections[rejection.status, rejection.reason] += 1
         if rejection.code == outcomes.MODEL_NOT_FOUND:
             self.unlisted += 1
 
     def finished(self, address: str, status: str) -> None:
-        """The stream of a routed request ended.
+        """Counts the end of the stream of a routed request.
 
         Args:
             address: The endpoint it was routed to; `LEFT` where it is no longer in the pool.
@@ -90,13 +90,13 @@ class PoolCounters:
             self.unanswered[address] += 1
 
     def used(self, usage: Mapping[str, int]) -> None:
-        """An answer said how many tokens it took, by kind."""
+        """Counts the token usage that a response reported, by kind."""
         for kind, tokens in usage.items():
             self.usage[kind] += tokens
         self.reported_total += "completion" in usage
 
     def forget(self, address: str) -> None:
-        """Drop the series of an endpoint that left, so that labels stay bounded."""
+        """Drops the series of a removed endpoint, so that label sets stay bounded."""
         self.requests_routed.pop(address, None)
         self.unanswered.pop(address, None)
         for counter in (self.responses, self.scrapes, self.listings):

@@ -1,4 +1,4 @@
-"""What is known and counted of each pool, as Prometheus families."""
+"""Prometheus families of pools and their endpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from extproc.telemetry.pool_counters import PoolCounters
 
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):
-    """What is believed of one endpoint's prefix cache.
+    """Prefix cache estimates of one endpoint.
 
     Attributes:
         predicted_tokens: Prompt tokens predicted to be found there, ever.
         observed_tokens: Prompt tokens its engine found, as far as they were ours.
-        capacity_tokens: Prompt tokens it is believed to keep; None while nobody knows.
+        capacity_tokens: Prompt tokens in its estimated cache capacity; None while unknown.
     """
 
     predicted_tokens: float
@@ -33,7 +33,7 @@ ClaimState = Literal["none", "in_force", "overlapped", "refused"]
 
 
 class PoolView(msgspec.Struct, frozen=True):
-    """One pool as the page sees it.
+    """Values of one pool that the metrics page shows.
 
     Attributes:
         pool: The snapshot.
@@ -218,7 +218,7 @@ _GAUGES: tuple[_Gauge, ...] = (
 
 
 def counters(tallies: Mapping[str, PoolCounters]) -> Iterator[Metric]:
-    """Everything that is counted, with the pool as first label."""
+    """Yields all counter families, with the pool as first label."""
     for name, text, labels, read in _COUNTERS:
         family = CounterMetricFamily(name, text, labels=["pool", *labels])
         for pool, tally in tallies.items():
@@ -228,7 +228,7 @@ def counters(tallies: Mapping[str, PoolCounters]) -> Iterator[Metric]:
 
 
 def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
-    """What is known of every endpoint.
+    """Yields the families of endpoint and pool state.
 
     Args:
         watched: By name of the pool.

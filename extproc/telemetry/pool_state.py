@@ -1,4 +1,4 @@
-"""The pool as a page shows it and as `extproc explain` reads it back: one schema for both."""
+"""Schema of the pool state that /debug/pool shows and `extproc explain` reads back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One endpoint and what is known of it; None is what nobody knows.
+    """State of one endpoint; None marks an unknown value.
 
     Attributes:
         address: `ip:port`.
@@ -59,7 +59,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         adapters: LoRA adapters in its batch.
         waiting_adapters: LoRA adapters that wait.
         adapter_slots: Adapters that fit.
-        models: Base models it serves, as it listed them; None when nobody knows.
+        models: Base models it serves, as it listed them; None when unknown.
         model_adapters: Adapters it listed.
         matched_tokens: Leading prompt tokens of the request in question believed cached there;
             only read, because a pool knows nothing of a request.
@@ -95,7 +95,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All endpoints at one moment.
+    """All endpoints of a pool at one moment.
 
     Attributes:
         endpoints: In the order of the pool.
@@ -105,7 +105,7 @@ class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def of_pool(pool: Pool, now: float) -> PoolState:
-    """What a pool knows.
+    """Converts a pool snapshot.
 
     Args:
         pool: The snapshot.

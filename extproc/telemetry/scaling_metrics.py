@@ -1,4 +1,4 @@
-"""What is shown of autoscaling: the number, and the charts it is judged by."""
+"""Prometheus families of autoscaling: desired replicas and the values behind them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 
 class ScalingMetrics(msgspec.Struct, frozen=True):
-    """Of one pool.
+    """Autoscaling values of one pool.
 
     Attributes:
         gauges: By the last part of their names; none before the first look.
         replicas: By state.
-        changes: Times another number was asked for, by reason.
+        changes: Changes of the desired replicas (count), by reason.
         failures: Times that, or looking, failed.
         refusals: Times annotations of the pool were refused.
     """
@@ -41,7 +41,7 @@ _GAUGES = {
 
 
 def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
-    """All of it, also where nothing is scaled.
+    """Yields all families, also when no pool is scaled.
 
     Args:
         pools: By name.

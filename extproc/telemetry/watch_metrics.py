@@ -1,4 +1,4 @@
-"""How the watches of Kubernetes stand, as series."""
+"""Prometheus families of Kubernetes watches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LABELS = ("collection", "namespace", "selector")
 
 
 class WatchMetrics(msgspec.Struct, frozen=True):
-    """Of a watched collection.
+    """Values of one watched collection.
 
     Attributes:
         collection: Plural name and group, such as `pods`.
@@ -32,7 +32,7 @@ class WatchMetrics(msgspec.Struct, frozen=True):
 
 
 def series(watches: Iterable[WatchMetrics]) -> Iterator[Metric]:
-    """All of it, also where nothing is watched."""
+    """Yields all families, also when nothing is watched."""
     state = GaugeMetricFamily(
         "extproc_discovery_watch_state",
         "1 for the state that a watched collection of Kubernetes is in, 0 for the others.",

@@ -1,4 +1,4 @@
-"""What the xDS server counts, and its series."""
+"""Counters of the xDS server and their Prometheus families."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 
 class XdsCounters:
-    """Plain counts.
+    """Counters of the xDS server.
 
     Attributes:
         streams_open: Open xDS streams now.
@@ -24,7 +24,7 @@ class XdsCounters:
 
 
 def series(tallies: XdsCounters) -> Iterator[Metric]:
-    """All of it, also while no xDS is served."""
+    """Yields all families, also when no xDS is served."""
     yield GaugeMetricFamily(
         "extproc_xds_streams_open", "Open xDS streams of Envoys.", value=tallies.streams_open
     )

@@ -1,8 +1,8 @@
-"""What Envoy is told over xDS: pools as clusters and endpoints, and who holds which version.
+"""xDS resources of pools as clusters and endpoints, and the ADS session state per stream.
 
-What lives here: the resources of a pool, their bytes in Envoy's own types, and the two
-conversations of aggregated discovery (whole state, and differences) as state machines. What must
-not: streams, tasks and clocks, which are the server's; choosing endpoints.
-Who drives it: the xDS shell of the server, with the pools of the fleets. It is a room of its own,
-beside telemetry, because it only reads pools: nothing that routes a request knows it is there.
+Contents: the resources of a pool (`resources`), their encoding (`encoder`, `messages`), the snapshot
+of all pools (`snapshot_cache`), and the sessions of aggregated discovery (`sotw`, `delta`) as state
+machines. Not here: streams, tasks and clocks, which belong to the server; the choice of endpoints.
+Caller: the xDS service of the server, with the pools of the stores. The package only reads pools;
+no module on the path of a request imports it.
 """

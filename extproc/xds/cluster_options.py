@@ -1,4 +1,4 @@
-"""What every cluster has in common: how Envoy finds out that an engine is gone."""
+"""Settings that all clusters share: active health checks and outlier detection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests by which every Envoy asks every engine whether it lives.
+    """Active health check that every Envoy sends to every engine.
 
     Attributes:
         path: HTTP path that is asked with GET; empty for no checks, and Envoy is then told who is
@@ -36,7 +36,7 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class OutlierDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When Envoy leaves out an engine because of what its requests met.
+    """Passive ejection by Envoy of engines whose requests fail.
 
     Attributes:
         enabled: Do it at all. True: requests meet a dead engine before checks do.
@@ -61,7 +61,7 @@ class OutlierDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class ClusterOptions(msgspec.Struct, frozen=True):
-    """Both of them."""
+    """Health check and outlier detection together."""
 
     health_check: HealthCheck = HealthCheck()
     outliers: OutlierDetection = OutlierDetection()

@@ -1,4 +1,4 @@
-"""The conversation of incremental discovery: answers hold what changed since the last one.
+"""Delta (incremental) xDS sessions: responses carry changes since the last one.
 
 As in `whole`, at most one answer of a type is under way. The protocol: the xDS REST and gRPC
 protocol of Envoy's documentation, `Incremental xDS`.
@@ -17,7 +17,7 @@ from extproc.xds.sotw import WILDCARD, Nack
 
 
 class DeltaRequest(msgspec.Struct, frozen=True):
-    """Envoy says.
+    """Decoded `DeltaDiscoveryRequest`.
 
     Attributes:
         type_url: Of which type.
@@ -37,7 +37,7 @@ class DeltaRequest(msgspec.Struct, frozen=True):
 
 
 class DeltaResponse(msgspec.Struct, frozen=True):
-    """We say.
+    """Response to send as a `DeltaDiscoveryResponse`.
 
     Attributes:
         type_url: Of which type.
@@ -57,7 +57,7 @@ _ABSENT = ""
 
 
 class _DeltaTypeState:
-    """One type on one stream.
+    """State of one resource type on one stream.
 
     Attributes:
         names: What is subscribed to by name.
@@ -79,7 +79,7 @@ class _DeltaTypeState:
         self.isolate_next: dict[str, str] = {}
 
     def subscribe(self, request: DeltaRequest) -> None:
-        """Take over changes of what is subscribed to; what is asked for anew is told anew."""
+        """Applies subscription changes; a name subscribed to again is sent again."""
         for name in request.subscribe:
             if name == WILDCARD:
                 self.wildcard = True
@@ -97,7 +97,7 @@ class _DeltaTypeState:
             self.held = {name: version for name, version in self.held.items() if name in self.names}
 
     def settle(self, error: str) -> None:
-        """The answer under way was taken or refused."""
+        """Records the ACK or NACK of the response in flight."""
         if error:
             bad = self.refused if len(self.under_way) == 1 else self.isolate_next
             bad.update(self.under_way)
@@ -109,7 +109,7 @@ class _DeltaTypeState:
         self.nonce, self.under_way = "", {}
 
     def pending_changes(self, known: Mapping[str, XdsResource]) -> dict[str, str]:
-        """Versions of what must be told next, by name."""
+        """Returns versions of the resources to send next, by name."""
         named = [*known, *(self.held.keys() - known.keys())] if self.wildcard else []
         changed = {}
         for name in (*named, *sorted(self.names.difference(named))):
@@ -125,7 +125,7 @@ class _DeltaTypeState:
 
 
 class DeltaSession:
-    """One stream."""
+    """Session of one delta stream."""
 
     def __init__(self) -> None:
         self._snapshot: XdsSnapshot | None = None
@@ -133,7 +133,7 @@ class DeltaSession:
         self._nonces = itertools.count(1)
 
     def request(self, request: DeltaRequest) -> tuple[DeltaResponse | Nack, ...]:
-        """Envoy says something; what we say to that, a refusal first."""
+        """Handles a request of Envoy; returns the replies, a NACK first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
         topic = self._topics.get(request.type_url)
@@ -151,7 +151,7 @@ class DeltaSession:
         return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[DeltaResponse, ...]:
-        """Resources changed; clusters are told before endpoints."""
+        """Publishes a snapshot; returns responses, clusters before endpoints."""
         first = self._snapshot is None
         self._snapshot = snapshot
         return tuple(

@@ -1,4 +1,4 @@
-"""Discovery requests and answers in Envoy's own types (`envoy-data-plane`).
+"""Decoding of discovery requests and encoding of responses (`envoy-data-plane`).
 
 Reading is total: what cannot be read is None, because a decoder that raises ends the stream with
 an error nobody can act on.
@@ -30,19 +30,19 @@ _NODE_ID = 1
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """One answer, ready to be sent."""
+    """One encoded response."""
 
     type_url: str
     data: bytes
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """What came of one request.
+    """Result of one request.
 
     Attributes:
-        node: Who it is, where the request tells; the first on a stream does.
-        refusal: Of the answer before.
-        answers: What we say to it.
+        node: Node id of Envoy, set in the first request of a stream; empty where not set.
+        refusal: NACK of the previous response; None for none.
+        answers: Encoded responses to send.
     """
 
     node: str
@@ -51,23 +51,23 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class SessionCodec(Protocol):
-    """One stream, in bytes."""
+    """Session of one stream, over encoded messages."""
 
     def hear(self, data: bytes) -> Incoming | None:
-        """A request came; None if it cannot be read."""
+        """Handles an encoded request; None if it cannot be decoded."""
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
-        """Resources changed."""
+        """Publishes a snapshot; returns encoded responses."""
 
 
 class SotwCodec:
-    """State of the world: `StreamAggregatedResources`."""
+    """Session of a state-of-the-world stream: `StreamAggregatedResources`."""
 
     def __init__(self) -> None:
         self._conversation = sotw.SotwSession()
 
     def hear(self, data: bytes) -> Incoming | None:
-        """A `DiscoveryRequest` came; None if it cannot be read."""
+        """Handles an encoded `DiscoveryRequest`; None if it cannot be decoded."""
         read = read_sotw(data)
         if read is None:
             return None
@@ -78,18 +78,18 @@ class SotwCodec:
         return Incoming(node, refusal, tuple(map(_sotw_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
-        """Resources changed."""
+        """Publishes a snapshot; returns encoded responses."""
         return tuple(map(_sotw_message, self._conversation.publish(snapshot)))
 
 
 class DeltaCodec:
-    """Differences: `DeltaAggregatedResources`."""
+    """Session of a delta stream: `DeltaAggregatedResources`."""
 
     def __init__(self) -> None:
         self._conversation = delta.DeltaSession()
 
     def hear(self, data: bytes) -> Incoming | None:
-        """A `DeltaDiscoveryRequest` came; None if it cannot be read."""
+        """Handles an encoded `DeltaDiscoveryRequest`; None if it cannot be decoded."""
         read = read_delta(data)
         if read is None:
             return None
@@ -100,12 +100,12 @@ class DeltaCodec:
         return Incoming(node, refusal, tuple(map(_delta_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
-        """Resources changed."""
+        """Publishes a snapshot; returns encoded responses."""
         return tuple(map(_delta_message, self._conversation.publish(snapshot)))
 
 
 def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
-    """The node and the request of a `DiscoveryRequest`."""
+    """Decodes a `DiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["whole"])
         message = discovery.DiscoveryRequest.parse(rest)
@@ -118,7 +118,7 @@ def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
 
 
 def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
-    """The node and the request of a `DeltaDiscoveryRequest`."""
+    """Decodes a `DeltaDiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["differences"])
         message = discovery.DeltaDiscoveryRequest.parse(rest)
@@ -171,13 +171,13 @@ def _any(type_url: str, resource: XdsResource) -> Any:
 
 
 def _error(request: discovery.DiscoveryRequest | discovery.DeltaDiscoveryRequest) -> str:
-    """Why an answer was refused; a refusal without a reason is one all the same."""
+    """Returns the reason of a NACK, never empty for one; empty for an ACK."""
     status = request.error_detail
     return "" if status is None else status.message or f"code {status.code}"
 
 
 def _parted(data: bytes, number: int) -> tuple[str, bytes]:
-    """The name of the node, and the request without the node."""
+    """Splits a request into the node id and the rest."""
     fields = list(betterproto2.parse_fields(data))
     rest = b"".join(field.raw for field in fields if field.number != number)
     nodes: Sequence[bytes] = [field.value for field in fields if field.number == number]

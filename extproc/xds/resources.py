@@ -1,4 +1,4 @@
-"""A pool as Envoy sees it: a cluster, and an assignment of endpoints to it."""
+"""Pools as Envoy sees them: a cluster, and its endpoint assignment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNNAMED = "engines"
 
 
 class LbHealth(Enum):
-    """What Envoy is told of an endpoint: numbers of its `HealthStatus`."""
+    """Health of an endpoint; values are those of Envoy's `HealthStatus`."""
 
     #: Up, as far as we know.
     HEALTHY = 1
@@ -29,11 +29,11 @@ class LbHealth(Enum):
 
 
 class LbEndpoint(msgspec.Struct, frozen=True):
-    """One endpoint.
+    """One endpoint of an assignment.
 
     Attributes:
         address: `ip:port`, IPv6 in brackets.
-        health: What Envoy is told of it.
+        health: Health status sent to Envoy.
         region: Of the machine, empty when no label says.
         zone: Of the machine, likewise.
     """
@@ -45,7 +45,7 @@ class LbEndpoint(msgspec.Struct, frozen=True):
 
 
 class XdsResource(msgspec.Struct, frozen=True):
-    """What is sent.
+    """One encoded, versioned resource.
 
     Attributes:
         name: Of the cluster, for both types.
@@ -63,16 +63,16 @@ XdsSnapshot = Mapping[str, Mapping[str, XdsResource]]
 
 
 def cluster_name(pool: str) -> str:
-    """The cluster of a pool."""
+    """Returns the cluster name of a pool."""
     return pool or UNNAMED
 
 
 def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
-    """The endpoints of a pool, in the order of addresses so that replicas agree.
+    """Returns the endpoints of a pool ordered by address, so that replicas agree.
 
     Args:
-        pool: Which.
-        with_health: Whether those that are not up are told as such. When no endpoint is up, all
+        pool: Snapshot of the pool.
+        with_health: Whether endpoints that are not up are sent as unhealthy. When no endpoint is up, all
             count as healthy, as they do for picks: then it is more likely us who are cut off.
     """
     blind = not with_health or pool.down == len(pool.members)

@@ -1,4 +1,4 @@
-"""The latest resources of all pools, made again only where a pool changed."""
+"""Cache of the latest resources of all pools; rebuilds only those of changed pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from extproc.xds.resources import LbEndpoint, XdsResource, XdsSnapshot
 
 
 class _CacheEntry(msgspec.Struct, frozen=True):
-    """One pool as it was posted."""
+    """One pool with the resources built from it."""
 
     pool: Pool
     h2c: bool
@@ -25,7 +25,7 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 
 
 class SnapshotCache:
-    """Holds a snapshot and replaces it.
+    """Holds the current snapshot and replaces it.
 
     Who is up is told only to Envoys that do not ask engines themselves. The others know better and
     sooner, and would hold an engine for dead that recovered while every picker was down.
@@ -46,7 +46,7 @@ class SnapshotCache:
         self.snapshot: XdsSnapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
 
     def is_stale(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
-        """Whether these pools may need another snapshot; cheap enough to ask twenty times a second.
+        """Returns True if the pools may need another snapshot; cheap enough for 20 calls a second.
 
         Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
 
@@ -65,7 +65,7 @@ class SnapshotCache:
         return False
 
     def update(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
-        """Take over the pools; returns whether the snapshot is another one now.
+        """Rebuilds resources of changed pools; returns True if the snapshot changed.
 
         Args:
             pools: By their names.
@@ -108,7 +108,7 @@ class SnapshotCache:
         return _CacheEntry(pool, h2c, places, assignment, cluster)
 
     def _alike(self, previous: Pool, current: Pool) -> bool:
-        """Whether the same is told of both."""
+        """Returns True if both snapshots of a pool give the same endpoints and health."""
         if previous is current:
             return True
         if previous.positions is not current.positions:

@@ -1,4 +1,4 @@
-"""The conversation of state-of-the-world discovery: every answer holds all that was asked for.
+"""State-of-the-world xDS sessions: every response carries all subscribed resources.
 
 For each type at most one answer is under way: what changes meanwhile goes out with the next one,
 once Envoy has said what it thinks of the last. A request that answers an older answer says nothing
@@ -24,7 +24,7 @@ WILDCARD = "*"
 
 
 class SotwRequest(msgspec.Struct, frozen=True):
-    """Envoy says.
+    """Decoded `DiscoveryRequest`.
 
     Attributes:
         type_url: Of which type.
@@ -40,7 +40,7 @@ class SotwRequest(msgspec.Struct, frozen=True):
 
 
 class SotwResponse(msgspec.Struct, frozen=True):
-    """We say.
+    """Response to send as a `DiscoveryResponse`.
 
     Attributes:
         type_url: Of which type.
@@ -56,12 +56,12 @@ class SotwResponse(msgspec.Struct, frozen=True):
 
 
 class Nack(msgspec.Struct, frozen=True):
-    """Envoy did not take an answer.
+    """Rejection of a response by Envoy.
 
     Attributes:
         type_url: Of which type.
         version: Of the answer.
-        error: What Envoy said.
+        error: Message of Envoy.
     """
 
     type_url: str
@@ -74,7 +74,7 @@ _Contents = Mapping[str, str]
 
 
 class _TypeState:
-    """One type on one stream.
+    """State of one resource type on one stream.
 
     Attributes:
         names: What is subscribed to.
@@ -96,7 +96,7 @@ class _TypeState:
         self.refused: _Contents | None = None
 
     def subscribe(self, names: tuple[str, ...], *, lists_all: bool) -> None:
-        """Take over what is subscribed to.
+        """Replaces the subscription.
 
         No names at all mean everything, for types that can be listed and while none were named.
         """
@@ -107,7 +107,7 @@ class _TypeState:
             self.held = {name: self.held[name] for name in self.held if name in self.names}
 
     def settle(self, error: str) -> None:
-        """The answer under way was taken or refused."""
+        """Records the ACK or NACK of the response in flight."""
         if error:
             self.refused = self.under_way
         else:
@@ -115,14 +115,14 @@ class _TypeState:
         self.under_way = None
 
     def wanted(self, known: Mapping[str, XdsResource]) -> dict[str, XdsResource]:
-        """What is subscribed to and exists."""
+        """Returns the existing resources that are subscribed to."""
         if self.wildcard:
             return dict(known)
         return {name: resource for name, resource in known.items() if name in self.names}
 
 
 class SotwSession:
-    """One stream."""
+    """Session of one state-of-the-world stream."""
 
     def __init__(self) -> None:
         self._snapshot: XdsSnapshot | None = None
@@ -130,7 +130,7 @@ class SotwSession:
         self._nonces = itertools.count(1)
 
     def request(self, request: SotwRequest) -> tuple[SotwResponse | Nack, ...]:
-        """Envoy says something; what we say to that, a refusal first."""
+        """Handles a request of Envoy; returns the replies, a NACK first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
         topic = self._topics.get(request.type_url)
@@ -151,7 +151,7 @@ class SotwSession:
         return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[SotwResponse, ...]:
-        """Resources changed; clusters are told before endpoints, so that none comes unasked."""
+        """Publishes a snapshot; returns responses, clusters before endpoints."""
         self._snapshot = snapshot
         return tuple(
             response

@@ -1,12 +1,12 @@
-"""Endpoints, priorities and rewrites from a Kubernetes API server.
+"""Discovery of pools, endpoints, objectives and rewrites from a Kubernetes API server.
 
-Lives here, pure: what is asked for (`settings`), which collections that takes (`watch_plan`,
-`resources`), reading of API objects (`objects`, `decode`) and of list pages and watch lines
-(`watch_events`), pods and slices to endpoints (`pod_endpoints`), objectives and rewrites to a policy
-(`decrees`), and the caches (`store`) with the pools over them (`pool_views`). And the shells: the
-official client (`api_client`, behind the protocol in `api_errors`), one list and watch (`reflector`), and all of
-them together (`controller`).
-Must not live here: what an endpoint is worth (pool, scrape), which request goes to which pool
-(dispatch), a reason to write anything to the API server (what writes shares `api.Server.send`).
-Driven by: the server, which runs `follow.Follower` in its task group.
+Contents, without I/O: the pool sources (`settings`), the collections that they require
+(`watch_plan`, `resources`), API objects and their decoders (`objects`, `decode`), list pages and
+watch lines (`watch_events`), pods and slices to endpoints (`pod_endpoints`), objectives and
+rewrites to a policy (`decrees`), and the caches (`store`) with the pools over them (`pool_views`).
+With I/O: the official client (`api_client`, behind the protocol in `api_errors`), one list and
+watch (`reflector`), and all of them together (`controller`).
+Not here: the load of an endpoint (pool, scrape), the choice of a pool for a request (routing), and
+writes to the API server (writers share `api_client.KubernetesApiClient.send`).
+Caller: the server, which runs `controller.KubernetesDiscovery` in its task group.
 """

@@ -1,4 +1,4 @@
-"""The API server through the official client: its configuration, tokens, TLS and session. A shell.
+"""Kubernetes API client on top of the official one: configuration, tokens, TLS, sessions.
 
 Importing this takes half a second and 20 MB, so `follow` does it only when it is asked for.
 
@@ -55,7 +55,7 @@ _KEEPALIVE = {
 
 
 class _Session:
-    """One client, closed when it is retired and nobody reads from it any more."""
+    """One client session, closed after retirement as soon as its last reader ends."""
 
     def __init__(self, opened: client.ApiClient) -> None:
         self.client = opened
@@ -81,7 +81,7 @@ class _Session:
 
 
 class KubernetesApiClient:
-    """Asks one API server.
+    """Client of one API server.
 
     Args:
         wanted: Where its address and our credentials are.
@@ -111,7 +111,7 @@ class KubernetesApiClient:
             await old.retire()
 
     async def renew(self, generation: int) -> None:
-        """Loads tokens, certificates and address again; what is being read goes on.
+        """Reloads tokens, certificates and address; requests in progress continue.
 
         Args:
             generation: That which failed; of many that fail at once the first loads for all.
@@ -124,17 +124,17 @@ class KubernetesApiClient:
                 await self.open()
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         if self._session is not None:
             await self._session.retire()
 
     @property
     def generation(self) -> int:
-        """Of the credentials in use."""
+        """Generation of the credentials in use."""
         return self._generation
 
     async def page(self, collection: WatchedCollection, more: str) -> bytes | api_errors.ApiError:
-        """One page of a list.
+        """Fetches one page of a list.
 
         Args:
             collection: Of what.
@@ -154,7 +154,7 @@ class KubernetesApiClient:
     async def send(
         self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
     ) -> bytes | api_errors.ApiError:
-        """Any other request, for those who share the way to the server.
+        """Sends any other request, for components that share the connection.
 
         Args:
             method: HTTP method.
@@ -180,7 +180,7 @@ class KubernetesApiClient:
     async def watch(
         self, collection: WatchedCollection, version: str, seconds: int
     ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.ApiError]:
-        """The bytes of a watch, as they come.
+        """Opens a watch and yields its bytes.
 
         Args:
             collection: Of what.
@@ -267,7 +267,7 @@ async def _ask(
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-    """Until the watch ends, however it does: what follows is to go on from the last version."""
+    """Yields chunks until the watch ends, for any reason: the caller resumes from its version."""
     with contextlib.suppress(*_LOST):
         async for chunk in response.content.iter_any():
             yield chunk
@@ -317,13 +317,13 @@ async def _load(wanted: settings.KubernetesSettings) -> client.ApiClient:
 
 
 def _inside() -> bool:
-    """Whether this is a pod with a service account."""
+    """Returns True in a pod with a service account."""
     token = pathlib.Path(incluster_config.SERVICE_TOKEN_FILENAME)
     return token.is_file() and bool(os.environ.get(incluster_config.SERVICE_HOST_ENV_NAME))
 
 
 def _seconds(text: str) -> float:
-    """Retry-After in seconds, up to 10; the form with a date is not used by API servers."""
+    """Parses Retry-After as seconds, up to 10; API servers do not use the form with a date."""
     return (
         float(min(int(text), _MOST_RETRY_AFTER_S))
         if text.isascii() and text.isdigit() and len(text) < 9

@@ -1,4 +1,4 @@
-"""What an API server may be asked, and what it may say: a protocol and values."""
+"""Protocol of the Kubernetes API client, and the errors that it returns as values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AUTHORIZED = frozenset({404, 409})
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """No answer, or not the one asked for.
+    """A failed request: no response, or an unsuccessful status.
 
     Attributes:
         status: HTTP status; 0 when there was no answer at all.
@@ -35,7 +35,7 @@ class ApiError(msgspec.Struct, frozen=True):
 
 
 class Denials:
-    """Distinguishes a missing right from an API server that has just started and knows no Roles.
+    """Distinguishes a missing right from an API server that has not loaded its Roles yet.
 
     The right to do what was allowed before is missing from the fourth 403 in a row on, any other
     right from the first one.
@@ -46,7 +46,7 @@ class Denials:
         self._refused: Counter[str] = Counter()
 
     def is_missing(self, verb: str, answer: bytes | ApiError) -> bool:
-        """Take in an answer; whether it means that the right to `verb` is missing."""
+        """Records a response; returns True if the right to `verb` is missing."""
         if not isinstance(answer, ApiError) or answer.status in _AUTHORIZED:
             self._allowed.add(verb)
             self._refused[verb] = 0
@@ -59,18 +59,18 @@ class Denials:
 
 
 class KubernetesApi(Protocol):
-    """Who is asked; `api.Server` is one."""
+    """API client of the reflectors; implemented by `api_client.KubernetesApiClient`."""
 
     @property
     def name(self) -> str:
-        """Its address, for people."""
+        """Server address, for messages."""
 
     @property
     def generation(self) -> int:
-        """Of the credentials in use."""
+        """Generation of the credentials in use."""
 
     async def renew(self, generation: int) -> None:
-        """Loads tokens, certificates and address again; what is being read goes on.
+        """Reloads tokens, certificates and address; requests in progress continue.
 
         Args:
             generation: That which failed; of many that fail at once the first loads for all.
@@ -80,7 +80,7 @@ class KubernetesApi(Protocol):
         """
 
     async def page(self, collection: WatchedCollection, more: str) -> bytes | ApiError:
-        """One page of a list.
+        """Fetches one page of a list.
 
         Args:
             collection: Of what.
@@ -90,7 +90,7 @@ class KubernetesApi(Protocol):
     def watch(
         self, collection: WatchedCollection, version: str, seconds: int
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes] | ApiError]:
-        """The bytes of a watch, as they come, until it ends in whatever way.
+        """Opens a watch and yields its bytes until it ends for any reason.
 
         Args:
             collection: Of what.
@@ -99,4 +99,4 @@ class KubernetesApi(Protocol):
         """
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""

@@ -1,4 +1,4 @@
-"""All collections of a cluster together, and whoever is told of its pools. A shell."""
+"""Controller that runs all reflectors of a cluster and reports changed pools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
 async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesApi:
-    """The API server, through the official client.
+    """Connects to the API server through the official client.
 
     Raises:
         ConfigError: If its address or the credentials are missing or broken.
@@ -33,7 +33,7 @@ async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesA
 
 
 class KubernetesDiscovery:
-    """Tells of pools at the start and whenever they change.
+    """Reports pools at the start and at every change.
 
     `start` comes first, then `run`. While the server is away the last pools stand.
 
@@ -83,16 +83,16 @@ class KubernetesDiscovery:
 
     @property
     def synced(self) -> bool:
-        """Whether everything was listed at least once, if only to find that nothing is there."""
+        """True once every collection was listed, including empty ones."""
         return self._cluster.synced
 
     @property
     def statuses(self) -> tuple[watch_status.WatchStatus, ...]:
-        """State of every watch."""
+        """Status of every watch."""
         return self._watches.statuses
 
     async def start(self) -> None:
-        """Lists everything and tells of the pools, or gives up waiting after a while.
+        """Lists all collections and reports the pools, up to a time limit.
 
         Raises:
             ConfigError: If the API server's address or the credentials are missing or broken.
@@ -135,7 +135,7 @@ class KubernetesDiscovery:
             self._wake.set()
 
     async def run(self) -> None:
-        """Follows everything until cancelled."""
+        """Watches all collections until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for feed in self._feeds:
@@ -148,17 +148,17 @@ class KubernetesDiscovery:
             await self.close()
 
     async def close(self) -> None:
-        """Ends all connections; `run` does so itself, if it ever began."""
+        """Closes all connections; `run` does so at its end."""
         if self._server is not None:
             await self._server.close()
 
     def changed(self) -> None:
-        """A feed has brought something."""
+        """Schedules a report after a reflector changed the store."""
         if self._cluster.dirty or (not self._synced_reported and self._cluster.synced):
             self._wake.set()
 
     def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
-        """Take in the state of a feed; what is about the server is logged once for all feeds."""
+        """Records the state of a reflector; logs server-wide changes once for all reflectors."""
         facts = self._watches.update(
             collection, kind, detail, server=self._name(), now=self._clock()
         )
@@ -166,14 +166,14 @@ class KubernetesDiscovery:
             self.happened(fact, text)
 
     def happened(self, kind: str, detail: str) -> None:
-        """Something worth a log line."""
+        """Passes on an event worth a log line."""
         self._on_fact(DiscoveryEvent(kind, detail, self._cluster.endpoints))
 
     def _name(self) -> str:
         return self._server.name if self._server is not None else ""
 
     async def _reports(self) -> None:
-        """The first change after a quiet time at once, what follows in batches."""
+        """Reports the first change after a quiet time at once, later ones in batches."""
         while True:
             await self._wake.wait()
             self._report()

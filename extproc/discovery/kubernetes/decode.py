@@ -1,4 +1,4 @@
-"""API objects as bytes to the values of `objects`. What is not read is not decoded.
+"""Decoders of API objects to the values of `objects`; unused fields are not decoded.
 
 The official client would build some 60 objects of a pod; that is 100 times the work, and most of it
 for fields nobody asks for.
@@ -39,7 +39,7 @@ _ObjectName = Annotated[str, msgspec.Meta(max_length=253)]
 
 
 class Meta(msgspec.Struct, gc=False, rename="camel"):
-    """What every object has."""
+    """Metadata of every object."""
 
     name: _ObjectName = ""
     namespace: _ObjectName = ""
@@ -203,7 +203,7 @@ class _Slice(msgspec.Struct, rename="camel"):
 
 
 def pod(raw: _Pod) -> objects.Pod:
-    """A pod; see `objects.Pod` for what counts as ready.
+    """Converts a pod; `objects.Pod` defines readiness.
 
     Source: docs/reference/protocol-conformance.md#point-60.
     """
@@ -291,7 +291,7 @@ def _rewrite(raw: _Rewrite) -> objects.RewriteObject:
 
 
 def _rule(raw: _Rule) -> inference_policy.RewriteRule | None:
-    """A rule; None for one that only matches in ways we do not know, lest it match everything."""
+    """Converts a rule; None if all its matches are unknown, lest it match every request."""
     matches = raw.matches or []
     generic = not matches or any(match.model is None for match in matches)
     models = [match.model.value for match in matches if match.model and match.model.type == "Exact"]
@@ -323,7 +323,7 @@ def _slice(raw: _Slice) -> objects.EndpointSlice:
 
 
 def _backend(raw: _Backend) -> objects.SliceBackend:
-    """Several addresses mean the same, says the API; kube-proxy takes the first as well."""
+    """Converts an endpoint; of several equivalent addresses the first counts, as in kube-proxy."""
     target = raw.target_ref if raw.target_ref and raw.target_ref.kind == "Pod" else _TargetRef()
     return objects.SliceBackend(
         ip=address(raw.addresses[0]) if raw.addresses else "",
@@ -338,7 +338,7 @@ def _backend(raw: _Backend) -> objects.SliceBackend:
 
 @functools.lru_cache(maxsize=_ADDRESSES_KEPT)
 def address(text: str) -> str:
-    """An IP address in its shortest form; empty for anything else."""
+    """Returns an IP address in canonical form; empty for any other text."""
     if not text:
         return ""
     try:
@@ -348,7 +348,7 @@ def address(text: str) -> str:
 
 
 class DecodedForm(msgspec.Struct, frozen=True):
-    """How a resource is read.
+    """Decoding type and converter of a resource.
 
     Attributes:
         raw: Type to decode.

@@ -1,4 +1,4 @@
-"""InferenceObjectives and InferenceModelRewrites to a policy."""
+"""Merging of InferenceObjectives and InferenceModelRewrites into a policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def policy_of(
     objectives: Iterable[objects.ObjectiveObject],
     rewrites: Iterable[objects.RewriteObject],
 ) -> inference_policy.InferencePolicy:
-    """What is decreed for one pool (docs/spec/protocol.md#inferenceobjective).
+    """Builds the policy of one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
-        pool: Whose.
+        pool: Pool of the policy.
         objectives: Of its namespace, in any order.
         rewrites: The same. Of one age, the name decides, so that replicas agree.
     """

@@ -1,4 +1,4 @@
-"""What is kept of API objects: frozen values, and nothing that no pool depends on."""
+"""Decoded API objects, frozen, reduced to the fields that pools depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
-    """An InferencePool, of either group.
+    """An InferencePool of either API group.
 
     Attributes:
         namespace: Where it and its pods are.
@@ -49,7 +49,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
         group: API group it was read from.
         selector: Labels a pod must carry, all of them.
         ports: Target ports in their order.
-        app_protocol: As written; empty when nobody did.
+        app_protocol: As written; empty when not set.
         annotations: All but what kubectl leaves behind.
         created: RFC 3339 in UTC.
     """
@@ -65,7 +65,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolRef(msgspec.Struct, frozen=True):
-    """The pool an objective or a rewrite is for; it is in the same namespace."""
+    """Reference of an objective or rewrite to a pool of its namespace."""
 
     group: str
     name: str
@@ -78,7 +78,7 @@ class ObjectiveObject(msgspec.Struct, frozen=True, kw_only=True):
         namespace: Where it is.
         name: What requests name in their header.
         pool: Whose requests; None for something that is no InferencePool.
-        priority: 0 when nobody set one; below 0 may be shed.
+        priority: 0 when not set; below 0 may be shed.
     """
 
     namespace: str
@@ -126,7 +126,7 @@ class SliceBackend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class SlicePort(msgspec.Struct, frozen=True):
-    """A port of an EndpointSlice, on the pods."""
+    """A port of an EndpointSlice, on its pods."""
 
     name: str
     number: int

@@ -1,4 +1,4 @@
-"""Pods and slices to endpoints."""
+"""Conversion of pods and EndpointSlices to endpoints."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_PORT: Final = 65_535
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a pod carries all labels asked for."""
+    """Returns True if a pod carries all labels of a selector."""
     return selector.items() <= labels.items()
 
 
 def pod_endpoints(
     pod: objects.Pod, ports: Sequence[int], *, override_ip: bool = False
 ) -> tuple[Endpoint, ...]:
-    """The endpoints of a pod; none while it is not ready.
+    """Returns the endpoints of a pool's pod; none while it is not ready.
 
     Args:
         pod: Which one.
@@ -58,7 +58,7 @@ def pod_endpoints(
 
 
 def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
-    """Ports in use; what is no target port is ignored.
+    """Returns the active ports; a port that is no target port is ignored.
 
     Source: docs/reference/protocol-conformance.md#point-62.
     """
@@ -68,13 +68,13 @@ def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
 
 
 def _number(text: str) -> int:
-    """A port from 1 to 65535; 0 for anything else."""
+    """Parses a port from 1 to 65535; 0 for any other text."""
     port = int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
     return port if port <= MAX_PORT else 0
 
 
 def _models(pod: objects.Pod) -> ServedModels | None:
-    """What KubeAI says a pod serves.
+    """Returns the models in the KubeAI labels of a pod; None without them.
 
     `model` alone is a label anybody may use; KubeAI's pods all carry the port as well.
     """
@@ -94,7 +94,7 @@ def _joined(ip: str, port: int) -> str:
 
 
 def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[Endpoint, ...]:
-    """The endpoints of a pool, by pod name, each address once.
+    """Merges the endpoints of a pool by pod name, without duplicate addresses.
 
     Every replica of the picker lists them in this order. Of pods that claim one address the
     youngest has it: an IP goes to the next pod before the last word of the one before is heard.
@@ -118,12 +118,12 @@ def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[End
 
 
 def _claim(pod: objects.Pod) -> tuple[str, str, str]:
-    """Greatest for the youngest; replicas agree among those of one second."""
+    """Sort key by age, greatest for the youngest; replicas agree among pods of one second."""
     return pod.created, pod.uid, pod.name
 
 
 def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple[Endpoint, ...]:
-    """The endpoints of a Service, by name, each pod once.
+    """Returns the endpoints of a Service by name, without duplicate pods.
 
     Args:
         slices: All of it.
@@ -146,7 +146,7 @@ def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple
 
 
 def app_protocol(slices: Iterable[objects.EndpointSlice], port: str) -> str:
-    """What the Service says its port speaks; empty when it does not."""
+    """Returns the appProtocol of the Service port; empty when not set."""
     return next(
         (
             slice_port.app_protocol
@@ -159,7 +159,7 @@ def app_protocol(slices: Iterable[objects.EndpointSlice], port: str) -> str:
 
 
 def _chosen(ports: Sequence[objects.SlicePort], port: str) -> int:
-    """Number of the port asked for; 0 when it is not there or nobody can tell which it is."""
+    """Returns the number of the port by name or number; 0 when absent or ambiguous."""
     if not port:
         return ports[0].number if len(ports) == 1 else 0
     return next(

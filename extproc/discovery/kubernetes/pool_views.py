@@ -1,4 +1,4 @@
-"""Pools over cached objects: each knows its pods or slices and says what is found of it."""
+"""Views of pools over cached objects, each with its own pods or slices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from extproc.pool import inference_policy
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a pool of pods.
+    """Definition of a pool of pods.
 
     Attributes:
         selector: Labels a pod must carry, all of them.
         ports: Target ports; none when each pod names its own.
-        ref: How objectives and rewrites name it; None for what is no InferencePool.
+        ref: Reference that objectives and rewrites use; None for other than an InferencePool.
         app_protocol: As written.
         annotations: Of the InferencePool.
-        created: When the InferencePool was, RFC 3339 in UTC.
+        created: Creation time of the InferencePool, RFC 3339 in UTC.
     """
 
     selector: Mapping[str, str]
@@ -33,7 +33,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_of(pool: objects.InferencePool) -> PoolSpec:
-    """The spec of an InferencePool."""
+    """Returns the spec of an InferencePool."""
     return PoolSpec(
         selector=pool.selector,
         ports=pool.ports,
@@ -45,7 +45,7 @@ def spec_of(pool: objects.InferencePool) -> PoolSpec:
 
 
 class PodView:
-    """A pool of pods.
+    """View of a pool of pods.
 
     Args:
         namespace: Of the pods.
@@ -66,7 +66,7 @@ class PodView:
         self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
 
     def respecify(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
-        """The pool is defined anew.
+        """Replaces the spec and selects pods again.
 
         Args:
             spec: How; None if nothing defines it any more.
@@ -78,7 +78,7 @@ class PodView:
             self.consider(pod.name, pod)
 
     def consider(self, name: str, pod: objects.Pod | None) -> bool:
-        """A pod has changed, or is gone.
+        """Applies a changed or deleted pod.
 
         Returns:
             Whether that changes the pool.
@@ -97,7 +97,7 @@ class PodView:
         return before is not None or bool(endpoints)
 
     def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
-        """What to say of the pool."""
+        """Returns the pool as discovered."""
         if self.spec is None:
             return discovered_pool.DiscoveredPool(exists=False)
         return discovered_pool.DiscoveredPool(
@@ -110,7 +110,7 @@ class PodView:
 
 
 class SliceView:
-    """The pool of a Service.
+    """View of the pool of a Service.
 
     Args:
         namespace: Of the Service.
@@ -127,7 +127,7 @@ class SliceView:
         self._port = port
 
     def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
-        """What to say of the pool. A Service without pods has a slice all the same."""
+        """Returns the pool as discovered; a Service without pods has a slice as well."""
         slices = self.slices.values()
         return discovered_pool.DiscoveredPool(
             pod_endpoints.slice_endpoints(slices, self._port),

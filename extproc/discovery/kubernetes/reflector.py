@@ -1,4 +1,4 @@
-"""One collection, listed and then watched for ever. A shell.
+"""Reflector that lists one collection and watches it until cancelled.
 
 The three ways to fail have each their own answer: a connection that breaks goes on from the last
 version; a version the server has forgotten is listed again; a server that is away is asked less
@@ -37,26 +37,26 @@ _MOST_LINE_BYTES = 32 * 1024 * 1024
 
 
 class ReflectorListener(Protocol):
-    """Who is told."""
+    """Receiver of the changes and states of reflectors."""
 
     def changed(self) -> None:
-        """Something in the cluster may have changed."""
+        """Signals that objects of the cluster may have changed."""
 
     def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
-        """A collection is in this state, see `watches.STATES`; the same may come again."""
+        """Reports the state of a collection, of `watch_status.STATES`; repeats are possible."""
 
     def happened(self, kind: str, detail: str) -> None:
-        """Something worth a log line, once."""
+        """Reports an event worth a log line, once."""
 
 
 class Reflector:
-    """Keeps one collection of a cluster true.
+    """Keeps one collection of the object store in sync with the cluster.
 
     Args:
         collection: Which one.
-        server: Who is asked.
+        server: API client.
         known: What is kept true.
-        listener: Who is told.
+        listener: Receiver of changes and states.
         wanted: How patiently.
         clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
@@ -96,20 +96,20 @@ class Reflector:
         self._broken: set[tuple[str, str]] = set()
 
     async def sync(self) -> None:
-        """Asks until the server has answered for the collection."""
+        """Retries until the server has answered for the collection."""
         while not self._cluster.is_synced(self.collection):
             pause_s = await self.step()
             await asyncio.sleep(pause_s)
 
     async def run(self) -> None:
-        """Follows the collection until cancelled."""
+        """Watches the collection until cancelled."""
         while True:
             pause_s = await self.step()
             self._supervisor.works("kubernetes", self.collection.title)
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Lists once, or watches once, to its end.
+        """Runs one list or one watch to its end.
 
         Returns:
             Seconds to wait before the next step.
@@ -180,7 +180,7 @@ class Reflector:
         return self._pause()
 
     def _safely(self, line: bytes) -> float | None:
-        """One line as `_take` takes it; one that makes us raise is passed over."""
+        """Applies one line through `_take`; skips a line that raises."""
         try:
             return self._take(line)
         except Exception as error:  # noqa: BLE001 - it would come again, and hide all that follows
@@ -188,7 +188,7 @@ class Reflector:
             return None
 
     def _take(self, line: bytes) -> float | None:
-        """One line; seconds to wait if it ends the watch."""
+        """Applies one line; returns seconds to wait if it ends the watch."""
         put = self._cluster.put
         match self._reader.line(line):
             case watch_events.Applied(value, version):
@@ -241,7 +241,7 @@ class Reflector:
                 return max(pause_s, answer.retry_after_s)
 
     async def _stale(self, answer: api_errors.ApiError, generation: int) -> float:
-        """The token is rotated under our feet, and the certificates now and then."""
+        """Renews credentials: tokens and certificates rotate while in use."""
         detail = f"{answer.status} {answer.message}" if answer.status else answer.message
         try:
             await self._server.renew(generation)
@@ -268,7 +268,7 @@ class Reflector:
         return self._look()
 
     def _absent(self) -> float:
-        """No such resource: its CRD is not installed."""
+        """Handles a missing resource, as when its CRD is not installed."""
         self._version = ""
         now = self._clock()
         if self._missing_since is None:
@@ -282,7 +282,7 @@ class Reflector:
         return self._look()
 
     def _forgotten(self) -> float:
-        """Our version is too old: everything is listed again, at once the first time."""
+        """Handles an expired resource version: lists again, at once the first time."""
         self._version = ""
         self._listener.happened("relisted", self.collection.title)
         self._forgot += 1
@@ -301,21 +301,21 @@ class Reflector:
         return self._pause()
 
     def _pause(self) -> float:
-        """Doubling from failure to failure."""
+        """Returns the pause after a failure, doubling from failure to failure."""
         wanted = self._wanted
         most = min(wanted.max_retry_s, wanted.retry_s * 2.0 ** min(self._failures, 16))
         self._failures += 1
         return most * self._rng.uniform(0.5, 1.0)
 
     def _look(self) -> float:
-        """Until the next look for something that needs a person to change."""
+        """Returns the pause until the next retry of a problem that a person must fix."""
         wanted = self._wanted
         most = min(wanted.absent_s, wanted.max_retry_s * 2.0 ** min(self._looks, 16))
         self._looks += 1
         return most * self._rng.uniform(0.5, 1.0)
 
     def _note_broken(self, invalid: watch_events.InvalidObject) -> None:
-        """Says so once per object, not at each of its events."""
+        """Reports a broken object once, not at each of its events."""
         key = (invalid.namespace, invalid.name)
         if key not in self._broken:
             self._broken.add(key)
@@ -326,7 +326,7 @@ class Reflector:
 
 
 def _rights(collection: WatchedCollection, message: str) -> str:
-    """What is missing, and how to give it."""
+    """Describes the missing rights and the Role rule that grants them."""
     kind = "Role" if collection.namespace else "ClusterRole"
     return (
         f"may not list and watch {collection.title} ({message}); "

@@ -1,4 +1,4 @@
-"""The collections of the API server we read: a literal table."""
+"""Table of the API resources that discovery reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ResourceType(msgspec.Struct, frozen=True):
 
     Attributes:
         group: API group; empty for the core one.
-        version: Version asked for.
+        version: API version to request.
         plural: As in the path.
         optional: Whether pools can be known without it.
     """
@@ -24,7 +24,7 @@ class ResourceType(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """For people, in kubectl's form."""
+        """Display name, in the form of kubectl."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 

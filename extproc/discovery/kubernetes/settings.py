@@ -1,4 +1,4 @@
-"""What is watched, and how patiently: values."""
+"""Settings of Kubernetes discovery: pool sources and time limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_PORTS = 8
 
 
 class InferencePoolRef(msgspec.Struct, frozen=True):
-    """One InferencePool by name. It becomes the pool `namespace/name`, existing or not.
+    """One InferencePool by name; it becomes the pool `namespace/name`, existing or not.
 
     Attributes:
         namespace: Of the pool and its pods.
@@ -29,12 +29,12 @@ class InferencePoolRef(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `KubernetesDiscovery`."""
+        """Pool name in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
 class PodSelector(msgspec.Struct, frozen=True):
-    """Pods by their labels, without any CRD. It becomes the pool `namespace/name`.
+    """Pods by their labels, without any CRD; they become the pool `namespace/name`.
 
     Attributes:
         namespace: Of the pods.
@@ -52,12 +52,12 @@ class PodSelector(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `KubernetesDiscovery`."""
+        """Pool name in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
 class AllPools(msgspec.Struct, frozen=True):
-    """All InferencePools there are. Each becomes the pool `namespace/name`, as long as it exists.
+    """All InferencePools; each becomes the pool `namespace/name` while it exists.
 
     Attributes:
         namespace: Only of this one; empty for the whole cluster, which takes a ClusterRole.
@@ -69,7 +69,7 @@ class AllPools(msgspec.Struct, frozen=True):
 
 
 class ServiceRef(msgspec.Struct, frozen=True):
-    """The EndpointSlices of a Service. They become the pool `namespace/name`.
+    """EndpointSlices of a Service; they become the pool `namespace/name`.
 
     Labels of pods are unknown then, but for `namespace`, the host and the zone.
 
@@ -86,7 +86,7 @@ class ServiceRef(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `KubernetesDiscovery`."""
+        """Pool name in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -94,7 +94,7 @@ KubernetesSource = InferencePoolRef | PodSelector | AllPools | ServiceRef
 
 
 class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an API server is followed.
+    """Settings of Kubernetes discovery.
 
     Attributes:
         sources: What is watched; the keys of the pools must differ.

@@ -1,4 +1,4 @@
-"""What is known of a cluster, and the pools over it. One change costs what it touches.
+"""Cache of API objects with the pools over them; an update costs what it touches.
 
 Whatever the order in which lists, events and whole collections arrive, the pools are those that a
 fresh list of everything would make.
@@ -26,7 +26,7 @@ from extproc.pool import inference_policy
 
 
 class CollectionStatus(enum.Enum):
-    """What the server says of a collection."""
+    """Status of a collection on the server."""
 
     #: Nothing yet.
     UNKNOWN = "unknown"
@@ -39,7 +39,7 @@ class CollectionStatus(enum.Enum):
 
 
 class PoolChanges(msgspec.Struct, frozen=True):
-    """Pools that are not what they were.
+    """Pools that changed since the last report.
 
     Attributes:
         discovered: New or different, by key.
@@ -53,7 +53,7 @@ class PoolChanges(msgspec.Struct, frozen=True):
 
 
 class ObjectStore:
-    """Caches of API objects, and the pools over them.
+    """Cache of API objects, and the views of pools over it.
 
     Args:
         wanted: What is watched.
@@ -97,23 +97,23 @@ class ObjectStore:
 
     @property
     def dirty(self) -> bool:
-        """Whether `collect` may have something to say."""
+        """True if `collect` may return changes."""
         return bool(self._dirty)
 
     @property
     def synced(self) -> bool:
-        """Whether the server has answered for every collection."""
+        """True once the server has answered for every collection."""
         return all(self.is_synced(collection) for collection in self.collections)
 
     @property
     def endpoints(self) -> int:
-        """Endpoints of all pools (count), as last collected."""
+        """Number of endpoints of all pools, as of the last `collect`."""
         return sum(len(pool.endpoints) for pool in self._published.values())
 
     def replace(
         self, collection: WatchedCollection, values: Iterable[objects.Value]
     ) -> Mapping[tuple[str, str], Exception]:
-        """A list: these are all objects of a collection; what taking one of them in raised."""
+        """Replaces all objects of a collection; returns the exceptions of objects that failed."""
         faults: dict[tuple[str, str], Exception] = {}
         listed = {(value.namespace, value.name): value for value in values}
         for key in [key for key in self._objects[collection] if key not in listed]:
@@ -129,7 +129,7 @@ class ObjectStore:
     def put(
         self, collection: WatchedCollection, key: tuple[str, str], value: objects.Value | None
     ) -> None:
-        """An event: an object is like this now, or gone.
+        """Applies one event: an object was added, modified or deleted.
 
         Args:
             collection: Of which it is an object.
@@ -157,7 +157,7 @@ class ObjectStore:
                 self._decree(collection.resource, key, old, value)
 
     def settle(self, collection: WatchedCollection, presence: CollectionStatus) -> None:
-        """What the server says of a collection as a whole. What is absent is empty."""
+        """Records the status of a collection; an absent one is emptied."""
         if self._presence[collection] is presence:
             return
         self._presence[collection] = presence
@@ -170,14 +170,14 @@ class ObjectStore:
                 self._dirty.add(key)
 
     def is_synced(self, collection: WatchedCollection) -> bool:
-        """Whether the server has said what pools need to know of a collection."""
+        """Returns True if the server has answered for a collection."""
         presence = self._presence[collection]
         if collection.resource.optional:
             return presence is not CollectionStatus.UNKNOWN
         return presence in {CollectionStatus.LISTED, CollectionStatus.ABSENT}
 
     def collect(self) -> PoolChanges:
-        """The pools that changed since the last call; those not known in full are left for later."""
+        """Returns the pools that changed since the last call, without those not yet complete."""
         changed: dict[str, discovered_pool.DiscoveredPool] = {}
         removed: set[str] = set()
         waiting: set[str] = set()
@@ -203,7 +203,7 @@ class ObjectStore:
         return PoolChanges(changed, frozenset(removed), faults)
 
     def _build_pool(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
-        """A pool as it is now."""
+        """Builds the current state of a pool."""
         if key in self._redecreed and isinstance(view, pool_views.PodView):
             view.policy = self._policy(view)
         now = view.to_discovered_pool()
@@ -211,7 +211,7 @@ class ObjectStore:
         return now
 
     def _begin(self, source: settings.KubernetesSource) -> None:
-        """The pools there are whether or not anything is found."""
+        """Adds the pools that exist independently of any object."""
         override = self._wanted.override_ip
         match source:
             case settings.InferencePoolRef():
@@ -274,7 +274,7 @@ class ObjectStore:
             self._settled.discard(key)
 
     def _ours(self, pool: objects.InferencePool, key: str) -> bool:
-        """A pool asked for by name is of the group asked for, and nobody else's name is taken."""
+        """Returns True if a source covers the pool: by name and group, or an `AllPools`."""
         if key in self._fixed:
             return self._groups.get(key) == pool.group
         return any(
@@ -297,7 +297,7 @@ class ObjectStore:
                 del self._anchors[at]
 
     def _rarest(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
-        """The label fewest pools share: with `app=vllm` on all of them, that one says little."""
+        """Returns the label that the fewest pools share, so that few pools are checked per pod."""
         places = [(namespace, label, text) for label, text in sorted(selector.items())]
         return min(places, key=lambda place: len(self._anchors.get(place, _NO_POOLS)))
 
@@ -335,7 +335,7 @@ class ObjectStore:
                 self._redecree(f"{namespace}/{decree.pool.name}")
 
     def _redecree(self, key: str) -> None:
-        """The policy of a pool has to be made anew, once, however many objects changed."""
+        """Marks the policy of a pool for one rebuild, however many objects changed."""
         self._redecreed.add(key)
         self._dirty.add(key)
 
@@ -356,7 +356,7 @@ class ObjectStore:
     def _valid(
         self, kind: tuple[resources.ResourceType, resources.ResourceType], namespace: str
     ) -> resources.ResourceType:
-        """The new group, as a whole, where it is installed; the old one otherwise."""
+        """Returns the resource of the new API group if it is listed, else that of the old one."""
         new, old = kind
         listed = any(
             collection.covers(new, namespace) and presence is CollectionStatus.LISTED
@@ -365,7 +365,7 @@ class ObjectStore:
         return new if listed else old
 
     def _complete(self, key: str, view: pool_views.View) -> bool:
-        """Whether all that a pool depends on was answered for. Once it was, it stays so."""
+        """Returns True once the server has answered for all collections of a pool; final."""
         if key in self._settled:
             return True
         if isinstance(view, pool_views.SliceView):

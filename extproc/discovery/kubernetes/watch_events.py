@@ -1,4 +1,4 @@
-"""List pages and watch lines to values. Total: bytes that make no sense are a value as well."""
+"""Parser of list pages and watch lines; malformed input becomes a value, never an exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Raw = TypeVar("_Raw")
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """An object is there, and looks like this.
+    """An object was added or modified.
 
     Attributes:
         value: The object.
@@ -24,7 +24,7 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """An object is not there any more."""
+    """An object was deleted."""
 
     namespace: str
     name: str
@@ -32,7 +32,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 class InvalidObject(msgspec.Struct, frozen=True):
-    """An object is there, and cannot be read: it counts as gone.
+    """An object that cannot be decoded; it counts as deleted.
 
     Attributes:
         namespace: Where it is.
@@ -48,13 +48,13 @@ class InvalidObject(msgspec.Struct, frozen=True):
 
 
 class Bookmark(msgspec.Struct, frozen=True):
-    """A bookmark: nothing else happened up to this version."""
+    """A bookmark: no other event up to this version."""
 
     version: str
 
 
 class WatchError(msgspec.Struct, frozen=True):
-    """The server gives up a watch. 410: what came after our version is forgotten.
+    """An ERROR event that ends the watch; 410 means the version is too old.
 
     Attributes:
         code: As an HTTP status.
@@ -66,7 +66,7 @@ class WatchError(msgspec.Struct, frozen=True):
 
 
 class UndecodableMessage(msgspec.Struct, frozen=True):
-    """No event at all: something was missed, and nobody can say what."""
+    """A line that is no event: some unknown change was missed."""
 
     reason: str
 
@@ -75,7 +75,7 @@ WatchEvent = Applied | Deleted | InvalidObject | Bookmark | WatchError | Undecod
 
 
 class ListPage(msgspec.Struct, frozen=True):
-    """Part of a list.
+    """One page of a list.
 
     Attributes:
         values: Objects that could be read.
@@ -91,7 +91,7 @@ class ListPage(msgspec.Struct, frozen=True):
 
 
 class ApiStatus(msgspec.Struct, frozen=True):
-    """The server's words for an error.
+    """Error message of the server.
 
     Attributes:
         code: As an HTTP status.
@@ -120,7 +120,7 @@ class _List(msgspec.Struct):
 
 
 class _Key(msgspec.Struct, rename={"version": "resourceVersion"}):
-    """Of an object whose other fields cannot be read."""
+    """Key of an object whose other fields cannot be decoded."""
 
     name: str = ""
     namespace: str = ""
@@ -138,7 +138,7 @@ _ANY_LINE = msgspec.json.Decoder(_Line[msgspec.Raw])
 
 
 class WatchReader:
-    """Reads the pages and lines of one resource.
+    """Parses pages and lines of one resource.
 
     Args:
         resource: Which one.
@@ -152,7 +152,7 @@ class WatchReader:
         self._line: msgspec.json.Decoder[_Line[Any]] = msgspec.json.Decoder(generic[form.raw])
 
     def line(self, text: bytes) -> WatchEvent:
-        """One line of a watch."""
+        """Parses one line of a watch."""
         try:
             line = self._line.decode(text)
         except decode.BROKEN:
@@ -173,7 +173,7 @@ class WatchReader:
                 return self._other(text)
 
     def page(self, text: bytes) -> ListPage | UndecodableMessage:
-        """One page of a list."""
+        """Parses one page of a list."""
         try:
             page = _LIST.decode(text)
         except decode.BROKEN as error:
@@ -199,7 +199,7 @@ class WatchReader:
         return self._decoded(raw)
 
     def _decoded(self, raw: Any) -> objects.Value | InvalidObject:
-        """The value of an object; what makes the reader raise is broken, and alone."""
+        """Converts an object; an object whose conversion raises is invalid, alone."""
         try:
             return self._value(raw)
         except Exception as error:  # noqa: BLE001 - one object must not hide all others
@@ -208,7 +208,7 @@ class WatchReader:
             return InvalidObject(named.namespace, named.name, named.resource_version, reason)
 
     def _other(self, text: bytes) -> WatchEvent:
-        """A line that is no object of ours: an error, a bare bookmark or a broken object."""
+        """Parses a line without a valid object: an error, a bookmark or a broken object."""
         try:
             line = _ANY_LINE.decode(text)
         except decode.BROKEN as error:
@@ -233,7 +233,7 @@ _NAMELESS = UndecodableMessage("an object without a name")
 
 
 def status(text: bytes | msgspec.Raw) -> ApiStatus:
-    """The server's words, as far as they are any."""
+    """Parses an error message of the server; empty fields if it is none."""
     try:
         return _STATUS.decode(text)
     except decode.BROKEN:

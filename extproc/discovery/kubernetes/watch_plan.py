@@ -1,4 +1,4 @@
-"""Which collections of the API server the sources take: as few and as narrow as they allow."""
+"""Plan of the collections to watch: as few and as narrow as the sources allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class WatchedCollection(msgspec.Struct, frozen=True):
-    """One thing to list and watch.
+    """One collection to list and watch.
 
     Attributes:
         resource: Of which objects.
@@ -31,7 +31,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """Of the collection, in the API."""
+        """API path of the collection."""
         resource = self.resource
         root = f"/apis/{resource.group}" if resource.group else "/api"
         where = f"/namespaces/{quote(self.namespace, safe='')}" if self.namespace else ""
@@ -39,17 +39,17 @@ class WatchedCollection(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Display name."""
         where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
         return f"{self.resource.title} {where}"
 
     def covers(self, resource: resources.ResourceType, namespace: str) -> bool:
-        """Whether it holds the objects of a resource in a namespace, as far as we need them."""
+        """Returns True if it holds the objects of a resource in a namespace that pools need."""
         return self.resource == resource and self.namespace in {"", namespace}
 
 
 def check(sources: Sequence[settings.KubernetesSource]) -> None:
-    """Refuses sources that contradict themselves.
+    """Rejects sources that contradict each other.
 
     Raises:
         ConfigError: For two pools of one name, a selector of nothing, too many ports or an unknown
@@ -97,11 +97,11 @@ def _check_selector(source: settings.PodSelector, where: str) -> None:
 def plan_watches(
     sources: Sequence[settings.KubernetesSource], *, policies: bool
 ) -> tuple[WatchedCollection, ...]:
-    """What has to be watched; no two collections hold the same object.
+    """Plans the collections to watch; no two of them hold the same object.
 
     Args:
-        sources: What is asked for.
-        policies: Whether objectives and rewrites are wanted.
+        sources: Configured pool sources.
+        policies: Whether objectives and rewrites are watched.
     """
     pools = [source for source in sources if isinstance(source, settings.InferencePoolRef)]
     wide = [source for source in sources if isinstance(source, settings.AllPools)]
@@ -146,7 +146,7 @@ def plan_watches(
 
 
 def _widest(homes: Mapping[str, _T]) -> Mapping[str, _T]:
-    """Without the namespaces, where the whole cluster is watched."""
+    """Drops the namespaces if the cluster-wide collection is watched."""
     return {"": homes[""]} if "" in homes else homes
 
 
@@ -155,7 +155,7 @@ def _beside(ref: settings.InferencePoolRef, other: settings.InferencePoolRef) ->
 
 
 def _named(names: set[str]) -> str:
-    """A field selector for one name, so that a Role may be narrowed to it with resourceNames."""
+    """Field selector for one name, so that a Role may be limited to it by resourceNames."""
     return f"metadata.name={next(iter(names))}" if len(names) == 1 else ""
 
 

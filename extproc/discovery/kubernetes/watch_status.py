@@ -1,4 +1,4 @@
-"""State of every watched collection, its age, and the changes of it that are worth a log line.
+"""Status of every watched collection, its age, and its changes worth a log line.
 
 Pure: a feed reports what it met, `WatchStatuses` says what is new about it.
 """
@@ -19,7 +19,7 @@ STATES = ("unknown", CONNECTED, *AWAY, "forbidden", "not-installed", "unreadable
 
 
 class WatchStatus(msgspec.Struct, frozen=True):
-    """How a watch stands.
+    """Status of one watch.
 
     Attributes:
         collection: What is watched.
@@ -36,13 +36,13 @@ class WatchStatus(msgspec.Struct, frozen=True):
 
     @property
     def stands(self) -> bool:
-        """Whether its pools are as they were, for want of news. An optional kind may be missing."""
+        """True if its pools are stale; a missing optional resource does not count."""
         missing = self.state == "not-installed" and self.collection.resource.optional
         return self.state != CONNECTED and not missing
 
 
 class WatchStatuses:
-    """The status of every watch.
+    """Status of all watches.
 
     Args:
         collections: What is watched.
@@ -60,13 +60,13 @@ class WatchStatuses:
 
     @property
     def statuses(self) -> tuple[WatchStatus, ...]:
-        """Of all watches."""
+        """Status of all watches."""
         return tuple(self._statuses.values())
 
     def update(
         self, collection: WatchedCollection, state: str, detail: str, *, server: str, now: float
     ) -> Iterator[tuple[str, str]]:
-        """Take in what a feed met.
+        """Records the state that a reflector reported.
 
         Args:
             collection: Of the feed.
@@ -99,7 +99,7 @@ class WatchStatuses:
         yield from self._ended(state, server)
 
     def _ended(self, latest: str, server: str) -> Iterator[tuple[str, str]]:
-        """What the end of a fault is worth: the server answers again, for all or for some."""
+        """Describes the end of an outage: the server answers again, for all or for some."""
         states = [status.state for status in self._statuses.values()]
         if any(state in AWAY for state in states):
             return
@@ -118,7 +118,7 @@ class WatchStatuses:
 
 
 def lines(statuses: Iterable[WatchStatus], now: float) -> Iterator[str]:
-    """For people: every watch whose pools stand still, for how long, and why."""
+    """Describes every watch whose pools are stale, for how long, and why."""
     for status in statuses:
         if status.stands and status.unsynced_since is not None:
             why = f"{status.state}: {status.detail}" if status.detail else status.state
