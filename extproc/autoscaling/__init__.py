@@ -1,9 +1,10 @@
-"""How many replicas a scale target should have: demand in, a number and its reason out.
+"""Autoscaling policies: demand of a scale target in, desired replicas and a reason out.
 
-Lives here: what is seen of one target at one moment (`demand`) and how it is measured from counters
-(`demand_estimator`, `capacity`), the policies (`policies`, listed in `registry`), and the loop of one target
-(`policy_runner`), which keeps every policy within its bounds.
-Must not live here: Kubernetes, KEDA, processes, clocks, where state is kept.
-Driven by: the shells that act on the number, and the simulator. Time is an argument, monotonic
-seconds; state is plain JSON, so that whoever comes next goes on where the last one stopped.
+Lives here: the demand of a target (`demand`) and its estimation from counters of all replicas of
+the endpoint picker (`demand_estimator`, `capacity`), the policies (`policies`, listed in
+`registry`), and the step of a single target (`policy_runner`), which keeps every policy within its
+bounds.
+Must not live here: Kubernetes, KEDA, processes, clocks, storage of state.
+Driven by: `extproc.autoscaling.runtime` and the simulator. Time is an argument in monotonic
+seconds; state is plain JSON, so that another process can continue from it.
 """

@@ -1,4 +1,4 @@
-"""What a request takes of an engine, and how many an engine should have at once."""
+"""Engine time that a request takes, and the concurrency an engine should run at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from extproc.endpoint import StepTimeModel
 
 
 def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf) -> float:
-    """Requests with which tokens come `slowdown` times slower than to one alone.
+    """Number of concurrent requests at which tokens come `slowdown` times slower than alone.
 
     From `step_s + k B = slowdown (step_s + k)` with `k = decode_s + context_s context_tokens`:
     `B = slowdown + (slowdown - 1) step_s / k`.
@@ -16,7 +16,7 @@ def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf
     Args:
         rates: How fast the engine is.
         slowdown: At least 1.
-        most: Requests it takes at most.
+        most: Largest number of concurrent requests.
     """
     each_s = rates.decode_s + rates.context_s * rates.context_tokens
     if each_s <= 0:
@@ -27,7 +27,7 @@ def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf
 def work(
     prompt_tokens: float, output_tokens: float, rates: StepTimeModel, *, at_once: float
 ) -> float:
-    """Seconds of an engine's time: `prefill_s P + O iteration_s(B) / B` (token seconds).
+    """Token seconds of a request: `prefill_s P + O iteration_s(B) / B`.
 
     Prefill has an iteration's time for itself; of an iteration that decodes, each of B sequences
     takes its share.

@@ -1,4 +1,4 @@
-"""What a policy sees of one scale target at one moment."""
+"""Demand of a scale target at a moment, the input of every policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """One tick of one target. Counts are summed over all pickers of the target.
+    """Demand of a scale target at one step. Counts are sums over all endpoint pickers.
 
     Work is in token seconds: what the tokens of a request take of an engine's time while it has as
     many requests as it should (`concurrency`), under learned rates; see `capacity`.
@@ -17,7 +17,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         now: Monotonic seconds.
         spec: Replicas the target asks for.
         available: Replicas that answer: ready endpoints.
-        held: Requests that wait in pickers for an endpoint.
+        held: Requests queued in endpoint pickers.
         in_flight: Requests pickers sent to endpoints and that have not ended.
         waiting: Requests that wait in engines, as scraped.
         running: Requests in batches of engines, as scraped.
@@ -47,26 +47,26 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def starting(self) -> int:
-        """Replicas that are asked for and do not answer yet."""
+        """Replicas that are requested but not yet available."""
         return max(0, self.spec - self.available)
 
     @property
     def requests(self) -> float:
-        """Requests that wait or run, also those that came past the pickers."""
+        """Requests that wait or run, including those that bypassed the endpoint pickers."""
         return self.held + max(float(self.in_flight), self.waiting + self.running)
 
 
 class ReplicaBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How few and how many replicas there may be.
+    """Smallest and largest number of replicas that a policy may ask for.
 
     Attributes:
-        min: Replicas at least. 0: what nobody asks for costs nothing.
-        max: Replicas at most. 1: more is a question of money, which nobody but you can answer.
+        min: Replicas at least. 0: a model without requests costs nothing.
+        max: Replicas at most. 1: more replicas cost money, so the operator has to allow them.
     """
 
     min: int = 0
     max: int = 1
 
     def clamp(self, replicas: float) -> int:
-        """The nearest whole number within, rounded up."""
+        """Round up to an integer and limit it to the bounds."""
         return max(self.min, min(self.max, math.ceil(min(replicas, float(self.max)))))

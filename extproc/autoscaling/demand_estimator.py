@@ -1,4 +1,4 @@
-"""From what pickers count to the demand a policy sees."""
+"""Estimates the demand of a scale target from counters of all endpoint pickers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _NEW = 0.5
 
 
 class PickerCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What one picker counts of one target: JSON between pickers. Totals are since it began.
+    """Counters of an endpoint picker for a target, exchanged as JSON; totals since its start.
 
     Numbers out of their ranges are refused where they are decoded.
 
     Attributes:
-        held: Requests that wait in it.
+        held: Requests in its queue.
         in_flight: Requests it sent to endpoints and that have not ended.
         arrived: Requests that came (total), also those it held.
         prompt_tokens: Their uncached prompt tokens (total).
@@ -59,10 +59,10 @@ class PickerCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is seen of the target itself.
+    """Replicas, scraped load and engine speed of a scale target.
 
     Attributes:
-        spec: Replicas it asks for.
+        spec: Replicas requested in its spec.
         available: Replicas that answer.
         waiting: Requests that wait in engines, as scraped.
         running: Requests in batches of engines, as scraped.
@@ -77,11 +77,11 @@ class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a meter remembers, for whoever comes next; JSON.
+    """State of a `DemandEstimator`, JSON that another process can restore.
 
     Attributes:
         at: When it last read, on its own clock; None for never.
-        counters: What every picker told last, and when.
+        counters: Last counters of every picker, with the time of each.
         rates: Of the engines, as last learned.
         answers: Answers that count, fading; the prior is the first.
         answer_tokens: Their tokens; None until the rates say how many the prior has.
@@ -111,7 +111,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How demand is measured.
+    """Parameters of the demand estimation.
 
     Attributes:
         slowdown: How much slower than alone tokens may come; it says how many requests a replica
@@ -134,7 +134,7 @@ class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class _PickerTotals(msgspec.Struct):
-    """Counts of all pickers, and what came since the last reading."""
+    """Sums of all pickers: current counts, and increments since the last reading."""
 
     held: int = 0
     in_flight: int = 0
@@ -146,10 +146,10 @@ class _PickerTotals(msgspec.Struct):
 
 
 class DemandEstimator:
-    """Reads counters of one target. Mutable; one owner.
+    """Estimates the demand of a scale target. Mutable; owned by its control loop.
 
     Args:
-        settings: How.
+        settings: Priors and limits of the estimation.
     """
 
     def __init__(self, settings: EstimatorSettings) -> None:
@@ -158,11 +158,11 @@ class DemandEstimator:
 
     @property
     def state(self) -> EstimatorState:
-        """What it remembers."""
+        """Current state, for `restore` in another process."""
         return self._learned
 
     def restore(self, learned: EstimatorState, *, shift_s: float = 0.0) -> None:
-        """Go on where another meter stopped; `shift_s` as in `Scaler.restore`."""
+        """Continue from the state of another process; `shift_s` as in `PolicyRunner.restore`."""
         self._learned = msgspec.structs.replace(
             learned,
             at=None if learned.at is None else learned.at + shift_s,
@@ -178,7 +178,7 @@ class DemandEstimator:
         pickers: Mapping[str, PickerCounters | None],
         observation: TargetObservation,
     ) -> Demand:
-        """The demand of this moment.
+        """Estimate the current demand.
 
         Args:
             now: Monotonic seconds; must not go back.
@@ -238,7 +238,7 @@ class DemandEstimator:
     def _answers(
         self, total: _PickerTotals, rates: StepTimeModel, *, at_once: float
     ) -> tuple[float, float]:
-        """Answers and their tokens, those of long ago counting less.
+        """Count answers and their tokens, with exponentially decaying weights.
 
         Args:
             total: What pickers counted since the last reading.
@@ -254,7 +254,7 @@ class DemandEstimator:
     def _summed(
         self, now: float, pickers: Mapping[str, PickerCounters | None]
     ) -> tuple[_PickerTotals, dict[str, tuple[float, PickerCounters]]]:
-        """Counts of all pickers, and what each told last."""
+        """Sum the counters of all pickers; also returns the latest counters by picker."""
         total, latest = _PickerTotals(), {}
         for name, new in pickers.items():
             last = self._learned.counters.get(name)
@@ -286,7 +286,7 @@ class DemandEstimator:
         *,
         request_work: float,
     ) -> tuple[float, float]:
-        """Work done and seconds it took, of replicas that had enough to do at both ends."""
+        """Work done and busy seconds, of replicas with a queue at both readings."""
         before = self._learned
         queued = total.held + observation.waiting >= max(1, observation.available)
         same = observation.available == before.pressed > 0
@@ -297,7 +297,7 @@ class DemandEstimator:
         return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
 
     def _cold_start(self, now: float, observation: TargetObservation) -> tuple[float, float | None]:
-        """Mean cold start, and when the replicas that still start were asked for."""
+        """Mean cold start in seconds, and the time when replicas still starting were requested."""
         before = self._learned
         raised_at = before.raised_at
         if observation.spec > before.spec and before.at is not None:

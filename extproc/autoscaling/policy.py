@@ -1,4 +1,4 @@
-"""What every policy is."""
+"""Protocols of a scaling policy and its state."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from extproc.autoscaling.interface import ScalingDecision
 
 
 class PolicyState(Protocol):
-    """What a policy remembers: a frozen value that msgspec can write as JSON and read again."""
+    """State of a policy: a frozen value that msgspec encodes to and decodes from JSON."""
 
     def shift_time(self, by_s: float) -> Self:
-        """The same on a clock that shows so many seconds more."""
+        """Return the state with all times moved by `by_s` seconds, for another clock."""
 
 
 class ScalingPolicy(Protocol):
-    """From demand to replicas. Frozen: all it remembers is in the state it is given.
+    """Computes desired replicas from demand. Frozen: the caller keeps its state.
 
     Attributes:
-        kind: Its name in the catalogue.
+        kind: Its name in `registry.POLICIES`.
         memory: Class of its state; without arguments the state of a policy that saw nothing.
         interval_s: Seconds between two steps. It is also stepped at once when a request waits and
             there is no replica.
@@ -40,14 +40,14 @@ class ScalingPolicy(Protocol):
     def step(
         self, state: Any, demand: Demand, bounds: ReplicaBounds
     ) -> tuple[Any, ScalingDecision]:
-        """One tick.
+        """Decide once.
 
         Args:
-            state: What it remembers; of the class `memory`.
-            demand: What is seen now.
-            bounds: Of the answer.
+            state: State returned by the last step; of the class `memory`.
+            demand: Current demand.
+            bounds: Limits that the caller will apply.
 
         Returns:
-            What it remembers from now on, and the replicas it wants, which need not keep the
-            bounds: the scaler sees to that.
+            The next state and the desired replicas, which need not be within the bounds:
+            `PolicyRunner` enforces them.
         """

@@ -1,4 +1,4 @@
-"""The loop of one scale target, without its clock and its hands."""
+"""Runs the policy of a scale target step by step, within bounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GAP, _GAP_INTERVALS = 0.5, 3.0
 
 
 class RunnerState(msgspec.Struct, frozen=True):
-    """What a scaler remembers, for whoever comes next; JSON.
+    """State of a `PolicyRunner`, JSON that another process can restore.
 
     Attributes:
-        kind: Which policy's it is.
-        at: When it was true, on the clock of the one that wrote it.
-        since: Since when that one had watched without a gap; None for not at all.
-        memory: What the policy remembers.
+        kind: Name of the policy.
+        at: Time of the state, on the clock of its writer.
+        since: Time since when the writer had watched without a gap; None for not at all.
+        memory: State of the policy.
     """
 
     kind: str
@@ -32,15 +32,15 @@ class RunnerState(msgspec.Struct, frozen=True):
 
 
 class PolicyRunner:
-    """One policy for one target, within bounds. Mutable; one owner.
+    """Steps the policy of a target and enforces the bounds. Mutable; owned by its control loop.
 
     Whatever the policy: the answer is within the bounds; a request that waits where there is no
     replica gets one at once; and there are never fewer replicas than the spec says while a picker's
     counters could not be read, or before the policy has watched for `watch_s`.
 
     Args:
-        policy: Says how many.
-        bounds: How few and how many there may be.
+        policy: Computes the desired replicas.
+        bounds: Smallest and largest number of replicas.
     """
 
     def __init__(self, policy: ScalingPolicy, bounds: ReplicaBounds) -> None:
@@ -51,10 +51,10 @@ class PolicyRunner:
         self._at: float | None = None
 
     def step(self, demand: Demand) -> ScalingDecision:
-        """One tick: every `policy.interval_s`, and when a request begins to wait at zero.
+        """Decide: every `policy.interval_s`, and when a request is queued at zero replicas.
 
         Args:
-            demand: What is seen now; `now` must not go back.
+            demand: Current demand; `now` must not decrease.
         """
         now = demand.now
         gap_s = max(_GAP * self.policy.watch_s, _GAP_INTERVALS * self.policy.interval_s)
@@ -65,7 +65,7 @@ class PolicyRunner:
         return self._clamp(wanted, demand, watched_s=now - self._since)
 
     def state(self) -> RunnerState:
-        """What it remembers."""
+        """Current state, for `restore` in another process."""
         return RunnerState(
             self.policy.kind,
             0.0 if self._at is None else self._at,
@@ -74,7 +74,7 @@ class PolicyRunner:
         )
 
     def restore(self, saved: RunnerState, *, shift_s: float = 0.0) -> bool:
-        """Go on where another scaler stopped.
+        """Continue from the state of another process.
 
         Args:
             saved: State of that scaler, from JSON.

@@ -1,4 +1,4 @@
-"""Every policy there is: the name in a configuration, and the class.
+"""Registry of scaling policies: name in the configuration, and class.
 
 A literal table, so that it can be searched. A class here takes its parameters as keyword fields.
 """
@@ -25,7 +25,7 @@ DEFAULT = "adaptive"
 
 
 def make(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
-    """A policy from its name and parameters.
+    """Build a policy from its name and parameters.
 
     Raises:
         ConfigError: There is no such policy or parameter, or a value is out of range.

@@ -1,4 +1,4 @@
-"""What was seen over the last seconds."""
+"""Time-weighted statistics over a sliding window."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import msgspec
 
 
 class TimeWindow(msgspec.Struct, frozen=True):
-    """A quantity over time. A value speaks for the time since the one before it.
+    """Samples of a quantity over time; a sample covers the time since the sample before it.
 
     Attributes:
-        begun: When the first value was seen, however long ago; None for never.
-        samples: When and what, in order; the first may be from before the window, and says where
-            the time of the second begins.
+        begun: Time of the first sample ever; None before it.
+        samples: Pairs of time and value, in order; the first may lie before the window, and marks
+            where the time of the second begins.
     """
 
     begun: float | None = None
     samples: tuple[tuple[float, float], ...] = ()
 
     def add(self, now: float, value: float, *, span_s: float) -> TimeWindow:
-        """This window with one more value.
+        """Return the window with a further sample.
 
         Args:
-            now: When it was seen; not before the last one.
-            value: What was seen.
-            span_s: How much of the past is kept.
+            now: Time of the sample; not before the last sample.
+            value: The quantity.
+            span_s: Length of the window.
         """
         samples = self.samples
         first = 0
@@ -34,11 +34,11 @@ class TimeWindow(msgspec.Struct, frozen=True):
         )
 
     def watched_s(self, now: float) -> float:
-        """How long it was watched, without end."""
+        """Seconds since the first sample, not limited by the window."""
         return 0.0 if self.begun is None else now - self.begun
 
     def mean(self, now: float, span_s: float) -> float:
-        """Mean over the last seconds, by time; over what was seen where that is shorter.
+        """Time-weighted mean of the last `span_s` seconds, or of the watched time if shorter.
 
         The first value of all speaks for no time, and counts only where it is alone.
         """
@@ -62,7 +62,7 @@ class TimeWindow(msgspec.Struct, frozen=True):
         return max((value for at, value in self.samples if at > now - span_s), default=0.0)
 
     def shift_time(self, by_s: float) -> TimeWindow:
-        """The same on a clock that shows so many seconds more."""
+        """Return the window with all times moved by `by_s` seconds, for another clock."""
         if self.begun is None:
             return self
         samples = tuple((at + by_s, value) for at, value in self.samples)
@@ -70,5 +70,5 @@ class TimeWindow(msgspec.Struct, frozen=True):
 
 
 def shift_time(when: float | None, by_s: float) -> float | None:
-    """A moment on a clock that shows so many seconds more; None stays what never was."""
+    """Move a time by `by_s` seconds, for another clock; None stays None."""
     return None if when is None else when + by_s

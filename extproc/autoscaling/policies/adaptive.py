@@ -1,4 +1,4 @@
-"""Ours: as many replicas as keep the wait short, and no more."""
+"""Adaptive policy: the smallest number of replicas that keeps waits short."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALWAYS_MORE = 4
 
 
 class AdaptiveState(msgspec.Struct, frozen=True):
-    """What it remembers.
+    """State of `AdaptivePolicy`.
 
     Attributes:
         arriving: Work that arrived (token seconds per second).
@@ -48,7 +48,7 @@ class AdaptiveState(msgspec.Struct, frozen=True):
 
 
 class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """As many replicas as the work needs until others could be there.
+    """As many replicas as the work needs until a new replica could be available.
 
     With work in token seconds (see `demand`):
 
@@ -108,7 +108,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def step(
         self, state: AdaptiveState, demand: Demand, bounds: ReplicaBounds
     ) -> tuple[AdaptiveState, ScalingDecision]:
-        """See `policy.Policy`."""
+        """See `ScalingPolicy`."""
         now, spec = demand.now, demand.spec
         arriving = state.arriving.add(now, demand.arriving, span_s=self.window_s)
         busy_at = now if demand.requests or state.busy_at is None else state.busy_at
@@ -146,7 +146,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return memory, ScalingDecision(spec, ScalingReason.STEADY, explanation)
 
     def _rate(self, arriving: TimeWindow, demand: Demand) -> float:
-        """L: work that arrives per second."""
+        """L: arriving work (token seconds per second)."""
         now, window_s = demand.now, self.window_s
         watched_s = arriving.watched_s(now)
         steady = arriving.mean(now, window_s) * min(1.0, watched_s / window_s)
@@ -170,5 +170,5 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def _replicas_for(work: float, per_replica: float) -> float:
-    """How many share the work; a number of replicas no fleet has where nothing is known of them."""
+    """Replicas that share the work; 0 where the capacity of a replica is unknown."""
     return min(work / per_replica, 1e6) if per_replica > 0 else 0.0

@@ -1,4 +1,4 @@
-"""KubeAI's autoscaler."""
+"""KubeAI's autoscaling policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EARLY_S = 1e-6
 
 
 class KubeAIState(msgspec.Struct, frozen=True):
-    """What it remembers.
+    """State of `KubeAIPolicy`.
 
     Attributes:
         ring: Active requests of the last ticks, the oldest first; empty before the first tick.
@@ -64,13 +64,13 @@ class KubeAIPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def watch_s(self) -> float:
-        """A whole ring."""
+        """Length of the full ring."""
         return self.window_s
 
     def step(
         self, state: KubeAIState, demand: Demand, bounds: ReplicaBounds
     ) -> tuple[KubeAIState, ScalingDecision]:
-        """See `policy.Policy`; between ticks the spec stays."""
+        """See `ScalingPolicy`; between ticks the spec stays."""
         now, spec = demand.now, demand.spec
         if state.next_at is not None and now < state.next_at - _EARLY_S:
             return state, ScalingDecision(spec, ScalingReason.STEADY)
@@ -78,7 +78,7 @@ class KubeAIPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         average = math.fsum(ring) / len(ring)
         wanted = bounds.clamp(math.ceil(average / self.target_requests))
         because = f"{average:.4g} requests on average, {self.target_requests:g} per replica"
-        # Ticks that nobody made are not made up for.
+        # Missed ticks are not caught up.
         due = (now if state.next_at is None else state.next_at) + self.interval_s
         next_at = due if due > now else now + self.interval_s
         if wanted >= spec:

@@ -1,4 +1,4 @@
-"""Wallaroo's queue-depth trigger."""
+"""Queue-depth policy, after the trigger of Wallaroo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class QueueDepthState(msgspec.Struct, frozen=True):
-    """What it remembers.
+    """State of `QueueDepthPolicy`.
 
     Attributes:
         depths: Requests per replica over the window.
@@ -74,19 +74,19 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def watch_s(self) -> float:
-        """One window."""
+        """Length of the window."""
         return self.window_s
 
     def step(
         self, state: QueueDepthState, demand: Demand, bounds: ReplicaBounds
     ) -> tuple[QueueDepthState, ScalingDecision]:
-        """See `policy.Policy`."""
+        """See `ScalingPolicy`."""
         now, spec, window_s = demand.now, demand.spec, self.window_s
         replicas = max(1, demand.available + demand.starting)
         depths = state.depths.add(now, demand.requests / replicas, span_s=window_s)
         changed_at = state.changed_at
         if state.spec is not None and spec != state.spec:
-            # What the last step asked for; or somebody else since, which is as good a reason.
+            # Changed by the last step, or by another actor since; both start a new window.
             changed_at = state.depths.samples[-1][0]
         memory = QueueDepthState(depths, spec, changed_at)
         explanation = (

@@ -1,11 +1,11 @@
-"""The shells that scale: the loop of every pool, what it reads, and the hands that act.
+"""Runtime of autoscaling: control loops, their inputs, and the actuators.
 
-Lives here: the loops and who starts them (`autoscaler`, `scaled_pool`, `control_loop`), what a picker counts
-(`demand_counters`), what others count (`peer_counters`), and those who act (`actuator`): Kubernetes (`scale_subresource`,
-with `scale_objects` for what it says and `competing_autoscalers` for who else scales), child processes (`process_actuator`), a
-program (`exec_actuator`). What outlives us is kept in a ConfigMap (`state_store`); KEDA asks and listens to
-`keda_scaler`.
-Must not live here: how many replicas there should be (`extproc.autoscaling`), elections
+Lives here: the loops (`autoscaler`, `scaled_pool`, `control_loop`), counters of this process
+(`demand_counters`) and of its peers (`peer_counters`), and the actuators (`actuator`): the scale
+subresource of Kubernetes (`scale_subresource`, with `scale_objects` for paths and JSON and
+`competing_autoscalers`), child processes (`process_actuator`), a program (`exec_actuator`). State
+that outlives the process is in a ConfigMap or a file (`state_store`); `keda_scaler` serves KEDA.
+Must not live here: the number of replicas (`extproc.autoscaling`), elections
 (`extproc.election`).
 Driven by: `extproc.server.app`.
 """

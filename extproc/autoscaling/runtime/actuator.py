@@ -1,4 +1,4 @@
-"""What acts on the number: a protocol, and hands that leave it to others."""
+"""Actuators apply a scaling decision: the protocol, and one that leaves it to others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from extproc.autoscaling.interface import ScalingDecision
 
 
 class ActuatorError(msgspec.Struct, frozen=True):
-    """It could not be done; the text says why, for people."""
+    """Failure of an actuator, with a message for people."""
 
     message: str
 
 
 class Actuator(Protocol):
-    """Who reads and changes how many replicas are asked for.
+    """Reads and changes the number of replicas requested of a scale target.
 
     Attributes:
         scales: Whether it changes replicas itself; False where others read the number and act.
@@ -26,38 +26,39 @@ class Actuator(Protocol):
 
     @property
     def acts(self) -> bool:
-        """Whether this process, and nobody else, may change the number now."""
+        """True while this process may change the number of replicas."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """Replicas that are asked for.
+        """Read the number of requested replicas.
 
         Args:
-            available: Replicas that answer.
+            available: Ready replicas.
         """
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
-        """Ask for another number.
+        """Request another number of replicas.
 
         Args:
-            desired: How many, and why.
-            spec: Replicas asked for until now.
+            desired: Replicas and reason.
+            spec: Replicas requested until now.
         """
 
     def restore(self, replicas: int) -> None:
-        """Another process asked for so many before; only where nobody else can tell.
+        """Take over the number another process requested, where no object records it.
 
         Args:
-            replicas: Asked for when that one last looked.
+            replicas: Number that process requested last.
         """
 
     async def run(self) -> None:
-        """Whatever has to go on beside; until cancelled."""
+        """Run the background work of the actuator until cancelled."""
 
 
 class AdvisoryActuator:
-    """Others act on what is told, so what was told is what is asked for.
+    """Publishes decisions for others to apply, and takes the last one as requested.
 
-    At first that is what is there: of a target nobody here may read, nothing else is known.
+    Before the first decision the ready replicas count as requested, since the target cannot be
+    read.
     """
 
     scales = False
@@ -67,7 +68,7 @@ class AdvisoryActuator:
 
     @property
     def acts(self) -> bool:
-        """Telling is acting, for everybody who is asked."""
+        """True: every replica may publish its decision."""
         return True
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
@@ -85,4 +86,4 @@ class AdvisoryActuator:
         self._requested = replicas
 
     async def run(self) -> None:
-        """Nothing."""
+        """Return at once: there is no background work."""

@@ -1,4 +1,4 @@
-"""All loops of a process, and what they share."""
+"""Autoscaler of a process: creates, runs and removes the control loops of its pools."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _REPORT_S = 1.0
 
 
 class Autoscaler:
-    """Scales every pool that asks for it: those written out, and found ones as they come and go.
+    """Scales all pools with autoscaling: configured pools, and discovered pools as they change.
 
     Args:
         settings: The whole configuration.
         sites: The pools.
-        tallies: Where facts go.
-        leads: Whether this replica holds the Lease.
+        tallies: Metrics of the process.
+        leads: True while this replica holds the Lease.
         clock: Monotonic seconds.
-        token: Gives what pages of other pickers want; empty for nothing.
+        token: Returns the bearer token for requests to peers; empty for none.
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.
@@ -63,8 +63,8 @@ class Autoscaler:
     Attributes:
         loops: By name of the pool.
         peers: The other pickers.
-        on_change: Called when a loop has looked.
-        on_gone: Called when there will be no more of a loop.
+        on_change: Called after every step of a loop.
+        on_gone: Called when a loop was removed.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Autoscaler:
             sites.on_change = self.sync_pools
 
     def figures(self) -> Mapping[str, ScalingMetrics]:
-        """What is shown, by pool."""
+        """Metrics by name of the pool."""
         shown = {name: pool.charts.figures() for name, pool in self._scaled.items()}
         for name, count in self._refusals.items():
             shown[name] = msgspec.structs.replace(shown.get(name, ScalingMetrics()), refusals=count)
         return shown
 
     async def start(self) -> None:
-        """Go on where another replica stopped.
+        """Restore saved state and attach all loops.
 
         Raises:
             ConfigError: The API server's address or credentials are missing or broken.
@@ -149,7 +149,7 @@ class Autoscaler:
             self._supervisor.call("autoscaling", remind, instance=pool.site.name)
 
     def sync_pools(self) -> None:
-        """Scale the pools that Kubernetes brought, and only those that are still there."""
+        """Reconcile the control loops with the pools that Kubernetes discovery reports."""
         brought = self._sites.discovered
         for name in [known for known in self._logged if known not in brought]:
             self._forget(name)
@@ -160,7 +160,7 @@ class Autoscaler:
         self._others.set()
 
     async def run(self) -> None:
-        """All loops, as pools come and go, until cancelled."""
+        """Run the loops of all pools, as pools come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             keep = self._supervisor.keep
             if self._memory is not None:
@@ -181,13 +181,13 @@ class Autoscaler:
                 await self._others.wait()
 
     async def hand_over(self) -> None:
-        """Leave what was learned to whoever leads next, while this one still does."""
+        """Save the state for the next leader, while this replica still leads."""
         if self._memory is not None and self._writes():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._save(self._memory), _LAST_S)
 
     async def close(self) -> None:
-        """End what was started."""
+        """Close connections."""
         self.peers.close()
         if self._cluster is not None:
             await self._cluster.close()
@@ -206,7 +206,7 @@ class Autoscaler:
         self.loops[pool.site.name] = pool.loop
 
     def _rescale(self, name: str, site: PoolRuntime) -> None:
-        """Scale a found pool as it wants to be now."""
+        """Apply the current annotations of a discovered pool."""
         try:
             wanted = discovered_scaling.scaling(self._rules, name, site.annotations)
             self._logged[name] = site, site.annotations
@@ -239,7 +239,7 @@ class Autoscaler:
             self._remind(pool.loop)
 
     def _other(self, pool: ScaledPool) -> str | None:
-        """The pool for which the same object is scaled already."""
+        """Name of the pool that scales the same object already; None where there is none."""
         if pool.target is None:
             return None
         place = _place(pool.target)
@@ -251,7 +251,7 @@ class Autoscaler:
         return next(taken, None)
 
     def _drop(self, name: str) -> LoopState | None:
-        """Scale it no longer; returns what was learned."""
+        """Stop scaling a pool; returns its state, None where it was not scaled."""
         pool = self._scaled.pop(name, None)
         if pool is None:
             return None
@@ -261,7 +261,7 @@ class Autoscaler:
         return pool.loop.state()
 
     def _forget(self, name: str) -> None:
-        """The pool is gone: another one of its name is another one."""
+        """Drop everything about a removed pool: a later pool of its name is a new pool."""
         self._drop(name)
         del self._logged[name]
         self._numbers.pop(name, None)
@@ -281,14 +281,14 @@ class Autoscaler:
             _log.error("pool %s is not scaled: %s", name, why)
 
     async def _report(self, cluster: scale_subresource.ScaleClient) -> None:
-        """Write refused annotations into Events on their pools, while this replica leads."""
+        """Write Events about refused annotations of pools, while this replica leads."""
         while True:
             await asyncio.sleep(_REPORT_S)
             await self.report(cluster)
             self._supervisor.works("autoscaling", _EVENTS)
 
     async def report(self, cluster: scale_subresource.ScaleClient) -> None:
-        """Write those that were not written yet."""
+        """Write the Events that are not written yet."""
         while self._unreported and self._around.leads():
             name, why = self._unreported.popitem()
             namespace, _, pool = name.rpartition("/")
@@ -313,7 +313,7 @@ class Autoscaler:
 
     async def _save(self, store: state_store.StateStore) -> None:
         if self._sites.listed:
-            # All pools there are were told of: what is left belongs to none.
+            # Discovery is complete: state that is left belongs to no pool.
             self._saved_states.clear()
         await store.save(
             self._saved_states | {name: loop.state() for name, loop in self.loops.items()}
@@ -342,12 +342,12 @@ def _always() -> bool:
 
 
 def _identity() -> str:
-    """The name of this picker in this life."""
+    """Identity of this process: host or pod name with a random suffix."""
     return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
 
 
 def _build_cluster(settings: Settings, identity: str) -> scale_subresource.ScaleClient | None:
-    """What scales objects; None where nothing that is scaled is in Kubernetes."""
+    """Build the client of scale targets; None where no Kubernetes object is scaled."""
     if not pools.scales_kubernetes_objects(settings):
         return None
     cluster = settings.cluster
@@ -363,7 +363,7 @@ def _build_memory(
     namespace: str,
     clock: Callable[[], float],
 ) -> state_store.StateStore | None:
-    """Where what was learned outlives this replica; None where nothing does."""
+    """Build the store of the state of all loops; None where state is not saved."""
     if shared.state_file:
         return state_store.FileStateStore(Path(shared.state_file), clock=clock, time=_time)
     if cluster is not None and shared.state:
@@ -374,7 +374,7 @@ def _build_memory(
 
 
 def _place(target: ScaleTarget) -> tuple[str, str, str, str]:
-    """What an object is, whichever version of its API a target names."""
+    """Key of a target: group, resource, namespace and name, without the API version."""
     return target.group, target.resource, target.namespace, target.name
 
 

@@ -1,4 +1,4 @@
-"""Other autoscalers of a target: HorizontalPodAutoscalers and ScaledObjects that name it. A shell.
+"""Finds other autoscalers of a target: HorizontalPodAutoscalers and ScaledObjects.
 
 Two autoscalers of an object undo each other's work, so what is not known counts as there. A list
 that fails changes nothing of what was known.
@@ -29,7 +29,7 @@ _FINAL_REFUSALS = api_errors.FINAL_DENIALS
 
 
 class AutoscalerKind(msgspec.Struct, frozen=True):
-    """One kind of autoscaler: its API group, version, plural name and kind."""
+    """Kind of an autoscaler: API group, version, plural name and kind."""
 
     group: str
     version: str
@@ -44,7 +44,7 @@ KINDS = (
 
 
 class ScaleApi(Protocol):
-    """The API server; such as `kubernetes.Cluster`."""
+    """Client of the API server, such as `scale_subresource.ScaleClient`."""
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
@@ -53,7 +53,7 @@ class ScaleApi(Protocol):
 
 
 class _Known:
-    """What is known of a kind: names of autoscalers, None before the first list."""
+    """Result of listing a kind: names of autoscalers, None before the first list."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None
@@ -97,7 +97,7 @@ class CompetingAutoscalers:
         return pause_s
 
     async def _list(self, kind: AutoscalerKind, known: _Known) -> bool:
-        """List a kind; whether the answer can stand for a while."""
+        """List a kind; returns True if the result can stay for a while."""
         path = scale_objects.namespaced_path(
             kind.group, kind.version, self._target.namespace, kind.plural
         )
@@ -130,7 +130,7 @@ class CompetingAutoscalers:
         return False
 
     def _forbidden(self, kind: AutoscalerKind, known: _Known) -> None:
-        """The right is missing for good: say so once, and go on with what was known."""
+        """Log a missing right once, and keep the last known autoscalers."""
         if known.refused == _FINAL_REFUSALS:
             _log.warning(
                 "autoscaling: no right to list %s in %s: %s; add to a Role of the service account "

@@ -1,4 +1,4 @@
-"""The loop of one pool: reads, asks the policy, acts."""
+"""Control loop of a pool: observe, decide, act."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from extproc.server.pool_runtime import PoolRuntime
 _log = logging.getLogger("extproc.server")
 
 #: Seconds until the next look while a request waits and nothing is asked for: what was tried failed,
-#: or whoever may act is just being elected.
+#: or the election of the replica that may act is still running.
 _AGAIN_S = 1.0
 
 #: Seconds until the first look of a picker whose pool is not known yet.
@@ -30,12 +30,12 @@ _UNKNOWN_S = 0.2
 
 
 class LoopState(msgspec.Struct, frozen=True):
-    """What a loop remembers; JSON.
+    """State of a `ControlLoop`; JSON.
 
     Attributes:
-        scaler: Of the policy.
-        learned: Of the meter.
-        requested: Replicas asked for; None while nobody looked.
+        scaler: State of the policy runner.
+        learned: State of the demand estimator.
+        requested: Replicas requested last; None before the first step.
     """
 
     scaler: RunnerState
@@ -44,25 +44,25 @@ class LoopState(msgspec.Struct, frozen=True):
 
 
 class ControlLoop:
-    """Scales one pool.
+    """Scales a pool. Mutable; owned by its `ScaledPool`.
 
     Args:
         site: The pool.
-        scaling: How many replicas, by what.
-        acting: Who acts.
-        counters: What this picker counts of the pool.
-        peers: What others count.
-        charts: What is shown of it.
+        scaling: Policy, bounds and parameters.
+        acting: Applies decisions.
+        counters: Counters of this process for the pool.
+        peers: Counters of other replicas of the endpoint picker.
+        charts: Metrics of the loop.
         clock: Monotonic seconds.
-        on_change: Called after a number was asked for, or failed to be, and after every look.
+        on_change: Called after every step, successful or not.
 
     Raises:
         ConfigError: There is no such policy.
 
     Attributes:
-        name: Of the pool.
-        desired: How many replicas there should be; None before anything is known.
-        demand: What was seen last.
+        name: Name of the pool.
+        desired: Last decision; None before the first step.
+        demand: Demand of the last step; None before it.
     """
 
     def __init__(
@@ -100,30 +100,30 @@ class ControlLoop:
 
     @property
     def active(self) -> bool:
-        """Whether there should be a replica at all."""
+        """True if at least a single replica is desired."""
         return self.desired is not None and self.desired.replicas > 0
 
     def arrived(self) -> None:
-        """A request begins to wait. Cheap: it is called for every one of them."""
+        """Handle a request that is queued. Cheap: it is called for every queued request."""
         if self._asleep and not self._woken.is_set():
             if self._waits_since is None:
                 self._waits_since = self._clock()
             self._woken.set()
 
     def wake(self) -> None:
-        """Another picker says that a request waits."""
+        """Handle the report of a peer that a request is queued."""
         if self._asleep:
             self._woken.set()
 
     def state(self) -> LoopState:
-        """What it remembers."""
+        """Current state, for `restore` in another process."""
         return LoopState(self._scaler.state(), self._meter.state, self._requested)
 
     def restore(self, state: LoopState, *, shift_s: float) -> bool:
-        """Go on where another loop stopped; `shift_s` as in `PolicyRunner.restore`.
+        """Continue from the state of another process; `shift_s` as in `PolicyRunner.restore`.
 
         Returns:
-            Whether it could be read; another policy's is not.
+            False if the state belongs to another policy; then nothing changes.
         """
         if not self._scaler.restore(state.scaler, shift_s=shift_s):
             return False
@@ -134,7 +134,7 @@ class ControlLoop:
         return True
 
     async def run(self) -> None:
-        """Look for ever, and at once when a request waits where there is nothing."""
+        """Step until cancelled, and at once when a request is queued at zero replicas."""
         while True:
             hurry = self._woken.is_set()
             self._woken.clear()
@@ -143,10 +143,10 @@ class ControlLoop:
                 await asyncio.wait_for(self._woken.wait(), pause)
 
     async def step(self, *, hurry: bool = False) -> float:
-        """One look; returns seconds until the next.
+        """Observe, decide and act once; returns seconds until the next step.
 
         Args:
-            hurry: Whether somebody waits for it: then others are told, not asked.
+            hurry: True if a request waits for it: peers get our counters, theirs are not read.
         """
         if not self._site.synced:
             return _UNKNOWN_S
@@ -166,7 +166,7 @@ class ControlLoop:
         if hurry:
             await self._peers.push()
         elif own.held and self._asleep:
-            # Whoever may act was asked, and did not: it may be another one by now.
+            # The replica that may act was notified and did not: another may lead by now.
             await self._peers.push()
         return _AGAIN_S if failed or (own.held and self._asleep) else self._scaler.policy.interval_s
 
@@ -184,7 +184,7 @@ class ControlLoop:
             self._waits_since = None
 
     async def _act(self, spec: int) -> bool:
-        """Ask for the number that is wanted; whether that failed."""
+        """Apply the decision; returns True if that failed."""
         desired = self.desired
         failed: actuator.ActuatorError | None = None
         acted = desired is not None and desired.replicas != spec and self.actuator.acts

@@ -1,4 +1,4 @@
-"""What one picker counts of one pool."""
+"""Counters of this process for a pool, as input of the demand estimation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WANTED = frozenset({429, 503})
 
 
 class DemandCounters:
-    """Reads counters of one site. Totals never go down, whatever moves between their parts.
+    """Reads the counters of a pool. Totals never decrease, even if a part of them does.
 
     Args:
         site: The pool.
-        tallies: What is counted of it.
+        tallies: Metrics of the pool.
     """
 
     def __init__(self, site: PoolRuntime, tallies: PoolCounters) -> None:
@@ -34,19 +34,19 @@ class DemandCounters:
 
     @property
     def held(self) -> int:
-        """Requests that wait."""
+        """Queued requests (count)."""
         return 0 if self._site.flow_controller is None else self._site.flow_controller.queue.count
 
     @property
     def available(self) -> int:
-        """Replicas that answer."""
+        """Ready replicas (count)."""
         return available(self._site.parts.store.pool)
 
     def observe_target(self, spec: int, now: float) -> TargetObservation:
-        """What is seen of the target itself.
+        """Replicas, scraped load and engine speed of the scale target.
 
         Args:
-            spec: Replicas asked for.
+            spec: Requested replicas.
             now: Monotonic seconds.
         """
         pool = self._site.parts.store.pool
@@ -63,7 +63,7 @@ class DemandCounters:
         )
 
     def read(self) -> PickerCounters:
-        """What it is now."""
+        """Current counters of this process."""
         tallies, pool = self._tallies, self._site.parts.store.pool
         gate = self._site.flow_controller
         held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
@@ -86,7 +86,7 @@ class DemandCounters:
         )
 
     def _read_answers(self, pool: Pool) -> None:
-        """Of streamed answers nobody says how long they were: those of the engines' own count."""
+        """Add answer tokens; an answer without usage counts with the mean of the engines."""
         tallies = self._tallies
         answered = tallies.answered_total - self._answered
         reports = tallies.reported_total - self._reports
@@ -100,7 +100,7 @@ class DemandCounters:
 
 
 def available(pool: Pool) -> int:
-    """Replicas that answer; one with several ports is one."""
+    """Ready replicas (count); a replica with several ports counts once."""
     return len(
         {member.endpoint.uid or member.endpoint.address for member in pool.members if member.up}
     )

@@ -1,4 +1,4 @@
-"""A program that is run when the number changes."""
+"""Runs a program when the number of replicas changes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.config.autoscaling import REPLICAS
 
-#: Longest piece of what a program that failed said (bytes).
+#: Longest part of the output of a failed program that is logged (bytes).
 _MAX_OUTPUT_BYTES = 400
 
 
 class ExecActuator:
-    """The hands of a machine without Kubernetes: whoever keeps the engines is told the number.
+    """Scales without Kubernetes: a program receives the number of replicas.
 
     Args:
         command: Program and arguments; `{replicas}` becomes the number.
-        timeout_s: For the program.
+        timeout_s: Time limit of the program.
     """
 
     scales = True
@@ -31,15 +31,15 @@ class ExecActuator:
 
     @property
     def acts(self) -> bool:
-        """Always: there is no Lease without Kubernetes."""
+        """True: there is no Lease without Kubernetes."""
         return True
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """See `Hands`: what was told, or at first what is there."""
+        """See `Actuator`: the last number, or before it the ready replicas."""
         return available if self._requested is None else self._requested
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
-        """See `Hands`: run the program."""
+        """See `Actuator`: run the program."""
         del spec
         argv = [word.replace(REPLICAS, str(desired.replicas)) for word in self._command]
         try:
@@ -67,8 +67,8 @@ class ExecActuator:
         return None
 
     def restore(self, replicas: int) -> None:
-        """See `Hands`: engines that outlive a picker are still starting, or still there."""
+        """See `Actuator`: engines outlive this process."""
         self._requested = replicas
 
     async def run(self) -> None:
-        """Nothing."""
+        """Return at once: there is no background work."""

@@ -1,4 +1,4 @@
-"""The external scaler that KEDA asks and listens to.
+"""External scaler for KEDA.
 
 A ScaledObject with a trigger `external-push` names the pool and the metric in its metadata:
 
@@ -35,10 +35,10 @@ Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
 class KedaExternalScaler:
-    """Serves the protocol.
+    """Serves the `externalscaler.ExternalScaler` gRPC service.
 
     Args:
-        loops: By name of the pool.
+        loops: Control loops by name of the pool.
     """
 
     def __init__(self, loops: Mapping[str, ControlLoop]) -> None:
@@ -47,13 +47,13 @@ class KedaExternalScaler:
         self._closing = False
 
     def notify(self, loop: ControlLoop) -> None:
-        """A loop has looked: whoever listens hears of it if it is another answer."""
+        """Notify subscribers of a loop after its step."""
         for event, heard in self._listening.items():
             if heard is loop:
                 event.set()
 
     def gone(self, loop: ControlLoop) -> None:
-        """Whoever listens to a loop that is no more has to ask again."""
+        """End the streams of a removed loop: KEDA has to subscribe again."""
         for event in [subscriber for subscriber, heard in self._listening.items() if heard is loop]:
             del self._listening[event]
             event.set()
@@ -70,7 +70,7 @@ class KedaExternalScaler:
         return keda.active(result=loop.active)
 
     async def stream_is_active(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Serve `StreamIsActive`: the answer now, and every other one at once."""
+        """Serve `StreamIsActive`: the current value, and every change at once."""
         loop = await self._loop(keda.reference(data), context, known=False)
         event = asyncio.Event()
         self._listening[event] = loop
@@ -104,7 +104,7 @@ class KedaExternalScaler:
     async def _loop(
         self, reference: keda.ScaledObjectRef | None, context: Context, *, known: bool = True
     ) -> ControlLoop:
-        """Whose pool is meant, which must have been looked at where it has to be `known`."""
+        """Find the loop a request names; with `known` it must have made a step."""
         if reference is None:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         name = reference.metadata.get("pool", "")
@@ -123,7 +123,7 @@ class KedaExternalScaler:
 
 
 async def _metric(reference: keda.ScaledObjectRef | None, context: Context) -> tuple[str, float]:
-    """Which metric is meant, and its target."""
+    """Name and target value of the metric that a trigger names."""
     metadata = reference.metadata if reference is not None else {}
     name = metadata.get("metric", _USUAL)
     if name not in _TARGETS:
@@ -148,7 +148,7 @@ async def _refuse(context: Context, code: grpc.StatusCode, message: str) -> NoRe
 
 
 def register(server: grpc.aio.Server, scaler: KedaExternalScaler, supervisor: Supervisor) -> None:
-    """Serve the protocol on a server, in bytes: reading and writing is the wire's."""
+    """Register the service on a gRPC server; `extproc.wire.keda` encodes and decodes."""
 
     async def failed(error: Exception, context: Context) -> NoReturn:
         supervisor.note("keda", error)

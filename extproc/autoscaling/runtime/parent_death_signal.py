@@ -1,4 +1,4 @@
-"""Children that die with their parent, also when the parent is killed."""
+"""Starts children that die with their parent, also when the parent is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def with_parent_death_signal(argv: Sequence[str]) -> Sequence[str]:
-    """A command line that dies with this process, where the system can do that."""
+    """Wrap a command line so that it dies with this process, on Linux only."""
     if sys.platform != "linux":
         return argv
     return (sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv)

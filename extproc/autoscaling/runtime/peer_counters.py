@@ -1,4 +1,4 @@
-"""What the other pickers count: asked for at every look, and pushed when a request waits."""
+"""Exchanges counters between replicas: read at every step, pushed when a request waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from extproc.server.admin_access import normalize_address
 
 _log = logging.getLogger("extproc.server")
 
-#: Where pickers tell each other what they count.
+#: Path by which replicas exchange counters.
 PATH = "/internal/load"
 
 #: Longest page (bytes): a thousand pools.
@@ -42,11 +42,11 @@ _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class PeerReport(msgspec.Struct, frozen=True):
-    """What one picker counts; JSON.
+    """Counters of a replica of the endpoint picker; JSON.
 
     Attributes:
-        picker: Which one, in this life.
-        pools: By name of the pool.
+        picker: Identity of the process.
+        pools: Counters by name of the pool.
     """
 
     picker: Annotated[str, msgspec.Meta(max_length=256)]
@@ -60,7 +60,7 @@ _REPORT_DECODER = msgspec.json.Decoder(PeerReport)
 
 
 def read_report(page: bytes) -> PeerReport | None:
-    """What another picker counts; None for any other bytes, or with a number out of its range."""
+    """Decode a report; None for malformed bytes or a number out of its range."""
     try:
         return _REPORT_DECODER.decode(page)
     except _BROKEN:
@@ -68,11 +68,11 @@ def read_report(page: bytes) -> PeerReport | None:
 
 
 class _PolledPeer:
-    """One address.
+    """Address of a peer, and its last report.
 
     Attributes:
-        name: Of the picker there, once it answered.
-        report: What it told last; None when it could not be read the last time.
+        name: Identity of the peer; its address before the first answer.
+        report: Last report; None if the last read failed.
     """
 
     def __init__(self, address: str) -> None:
@@ -81,14 +81,14 @@ class _PolledPeer:
 
 
 class PeerCounterClient:
-    """All other pickers of the same pools.
+    """Client of the other replicas of the endpoint picker.
 
     Args:
-        identity: Of this one.
+        identity: Identity of this process.
         written: `host:port` of their pages; a name stands for every address it resolves to.
-        timeout_s: For one answer.
-        own: Gives what this picker counts, by pool.
-        token: Gives what their pages want; empty sends none.
+        timeout_s: Time limit of a request.
+        own: Returns the counters of this process by pool.
+        token: Returns the bearer token for peers; empty sends none.
 
     Raises:
         ConfigError: An address cannot be read.
@@ -121,21 +121,21 @@ class PeerCounterClient:
         self._hosts_at = -math.inf
 
     def last(self, pool: str) -> dict[str, PickerCounters | None]:
-        """What was read last, without asking."""
+        """Last counters of all peers for a pool, without a request; None where a read failed."""
         counters: dict[str, PickerCounters | None] = dict.fromkeys(self._unresolved)
         for peer in self._peers.values():
             counters[peer.name] = None if peer.report is None else peer.report.pools.get(pool)
         return counters
 
     async def read(self, pool: str) -> dict[str, PickerCounters | None]:
-        """Ask all of them at once; None for one that cannot be read."""
+        """Read the counters of all peers at once; None for a peer that cannot be read."""
         if self._written:
             await self._resolve()
             await asyncio.gather(*map(self._ask, list(self._peers)))
         return self.last(pool)
 
     async def is_peer(self, host: str) -> bool:
-        """Whether another picker has this address; names are resolved again for a new one.
+        """Check if a peer has this address; names are resolved again for a new address.
 
         Args:
             host: IP address, as `admin_access.normalize_address` writes it.
@@ -148,7 +148,7 @@ class PeerCounterClient:
         return self._has(host)
 
     async def push(self) -> None:
-        """Tell all of them, so that whoever may act does so now."""
+        """Send our counters to all peers, so that the leader can act at once."""
         addresses = list(self._peers)
         if not addresses:
             return
@@ -159,12 +159,12 @@ class PeerCounterClient:
         )
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._asking.close()
         self._pushing.close()
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """What other pickers ask for and push."""
+        """HTTP routes by which peers read and push counters."""
         return (web.get(PATH, self._tell), web.post(PATH, self._hear))
 
     async def _tell(self, _: web.Request) -> web.Response:
@@ -178,7 +178,7 @@ class PeerCounterClient:
         known = [peer for peer in self._peers.values() if peer.name == report.picker]
         for peer in known:
             peer.report = report
-        # Of somebody unknown nothing is believed but that it is time to look.
+        # The report of an unknown sender has no effect but to wake the loops.
         self.woken([name for name, counters in report.pools.items() if counters.held])
         return web.Response(text="ok\n")
 
@@ -212,7 +212,7 @@ class PeerCounterClient:
         return any(host in hosts for hosts in self._hosts)
 
     def _keep_hosts(self, resolved: Sequence[Sequence[str]]) -> None:
-        """Take over which addresses peers have; a name that has none keeps those of before."""
+        """Replace the known addresses of peers; a name that resolves to none keeps its last."""
         hosts = [
             frozenset(normalize_address(_split(address)[0]) for address in addresses)
             for addresses in resolved

@@ -1,4 +1,4 @@
-"""Engines as child processes: the hands, and the endpoints, of a machine without Kubernetes."""
+"""Runs engines as child processes: actuator and discovery without Kubernetes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _LAST_LINES = 5
 
 
 class EngineProcess:
-    """One child.
+    """Child process of an engine.
 
     Attributes:
         address: `ip:port`; empty while it is unknown.
-        ready: Whether it answers, and may get requests.
-        wanted: Whether it is to stay.
+        ready: True once it answers and may get requests.
+        wanted: False once it has to end.
     """
 
     def __init__(self, number: int, address: str) -> None:
@@ -68,10 +68,10 @@ class ProcessActuator:
     """Starts and ends engines, and is the discovery of their pool.
 
     Args:
-        wanted: How.
-        site: Whose endpoints they are.
+        wanted: Command and time limits.
+        site: Pool of the engines.
         clock: Monotonic seconds.
-        supervisor: Hears of what raises; None for one of its own.
+        supervisor: Counts exceptions; None creates a new supervisor.
     """
 
     scales = True
@@ -97,30 +97,30 @@ class ProcessActuator:
 
     @property
     def acts(self) -> bool:
-        """Always: there is no Lease without Kubernetes."""
+        """True: there is no Lease without Kubernetes."""
         return True
 
     def begin(self) -> None:
-        """There is no engine yet, which is knowledge: the pool is empty."""
+        """Publish an empty pool: no engine runs yet."""
         self._publish()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """See `Hands`."""
+        """See `Actuator`."""
         del available
         return self._spec
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
-        """See `Hands`: the rest happens in `run`."""
+        """See `Actuator`: `run` starts and ends engines."""
         del spec
         self._spec = desired.replicas
         self._changed.set()
         return None
 
     def restore(self, replicas: int) -> None:
-        """See `Hands`: engines of another process ended with it."""
+        """See `Actuator`: engines of another process ended with it."""
 
     async def run(self) -> None:
-        """Have as many engines as are wanted, until cancelled."""
+        """Keep the requested number of engines running until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -156,7 +156,7 @@ class ProcessActuator:
         self._publish()
 
     def _publish(self) -> None:
-        """Say which endpoints there are: those that answer and are to stay."""
+        """Publish the endpoints: engines that answer and have to stay."""
         ready = [engine for engine in self._engines if engine.ready and engine.wanted]
         endpoints = [
             Endpoint(engine.address, name=f"engine-{engine.number}", uid=str(engine.number))
@@ -165,7 +165,7 @@ class ProcessActuator:
         self._site.on_discovered(DiscoveredPool(tuple(endpoints)))
 
     async def _keep(self, engine: EngineProcess) -> None:
-        """One engine from its start to its end."""
+        """Run an engine from its start to its end."""
         argv = list(self._wanted.command)
         if any(PORT in word for word in argv):
             port = _free_port(self._wanted.host)
@@ -233,12 +233,12 @@ class ProcessActuator:
                 task.cancel()
 
     def _in_flight(self, engine: EngineProcess) -> Callable[[], int]:
-        """Our open requests on an engine, also once it is no endpoint any longer."""
+        """Reader of our open requests on an engine, valid after it left the pool."""
         member = self._site.parts.store.pool.find(engine.address)
         return (lambda: 0) if member is None else (lambda: member.account.in_flight)
 
     async def _answers(self, engine: EngineProcess) -> None:
-        """Until it does."""
+        """Wait until the health check of an engine succeeds."""
         while True:
             if engine.address:
                 host, _, port = engine.address.rpartition(":")
@@ -249,7 +249,7 @@ class ProcessActuator:
             await asyncio.sleep(_LOOK_S)
 
     async def _read(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
-        """Take in what an engine prints, and where it listens if it says so."""
+        """Read the output of an engine, and its address where the output contains it."""
         if process.stdout is None:
             return
         where = re.compile(re.escape(self._wanted.listening) + r"(\S+:\d+)\b")
@@ -274,7 +274,7 @@ class ProcessActuator:
             await process.wait()
 
     def _ended(self, engine: EngineProcess) -> None:
-        """Forget it; where it was wanted, another one follows after a while."""
+        """Remove an ended engine; if it had to stay, another is started after a pause."""
         self._engines.pop(engine, None)
         if engine.wanted:
             _log.warning(
@@ -286,7 +286,7 @@ class ProcessActuator:
 
 
 def reachable(printed: str, host: str) -> str:
-    """`ip:port` of an engine that printed where it listens; empty where that is no port.
+    """`ip:port` of an engine from the address it printed; empty where that has no port.
 
     Args:
         printed: `host:port`, also as a URL.
@@ -306,7 +306,7 @@ def reachable(printed: str, host: str) -> str:
 
 
 def _free_port(host: str) -> int:
-    """A port nobody listens on at this moment."""
+    """A TCP port that is free at this moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Objects of Kubernetes that scaling reads and writes: paths and JSON, no connection."""
+"""Kubernetes objects of autoscaling: paths and JSON, no connection."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def api_path(group: str, version: str, *segments: str) -> str:
 
 
 def target_path(target: ScaleTarget) -> str:
-    """Where the target is, itself."""
+    """API path of the target."""
     return namespaced_path(
         target.group, target.version, target.namespace, target.resource, target.name
     )
@@ -85,12 +85,12 @@ def namespaced_path(group: str, version: str, namespace: str, *segments: str) ->
 
 
 def title(target: ScaleTarget) -> str:
-    """The target in messages."""
+    """Name of the target for messages."""
     return f"{target.kind} {target.namespace}/{target.name}"
 
 
 def replicas(answer: bytes) -> int | None:
-    """Replicas that a Scale asks for; None where it is none."""
+    """Replicas in the spec of a Scale; None for other bytes."""
     try:
         return msgspec.json.decode(answer, type=_Scale).spec.replicas
     except DECODE_FAILURES:
@@ -98,12 +98,12 @@ def replicas(answer: bytes) -> int | None:
 
 
 def scale(replicas: int) -> Object:
-    """The change of a Scale."""
+    """Patch of a Scale."""
     return {"spec": {"replicas": replicas}}
 
 
 def rivals(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
-    """Names of the autoscalers in a list that scale the target; None where it is no list."""
+    """Names of the autoscalers in a list that scale the target; None for other bytes."""
     try:
         listed = msgspec.json.decode(answer, type=_Rivals).items or ()
     except DECODE_FAILURES:
@@ -126,16 +126,16 @@ def event(
     at: dt.datetime,
     by: str,
 ) -> Object:
-    """An Event about the target.
+    """Build an Event about the target.
 
     Args:
         target: What it is about.
-        uid: Of it; empty where it is unknown.
-        reason: In one word.
+        uid: UID of the target; empty where it is unknown.
+        reason: A single word in CamelCase.
         note: For people.
-        warning: Whether somebody should look.
-        at: When.
-        by: Who says so.
+        warning: True for type Warning, False for Normal.
+        at: Time of the Event.
+        by: Identity of this process.
     """
     when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
     about = {
@@ -162,7 +162,7 @@ def event(
 
 
 def config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
-    """A ConfigMap of ours."""
+    """Build a ConfigMap with our labels."""
     labels = {"app.kubernetes.io/part-of": "extproc"}
     return {
         "apiVersion": "v1",
@@ -173,7 +173,7 @@ def config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
 
 
 def data(answer: bytes) -> dict[str, str]:
-    """What a ConfigMap holds; nothing where it is none."""
+    """Data of a ConfigMap; empty for other bytes."""
     try:
         return msgspec.json.decode(answer, type=_Map).data or {}
     except DECODE_FAILURES:

@@ -1,4 +1,4 @@
-"""Scales an object of Kubernetes, where this replica holds the Lease and nobody else scales it."""
+"""Scales a Kubernetes object through its scale subresource."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _MOST_EVENTS = 16
 
 
 class ScaleClient:
-    """The way to the API server, for all targets of this process.
+    """Client of the API server for all scale targets of this process.
 
     Args:
-        reaching: Where its address and our credentials are.
-        identity: Of this replica.
+        reaching: Location of its address and our credentials.
+        identity: Identity of this replica.
     """
 
     def __init__(self, reaching: KubernetesSettings, identity: str) -> None:
@@ -56,14 +56,14 @@ class ScaleClient:
         await self._server.open()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._server is not None:
             await self._server.close()
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
     ) -> bytes | api_errors.ApiError:
-        """One request; a second time with fresh credentials where the first ones were too old."""
+        """Send a request; once more with fresh credentials where they had expired."""
         if self._server is None:
             return api_errors.ApiError(0, "not connected")
         kind = scale_objects.MERGE if method == "PATCH" else "application/json"
@@ -84,13 +84,13 @@ class ScaleClient:
     async def write_event(
         self, about: ScaleTarget, reason: str, note: str, *, warning: bool = False
     ) -> None:
-        """Write an Event; the first that cannot be written is logged, and none is tried again.
+        """Write an Event; only the first failure is logged, and no write is repeated.
 
         Args:
             about: The object, with everything filled in.
             reason: A single word.
             note: For people.
-            warning: Whether it asks for attention.
+            warning: True for type Warning, False for Normal.
         """
         body = scale_objects.event(
             about,
@@ -109,13 +109,13 @@ class ScaleClient:
 
 
 class ScaleSubresourceActuator:
-    """The hands of one target.
+    """Scales a target while this replica leads and no other autoscaler does.
 
     Args:
-        target: What is scaled, with everything filled in.
-        cluster: How it is reached.
-        leads: Whether this replica holds the Lease.
-        supervisor: Counts Events that raise; None for one of its own.
+        target: The object, with everything filled in.
+        cluster: Client of the API server.
+        leads: True while this replica holds the Lease.
+        supervisor: Counts exceptions; None creates a new supervisor.
     """
 
     scales = True
@@ -133,18 +133,18 @@ class ScaleSubresourceActuator:
         self._supervisor = supervisor or Supervisor()
         self._path = scale_objects.target_path(target)
         self._rivals = competing_autoscalers.CompetingAutoscalers(target, cluster)
-        #: Why we stand down, until the leader wrote it into an Event.
+        #: Reason why this process does not scale, until the leader wrote an Event about it.
         self._unsaid = ""
         self._denials = api_errors.Denials()
         self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
 
     @property
     def acts(self) -> bool:
-        """Whether this replica leads, and others were looked for and not found."""
+        """True if this replica leads and every list showed no other autoscaler."""
         return self._leads() and self._rivals.names == ()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """See `Hands`."""
+        """See `Actuator`."""
         del available
         if self._unsaid and self._leads():
             self._record("StandsDown", self._unsaid, warning=True)
@@ -157,7 +157,7 @@ class ScaleSubresourceActuator:
         return ActuatorError(f"the scale of {self._named} cannot be read") if spec is None else spec
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
-        """See `Hands`."""
+        """See `Actuator`."""
         answer = await self._cluster.send(
             "PATCH", f"{self._path}/scale", scale_objects.scale(desired.replicas)
         )
@@ -170,10 +170,10 @@ class ScaleSubresourceActuator:
         return None
 
     def restore(self, replicas: int) -> None:
-        """See `Hands`: the object itself says it."""
+        """See `Actuator`: the object records the number."""
 
     async def run(self) -> None:
-        """Look for others who scale, and write Events, until cancelled."""
+        """Watch for other autoscalers and write Events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write_events(), name=f"events of {self._named}")
             while True:
@@ -181,7 +181,7 @@ class ScaleSubresourceActuator:
                 await asyncio.sleep(pause_s)
 
     async def look_for_others(self) -> float:
-        """Stand down while another autoscaler has the target; returns seconds to wait."""
+        """Look for other autoscalers of the target; returns seconds until the next look."""
         before = self._rivals.names
         pause_s = await self._rivals.update()
         now = self._rivals.names
@@ -213,7 +213,7 @@ class ScaleSubresourceActuator:
         return scale_objects.title(self._target)
 
     def _refusal(self, what: str, refused: api_errors.ApiError, verb: str) -> str:
-        """A refusal for people; with the right that is missing where `verb` names it."""
+        """Message of a refusal; with the missing right where `verb` names it."""
         text = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
         text += refused.message
         if verb:

@@ -1,4 +1,4 @@
-"""One pool that is scaled: its loop, and what the loop needs around it."""
+"""Pool with autoscaling: its control loop and the parts around it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from extproc.telemetry.counters import ProcessCounters
 
 
 class AutoscalerContext(msgspec.Struct, frozen=True):
-    """What all scaled pools have in common.
+    """Dependencies shared by all scaled pools.
 
     Attributes:
-        tallies: Where facts go.
+        tallies: Metrics of the process.
         peers: The other pickers.
-        cluster: How objects are reached; None where none is scaled.
+        cluster: Client of scale targets; None where no object is scaled.
         here: Namespace of targets that name none.
-        leads: Whether this replica holds the Lease.
+        leads: True while this replica holds the Lease.
         clock: Monotonic seconds.
-        looked: Called when a loop has looked.
+        looked: Called after every step of a loop.
     """
 
     tallies: ProcessCounters
@@ -51,23 +51,23 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
 
 
 class ScaledPool:
-    """Scales one pool from `attach` to `detach`.
+    """Scales a pool from `attach` to `detach`.
 
     Args:
         site: The pool.
-        scaling: How many replicas, by what.
-        around: What all have in common.
+        scaling: Policy, bounds and parameters.
+        around: Shared dependencies.
 
     Raises:
         ConfigError: There is no such policy.
 
     Attributes:
         site: The pool.
-        scaling: How many replicas, by what.
-        target: The object that is scaled; None where none is.
-        counts: What this picker counts of the pool.
-        charts: What is shown of it.
-        loop: Looks, decides, acts.
+        scaling: Policy, bounds and parameters.
+        target: The object that is scaled; None where another actuator acts.
+        counts: Counters of this process for the pool.
+        charts: Metrics of the loop.
+        loop: The control loop.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ScaledPool:
         self._before: Callable[[], None] | None = None
 
     def attach(self) -> None:
-        """Hear of requests that begin to wait; whoever was told of them still is."""
+        """Subscribe to queued requests, in addition to the subscriber before."""
         gate = self.site.flow_controller
         if gate is not None:
             self._before = gate.arrivals
@@ -102,12 +102,12 @@ class ScaledPool:
             self.loop.actuator.begin()
 
     def detach(self) -> None:
-        """Hear of nothing any longer; replicas stay as they are."""
+        """Unsubscribe; replicas stay as they are."""
         if self.site.flow_controller is not None and self._before is not None:
             self.site.flow_controller.arrivals = self._before
 
     async def run(self) -> None:
-        """Look and act until cancelled."""
+        """Run the loop and its actuator until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             name = self.site.name
             keep = self._supervisor.keep
@@ -115,7 +115,7 @@ class ScaledPool:
             tasks.create_task(looking, name=f"autoscaling {name}")
             acting = keep("autoscaling", self.loop.actuator.run, instance=f"{name}, acting")
             tasks.create_task(acting, name=f"autoscaling {name}, acting")
-            # Hands may have nothing to do beside, and a group without tasks would end.
+            # An actuator may have no background work, and a group without tasks would end.
             await asyncio.Event().wait()
 
     def _actuator(self, scaling: ScalingSection, around: AutoscalerContext) -> actuator.Actuator:

@@ -1,4 +1,4 @@
-"""What was seen of one pool over time: the four charts that autoscaling is judged by."""
+"""History of the autoscaling of a pool: series behind its metrics."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WINDOW_S = 60.0
 
 
 class ScalingHistory:
-    """What was seen of one pool, over time. Mutable; its loop owns it.
+    """Demand, decisions and changes of a pool over time. Mutable; owned by its loop.
 
     Attributes:
         window_s: Seconds the depth is averaged over.
-        demand: What was seen last.
-        desired: What was decided last.
-        changes: Times another number was asked for, by reason.
-        failures: Times that, or looking, failed.
+        demand: Demand of the last step; None before it.
+        desired: Last decision; None before the first.
+        changes: Changes of the requested replicas by reason (count).
+        failures: Failed reads and changes of the target (count).
         wake_s: From the last request that waited at zero until a replica was asked for; None while
             there was none.
     """
@@ -49,11 +49,11 @@ class ScalingHistory:
     def record(
         self, demand: Demand, desired: ScalingDecision, pickers: Mapping[str, PickerCounters | None]
     ) -> None:
-        """One look.
+        """Record a step.
 
         Args:
-            demand: What was seen.
-            desired: What was decided.
+            demand: Demand of the step.
+            desired: Decision of the step.
             pickers: Counters of every picker.
         """
         now = demand.now
@@ -69,11 +69,11 @@ class ScalingHistory:
         self.demand, self.desired = demand, desired
 
     def changed(self, why: str) -> None:
-        """Another number was asked for."""
+        """Count a change of the requested replicas."""
         self.changes[str(why)] += 1
 
     def figures(self) -> ScalingMetrics:
-        """What is shown of it."""
+        """Current metrics."""
         demand = self.demand
         if demand is None or self.desired is None:
             return ScalingMetrics(failures=self.failures)
@@ -97,7 +97,7 @@ class ScalingHistory:
         return ScalingMetrics(gauges, replicas, self.changes, self.failures)
 
     def _rate(self, now: float) -> float:
-        """Of a few seconds one request would be many per second."""
+        """Requests per second, scaled down while the watched time is short."""
         watched_s = self._rates.watched_s(now)
         return self._rates.mean(now, RATE_S) * min(1.0, watched_s / _FEW_S)
 

@@ -1,4 +1,4 @@
-"""What outlives a replica: states of all loops, in a ConfigMap or a file."""
+"""Stores the states of all loops beyond the process, in a ConfigMap or a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 
 class StoredState(msgspec.Struct, frozen=True):
-    """What stands in the ConfigMap; JSON.
+    """Content of the ConfigMap or file; JSON.
 
     Attributes:
         at: Monotonic seconds of the writer.
@@ -40,20 +40,20 @@ class StoredState(msgspec.Struct, frozen=True):
 
 
 class StateStore(Protocol):
-    """Where states are kept."""
+    """Storage of the states of all loops."""
 
     async def load(self) -> tuple[dict[str, LoopState], float] | None:
-        """States by pool, and seconds our clock shows more than theirs; None where it fails."""
+        """Load states by pool, and the lead of our clock in seconds; None if reading fails."""
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
-        """Write; what cannot be written now is written later."""
+        """Write all states; a failed write is logged and left to the next save."""
 
 
 class FileStateStore:
-    """One file, of one picker.
+    """Stores states in a file of a single process.
 
     Args:
-        path: Of it.
+        path: Path of the file.
         clock: Monotonic seconds.
         time: Seconds since 1970.
     """
@@ -78,7 +78,7 @@ class FileStateStore:
         return read(text, self._clock(), self._time())
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
-        """See `StateStore`: whoever is killed meanwhile leaves the one before."""
+        """See `StateStore`: the file is replaced at once, so a kill leaves the last version."""
         text = write(pools, self._clock(), self._time())
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
@@ -97,12 +97,12 @@ class FileStateStore:
 
 
 class ConfigMapStateStore:
-    """One ConfigMap.
+    """Stores states in a ConfigMap.
 
     Args:
-        cluster: How it is reached.
-        namespace: Where it is.
-        name: Of it.
+        cluster: Client of the API server.
+        namespace: Namespace of the ConfigMap.
+        name: Name of the ConfigMap.
         clock: Monotonic seconds.
         time: Seconds since 1970.
     """
@@ -169,13 +169,13 @@ class ConfigMapStateStore:
 
 
 def write(pools: Mapping[str, LoopState], now: float, time: float) -> str:
-    """States as they are kept."""
+    """Encode states of all loops."""
     raw = {name: msgspec.Raw(msgspec.json.encode(state)) for name, state in pools.items()}
     return msgspec.json.encode(StoredState(now, time, raw)).decode()
 
 
 def read(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
-    """States from what was kept, and how much our clock is ahead; what is unreadable is nothing."""
+    """Decode states, and the lead of our clock in seconds; malformed states are dropped."""
     states: dict[str, LoopState] = {}
     try:
         stored = msgspec.json.decode(text or "{}", type=StoredState)
@@ -186,5 +186,5 @@ def read(text: str, now: float, time: float) -> tuple[dict[str, LoopState], floa
             states[name] = msgspec.json.decode(raw, type=LoopState)
         except scale_objects.DECODE_FAILURES:
             continue
-    # A clock that was set back must not make what was seen lie in the future.
+    # A clock that was set back must not put observations into the future.
     return states, now - stored.at - max(0.0, time - stored.time)
