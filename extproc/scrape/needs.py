@@ -34,7 +34,7 @@ class Member(Protocol):
         """Models that it serves; None while unknown."""
 
 
-class Pool(Protocol):
+class ScrapedPool(Protocol):
     """Pool snapshot that the loops follow."""
 
     @property
@@ -49,7 +49,7 @@ class Fleet(Protocol[MarkT]):
     """Receiver of scraped loads and model lists."""
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> ScrapedPool:
         """Current snapshot."""
 
     def begin_scrape(self, endpoint: Endpoint) -> MarkT:

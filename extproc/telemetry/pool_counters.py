@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, Rejection
+from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 
 #: Stands for endpoints that left while they answered: there is no end to their addresses.
 LEFT: Final = "left"
@@ -73,7 +72,7 @@ class PoolCounters:
     def rejected(self, rejection: Rejection) -> None:
         """Counts a rejected request."""
         self.rejections[rejection.status, rejection.reason] += 1
-        if rejection.code == outcomes.MODEL_NOT_FOUND:
+        if rejection.code == MODEL_NOT_FOUND:
             self.unlisted += 1
 
     def finished(self, address: str, status: str) -> None:

@@ -5,11 +5,11 @@ The types take a second and 50 MB to import, so this module is imported only whe
 
 from __future__ import annotations
 
-import datetime as dt
 import ipaddress
 import itertools
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from datetime import timedelta
 
 import betterproto2
 
@@ -19,18 +19,18 @@ from extproc.xds.resources import LbEndpoint
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
     warnings.filterwarnings("ignore", message=r"Using `@model_validator`")
-    from envoy_data_plane.envoy.config.cluster import v3 as clusters
-    from envoy_data_plane.envoy.config.core import v3 as core
-    from envoy_data_plane.envoy.config.endpoint import v3 as endpoints
+    from envoy_data_plane.envoy.config.cluster import v3 as cluster_v3
+    from envoy_data_plane.envoy.config.core import v3 as core_v3
+    from envoy_data_plane.envoy.config.endpoint import v3 as endpoint_v3
     from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import (
-        v3 as least_request,
+        v3 as least_request_v3,
     )
     from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import (
-        v3 as override_host,
+        v3 as override_host_v3,
     )
-    from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
-    from envoy_data_plane.envoy.type import v3 as types
-    from envoy_data_plane.envoy.type.metadata import v3 as metadata
+    from envoy_data_plane.envoy.extensions.upstreams.http import v3 as http_v3
+    from envoy_data_plane.envoy.type import v3 as type_v3
+    from envoy_data_plane.envoy.type.metadata import v3 as metadata_v3
     from envoy_data_plane.google.protobuf import Any
 
 #: EPP protocol 004: the destination, in a header and in metadata of this namespace; the served
@@ -43,11 +43,11 @@ _TYPES = "type.googleapis.com/"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 #: A connection within a cluster takes milliseconds; a machine that is gone takes all of this.
-_CONNECT = dt.timedelta(seconds=1)
+_CONNECT = timedelta(seconds=1)
 
 #: vLLM (uvicorn) closes idle connections after 5 s. Above that, about 1 request in 10,000 meets a
 #: connection that is being closed and gets a 503.
-_IDLE = dt.timedelta(seconds=2)
+_IDLE = timedelta(seconds=2)
 
 #: The defaults of 1024 connections and requests, and 3 retries, are far below one fleet's load.
 _PLENTY = 40_000
@@ -58,7 +58,7 @@ _PANIC_PERCENT = 10.0
 
 #: Changes of health reach the workers together. The default of 1 s lets a thousand requests go to
 #: an engine that was left out already.
-_MERGE = dt.timedelta(seconds=0.1)
+_MERGE = timedelta(seconds=0.1)
 
 #: Field numbers of what is put together by hand.
 _NAME = 1  # Cluster.name
@@ -99,11 +99,11 @@ class ResourceEncoder:
 
     def assignment(self, name: str, places: Sequence[LbEndpoint]) -> bytes:
         """Encodes all endpoints of a cluster, grouped by zone."""
-        parts = [bytes(endpoints.ClusterLoadAssignment(cluster_name=name))]
+        parts = [bytes(endpoint_v3.ClusterLoadAssignment(cluster_name=name))]
         ordered = sorted(places, key=_where)
         for (region, zone), group in itertools.groupby(ordered, key=_where):
-            locality = core.Locality(region=region, zone=zone) if region or zone else None
-            head = bytes(endpoints.LocalityLbEndpoints(locality=locality))
+            locality = core_v3.Locality(region=region, zone=zone) if region or zone else None
+            head = bytes(endpoint_v3.LocalityLbEndpoints(locality=locality))
             parts.append(_field(_ENDPOINTS, head + b"".join(map(self._endpoint, group))))
         return b"".join(parts)
 
@@ -115,20 +115,20 @@ class ResourceEncoder:
         return known
 
 
-def _cluster(traits: ClusterOptions, *, h2c: bool) -> clusters.Cluster:
+def _cluster(traits: ClusterOptions, *, h2c: bool) -> cluster_v3.Cluster:
     """Builds a cluster without a name."""
-    return clusters.Cluster(
-        type=clusters.ClusterDiscoveryType.EDS,
-        eds_cluster_config=clusters.ClusterEdsClusterConfig(eds_config=_ads()),
+    return cluster_v3.Cluster(
+        type=cluster_v3.ClusterDiscoveryType.EDS,
+        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(eds_config=_ads()),
         connect_timeout=_CONNECT,
         load_balancing_policy=_override(),
-        common_lb_config=clusters.ClusterCommonLbConfig(
-            healthy_panic_threshold=types.Percent(value=_PANIC_PERCENT),
+        common_lb_config=cluster_v3.ClusterCommonLbConfig(
+            healthy_panic_threshold=type_v3.Percent(value=_PANIC_PERCENT),
             update_merge_window=_MERGE,
         ),
-        circuit_breakers=clusters.CircuitBreakers(
+        circuit_breakers=cluster_v3.CircuitBreakers(
             thresholds=[
-                clusters.CircuitBreakersThresholds(
+                cluster_v3.CircuitBreakersThresholds(
                     max_connections=_PLENTY,
                     max_pending_requests=_PLENTY,
                     max_requests=_PLENTY,
@@ -173,49 +173,51 @@ def _any(message: betterproto2.Message, name: str) -> Any:
     return Any(type_url=_TYPES + name, value=bytes(message))
 
 
-def _ads() -> core.ConfigSource:
-    return core.ConfigSource(
-        ads=core.AggregatedConfigSource(), resource_api_version=core.ApiVersion.V3
+def _ads() -> core_v3.ConfigSource:
+    return core_v3.ConfigSource(
+        ads=core_v3.AggregatedConfigSource(), resource_api_version=core_v3.ApiVersion.V3
     )
 
 
-def _override() -> clusters.LoadBalancingPolicy:
+def _override() -> cluster_v3.LoadBalancingPolicy:
     """Builds the load balancing policy: override host, and least request without a host."""
     return _policy(
         "override_host",
-        override_host.OverrideHost(
+        override_host_v3.OverrideHost(
             override_host_sources=[
-                override_host.OverrideHostOverrideHostSource(header=DESTINATION),
-                override_host.OverrideHostOverrideHostSource(metadata=_key(DESTINATION)),
+                override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION),
+                override_host_v3.OverrideHostOverrideHostSource(metadata=_key(DESTINATION)),
             ],
             # Who served reaches extproc again. Envoys that do not know the field skip it.
             selected_host_key=_key(SERVED),
-            fallback_policy=_policy("least_request", least_request.LeastRequest()),
+            fallback_policy=_policy("least_request", least_request_v3.LeastRequest()),
         ),
     )
 
 
-def _policy(name: str, message: betterproto2.Message) -> clusters.LoadBalancingPolicy:
+def _policy(name: str, message: betterproto2.Message) -> cluster_v3.LoadBalancingPolicy:
     package = f"envoy.extensions.load_balancing_policies.{name}.v3."
-    config = core.TypedExtensionConfig(
+    config = core_v3.TypedExtensionConfig(
         name=f"envoy.load_balancing_policies.{name}",
         typed_config=_any(message, package + type(message).__name__),
     )
-    return clusters.LoadBalancingPolicy(
-        policies=[clusters.LoadBalancingPolicyPolicy(typed_extension_config=config)]
+    return cluster_v3.LoadBalancingPolicy(
+        policies=[cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=config)]
     )
 
 
-def _key(name: str) -> metadata.MetadataKey:
-    return metadata.MetadataKey(key=NAMESPACE, path=[metadata.MetadataKeyPathSegment(key=name)])
+def _key(name: str) -> metadata_v3.MetadataKey:
+    return metadata_v3.MetadataKey(
+        key=NAMESPACE, path=[metadata_v3.MetadataKeyPathSegment(key=name)]
+    )
 
 
-def _checks(check: HealthCheck) -> Iterator[core.HealthCheck]:
+def _checks(check: HealthCheck) -> Iterator[core_v3.HealthCheck]:
     if not check.path:
         return
-    interval = dt.timedelta(seconds=check.interval_s)
-    yield core.HealthCheck(
-        timeout=dt.timedelta(seconds=check.timeout_s),
+    interval = timedelta(seconds=check.interval_s)
+    yield core_v3.HealthCheck(
+        timeout=timedelta(seconds=check.timeout_s),
         interval=interval,
         # The default is 60 s for a cluster that no request went to yet.
         no_traffic_interval=interval,
@@ -223,17 +225,15 @@ def _checks(check: HealthCheck) -> Iterator[core.HealthCheck]:
         interval_jitter_percent=20,
         unhealthy_threshold=check.unhealthy_threshold,
         healthy_threshold=check.healthy_threshold,
-        http_health_check=core.HealthCheckHttpHealthCheck(path=check.path),
+        http_health_check=core_v3.HealthCheckHttpHealthCheck(path=check.path),
     )
 
 
-def _outliers(outliers: OutlierDetection) -> clusters.OutlierDetection:
-    return clusters.OutlierDetection(
-        interval=dt.timedelta(seconds=min(1.0, outliers.ejection_s)),
-        base_ejection_time=dt.timedelta(seconds=outliers.ejection_s),
-        max_ejection_time=dt.timedelta(
-            seconds=max(outliers.max_ejection_time_s, outliers.ejection_s)
-        ),
+def _outliers(outliers: OutlierDetection) -> cluster_v3.OutlierDetection:
+    return cluster_v3.OutlierDetection(
+        interval=timedelta(seconds=min(1.0, outliers.ejection_s)),
+        base_ejection_time=timedelta(seconds=outliers.ejection_s),
+        max_ejection_time=timedelta(seconds=max(outliers.max_ejection_time_s, outliers.ejection_s)),
         max_ejection_percent=round(100 * outliers.most_ejected),
         always_eject_one_host=True,
         # An engine may answer checks and refuse requests; it would be back with the next check.
@@ -250,12 +250,12 @@ def _outliers(outliers: OutlierDetection) -> clusters.OutlierDetection:
     )
 
 
-def _http(*, h2c: bool) -> upstreams.HttpProtocolOptions:
-    spoken = upstreams.HttpProtocolOptionsExplicitHttpConfig(
-        http2_protocol_options=core.Http2ProtocolOptions() if h2c else None,
-        http_protocol_options=None if h2c else core.Http1ProtocolOptions(),
+def _http(*, h2c: bool) -> http_v3.HttpProtocolOptions:
+    spoken = http_v3.HttpProtocolOptionsExplicitHttpConfig(
+        http2_protocol_options=core_v3.Http2ProtocolOptions() if h2c else None,
+        http_protocol_options=None if h2c else core_v3.Http1ProtocolOptions(),
     )
-    return upstreams.HttpProtocolOptions(
-        common_http_protocol_options=core.HttpProtocolOptions(idle_timeout=_IDLE),
+    return http_v3.HttpProtocolOptions(
+        common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=_IDLE),
         explicit_http_config=spoken,
     )

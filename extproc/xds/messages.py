@@ -20,7 +20,7 @@ from extproc.xds.sotw import Nack
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
     warnings.filterwarnings("ignore", message=r"Using `@model_validator`")
-    from envoy_data_plane.envoy.service.discovery import v3 as discovery
+    from envoy_data_plane.envoy.service.discovery import v3 as discovery_v3
     from envoy_data_plane.google.protobuf import Any
 
 #: Field of `node` in both requests, and of the name in it. Envoy's lists all its extensions, 70 ms
@@ -108,7 +108,7 @@ def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
     """Decodes a `DiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["whole"])
-        message = discovery.DiscoveryRequest.parse(rest)
+        message = discovery_v3.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
     request = sotw.SotwRequest(
@@ -121,7 +121,7 @@ def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
     """Decodes a `DeltaDiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["differences"])
-        message = discovery.DeltaDiscoveryRequest.parse(rest)
+        message = discovery_v3.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
     request = delta.DeltaRequest(
@@ -137,7 +137,7 @@ def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
 
 def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
     data = bytes(
-        discovery.DiscoveryResponse(
+        discovery_v3.DiscoveryResponse(
             version_info=response.version,
             type_url=response.type_url,
             nonce=response.nonce,
@@ -149,11 +149,11 @@ def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
 
 def _delta_message(response: delta.DeltaResponse) -> Outgoing:
     data = bytes(
-        discovery.DeltaDiscoveryResponse(
+        discovery_v3.DeltaDiscoveryResponse(
             type_url=response.type_url,
             nonce=response.nonce,
             resources=[
-                discovery.Resource(
+                discovery_v3.Resource(
                     name=resource.name,
                     version=resource.version,
                     resource=_any(response.type_url, resource),
@@ -170,7 +170,7 @@ def _any(type_url: str, resource: XdsResource) -> Any:
     return Any(type_url=type_url, value=resource.body)
 
 
-def _error(request: discovery.DiscoveryRequest | discovery.DeltaDiscoveryRequest) -> str:
+def _error(request: discovery_v3.DiscoveryRequest | discovery_v3.DeltaDiscoveryRequest) -> str:
     """Returns the reason of a NACK, never empty for one; empty for an ACK."""
     status = request.error_detail
     return "" if status is None else status.message or f"code {status.code}"
