@@ -1,4 +1,4 @@
-"""`extproc check`: read a configuration and say what it means, without serving it.
+"""`extproc check`: validate a configuration and print its effect, without serving.
 
 It takes the flags of `serve`, so that the arguments of a Deployment can be checked as they stand.
 """
@@ -96,7 +96,7 @@ def _name_file(args: argparse.Namespace) -> None:
 
 
 def _examine(args: argparse.Namespace) -> CheckReport:
-    """Read everything that the words name, and go on after errors."""
+    """Read all files that the command line names, and go on after errors."""
     from extproc.server import preflight
 
     try:
@@ -134,14 +134,14 @@ def _compare(args: argparse.Namespace, wanted: Settings) -> check_diff.Compariso
 
 
 def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
-    """What an Envoy configuration does to requests and answers."""
+    """Read an Envoy configuration and report its effects on requests and responses."""
     tree = loader.tree_of(loader.text_of(Path(name)), where=name)
     findings = tuple(envoy_lint.read(tree, settings, where=name))
     return EnvoyReport(name, envoy_lint.longest_hold_s(settings), findings)
 
 
 class EnvoyReport(msgspec.Struct, frozen=True):
-    """What an Envoy configuration does.
+    """Effects of an Envoy configuration on requests and responses.
 
     Attributes:
         file: Its name.
@@ -163,7 +163,7 @@ class EnvoyReport(msgspec.Struct, frozen=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """What `extproc check` comes to.
+    """Result of `extproc check`.
 
     Attributes:
         where: The file, or the command line.

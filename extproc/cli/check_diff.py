@@ -1,4 +1,4 @@
-"""What `extproc check --diff` prints: two configurations beside each other."""
+"""Comparison of two configurations for `extproc check --diff`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIVE, _RESTART = "live", "needs a restart"
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What a process does that runs one configuration and reads another one again.
+    """Effect of a reload from one configuration to another.
 
     Attributes:
         file: The file of the configuration that runs.
@@ -62,7 +62,7 @@ def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
 
 
 def refusal(running: Settings, wanted: Settings) -> str:
-    """Why reading it again would be refused; empty if it would not be.
+    """Reason for which a reload would be rejected; empty if it would succeed.
 
     What is new and live may lean on what needs a restart.
     """

@@ -1,4 +1,4 @@
-"""Where endpoints come from, in words: the part of `extproc check` about pools."""
+"""Pools and their sources of endpoints, as text of `extproc check`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def settings(args: argparse.Namespace) -> server.EngineServerSettings:
-    """What the flags ask for.
+    """Settings of the engine from parsed flags.
 
     Raises:
         extproc.errors.ConfigError: A profile, a number or a fault that cannot be.

@@ -1,4 +1,4 @@
-"""The upstream picker's flags that are no setting of ours, and what becomes of each.
+"""Flags of the upstream EPP without a setting here, and their treatment.
 
 A value that means what we do anyway is taken without a word. Any other is either named in one
 warning, where nothing a client or gateway relies on is lost, or refused with what to do instead.
@@ -16,7 +16,7 @@ from extproc.errors import ConfigError
 
 
 class CompatibleFlag(msgspec.Struct, frozen=True):
-    """One flag of the upstream picker.
+    """Flag of the upstream EPP.
 
     Attributes:
         name: Without dashes.
@@ -138,7 +138,7 @@ def warnings(args: argparse.Namespace) -> Iterator[str]:
 
 
 def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
-    """A warning for each log flag among words nobody knows.
+    """Warnings for log flags among unknown words.
 
     Args:
         words: What the parser left.

@@ -1,4 +1,4 @@
-"""`extproc explain`: say which endpoint a request would get, or got, and why.
+"""`extproc explain`: print the endpoint of a request, planned or recorded, with reasons.
 
 The request is a JSON body from a file or standard input. What is known of the endpoints comes from
 a running server (--server), or from a file (--state) in the form in which /debug/pool shows it.
@@ -181,7 +181,7 @@ def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
 def _decide(
     args: argparse.Namespace, server: str, headers: Mapping[str, str], body: bytes
 ) -> dict[str, Any]:
-    """What would be decided now."""
+    """Explanation of a dry run."""
     if server:
         return _ask(server, args.path, headers, body, token=_token(args))
     return _imagine(args, headers, body)
@@ -199,7 +199,7 @@ def _refuse_request(args: argparse.Namespace) -> None:
 
 
 def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
-    """A request of the past."""
+    """Explanation of a recorded request."""
     request_id = args.id or _choose(args, server)
     explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
     if explanation["outcome"] == "rejection" and explanation["status"] == 404:
@@ -328,7 +328,7 @@ def _ask(
     *,
     token: str,
 ) -> dict[str, Any]:
-    """Ask a running server for a dry run."""
+    """Request a dry run from a server."""
     url = f"{server}/debug/explain"
     sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
     sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}

@@ -1,4 +1,4 @@
-"""Every flag that is a setting of ours: its name, the setting it beats, how its value is read."""
+"""Table of flags: name, path of the setting it overrides, parser of its value."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Flag(msgspec.Struct, frozen=True):
 
     @property
     def boolean(self) -> bool:
-        """Whether it may stand without a value."""
+        """True if the flag may stand without a value."""
         return self.metavar == "BOOL"
 
 

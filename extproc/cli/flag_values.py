@@ -1,4 +1,4 @@
-"""Words on a command line to values: durations, sizes, booleans, lists.
+"""Parsers of flag values: durations, sizes, booleans, lists.
 
 Every reader takes the flag, for its errors, and the text. The forms are Go's, because the upstream
 picker's flags are.
@@ -56,7 +56,7 @@ def size_bytes(flag: str, value: str) -> int:
 
 
 def boolean(flag: str, value: str) -> bool:
-    """What Go's ParseBool takes.
+    """Boolean in any form that Go's ParseBool accepts.
 
     Raises:
         ConfigError: It is neither true nor false.

@@ -20,7 +20,7 @@ from extproc.scheduling.profile import SchedulerProfile
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """What a command line asks for.
+    """Settings and files that a command line resolves to.
 
     Attributes:
         settings: File and flags together.

@@ -1,4 +1,4 @@
-"""The upstream picker's flags that say what to follow in Kubernetes, as overrides of settings."""
+"""Flags of the upstream EPP for Kubernetes discovery, as overrides of settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLAGS: Sequence[ObjectFlag] = (
 def overrides(
     args: argparse.Namespace, tree: Mapping[str, object]
 ) -> Iterator[loader.FlagOverride]:
-    """What the flags set.
+    """Overrides of settings from the flags.
 
     Args:
         args: Parsed words.
@@ -78,7 +78,7 @@ def overrides(
 
 
 def _object(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
-    """The section `pool.kubernetes` with the flags in it; empty where nobody names an object."""
+    """Section `pool.kubernetes` with the flags applied; empty where no object is named."""
     section = dict(before)
     if args.endpoint_selector:
         section.pop("inference_pool", None)

@@ -54,13 +54,13 @@ _BROKEN_PIPE = 141
 
 
 class Command(Protocol):
-    """What a command module is."""
+    """Interface of a command module."""
 
     def add_parser(self, subparsers: Any) -> None:
         """Add the command and its flags."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; returns the exit status."""
+        """Run the command; returns the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

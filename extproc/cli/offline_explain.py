@@ -1,4 +1,4 @@
-"""A pool written down, brought to life: the state `/debug/pool` shows, back into a fleet."""
+"""Offline decisions: restores a pool from the JSON of `/debug/pool`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOW = 1_000_000.0
 
 
 def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
-    """What a server with these settings would decide in this situation.
+    """Decide a request offline, as a server with these settings and this pool would.
 
     Args:
         settings: Of the server.
@@ -61,7 +61,7 @@ def _restore_pool(settings: Settings, pool: PoolState, *, where: str) -> factory
 
 
 def _charge(fleet: PoolStore, known: EndpointState) -> None:
-    """Give an endpoint the load, the accounts and the failures that are written down."""
+    """Restore load, in-flight requests and failures of an endpoint from its state."""
     member = fleet.pool.find(known.address)
     if member is None:
         return
@@ -86,7 +86,7 @@ def _charge(fleet: PoolStore, known: EndpointState) -> None:
 
 
 def _load(known: EndpointState) -> Load | None:
-    """The scrape that is written down; None when nothing of one is."""
+    """Scraped load of an endpoint state; None where it has none."""
     load = Load(
         at=_NOW - (known.age_s or 0.0),
         engine=known.engine,

@@ -29,7 +29,7 @@ _CHARTS = (
     ("depth", "queue depth"),
     ("depth_mean", "queue depth, average over the window"),
     ("queries_per_s", "queries per second, over 3 minutes"),
-    ("available", "replicas that answer"),
+    ("available", "replicas available"),
 )
 
 

@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; returns the exit status.
+    """Run the subcommand; returns the exit status.
 
     Raises:
         ConfigError: A file cannot be read or imported, or brings no plugin.
@@ -84,7 +84,7 @@ def _test(args: argparse.Namespace) -> int:
 
 
 def _timed(plugin: Any, method: str) -> str:
-    """How long one call takes, against the budget."""
+    """Measured time of one call, compared with the budget."""
     from extproc.scheduling import plugin_guard
     from extproc.testing import builders, probes
 

@@ -1,4 +1,4 @@
-"""`extproc simulate`: whole fleets under virtual time, strategy against strategy.
+"""`extproc simulate`: compare strategies on simulated fleets in virtual time.
 
 The same dispatcher that serves is run over simulated engines. Every strategy meets the same
 requests with the same seed; results are means over seeds with 95 % intervals.
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, result: report.Report) -> None:
-    """Print the table, and write JSON to where it is wanted."""
+    """Print the table and write the JSON file."""
     to_stdout = args.json == Path("-")
     if not args.quiet:
         print(tables.text(result), file=sys.stderr if to_stdout else sys.stdout)

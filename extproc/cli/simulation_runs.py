@@ -1,4 +1,4 @@
-"""From a scenario file to what is run: settings of every strategy, rows of the trace, and runs.
+"""Simulation runs of a scenario file: settings of the strategies, trace rows, processes.
 
 Runs are spread over processes; what is sent to them are values, so that it works with `spawn`.
 """
@@ -197,7 +197,7 @@ def _rows(trace: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _unheard_by_children() -> Iterator[None]:
-    """Processes started inside never hear of Ctrl-C: the parent does, and ends them.
+    """Start processes that ignore SIGINT: the parent handles it and ends them.
 
     A blocked signal stays blocked across fork and exec (POSIX), so that it holds while a worker
     is still starting. What comes meanwhile is delivered to the parent at the end.
@@ -215,7 +215,7 @@ def _worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody else ends a worker in the middle of a run once its parent was killed."""
+    """End a worker when its parent was killed in the middle of a run."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -37,7 +37,7 @@ _STRATEGIES = ("round-robin", "adaptive")
 
 
 class StrategyRun(msgspec.Struct, frozen=True):
-    """What one strategy came to.
+    """Results of one strategy.
 
     Attributes:
         strategy: Its name.
@@ -53,7 +53,7 @@ class StrategyRun(msgspec.Struct, frozen=True):
 
 
 class DemoInstallation(msgspec.Struct, frozen=True):
-    """Where everything listens."""
+    """Ports and addresses of the demo installation."""
 
     envoy: int
     admin: int
@@ -281,7 +281,7 @@ def render_decision(decision: dict[str, Any]) -> str:
 
 
 def _cached_tokens(decision: dict[str, Any]) -> int:
-    """Prompt tokens of a request that were believed cached on the chosen endpoint."""
+    """Predicted prefix cache hit of a request on the chosen endpoint, in prompt tokens."""
     chosen = decision["endpoints"][0]
     return max(
         (it["matched_tokens"] for it in decision["candidates"] if it["endpoint"] == chosen),

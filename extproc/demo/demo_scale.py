@@ -1,4 +1,4 @@
-"""`extproc demo-scale`: a real Envoy, extproc, and no engine until somebody asks.
+"""`extproc demo-scale`: a real Envoy, extproc, and no engine before the first request.
 
 The first request is held while extproc starts an engine, load calls for more, and silence takes all
 of them away. Everything listens on free loopback ports and is gone at the end.
@@ -58,7 +58,7 @@ class ClientAnswer(msgspec.Struct, frozen=True):
 
 
 class DemoAddresses(msgspec.Struct, frozen=True):
-    """Where everything listens."""
+    """Addresses of the demo installation."""
 
     envoy: int
     pages: int
@@ -109,7 +109,7 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
     slowest = max(answer.seconds for answer in answers)
     print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
     back = bool(chart.rows) and chart.rows[-1].available == 0
-    print("No engine is left." if back else "Engines are left, which should not be.")
+    print("No engine is left." if back else "Engines still run: the demo did not scale to zero.")
     return 1 if lost or not back else 0
 
 
@@ -168,7 +168,7 @@ async def _play(
         answers += [answer for task in asking for answer in task.result()]
         num_engines = chart.rows[-1].available if chart.rows else 0
         print(f"  {num_engines} {'engine serves' if num_engines == 1 else 'engines serve'}")
-    print("Nobody asks any longer")
+    print("No more requests, until scale to zero")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ZERO_S):
             await chart.empty()

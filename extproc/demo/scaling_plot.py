@@ -19,7 +19,7 @@ _WIDTH = 72
 
 
 class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look.
+    """One sample.
 
     Attributes:
         at_s: Seconds since the first.
@@ -39,7 +39,7 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingPlot:
-    """What was seen. Mutable.
+    """Samples of the autoscaling demo. Mutable.
 
     Attributes:
         rows: In order of time.
@@ -50,7 +50,7 @@ class ScalingPlot:
         self._empty = asyncio.Event()
 
     def add(self, row: HistoryRow) -> None:
-        """One more look."""
+        """Add a sample."""
         self.rows.append(row)
         if row.requested or row.available:
             self._empty.clear()
@@ -58,7 +58,7 @@ class ScalingPlot:
             self._empty.set()
 
     async def empty(self) -> None:
-        """Until no replica is asked for, and none answers."""
+        """True while no replica is requested and none is available."""
         await self._empty.wait()
 
 
@@ -67,7 +67,7 @@ _CHARTS: Sequence[tuple[str, Callable[[HistoryRow], float]]] = (
     ("queue depth per replica", lambda row: row.depth),
     ("queue depth, mean over the window", lambda row: row.mean_depth),
     ("requests per second, over 3 minutes", lambda row: row.requests_per_s),
-    ("replicas that answer", lambda row: row.available),
+    ("replicas available", lambda row: row.available),
 )
 
 
@@ -75,7 +75,7 @@ def as_text(chart: ScalingPlot) -> str:
     """The charts as text, one line each."""
     rows = chart.rows
     if not rows:
-        return "nothing was seen"
+        return "no samples"
     lines = [f"{rows[-1].at_s:.0f} s, from left to right:"]
     for title, read in _CHARTS:
         values = [read(row) for row in rows]
@@ -97,8 +97,8 @@ def save_plot(chart: ScalingPlot, path: Path) -> str:
     for at, (title, read) in enumerate(_CHARTS, 1):
         axes = figure.add_subplot(len(_CHARTS), 1, at)
         if title.startswith("replicas"):
-            axes.step(times, [row.requested for row in chart.rows], where="post", label="asked for")
-        label = "answer" if title.startswith("replicas") else title
+            axes.step(times, [row.requested for row in chart.rows], where="post", label="requested")
+        label = "available" if title.startswith("replicas") else title
         axes.step(times, [read(row) for row in chart.rows], where="post", label=label)
         axes.set_ylim(bottom=0)
         axes.set_title(title, fontsize=9, loc="left")

@@ -46,7 +46,7 @@ _leashed = parent_death_signal.with_parent_death_signal
 _PORTS = range(15000, 32000)
 
 #: Ports given out lately: their servers may not have bound them yet.
-_claimed_ports: deque[int] = deque(maxlen=len(_PORTS) // 2)
+_recent_ports: deque[int] = deque(maxlen=len(_PORTS) // 2)
 
 #: UDP sockets on the ports given out last, which tell other processes the same.
 _claims: deque[socket.socket] = deque()
@@ -54,17 +54,17 @@ _MOST_CLAIMS = 64
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment, and nobody here or elsewhere was given lately."""
+    """Free TCP port that was not handed out lately, here or in another process."""
     chance = random.SystemRandom()
     while True:
         port = chance.choice(_PORTS)
-        if port not in _claimed_ports and _claimed(host, port):
-            _claimed_ports.append(port)
+        if port not in _recent_ports and _claim_port(host, port):
+            _recent_ports.append(port)
             return port
 
 
-def _claimed(host: str, port: int) -> bool:
-    """Whether a port is free, and was claimed: nothing here speaks UDP."""
+def _claim_port(host: str, port: int) -> bool:
+    """Claim a free port by binding its UDP twin, which is not used otherwise; False if taken."""
     claim = socket.socket(type=socket.SOCK_DGRAM)
     try:
         with socket.socket() as probe:
@@ -205,7 +205,7 @@ class Child:
 
 
 class EnvoyPorts(msgspec.Struct, frozen=True):
-    """Where an Envoy listens, and whom it asks."""
+    """Ports of an Envoy and of its endpoint picker."""
 
     listener: int
     admin: int
@@ -246,7 +246,7 @@ def envoy_config(
 
 
 def asks_for_xds(template: Path) -> bool:
-    """Whether an Envoy configuration takes its clusters from a picker."""
+    """True if an Envoy configuration takes its clusters from the endpoint picker."""
     config = yaml.safe_load(template.read_bytes())
     return bool((config.get("dynamic_resources") or {}).get("ads_config"))
 
@@ -262,7 +262,7 @@ def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
 
 
 async def _listens(port: int) -> None:
-    """Wait until somebody takes connections on a loopback port."""
+    """Wait until a loopback port accepts connections."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             with contextlib.suppress(ConnectionRefusedError):

@@ -23,7 +23,7 @@ _ANSWER_TOKENS = 32
 
 
 class ChatConversation(msgspec.Struct, frozen=True):
-    """What one client will say.
+    """Planned turns of one client.
 
     Attributes:
         model: Base model or adapter.
@@ -55,7 +55,7 @@ class AnswerSample(msgspec.Struct, frozen=True):
 def conversations(
     count: int, turns: int, *, model: str, adapters: Sequence[str], seed: int
 ) -> list[ChatConversation]:
-    """Invent conversations; the same seed invents the same.
+    """Generate conversations; equal seeds generate equal ones.
 
     Args:
         count: How many.
@@ -124,7 +124,7 @@ async def play(
 async def _ask(
     session: aiohttp.ClientSession, model: str, messages: Sequence[dict[str, str]], *, first: bool
 ) -> tuple[AnswerSample, str]:
-    """Send one turn; returns what it came to, and the text of the answer."""
+    """Send one turn; returns its measurements and the text of the answer."""
     body = {"model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "stream": True}
     began = time.perf_counter()
     ttft_s = 0.0

@@ -189,7 +189,7 @@ class StaticDiscovery:
         if result.endpoints != self._published:
             self._fleet.set_endpoints(result.endpoints, self._clock())
             self._published = result.endpoints
-            self._note("replaced", f"{len(listed)} entries")
+            self._note("replaced", f"entries in the endpoint list: {len(listed)}")
         self._note_left_out(result.left_out)
         self._unresolved = False
 

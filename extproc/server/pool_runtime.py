@@ -248,7 +248,8 @@ class PoolRuntime:
     def _discovered(self, fact: static_discovery.DiscoveryEvent) -> None:
         level = logging.INFO if fact.kind in _QUIET else logging.WARNING
         named = f"pool {self.name}: " if self.name else ""
-        _log.log(level, "%s%s: %s, %d endpoints", named, fact.kind, fact.detail, fact.endpoints)
+        text = "%sendpoint discovery: %s: %s; endpoints in the pool: %d"
+        _log.log(level, text, named, fact.kind, fact.detail, fact.endpoints)
         self._changed()
 
     def _scraped(self, fact: scraper.ScrapeResult) -> None:

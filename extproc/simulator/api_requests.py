@@ -14,7 +14,7 @@ from extproc.simulator import prompt
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
-    """What a body asks for.
+    """Inference request read from a body, the same for every API.
 
     Attributes:
         model: Base model or adapter; None when the body names none.
@@ -38,7 +38,7 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What all bodies share."""
+    """Fields that the bodies of all APIs share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -47,7 +47,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
     def ask(self, text: bytes, limit: int | None) -> GenerationRequest:
-        """The Ask for a rendered prompt and a wanted output length."""
+        """Build the request from a rendered prompt and an output length."""
         options = self.stream_options or _StreamOptions()
         salt, usage = self.cache_salt or "", bool(options.include_usage)
         return GenerationRequest(self.model, text, limit, bool(self.stream), usage, salt)

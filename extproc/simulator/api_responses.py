@@ -19,7 +19,7 @@ _HOLE_JSON = b"\\u0001"
 
 
 class GenerationAnswer(msgspec.Struct, frozen=True, gc=False):
-    """What is said.
+    """Content of one answer, the same for every API.
 
     Attributes:
         id: Request id, without the surface's prefix.
@@ -43,7 +43,7 @@ class GenerationAnswer(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResponseWriter(Protocol):
-    """How one API answers."""
+    """Writer of the answers of one API."""
 
     def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer that is not streamed."""
@@ -52,14 +52,14 @@ class ResponseWriter(Protocol):
         """Events before the first piece of text."""
 
     def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
-        """What goes before and after a piece of text."""
+        """Bytes before and after a piece of text in the stream."""
 
     def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """Events after the last piece of text."""
 
 
 class ApiSurface(msgspec.Struct, frozen=True):
-    """One API: how to read what is asked, how to write the answer."""
+    """One HTTP API: its request reader and its response writer."""
 
     read: Callable[[bytes], api_requests.GenerationRequest]
     writer: ResponseWriter
@@ -150,7 +150,7 @@ class _ChoicesWriter:
         return self._chunk(answer, {"role": "assistant", "content": ""}) if self._chat else b""
 
     def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
-        """What goes before and after a piece of text."""
+        """Bytes before and after a piece of text in the stream."""
         return _split(self._chunk(answer, {"content": _HOLE}))
 
     def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
@@ -163,7 +163,7 @@ class _ChoicesWriter:
 
 
 class _EmbeddingsWriter:
-    """One vector per request, of eight numbers that depend on nothing: nobody reads them."""
+    """Embeddings API: one constant vector of eight numbers per request."""
 
     def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer."""
@@ -241,7 +241,7 @@ class _ResponsesWriter:
         )
 
     def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
-        """What goes before and after a piece of text."""
+        """Bytes before and after a piece of text in the stream."""
         item = f"msg_{answer.id}"
         return _split(
             _typed(
@@ -301,7 +301,7 @@ class _MessagesWriter:
         )
 
     def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
-        """What goes before and after a piece of text."""
+        """Bytes before and after a piece of text in the stream."""
         del answer
         delta = {"type": "text_delta", "text": _HOLE}
         return _split(_typed("content_block_delta", index=0, delta=delta))

@@ -1,4 +1,4 @@
-"""What the core keeps of jobs in the engine: sequences, the plan in progress, who decodes."""
+"""Batch state of the engine core: sequences, the plan in progress, decoding sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from extproc.simulator import engine_request
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is."""
+    """Phase of a sequence in the engine."""
 
     WAITING = enum.auto()
     PREFILLING = enum.auto()
@@ -19,7 +19,7 @@ class SequenceState(enum.Enum):
 
 
 class Sequence:
-    """A job inside the engine. Mutable; owned by the core.
+    """Request inside the engine. Mutable; owned by the core.
 
     Attributes:
         target: Tokens to have in KV before the next token can come.
@@ -117,7 +117,7 @@ class StepPlan:
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) // 2)
 
     def begun(self, seconds: float) -> int:
-        """How many iterations begin before so many seconds after the start; at least one."""
+        """Number of iterations that begin before so many seconds after the start; at least 1."""
         if seconds <= self.first_s:
             return 1
         # The smallest n with until(n) >= seconds; the loops mend what rounding broke.

@@ -24,7 +24,7 @@ from extproc.simulator import batch, engine_request, kv, lora, profiles
 
 
 class SimulatedEngine:
-    """One simulated engine. Mutable; one owner, who passes the time.
+    """Simulated engine, driven by explicit times. Mutable; one owner.
 
     Args:
         profile: The machine; `profiles.check` must accept it.
@@ -77,7 +77,7 @@ class SimulatedEngine:
         return 0 if seq is None else self._decoding.generated(seq)
 
     def outstanding(self) -> Iterator[engine_request.Outstanding]:
-        """What every job in the engine still needs, in the order of entry."""
+        """Remaining work of every request in the engine, in the order of entry."""
         for seq in self._sequences.values():
             generated = self._decoding.generated(seq)
             waiting = seq.state is batch.SequenceState.WAITING
@@ -96,7 +96,7 @@ class SimulatedEngine:
     def submit(
         self, new: engine_request.EngineRequest, now: float
     ) -> engine_request.EngineRejection | None:
-        """Put a job into the queue.
+        """Queue a request.
 
         Iterations in progress are cut short after the one that is under way at `now`, if the job
         may enter the next one: read `due` again.
@@ -123,7 +123,7 @@ class SimulatedEngine:
         return None
 
     def cancel(self, job_id: str, now: float) -> bool:
-        """Take a job out; its blocks and slot are free at once.
+        """Abort a request; its blocks and its adapter slot are free at once.
 
         Args:
             job_id: Which job.
@@ -236,7 +236,7 @@ class SimulatedEngine:
         )
 
     def step(self, now: float, *, horizon: float = math.inf) -> engine_request.StepResult | None:
-        """`begin` and `commit` at once, for callers to whom nothing happens in between."""
+        """Run `begin` and `commit` at once."""
         due = self.begin(now, horizon=horizon)
         return None if due is None else self.commit(due)
 
@@ -263,7 +263,7 @@ class SimulatedEngine:
         return chunk
 
     def _admit(self, plan: batch.StepPlan, budget: int) -> float:
-        """Let waiting jobs in; returns the seconds spent loading adapters."""
+        """Admit waiting requests to the batch; returns the seconds of loading adapters."""
         seconds = 0.0
         passed: list[batch.Sequence] = []
         waiting = self._waiting
@@ -327,7 +327,7 @@ class SimulatedEngine:
         plan.started.append(engine_request.RequestAdmitted(seq.job.id, waited, prompt, seq.cached))
 
     def _stretch(self, plan: batch.StepPlan, horizon: float) -> int:
-        """How many decode-only iterations can be one plan; nobody may enter, leave or lack blocks."""
+        """Number of decode-only iterations that fit in one plan: the batch stays the same."""
         if self._waiting and not self._full:
             return 1
         decoding = self._decoding
@@ -350,7 +350,7 @@ class SimulatedEngine:
     # Sequences changing state.
 
     def _leave(self, seq: batch.Sequence) -> None:
-        """Out of the batch; full blocks stay cached."""
+        """Remove a sequence from the batch; its full blocks stay cached."""
         size = self.profile.block_tokens
         if seq.state is batch.SequenceState.DECODING:
             tokens = self._decoding.leave(seq)
@@ -367,7 +367,7 @@ class SimulatedEngine:
         self._full = self._barred = False
 
     def _preempt(self, seq: batch.Sequence, now: float) -> None:
-        """Back to the head of the queue; what is still cached then need not be recomputed."""
+        """Preempt a sequence to the head of the queue; cached blocks are reused later."""
         if seq.state is batch.SequenceState.DECODING:
             seq.stopped_at = now
         self._leave(seq)
@@ -381,7 +381,7 @@ class SimulatedEngine:
         self._waiting.appendleft(seq)
 
     def _finish(self, seq: batch.Sequence, now: float) -> engine_request.RequestFinished:
-        """Out of the engine with all its tokens."""
+        """Remove a sequence that has all its tokens from the engine."""
         self._leave(seq)
         seq.state = batch.SequenceState.GONE
         del self._sequences[seq.job.id]

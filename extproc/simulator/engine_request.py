@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: frozen values."""
+"""Requests to an engine core and the results of its steps, as frozen values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class EngineRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request as the engine core sees it.
+    """Inference request in the terms of the engine core.
 
     Attributes:
         id: Unique among the jobs in the engine.
@@ -29,7 +29,7 @@ class EngineRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineRejection(enum.Enum):
-    """Why an engine does not take a job."""
+    """Reason of an engine to reject a request."""
 
     TOO_LONG = enum.auto()  #: Prompt plus output never fit the model or the KV cache.
     BUSY = enum.auto()  #: As many requests in the engine as `max_queued` allows.
@@ -37,7 +37,7 @@ class EngineRejection(enum.Enum):
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
-    """A job that entered the batch for the first time.
+    """Request that entered the batch for the first time.
 
     Attributes:
         id: Which job.
@@ -53,7 +53,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstTokenProduced(msgspec.Struct, frozen=True, gc=False):
-    """A job whose first token came.
+    """Request whose first token was computed.
 
     Attributes:
         id: Which job.
@@ -67,7 +67,7 @@ class FirstTokenProduced(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestFinished(msgspec.Struct, frozen=True, gc=False):
-    """A job that got all its tokens.
+    """Request that was completed.
 
     Attributes:
         job: Which job.
@@ -89,7 +89,7 @@ class RequestFinished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outstanding(msgspec.Struct, frozen=True, gc=False):
-    """What a job in the engine still needs.
+    """Remaining work of a request in the engine.
 
     Attributes:
         id: Which job.
@@ -110,7 +110,7 @@ class Outstanding(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What one or more equal-batch iterations did.
+    """Result of one or more iterations over the same batch.
 
     Attributes:
         started_at: When the first iteration began.

@@ -1,4 +1,4 @@
-"""Faults on demand: what can go wrong, in one small grammar, and what of it is armed.
+"""Fault injection: the grammar of faults and the faults armed at the moment.
 
 `KIND[=VALUE][,rate=R][,count=N][,for=SECONDS]`, the same in a flag, in a request header and in the
 admin body. `rate` is the share of requests hit (default all), `count` ends the fault after so many
@@ -67,7 +67,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Fault:
-    """Read a fault.
+    """Parse a fault.
 
     Raises:
         errors.ConfigError: It is not one.
@@ -105,7 +105,7 @@ def _bad(text: str) -> errors.ConfigError:
 
 
 class _Armed:
-    """A fault and what is left of it."""
+    """Armed fault with its deadline and remaining count."""
 
     __slots__ = ("fault", "left", "until")
 
@@ -136,7 +136,7 @@ class Faults:
         self._armed.clear()
 
     def armed(self, now: float) -> list[Fault]:
-        """What is armed at `now`."""
+        """Faults armed at `now`."""
         self._armed = [armed for armed in self._armed if armed.left > 0 and armed.until > now]
         return [armed.fault for armed in self._armed]
 
@@ -154,13 +154,13 @@ class Faults:
         return None
 
     def ready(self, now: float) -> bool:
-        """Whether no `not-ready` is armed."""
+        """True unless a `not-ready` fault is armed."""
         return not any(
             armed.fault.kind == "not-ready" and armed.until > now for armed in self._armed
         )
 
     def slowdown(self, now: float) -> float:
-        """How many times longer steps take."""
+        """Factor on the duration of steps, at least 1."""
         factor = 1.0
         for armed in self._armed:
             if armed.fault.kind == "slow" and armed.until > now:

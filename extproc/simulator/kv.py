@@ -1,4 +1,4 @@
-"""KV blocks: who holds them, what they contain, which cached one goes first.
+"""KV cache blocks of an engine: references, content hashes and LRU eviction.
 
 Blocks are counted, not numbered: a full block is known by the key of its content, any other by
 being taken and not yet registered. So taking and growing are arithmetic, and only blocks with
@@ -35,31 +35,31 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: blank ones, and cached ones nobody holds."""
+        """Blocks that can be allocated: blank ones and unreferenced cached ones (count)."""
         return self.blank + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks held by live sequences (count). Cached blocks nobody holds are not among them."""
+        """Blocks referenced by live sequences, without unreferenced cached blocks (count)."""
         return self.size - self.blank - len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Blocks with content that nobody holds (count)."""
+        """Unreferenced blocks with cached content (count)."""
         return len(self._idle)
 
     def match(self, keys: Sequence[int], limit: int) -> int:
-        """How many of the first `limit` keys, in an unbroken run from the start, are cached."""
+        """Length of the unbroken run of cached keys at the start of the first `limit` keys."""
         known = self._holders.__contains__
         return len(list(takewhile(known, islice(keys, limit))))
 
     def idle_among(self, keys: Sequence[int], depth: int) -> int:
-        """How many of the first `depth` keys are cached and held by nobody."""
+        """Number of cached, unreferenced blocks among the first `depth` keys."""
         idle = self._idle
         return sum(1 for key in keys[:depth] if key in idle)
 
     def pin(self, keys: Sequence[int]) -> None:
-        """Hold cached blocks: each key must be cached."""
+        """Reference cached blocks; every key must be cached."""
         holders, idle = self._holders, self._idle
         for key in keys:
             count = holders[key]
@@ -134,7 +134,7 @@ class BlockPool:
             self.size -= lost
 
     def clear(self) -> None:
-        """Forget every cached block nobody holds."""
+        """Evict every unreferenced cached block."""
         self.blank += len(self._idle)
         for key in self._idle:
             del self._holders[key]

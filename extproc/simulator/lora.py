@@ -1,4 +1,4 @@
-"""Adapter slots of one engine: which adapters are on the device, and who uses them."""
+"""LoRA adapter slots of one engine, with the number of sequences on each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 
 class SlotFit(enum.Enum):
-    """What it takes to run one more sequence with an adapter."""
+    """Requirement to run another sequence with an adapter."""
 
     RESIDENT = enum.auto()  #: On the device already.
     EMPTY = enum.auto()  #: A slot is empty: load it.
@@ -39,7 +39,7 @@ class LoraSlots:
         return tuple(sorted(name for name, users in self._users.items() if users))
 
     def fit(self, adapter: str) -> SlotFit:
-        """What it takes to run one more sequence with this adapter."""
+        """Requirement to run another sequence with this adapter."""
         if adapter in self._users:
             return SlotFit.RESIDENT
         if len(self._users) < self.size:

@@ -1,4 +1,4 @@
-"""Machines as numbers: the service-time model of one engine and its limits.
+"""Hardware profiles: the service-time model of one engine and its limits.
 
 One engine iteration takes `T = a + b*P + c*B + d*K` seconds: P prompt tokens computed in this
 step (uncached only), B decoding sequences, K their total context tokens. The form and the L4

@@ -25,7 +25,7 @@ def count(text: bytes) -> int:
 
 
 def answer(prompt: bytes, tokens: int) -> str:
-    """What the engine says to a prompt: `tokens` words, the same for the same prompt."""
+    """Text of an answer: `tokens` words, the same for the same prompt."""
     return "".join([_WORDS[pick] for pick in hashlib.shake_128(prompt).digest(tokens)])
 
 

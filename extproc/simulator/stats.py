@@ -61,7 +61,7 @@ class Stats:
         self.adapters: dict[str, float] = {}
 
     def observe(self, result: engine_request.StepResult, unix_now: float) -> None:
-        """Take in what one plan did.
+        """Fold the result of one plan into the counters.
 
         Args:
             result: What the core returned.

@@ -1,4 +1,4 @@
-"""Builders of turns and candidates that name only the fact that matters."""
+"""Builders of scheduling contexts and candidates for tests of plugins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SETS = ("adapters", "waiting_adapters")
 
 
 def context(seed: int = 1, *, opening: str = "", **facts: Any) -> SchedulingContext:
-    """A turn of a chat request.
+    """Scheduling context of a chat request.
 
     Args:
         seed: Of its chance.
@@ -78,17 +78,17 @@ def candidate(name: str, **facts: Any) -> Candidate:
 
 
 def candidates(endpoints: Mapping[str, Mapping[str, Any] | None]) -> list[Candidate]:
-    """Candidates from names to facts; None or an empty mapping for one nobody knows."""
+    """Candidates by name, from facts; None or an empty mapping for no known facts."""
     return [candidate(name, **(facts or {})) for name, facts in endpoints.items()]
 
 
 def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
-    """What candidates or endpoints are called."""
+    """Names of candidates or endpoints."""
     return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
 
 
 def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
-    """Candidates with a bit of everything; every fifth was never scraped.
+    """Candidates with varied loads; every fifth was never scraped.
 
     Args:
         size: How many.
@@ -116,7 +116,7 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
 
 
 def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
-    """Candidates that differ in what was scraped and in nothing else, dead reckoning included.
+    """Candidates that differ in scraped values only, with equal in-flight estimates.
 
     Args:
         size: How many; every fifth was never scraped.
@@ -135,7 +135,7 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
 
 
 def with_load(rng: Random) -> dict[str, Any]:
-    """Facts of one metrics page."""
+    """Random scraped values of one endpoint."""
     return {
         "engine": "vllm",
         "waiting": rng.randrange(60),

@@ -1,4 +1,4 @@
-"""What every plugin owes its profile, one check for each role.
+"""Contract of scheduling plugins, with a check for each role.
 
 Each check takes the class, or any function that makes a new plugin of it, and raises an
 `AssertionError` that says what was wanted, what came and in which situation. Situations are 1 to
@@ -141,7 +141,7 @@ CHECKS: Mapping[str, Callable[[Callable[[], Any]], None]] = {
 
 
 def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
-    """Candidates, what to call the situation, and whether some of them were scraped."""
+    """Candidates, a description of the situation, and True if some of them were scraped."""
     for size in SIZES:
         for known in (True, False):
             there = builders.loaded_candidates(size, known=known)

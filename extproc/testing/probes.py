@@ -1,4 +1,4 @@
-"""Asking a plugin the same thing in several ways; what the checks of all roles share."""
+"""Repeated calls of a plugin with equal arguments, for the checks of all roles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def demand(met: object, about: str, expected: str, actual: object = "others") -> None:
-    """Hold a rule.
+    """Raise unless a rule of the contract holds.
 
     Args:
         met: Whether it is kept.
@@ -52,7 +52,7 @@ def short(value: object) -> str:
 
 
 class _Pair:
-    """Two answers as a message shows them, which nobody reads where they are equal."""
+    """Two answers, formatted only when an error message needs them."""
 
     def __init__(self, first: object, between: str, second: object) -> None:
         self._parts = first, between, second
@@ -62,13 +62,13 @@ class _Pair:
 
 
 def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
-    """Who is asked about whom, for messages."""
+    """Description of a plugin and its candidates, for messages."""
     scraped = "some" if known else "none"
     return f"{plugin.kind} with {len(there)} endpoints, {scraped} of them scraped"
 
 
 def probe_context(seed: int = 1) -> SchedulingContext:
-    """The turn of every check: a conversation of 1000 tokens for an adapter that some hold."""
+    """Scheduling context of the checks: 1000 prompt tokens, for an adapter that some hold."""
     return builders.context(
         seed,
         model="lora",
@@ -82,7 +82,7 @@ def probe_context(seed: int = 1) -> SchedulingContext:
 
 
 def declared(make: Callable[[], Role]) -> Role:
-    """A plugin that says what it is, and whose parameters are frozen and strict.
+    """Build a plugin and check its declaration: kind, needs, frozen and strict parameters.
 
     Raises:
         AssertionError: It is not.
@@ -124,7 +124,7 @@ def stable_answer(
     check_answer: Callable[[AnswerT], None],
     seeds: Sequence[int] = (1, 2),
 ) -> AnswerT:
-    """The answer of a plugin, once it is clear that it changes nothing and repeats itself.
+    """Answer of a plugin, checked to be repeatable and free of side effects.
 
     Args:
         make: Makes the plugin.
@@ -188,7 +188,7 @@ def _called(
 
 
 def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
-    """Tell a plugin of a choice, if it has a memory, and ask what it tells the client."""
+    """Call the optional methods of a plugin: keys, answer headers, `on_committed`."""
     turn, keys = probe_context(), NO_KEYS
     try:
         if isinstance(plugin, RequestKeyProvider):
@@ -225,7 +225,7 @@ def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
 
 
 def _written(there: Sequence[Candidate], turn: SchedulingContext) -> bytes:
-    """Everything a plugin could change about its arguments, as bytes to compare."""
+    """Arguments of a plugin as bytes, to detect mutation."""
     return msgspec.json.encode([there, turn.request, turn.headers, turn.blocks])
 
 

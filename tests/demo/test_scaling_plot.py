@@ -28,8 +28,8 @@ def test_the_charts_are_lines_of_text():
     text = scaling_plot.as_text(chart())
     assert text.startswith("3 s")
     assert "queue depth per replica, up to 8\n  | ▂█ |" in text
-    assert "replicas that answer, up to 2\n  |  █ |" in text
-    assert scaling_plot.as_text(scaling_plot.ScalingPlot()) == "nothing was seen"
+    assert "replicas available, up to 2\n  |  █ |" in text
+    assert scaling_plot.as_text(scaling_plot.ScalingPlot()) == "no samples"
 
 
 def test_the_charts_are_drawn(tmp_path):

@@ -9,7 +9,7 @@ def test_a_port_that_another_process_was_given_is_not_given(monkeypatch):
     """Its server may not have bound it yet."""
     taken, other = stack.free_port(), stack.free_port()
     stack._claims.pop().close()
-    monkeypatch.setattr(stack, "_claimed_ports", deque())  # as in another process
+    monkeypatch.setattr(stack, "_recent_ports", deque())  # as in another process
     monkeypatch.setattr(stack, "_PORTS", [taken] * 1000 + [other])
     assert stack.free_port() == other
 

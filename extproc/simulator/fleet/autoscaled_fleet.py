@@ -27,7 +27,7 @@ _FOREVER_S = 1e9
 
 
 class _Is(enum.Enum):
-    """What a site is."""
+    """Life cycle phase of an engine."""
 
     DOWN = enum.auto()
     STARTING = enum.auto()
@@ -36,11 +36,11 @@ class _Is(enum.Enum):
 
 
 class _Room(msgspec.Struct, frozen=True):
-    """There is a place on a replica; which one, the picker says."""
+    """Capacity on some replica; the picker chooses the replica."""
 
 
 class Acts(msgspec.Struct, frozen=True):
-    """What replicas do to their world.
+    """Callbacks from the replicas to the simulation.
 
     Attributes:
         listed: These sites are up.
@@ -56,7 +56,7 @@ class Acts(msgspec.Struct, frozen=True):
 
 
 class AutoscaledFleet:
-    """The replicas of one target. Mutable; the world owns it.
+    """Replicas of one scale target. Mutable; owned by the simulation.
 
     Args:
         config: Section `autoscaling` of the scenario.
@@ -96,7 +96,7 @@ class AutoscaledFleet:
         self._fresh()
 
     def begin(self) -> None:
-        """The replicas of the beginning are there, and the policy looks for the first time."""
+        """Start the initial replicas and evaluate the policy for the first time."""
         for n in range(self._spec):
             self._is[n] = _Is.UP
             self._sites[n].start()
@@ -109,12 +109,12 @@ class AutoscaledFleet:
 
     @property
     def settled(self) -> bool:
-        """Whether there are as few replicas as there may be."""
+        """True when no request waits and replicas are at their minimum."""
         here = sum(kind is not _Is.DOWN for kind in self._is)
         return not self._gate.queue.count and here <= self._config.min
 
     def arrived(self, trip: SimRequest) -> None:
-        """A request came: it goes on, waits or is refused."""
+        """Admit, queue or reject a new request."""
         self._charts.arrived(self._timeline.now)
         self._count(arrived=1, prompt_tokens=trip.work.prompt_tokens)
         room, gate = self._room(trip), self._gate
@@ -127,11 +127,11 @@ class AutoscaledFleet:
             self._look()
 
     def left(self, trip: SimRequest) -> bool:
-        """The client of a trip has gone; returns whether the trip was still waiting."""
+        """Handle the disconnect of a client; returns True if its request was still queued."""
         return self._gate.cancel(trip)
 
     def ended(self, trip: SimRequest) -> None:
-        """A trip that went on has ended."""
+        """Release the replica of a request that ended."""
         n = trip.node
         self._loads[n] -= 1
         tokens = 0 if trip.failure else trip.work.output_tokens
@@ -143,7 +143,7 @@ class AutoscaledFleet:
         self._gate.pump()
 
     def close(self, over_at: float) -> ScalingSummary:
-        """What came of it; the last request had ended at `over_at`."""
+        """Summary of the run; the last request ended at `over_at`."""
         now = self._timeline.now
         self._charts.row(
             now,
@@ -156,7 +156,7 @@ class AutoscaledFleet:
     # Requests.
 
     def _room(self, _trip: SimRequest) -> _Room | Rejection:
-        """A place on a replica, or why there is none."""
+        """Capacity on a replica, or the rejection."""
         most = self._config.hold.per_replica
         up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
         if not up:
@@ -189,7 +189,7 @@ class AutoscaledFleet:
         self._meter = demand_estimator.DemandEstimator(config.meter)
 
     def _restart(self) -> None:
-        """Another picker, which reads what this one wrote."""
+        """Replace the policy by a new instance that restores the persisted state."""
         runner_state = msgspec.json.encode(self._scaler.state())
         learned = msgspec.json.encode(self._meter.state)
         self._fresh()
@@ -233,7 +233,7 @@ class AutoscaledFleet:
         self._acts.listed([n for n, kind in enumerate(self._is) if kind is _Is.UP])
 
     def _match(self) -> None:
-        """As many replicas as the spec says; those that leave are not among them."""
+        """Start or drain replicas to match the spec; draining ones do not count."""
         here = [n for n, kind in enumerate(self._is) if kind in {_Is.STARTING, _Is.UP}]
         # Not ready first, then the youngest, as a ReplicaSet does
         # (docs/spec/prior-systems.md#autoscaler).
@@ -272,7 +272,7 @@ class AutoscaledFleet:
             self._timeline.after(grace_s, lambda: self._cut(n, born))
 
     def _cut(self, n: int, born: float) -> None:
-        """What has not finished in time is lost."""
+        """Fail the requests that outlast the grace period of a draining replica."""
         if self._is[n] is _Is.LEAVING and self._born[n] == born:
             self._sites[n].stop()
 
@@ -287,7 +287,7 @@ class AutoscaledFleet:
 
 
 def _holding(hold: HoldSpec) -> FlowControlSection:
-    """How requests wait for a replica, as pickers are told."""
+    """Flow control configuration for requests that wait for a replica."""
     budget_s = _FOREVER_S if hold.budget_s is None else hold.budget_s
     return FlowControlSection(
         enabled=True,

@@ -1,4 +1,4 @@
-"""Who sends when: users in a closed loop, or arrivals at a rate; both behind a limit."""
+"""Load generation: closed-loop users or open-loop arrivals, under a concurrency limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests are offered.
+    """Load generator settings of a scenario.
 
     One of `users` and `rate_per_s` is given, or neither with a trace or groups, which have times of
     their own.
@@ -67,7 +67,7 @@ class _Run:
 
 
 class Sender:
-    """Drives sessions. Mutable; the world owns it.
+    """Sends the requests of sessions. Mutable; owned by the simulation.
 
     Args:
         client: How requests are offered.
@@ -104,7 +104,7 @@ class Sender:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was sent and has ended."""
+        """True once every request was sent and has ended."""
         return self._exhausted and not self._active
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class Sender:
             self._timeline.at(when, lambda user=user: self._begin(user))  # type: ignore[misc]
 
     def finished(self, trip: SimRequest) -> None:
-        """A request of ours ended."""
+        """Handle the end of a request."""
         run = self._runs.pop(trip.id)
         self._open -= 1
         if self._held:

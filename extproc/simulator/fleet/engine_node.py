@@ -16,7 +16,7 @@ OnGaps = Callable[[float, int], None]
 
 
 class EngineNode:
-    """An engine, its queue of trips and its metrics page. Mutable; the world owns it.
+    """Engine with its requests and its metrics page. Mutable; owned by the simulation.
 
     Args:
         timeline: The clock.
@@ -50,7 +50,7 @@ class EngineNode:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it serves."""
+        """True while the engine serves."""
         return self.up and not self.refusing and not self._hung
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class EngineNode:
             self._finished(trip)
 
     def submit(self, trip: SimRequest) -> None:
-        """Take a trip in, or end it with a failure."""
+        """Accept a request, or end it with a failure."""
         if not self.up:
             trip.failure = "connection refused"
         elif self.refusing:
@@ -104,7 +104,7 @@ class EngineNode:
         self._kick()
 
     def cancel(self, trip: SimRequest, why: str) -> None:
-        """The client of a trip has gone."""
+        """Abort the request of a client that disconnected."""
         if self.trips.pop(trip.id, None) is None:
             return
         self.engine.cancel(trip.id, self._timeline.now)

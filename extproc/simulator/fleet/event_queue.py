@@ -1,4 +1,4 @@
-"""Virtual time: what happens when."""
+"""Event queue with virtual time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EventQueue:
         self._serial = 0
 
     def at(self, when: float, act: EventCallback) -> None:
-        """Plan something. What is planned for one moment happens in the order it was planned.
+        """Schedule a callback; callbacks of the same moment run in the order of scheduling.
 
         Args:
             when: Virtual seconds; the past counts as now.
@@ -33,11 +33,11 @@ class EventQueue:
         heapq.heappush(self._events, (max(when, self.now), self._serial, act))
 
     def after(self, seconds: float, act: EventCallback) -> None:
-        """Plan something for so many seconds from now."""
+        """Schedule a callback after so many seconds."""
         self.at(self.now + seconds, act)
 
     def step(self) -> bool:
-        """Let the next event happen; returns whether there was one."""
+        """Run the next event; returns False if there is none."""
         if not self._events:
             return False
         self.now, _, act = heapq.heappop(self._events)

@@ -1,4 +1,4 @@
-"""Where requests of one picker wait for capacity: the server's turnstile, in virtual time."""
+"""Flow control of one picker in virtual time, on the queue that the server uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from extproc.simulator.fleet.sim_request import SimRequest
 
 
 class SimFlowController(Generic[GrantT]):
-    """Holds trips until they can be served, or refused. Mutable; whoever holds trips owns it.
+    """Queues requests until capacity or rejection. Mutable; one owner.
 
     Args:
         holding: How requests wait; what tenants may take is not simulated.
@@ -45,18 +45,18 @@ class SimFlowController(Generic[GrantT]):
 
     @property
     def queue(self) -> Queue:
-        """Who waits."""
+        """Queue of waiting requests."""
         return self._turnstile.queue
 
     @property
     def outcomes(self) -> Counter[str]:
-        """What came of trips that waited; see `FlowController`."""
+        """Counters of requests that left the queue; see `FlowController`."""
         return self._turnstile.outcomes
 
     def admit(
         self, trip: SimRequest, outcome: GrantT | Rejection, *, toward: str = ""
     ) -> Rejection | None:
-        """Let a trip that has just come go on, wait, or be refused.
+        """Dispatch, queue or reject a new request.
 
         Args:
             trip: Which.
@@ -70,7 +70,7 @@ class SimFlowController(Generic[GrantT]):
         return None if why is None else self.enqueue(trip, why)
 
     def is_queued(self, trip: SimRequest) -> bool:
-        """Whether a trip waits."""
+        """True while a request is queued."""
         return trip.id in self._waiters
 
     def enqueue(self, trip: SimRequest, why: Rejection) -> Rejection | None:
@@ -98,24 +98,24 @@ class SimFlowController(Generic[GrantT]):
         return None
 
     def cancel(self, trip: SimRequest) -> bool:
-        """The client of a trip has gone; returns whether the trip was still waiting."""
+        """Handle the disconnect of a client; returns True if its request was still queued."""
         waiter = self._waiters.pop(trip.id, None)
         return waiter is not None and self._turnstile.cancel(waiter)
 
     def notify_capacity(self) -> None:
-        """Something happened that may be capacity."""
+        """Handle a change that may be capacity."""
         self._turnstile.changed()
         if self.queue.count and not self._soon:
             self._soon = True
             self._timeline.after(0.0, self.pump)
 
     def charge(self, trip: SimRequest) -> None:
-        """A trip has ended with an answer, and its tenant's turns follow."""
+        """Charge a completed request to its tenant."""
         tokens = self.queue.settings.output_weight * trip.work.output_tokens
         self.queue.charge(self._tenant(trip), tokens, self._timeline.now)
 
     def pump(self) -> None:
-        """Let trips go on, and end those that waited too long."""
+        """Dispatch queued requests and reject expired ones."""
         self._soon = False
         wait_s = self._turnstile.dispatch(self._timeline.now)
         if wait_s == 0.0:

@@ -1,4 +1,4 @@
-"""The picker that knows: true queues, true caches, true lengths of answers, no delay.
+"""Oracle picker: knows true queues, caches and answer lengths, without delay.
 
 It prices like the adaptive strategy, greedily, one request after another, but every term is exact.
 What it gains over the adaptive strategy is what better knowledge could gain. It is no proof of the
@@ -28,7 +28,7 @@ _CHAIN = 4
 
 
 class _CandidateState(msgspec.Struct):
-    """One engine and one request.
+    """State of one engine, for one request.
 
     Attributes:
         site: The engine.
@@ -48,7 +48,7 @@ class _CandidateState(msgspec.Struct):
 
 
 class OraclePicker:
-    """See the module.
+    """Picker with perfect knowledge; see the module.
 
     Args:
         sites: All engines there will ever be.
@@ -65,11 +65,11 @@ class OraclePicker:
         self._tickets: dict[str, Reservation] = {}
 
     def listed(self, up: Sequence[int]) -> None:
-        """See `Picker`; it is not told of anything it does not know."""
+        """See `SimPicker`."""
         self._listed = up
 
     def pick(self, trip: SimRequest) -> int:
-        """See `Picker`."""
+        """See `SimPicker`."""
         work = trip.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
@@ -96,17 +96,17 @@ class OraclePicker:
         return where
 
     def cancel(self, trip: SimRequest) -> bool:
-        """See `Picker`; nobody waits."""
+        """See `SimPicker`; no request is ever queued."""
         del trip
         return False
 
     def ended(self, trip: SimRequest) -> None:
-        """See `Picker`."""
+        """See `SimPicker`."""
         del self._uncached[trip.id]
         self._tickets.pop(trip.id).close(0.0)
 
     def rates(self) -> None:
-        """See `Picker`; it needs no estimate."""
+        """See `SimPicker`; it needs no estimate."""
 
     def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _CandidateState:
         engine = self._sites[n].engine
@@ -118,7 +118,7 @@ class OraclePicker:
         )
 
     def _price(self, candidate: _CandidateState, most: int, growth: float) -> float:
-        """Seconds; `most` is the tokens cached where most of them are."""
+        """Cost of a candidate in seconds; `most` is the highest number of cached tokens."""
         work, machine = candidate.work, candidate.site.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
         prefill = (work.prompt_tokens - candidate.cached) * per_token
@@ -151,7 +151,7 @@ class OraclePicker:
         )
 
     def _remaining_tokens(self, other: engine_request.Outstanding) -> int:
-        """Prompt tokens a job has still to compute."""
+        """Prompt tokens that a request has still to compute."""
         if not other.waiting:
             return other.prompt_left
         return min(self._uncached.get(other.id, other.prompt_left), other.prompt_left)
@@ -169,7 +169,7 @@ class OraclePicker:
         return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
 
     def _stall_s(self, candidate: _CandidateState) -> float:
-        """Seconds until all those ahead and this request find room in the cache."""
+        """Seconds until the cache has room for this request and all ahead of it."""
         engine, work = candidate.site.engine, candidate.work
         machine = engine.profile
         wanted = work.prompt_tokens - candidate.cached + work.output_tokens // 2
@@ -191,7 +191,7 @@ class OraclePicker:
         return waited * step_s * (1.0 + missing / max(1, machine.kv_tokens))
 
     def _adapter_s(self, candidate: _CandidateState) -> float:
-        """Seconds until the adapter is there."""
+        """Seconds until the adapter is resident."""
         adapter, engine = candidate.work.adapter, candidate.site.engine
         machine, slots = engine.profile, engine.slots
         if not adapter or adapter in slots.resident:

@@ -1,4 +1,4 @@
-"""Pickers of a simulated world that tell each other of their requests."""
+"""State synchronization between the picker replicas of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.simulator.fleet.event_queue import EventQueue
 
 
 class PeerSyncBus:
-    """Carries facts from each picker to all others, none of them lost.
+    """Delivers the events of every picker to all others, without loss.
 
     Args:
         dispatchers: One of each picker.

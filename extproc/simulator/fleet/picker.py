@@ -1,4 +1,4 @@
-"""One picker in a simulated world: the parts of a real one, and what it is told when."""
+"""Endpoint picker in a simulation: the production parts, driven by virtual time."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 class SimPicker(Protocol):
-    """Whoever says where a trip goes."""
+    """Endpoint picker as the simulation calls it."""
 
     def listed(self, up: Sequence[int]) -> None:
-        """Discovery names the endpoints: indices of sites."""
+        """Replace the discovered endpoints (indices of engines)."""
 
     def pick(self, trip: SimRequest) -> int:
-        """The site a trip goes to; -1 and a `failure` in the trip when it is refused, -1 when it waits.
+        """Index of the chosen engine; -1 if queued, -1 and `failure` set if rejected.
 
-        Of one that waits the world is told what came of it.
+        The outcome of a queued request is reported later through `went`.
         """
 
     def cancel(self, trip: SimRequest) -> bool:
-        """The client of a trip has gone; returns whether the trip was still waiting."""
+        """Handle the disconnect of a client; returns True if its request was still queued."""
 
     def ended(self, trip: SimRequest) -> None:
-        """A picked trip ended."""
+        """Handle the end of a routed request."""
 
     def rates(self) -> StepTimeModel | None:
-        """How fast engines are, as far as it has learned; None for not at all."""
+        """Learned step-time model of the engines; None before any measurement."""
 
 
 class ExtprocPicker:
-    """The real dispatcher, scraped for by the timeline as the real scraper would.
+    """Picker with the production director, scraping on the virtual timeline.
 
     Args:
         settings: As from a configuration file.
@@ -162,7 +162,7 @@ class ExtprocPicker:
         return self._decide(trip, patient=patient)
 
     def _endpoint_bits(self) -> EndpointBits:
-        """As `Acts` takes it; targets are adapters."""
+        """Endpoint sets in the form of flow control; targets are adapters."""
         serving = self.parts.director.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
@@ -285,7 +285,7 @@ class ExtprocPicker:
             self._changed()
 
     def _changed(self) -> None:
-        """Something happened that those who wait may have waited for."""
+        """Notify flow control of a change that may be capacity."""
         if self.gate is not None:
             self.gate.notify_capacity()
 
@@ -307,7 +307,7 @@ class ExtprocPicker:
 
 
 def _status(trip: SimRequest) -> str:
-    """The status a data plane would have shown; empty when the client left before there was one."""
+    """HTTP status a proxy would have returned; empty if the client left before it."""
     if not trip.failure or not math.isnan(trip.first_s):
         return "200"
     if trip.failure == "timeout":

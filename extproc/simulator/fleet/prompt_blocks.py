@@ -1,4 +1,4 @@
-"""What prompts share, as block keys."""
+"""Block keys of simulated prompts, equal where prompts share a prefix."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class EndpointMeans(msgspec.Struct, frozen=True):
-    """One engine, mean over seeds.
+    """Figures of one engine, mean over seeds.
 
     Attributes:
         requests: Requests it was sent (count).
@@ -90,7 +90,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything that came of a scenario. NaN is null in JSON.
+    """Results of a scenario. NaN is null in JSON.
 
     Attributes:
         scenario: What was simulated.
@@ -159,7 +159,7 @@ def interval(values: Iterable[float]) -> Interval:
 
 
 def report(scenario: Scenario, runs: Sequence[Run], *, baseline: str = "") -> Report:
-    """Put runs together.
+    """Aggregate runs into a report.
 
     Args:
         scenario: What was simulated; its strategies give the order.

@@ -1,4 +1,4 @@
-"""What came of one run."""
+"""Metrics of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DistributionSummary(msgspec.Struct, frozen=True):
 
 
 class PerEndpoint(msgspec.Struct, frozen=True):
-    """What one engine did.
+    """Metrics of one engine.
 
     Attributes:
         requests: Requests it was sent (count).
@@ -51,7 +51,7 @@ class PerEndpoint(msgspec.Struct, frozen=True):
 
 
 class RejectionSummary(msgspec.Struct, frozen=True):
-    """What refused requests were told.
+    """Rejected requests and their `Retry-After` values.
 
     Attributes:
         rejected: Those with a Retry-After (count).
@@ -117,7 +117,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class RunMetrics:
-    """Collects trips. Mutable; one owner.
+    """Collects ended requests. Mutable; one owner.
 
     Args:
         since_s: Trips sent before are left out.
@@ -133,24 +133,24 @@ class RunMetrics:
         self._scaling: ScalingSummary | None = None
 
     def add(self, trip: SimRequest) -> None:
-        """A trip ended."""
+        """Add an ended request."""
         if trip.sent_at >= self._since_s:
             self.trips.append(trip)
 
     def gaps(self, seconds: float, count: int) -> None:
-        """So many tokens came so long after the one before."""
+        """Count `count` inter-token gaps of the same length."""
         self._bins[round(math.log(seconds) / _BIN)] += count
         self._gap_sum += seconds * count
         self._gaps += count
 
     def forget_gaps(self) -> None:
-        """What comes from now on counts."""
+        """Discard the gaps of the warm-up."""
         self._bins.clear()
         self._gap_sum = 0.0
         self._gaps = 0
 
     def close(self, sites: Sequence[EngineNode], scaling: ScalingSummary | None = None) -> None:
-        """The run is over."""
+        """Record final preemptions and the scaling history."""
         self._scaling = scaling
         self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
 

@@ -1,4 +1,4 @@
-"""What became of replicas over time: the four charts of the published page, and their sums."""
+"""Replica history of a run: the four charts of the autoscaling page, and their sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RATE_S = 180.0
 
 
 class ScalingSummary(msgspec.Struct, frozen=True):
-    """What became of replicas in one run. Sequences are rows of the charts, by time.
+    """Replica history of one run. Sequences are rows of the charts, by time.
 
     Attributes:
         replica_s: Seconds of replicas, from asking for one until it is gone.
@@ -47,7 +47,7 @@ class ScalingSummary(msgspec.Struct, frozen=True):
 
 
 class FleetScalingHistory:
-    """Collects rows and lives. Mutable; one owner.
+    """Collects chart rows and replica lifetimes. Mutable; one owner.
 
     Args:
         window_s: Seconds the queue depth is averaged over.
@@ -65,11 +65,11 @@ class FleetScalingHistory:
         self._most = 0
 
     def arrived(self, now: float) -> None:
-        """A request came."""
+        """Count an arrival."""
         self._arrivals.append(now)
 
     def row(self, now: float, *, requests: float, available: int, spec: int) -> None:
-        """What is seen now."""
+        """Append a row to the charts."""
         while self._arrivals and self._arrivals[0] <= now - _RATE_S:
             self._arrivals.popleft()
         depth = requests / max(1, available)
@@ -79,26 +79,26 @@ class FleetScalingHistory:
         self._rows.append((now, depth, mean, rate, available, spec))
 
     def replica_requested(self, site: int, now: float) -> None:
-        """A replica was asked for."""
+        """Record the request for a replica."""
         self._begun[site] = now
         self._most = max(self._most, len(self._begun))
 
     def up(self, site: int, now: float) -> None:
-        """A replica answers."""
+        """Record the readiness of a replica."""
         self._answered[site] = now
 
     def leaves(self, site: int, now: float) -> None:
-        """A replica takes no more requests, or never did."""
+        """Record the begin of the draining of a replica."""
         if site in self._answered:
             self._answering.append((self._answered.pop(site), now))
 
     def gone(self, site: int, now: float) -> None:
-        """A replica is gone."""
+        """Record the end of a replica."""
         self.leaves(site, now)
         self._lives.append((self._begun.pop(site), now))
 
     def closed(self, now: float, *, over_at: float) -> ScalingSummary:
-        """The run in numbers.
+        """Summary of the run.
 
         Args:
             now: When it ended, with as few replicas as there may be or without patience.
@@ -125,6 +125,6 @@ class FleetScalingHistory:
 
 
 def _mean(lives: Sequence[tuple[float, float]], until: float) -> float:
-    """How many there were on average from 0 to `until`."""
+    """Mean number of replicas from 0 to `until`."""
     within = sum(max(0.0, min(end, until) - begun) for begun, end in lives)
     return within / until if until else 0.0

@@ -1,4 +1,4 @@
-"""What is simulated, as a file says it."""
+"""Schema of scenario files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLAIRVOYANT = "clairvoyant"
 
 
 class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Some engines that are alike.
+    """Group of equal engines.
 
     Attributes:
         count: How many.
@@ -45,7 +45,7 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     set: Mapping[str, float] = {}
 
     def resolved(self) -> profiles.EngineProfile:
-        """The machine.
+        """Resolve the profile of the engines.
 
         Raises:
             ConfigError: There is no such profile or field, or the numbers do not go together.
@@ -113,7 +113,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests wait for a replica, by the rules of pickers' `flow_control`.
+    """Flow control of requests that wait for a replica, as in section `flow_control`.
 
     Attributes:
         per_replica: Requests a replica is given at once; further ones wait. None: all, so that
@@ -129,7 +129,7 @@ class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ScenarioAutoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many engines of the fleet are up. The fleet names those there may be.
+    """Autoscaling of the fleet. `fleet` lists the engines available to it.
 
     Attributes:
         policy: Its name in the catalogue of policies.
@@ -218,7 +218,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def check(scenario: Scenario, *, where: str) -> None:
-    """Refuse what cannot be simulated.
+    """Validate a scenario.
 
     Raises:
         ConfigError: Arrivals are missing or said twice, an engine is not there, or a profile is

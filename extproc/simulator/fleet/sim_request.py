@@ -1,4 +1,4 @@
-"""One request on its way through a simulated world, and the conversation it belongs to."""
+"""Simulated requests and the sessions they belong to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY_TOKENS = 16
 
 
 class RequestSpec(msgspec.Struct, frozen=True, gc=False):
-    """What one request truly is.
+    """Ground truth of one request.
 
     Attributes:
         prompt_tokens: Prompt length, at least 1.
@@ -39,7 +39,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class SimSession(msgspec.Struct, frozen=True, gc=False):
-    """Requests of which each waits for the answer before it.
+    """Session of requests; every request waits for the previous answer.
 
     Attributes:
         specs: In order.
@@ -54,7 +54,7 @@ class SimSession(msgspec.Struct, frozen=True, gc=False):
 
 
 class SimRequest:
-    """A request that was sent. Mutable; the world owns it.
+    """Request that was sent. Mutable; owned by the simulation.
 
     Attributes:
         id: Unique in its world.
@@ -104,7 +104,7 @@ class SimRequest:
         self.retry_after_s = 0
 
     def refused(self, why: Rejection, now: float) -> None:
-        """It goes nowhere."""
+        """Record the rejection of the request."""
         self.failure = f"rejected {why.status}"
         self.refused_s = now - self.sent_at
         self.retry_after_s = why.retry_after_s or 0

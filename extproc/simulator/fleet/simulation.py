@@ -111,7 +111,7 @@ class Simulation:
         return self.tally
 
     def _engine(self, site: EngineNode, ready_s: float | None) -> None:
-        """One engine; `ready_s` of None: the policy says when."""
+        """Add an engine; `ready_s` of None leaves its start to the autoscaling policy."""
         n = len(self.nodes)
         self.nodes.append(site)
         self._listed.append(ready_s == 0)
@@ -123,7 +123,7 @@ class Simulation:
             site.start()
 
     def _picker(self, settings: Settings | None, *, seed: int, waits: bool) -> SimPicker:
-        """One picker; requests wait in it, or where replicas come and go."""
+        """Build a picker; requests queue in it, or in the autoscaled fleet."""
         if settings is None:
             return OraclePicker(self.nodes, self.timeline)
         return ExtprocPicker(
@@ -197,7 +197,7 @@ class Simulation:
         return trip
 
     def _go(self, trip: SimRequest) -> None:
-        """A picker says where to."""
+        """Send a request to the endpoint of its picker."""
         pickers = self.pickers
         picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
         self._picker_of[trip.id] = picker
@@ -206,7 +206,7 @@ class Simulation:
             self._went(trip)
 
     def _went(self, trip: SimRequest) -> None:
-        """A picker has said where to, or that it goes nowhere."""
+        """Handle the late decision of a picker for a queued request."""
         if trip.node >= 0:
             self.nodes[trip.node].submit(trip)
             return
@@ -215,7 +215,7 @@ class Simulation:
         self.timeline.after(0.0, lambda: self._over(trip))
 
     def _give_up(self, trip: SimRequest) -> None:
-        """The client has waited long enough."""
+        """Handle the timeout of a client."""
         if trip.node < 0:
             picker = self._picker_of.get(trip.id)
             if picker is not None and picker.cancel(trip):

@@ -70,7 +70,7 @@ _LISTED = 32
 
 
 def text(report: Report) -> str:
-    """The whole report, for a terminal."""
+    """Text of a report, for a terminal."""
     return "\n".join(_lines(report))
 
 

@@ -1,4 +1,4 @@
-"""What is asked: kinds of workload as a scenario names them, and the sessions they yield.
+"""Workload kinds of a scenario, and the sessions they generate.
 
 Every kind yields sessions and ends by itself (`sessions`). A session of one request is how
 independent requests look.
@@ -26,7 +26,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class _Kind(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
 ):
-    """What all kinds have in common: there is nothing."""
+    """Base of all workload kinds, without fields of its own."""
 
 
 class Independent(_Kind, frozen=True, kw_only=True, tag="independent"):
@@ -46,7 +46,7 @@ class Independent(_Kind, frozen=True, kw_only=True, tag="independent"):
     adapters: NotNegative = 0
 
     def source(self, rng: random.Random) -> Iterator[SimSession]:
-        """Its sessions."""
+        """Sessions of the workload."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         for n in range(self.requests):
@@ -79,7 +79,7 @@ class SharedPrefix(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
     adapters: NotNegative = 0
 
     def source(self, rng: random.Random) -> Iterator[SimSession]:
-        """Its sessions."""
+        """Sessions of the workload."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         prefixes = [self.prefix.integer(rng) for _ in range(self.groups)]
@@ -93,7 +93,7 @@ class SharedPrefix(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
 
 
 class ConversationWorkload(_Kind, frozen=True, kw_only=True, tag="conversations"):
-    """Turns that repeat all that was said before.
+    """Conversations: every turn repeats the previous ones as its prefix.
 
     Attributes:
         conversations: How many.
@@ -118,7 +118,7 @@ class ConversationWorkload(_Kind, frozen=True, kw_only=True, tag="conversations"
     adapters: NotNegative = 0
 
     def source(self, rng: random.Random) -> Iterator[SimSession]:
-        """Its sessions."""
+        """Sessions of the workload."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         openings = [round(self.system.draw(rng)) for _ in range(self.systems)]
@@ -163,7 +163,7 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
     output: Lengths
 
     def source(self, rng: random.Random) -> Iterator[SimSession]:
-        """Its sessions."""
+        """Sessions of the workload."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         lengths: list[tuple[int, float]] = []
         for n in range(self.conversations):
@@ -189,7 +189,7 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
 
 
 class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
-    """Requests that were recorded.
+    """Recorded requests.
 
     Attributes:
         format: `mooncake` (JSON lines: timestamp in ms, input_length, output_length, hash_ids of
@@ -213,7 +213,7 @@ class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
     spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def replay(self, rows: Iterable[str]) -> Iterator[SimSession]:
-        """Its sessions, at their own times.
+        """Sessions of the workload, at their recorded times.
 
         Args:
             rows: Lines of the file.
@@ -239,7 +239,7 @@ class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Some of those who ask.
+    """Group of clients with equal requests.
 
     Attributes:
         tenant: What they are called, where requests wait in turns.
@@ -258,7 +258,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     workload: Independent | SharedPrefix | ConversationWorkload | Repeated
 
     def source(self, rng: random.Random, number: int) -> Iterator[SimSession]:
-        """Its sessions at their times.
+        """Sessions of the group, with their times.
 
         Args:
             rng: Chance of its own, so that it asks the same whoever else is there.
@@ -283,7 +283,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
-    """Several who ask at once, each at their own rate.
+    """Several groups at once, at their own rates.
 
     Attributes:
         groups: Who they are. Each asks the same at the same times whoever else is there.
@@ -292,7 +292,7 @@ class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
     groups: Annotated[Sequence[Group], msgspec.Meta(min_length=1)]
 
     def source(self, rng: random.Random) -> Iterator[SimSession]:
-        """Its sessions."""
+        """Sessions of the workload."""
         base = rng.getrandbits(64)
         sources = [
             group.source(random.Random(f"{base} {group.tenant} {group.priority}"), number)
@@ -324,7 +324,7 @@ def sessions(
 
 
 def adapters(workload: Workload) -> int:
-    """How many LoRA adapters it asks for; 0 for the base model only."""
+    """Number of LoRA adapters in a workload; 0 for the base model only."""
     return 0 if isinstance(workload, TraceWorkload | Repeated | Groups) else workload.adapters
 
 

@@ -1,4 +1,4 @@
-"""The models a server answers to: the base model and the adapters that may be asked for."""
+"""Model names of a server: the base model and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Adapters:
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _name(self, request: web.Request) -> str | web.Response:
-        """`lora_name` of a body, or why there is none."""
+        """`lora_name` of a body, or the error response where it is missing."""
         try:
             read = msgspec.json.decode(await request.read(), type=dict[str, object])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The engine loop: the pure core paced by the real clock, and the answers it is giving."""
+"""The engine loop: paces the pure core by the real clock and feeds the open generations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAG_S = 0.1
 
 
 class Generation:
-    """One job's way through the engine, as its handler watches it.
+    """Progress of one request, for the HTTP handler that waits for its tokens.
 
     Attributes:
         id: The job's id.
@@ -35,7 +35,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether all tokens are there."""
+        """True once all tokens are generated."""
         return self.ready >= self.tokens
 
     async def past(self, count: int) -> int:
@@ -50,7 +50,7 @@ class Generation:
         await self.past(self.tokens - 1)
 
     def advance(self, ready: int) -> None:
-        """So many tokens are there now."""
+        """Set the number of tokens generated so far."""
         self.ready = ready
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
@@ -87,13 +87,13 @@ class Runner:
         self._end = 0.0
 
     def next_id(self) -> str:
-        """An id for a new job."""
+        """Next request id."""
         return str(next(self._ids))
 
     def submit(
         self, new: engine_request.EngineRequest, *, stream: bool
     ) -> Generation | engine_request.EngineRejection:
-        """Put a job into the engine."""
+        """Submit a request to the engine."""
         now, due = time.monotonic(), self.engine.due
         if due is not None and due < now:
             now = due  # the loop is late: on its schedule the job came before the next step
@@ -110,7 +110,7 @@ class Runner:
         return generation
 
     def close(self, generation: Generation, reason: str) -> None:
-        """A handler is through with its generation; what is not done by then is aborted.
+        """Release a generation; an unfinished request is aborted.
 
         Args:
             generation: Which.
@@ -148,7 +148,7 @@ class Runner:
         return True
 
     def _deliver(self, result: engine_request.StepResult) -> None:
-        """Hand out what a plan brought."""
+        """Deliver the result of a plan to the generations and the counters."""
         self.stats.observe(result, time.time())
         for started in result.started:
             generation = self._open.get(started.id)

@@ -295,7 +295,7 @@ class ExpositionPage:
             yield f"{name}{labels(pairs)} {number(at)}\n"
 
     def _process_lines(self) -> Iterator[str]:
-        """What the Prometheus client says of its own process."""
+        """Lines of the process collector of the Prometheus client."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         generations = gc.get_stats()
         for name, text, key in (

@@ -63,7 +63,7 @@ class GenerationExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def finish(self) -> str:
-        """The simulation never stops early, so who names a maximum gets it."""
+        """Finish reason; a request with a maximum of tokens always reaches it."""
         return "stop" if self.ask.max_tokens is None else "length"
 
 
@@ -158,7 +158,7 @@ async def _stream(
 
 
 def _load_headers(request: web.Request, runner: engine_runner.Runner) -> dict[str, str]:
-    """The load piggybacked on an answer (ORCA), for who asks for it."""
+    """Response headers with the ORCA load report, where the client requested one."""
     form = request.headers.get("endpoint-load-metrics-format", "").upper()
     waiting, usage = float(runner.engine.waiting), runner.engine.kv_usage
     if form == "TEXT":
@@ -175,7 +175,7 @@ def _load_headers(request: web.Request, runner: engine_runner.Runner) -> dict[st
 
 
 async def apply_fault(request: web.Request, fault: faults.Fault) -> web.StreamResponse | None:
-    """What a request fault answers before the request is looked at; None goes on with it."""
+    """Answer of a request fault, before the body is parsed; None lets the request go on."""
     match fault.kind:
         case "status":
             status = int(fault.value)
@@ -210,7 +210,7 @@ async def _forever() -> None:
 
 
 async def echo(request: web.Request) -> web.Response:
-    """The hash and size of the body as received; it is not kept."""
+    """Answer with the hash and the size of the body as received."""
     digest, size = hashlib.sha256(), 0
     async for chunk in request.content.iter_any():
         digest.update(chunk)

@@ -115,14 +115,14 @@ class EngineServer:
     # Around every request.
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say which engine answers."""
+        """Add the header that names the engine."""
         del request
         response.headers["x-inference-port"] = str(self.port)
         response.headers["x-inference-pod"] = self.settings.pod or f"engine-{self.port}"
 
     @web.middleware
     async def _around(self, request: web.Request, handler: responses.Handler) -> web.StreamResponse:
-        """Count, do what faults ask for, answer unknown paths as FastAPI does."""
+        """Middleware: counts requests, applies faults, answers unknown paths as FastAPI does."""
         path, began = request.path, time.monotonic()
         handled = path if request.match_info.http_exception is None else "none"
         counted = path not in exposition.UNCOUNTED and not path.startswith("/admin/")
@@ -150,7 +150,7 @@ class EngineServer:
     async def _apply_fault(
         self, request: web.Request, handler: responses.Handler, *, inference: bool
     ) -> web.StreamResponse:
-        """The answer, or what a fault makes of it. A header hits any path, armed faults inference."""
+        """Apply a fault to the answer: from a header on any path, armed ones on inference only."""
         if request.path.startswith("/admin/"):
             return await handler(request)
         fault, header = None, request.headers.get("x-engine-fault")
@@ -178,7 +178,7 @@ class EngineServer:
     async def _infer(
         self, request: web.Request, fault: faults.Fault | None = None
     ) -> web.StreamResponse:
-        """Any surface that generates; a fault here is one that strikes while it does."""
+        """Handle any generating API; faults that strike during generation apply here."""
         surface, body = api_responses.SURFACES[request.path], await request.read()
         try:
             ask = surface.read(body)
@@ -234,7 +234,7 @@ class EngineServer:
         return web.json_response({"server_load": self.in_flight})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        """The page, or what a fault makes of it."""
+        """Answer with the metrics page, or the page as altered by a fault."""
         del request
         fault = self.faults.hit(faults.METRICS_KINDS, time.monotonic())
         kind = "" if fault is None else fault.kind
@@ -256,7 +256,7 @@ class EngineServer:
     # Changing it.
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """Forget every cached block nobody holds, as vLLM does in development mode."""
+        """Evict every unreferenced cached block, as vLLM does in development mode."""
         del request
         self.engine.pool.clear()
         return web.Response()
@@ -278,7 +278,7 @@ class EngineServer:
         return web.json_response({"faults": [str(fault) for fault in self.faults.armed(now)]})
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
-        """What a test wants to know without parsing a page."""
+        """Answer with the engine state as JSON, for tests."""
         del request
         engine = self.engine
         return web.json_response(

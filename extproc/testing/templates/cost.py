@@ -1,4 +1,4 @@
-"""A cost model: what each endpoint would cost in one unit, lower is better.
+"""A cost model: prices every endpoint in one unit, lower is better.
 
 It takes the place of the scorers: the picker compares negated costs, and the terms are what
 `extproc explain` shows. Name the file and the kind in the configuration:

@@ -1,4 +1,4 @@
-"""A filter: who may serve. Keeping nobody refuses the request with 429.
+"""A filter: keeps eligible endpoints. An empty result rejects the request with 429.
 
 Name the file and the kind in the configuration:
 
@@ -24,7 +24,7 @@ from extproc.scheduling.framework import Signal
 
 
 class MyFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps endpoints with `kv_usage <= max_kv_usage`, and those whose usage nobody knows.
+    """Keeps endpoints with `kv_usage <= max_kv_usage`, and those of unknown usage.
 
     A filter that raises or is bypassed lets everybody pass.
 
@@ -40,6 +40,6 @@ class MyFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """Some of the candidates, in their order."""
+        """Eligible candidates, in their order."""
         bound = self.max_kv_usage
         return [c for c in candidates if c.load.kv_usage is None or c.load.kv_usage <= bound]

@@ -1,4 +1,4 @@
-"""A picker: the last word, given a total for each endpoint, higher is better.
+"""A picker: chooses among endpoints by their totals, higher is better.
 
 Name the file and the kind in the configuration:
 
@@ -25,7 +25,7 @@ from extproc.scheduling.framework import Signal
 
 
 class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """The highest total that is not the endpoint chosen last; equals at random.
+    """Picks the highest total, except the endpoint of the last pick; ties at random.
 
     Attributes:
         apart: Whether two requests in a row go to different endpoints.
@@ -38,7 +38,7 @@ class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def _memory(self) -> dict[str, str]:
-        """What is remembered; one for each plugin instance (`dict=True` makes room for it)."""
+        """Mutable state of the plugin instance (`dict=True` makes room for it)."""
         return {}
 
     def pick(
@@ -59,5 +59,5 @@ class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return sorted(range(len(candidates)), key=rank)[:count]
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """The only place where memory changes: dry runs ask `pick` too."""
+        """Record the pick; state changes only here, because dry runs call `pick` too."""
         self._memory["last"] = decision.endpoints[0].address

@@ -1,4 +1,4 @@
-"""A scorer: how well each endpoint would serve, 0 to 1, higher is better.
+"""A scorer: rates every endpoint from 0 to 1, higher is better.
 
 Name the file and the kind in the configuration:
 
