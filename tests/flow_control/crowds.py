@@ -28,7 +28,7 @@ def crowd(size, *, tenants=1, targets=1, settings=None):
     """A queue in which so many wait."""
     queue = Queue(settings or FlowControlSettings())
     for at in range(size):
-        one = QueuedItem(
+        item = QueuedItem(
             arrived=at,
             deadline=1e9 - at,
             tenant=f"t{at % tenants}",
@@ -36,5 +36,5 @@ def crowd(size, *, tenants=1, targets=1, settings=None):
             size=1,
             tokens=1,
         )
-        assert isinstance(queue.join(one, 0.0), EnqueueResult)
+        assert isinstance(queue.join(item, 0.0), EnqueueResult)
     return queue

@@ -24,7 +24,7 @@ class Entrance:
         self.free = free
         self.wanted = {}
         self.went = []
-        self.told = {}
+        self.rejections = {}
         self.toward = {}
         self.waits = {}
         self.broken = set()
@@ -33,7 +33,7 @@ class Entrance:
             decide=self.decide,
             waits=self.toward.__setitem__,
             go=self.go,
-            refuse=self.told.__setitem__,
+            refuse=self.rejections.__setitem__,
         )
         budget = None if most is None else LookBudget(looks=most, seconds=1.0, clock=lambda: 0.0)
         self.turnstile = FlowController(FlowControlSettings(**settings), acts, budget=budget)
@@ -122,11 +122,11 @@ def test_expired_waits_name_their_reason():
     entrance.hold("a")
     entrance.hold("b", why=EMPTY)
     entrance.turnstile.dispatch(2.0)
-    assert [(told.status, told.reason) for told in entrance.told.values()] == [
+    assert [(rejection.status, rejection.reason) for rejection in entrance.rejections.values()] == [
         (429, "rejected-ttl-expired"),
         (503, "rejected-no-endpoints"),
     ]
-    assert all(told.retry_after_s >= 1 for told in entrance.told.values())
+    assert all(rejection.retry_after_s >= 1 for rejection in entrance.rejections.values())
 
 
 def test_a_client_leaves_once():
@@ -175,7 +175,7 @@ def test_after_closing_nobody_waits():
     entrance = Entrance()
     entrance.hold("a")
     entrance.turnstile.close()
-    assert entrance.told["a"].reason == "rejected-shutting-down"
+    assert entrance.rejections["a"].reason == "rejected-shutting-down"
     assert entrance.hold("b").reason == "rejected-shutting-down"
 
 
@@ -245,6 +245,6 @@ def test_refused_requests_of_one_sweep_are_told():
     entrance.refused = {"a"}
     entrance.hold(*"ab")
     assert entrance.turnstile.dispatch(0.0) is None
-    assert entrance.told["a"].status == 404
+    assert entrance.rejections["a"].status == 404
     assert entrance.went == ["b"]
     assert entrance.turnstile.outcomes == {"refused": 1, "went": 1}

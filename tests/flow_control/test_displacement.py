@@ -18,8 +18,8 @@ def test_of_equals_the_last_that_came_leaves():
     """Whoever came before keeps its place."""
     queue = Queue(FlowControlSettings(max_requests=3, order="edf"))
     equal = [QueuedItem(arrived=0.0, deadline=5.0) for _ in range(3)]
-    for one in equal:
-        queue.join(one, 0.0)
+    for item in equal:
+        queue.join(item, 0.0)
     joined = queue.join(QueuedItem(arrived=0.0, deadline=5.0, priority=1), 0.0)
     assert joined.displaced == (equal[2],)
 
@@ -48,7 +48,7 @@ def test_a_join_that_would_displace_too_many_is_refused(tenants):
         queue.leave(next(iter(queue)))
         low = QueuedItem(arrived=at, deadline=1e9, tenant=f"t{at % 7}", priority=-1, size=1)
         assert queue.join(low, 0.0) == EnqueueResult()
-    places = {one: (one.number, one.place) for one in queue}
+    places = {item: (item.number, item.place) for item in queue}
     large, fitting = (QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=n) for n in (129, 128))
 
     def join():
@@ -56,7 +56,7 @@ def test_a_join_that_would_displace_too_many_is_refused(tenants):
 
     join()
     assert operations(join) < 6000
-    assert {one: (one.number, one.place) for one in queue} == places
+    assert {item: (item.number, item.place) for item in queue} == places
     assert not large.waits
     assert len(queue.join(fitting, 0.0).displaced) == 128
 
@@ -74,27 +74,27 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
     """One after the other, lower priorities first: as by counting anew for each."""
     total = sum(request[3] for request in requests)
     queue = Queue(FlowControlSettings(max_bytes=total))
-    made = [
+    items = [
         QueuedItem(arrived=arrived, deadline=1e9, tenant=tenant, priority=priority, size=size)
         for tenant, priority, arrived, size in requests
     ]
-    for one in made:
-        queue.join(one, 0.0)
-    for at in leaving & set(range(len(made))):
-        queue.leave(made[at])
-    waiting = [one for one in made if one.waits]
+    for item in items:
+        queue.join(item, 0.0)
+    for at in leaving & set(range(len(items))):
+        queue.leave(items[at])
+    waiting = [item for item in items if item.waits]
     joined = queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=size), 0.0)
     if isinstance(joined, Rejection):
         assert size > total
         return
-    bytes_left = sum(one.bytes for one in waiting)
+    bytes_left = sum(item.bytes for item in waiting)
     for gone in joined.displaced:
         assert bytes_left + size > total
-        lowest = [one for one in waiting if one.priority == min(w.priority for w in waiting)]
-        counts = Counter(one.tenant for one in lowest)
+        lowest = [item for item in waiting if item.priority == min(w.priority for w in waiting)]
+        counts = Counter(item.tenant for item in lowest)
         assert counts[gone.tenant] == max(counts.values())
-        own = [one for one in lowest if one.tenant == gone.tenant]
-        assert gone is max(own, key=lambda one: (one.arrived, one.number))
+        own = [item for item in lowest if item.tenant == gone.tenant]
+        assert gone is max(own, key=lambda item: (item.arrived, item.number))
         waiting.remove(gone)
         bytes_left -= gone.bytes
     assert bytes_left + size <= total
@@ -111,7 +111,7 @@ def test_the_last_of_the_busiest_tenant_leaves():
     # Deadlines come down, so the last of a tenant is the one that came first.
     assert [displaced(), displaced()] == [("t0", 0), ("t1", 1)]
     for tenant, at in (("t1", -5), ("t1", 20)):
-        queue.leave(next(one for one in queue if one.priority))
+        queue.leave(next(item for item in queue if item.priority))
         late = QueuedItem(arrived=0.0, deadline=1e9 - at, tenant=tenant)
         assert isinstance(queue.join(late, 0.0), EnqueueResult)
     assert [displaced(), displaced(), displaced()] == [("t1", -5), ("t0", 2), ("t1", 3)]
@@ -122,7 +122,7 @@ def test_a_join_that_is_refused_changes_nothing():
     queue = crowd(500, settings=FlowControlSettings(max_bytes=1000))
     for at in range(500):
         queue.join(QueuedItem(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
-    places = {one: (one.number, one.place) for one in queue}
+    places = {item: (item.number, item.place) for item in queue}
     deadlines = len(queue._deadlines)
     large = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=600)
 
@@ -131,6 +131,6 @@ def test_a_join_that_is_refused_changes_nothing():
             assert isinstance(queue.join(large, 0.0), Rejection)
 
     assert operations(join) < 1000
-    assert {one: (one.number, one.place) for one in queue} == places
+    assert {item: (item.number, item.place) for item in queue} == places
     assert len(queue._deadlines) == deadlines
     assert not large.waits

@@ -14,53 +14,53 @@ from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 
 
 def waiter(name="", *, arrived=0.0, deadline=math.inf, **facts):
-    one = QueuedItem(arrived=arrived, deadline=deadline, **facts)
-    names[one] = name
-    return one
+    item = QueuedItem(arrived=arrived, deadline=deadline, **facts)
+    names[item] = name
+    return item
 
 
 names: dict[QueuedItem, str] = {}
 
 
 def queue(*waiters, now=0.0, **settings):
-    made = Queue(FlowControlSettings(**settings))
-    for one in waiters:
-        assert isinstance(made.join(one, now), EnqueueResult)
-    return made
+    requests = Queue(FlowControlSettings(**settings))
+    for item in waiters:
+        assert isinstance(requests.join(item, now), EnqueueResult)
+    return requests
 
 
-def order(made, *, most=10_000, can=lambda _: True, now=1.0):
+def order(requests, *, most=10_000, can=lambda _: True, now=1.0):
     """Names in the order in which they go on."""
     went = []
 
-    def go(one):
-        if len(went) >= most or not can(one):
+    def go(item):
+        if len(went) >= most or not can(item):
             return Blocked()
-        went.append(names[one])
+        went.append(names[item])
         return DepartureCause.DISPATCHED
 
-    made.pump(go, now)
+    requests.pump(go, now)
     return "".join(went)
 
 
 def test_one_tenant_is_served_as_it_came():
     """First come, first served."""
-    made = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
-    assert order(made, most=2) == "ab"
-    assert order(made) == "cd"
-    assert (made.count, made.bytes) == (0, 0)
+    requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
+    assert order(requests, most=2) == "ab"
+    assert order(requests) == "cd"
+    assert (requests.count, requests.bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("way", "expected"), [("fcfs", "abc"), ("edf", "bca"), ("slo", "cab")])
 def test_orders_within_a_tenant(way, expected):
     """By arrival, by deadline, or by arrival plus the time to first token asked for."""
-    made = queue(
+    requests = queue(
         waiter("a", arrived=0, deadline=30, slo_s=5),
         waiter("b", arrived=1, deadline=10),
         waiter("c", arrived=2, deadline=20, slo_s=1),
         order=way,
     )
-    assert order(made) == expected
+    assert order(requests) == expected
 
 
 def test_times_asked_for_order_requests_of_one_tenant_alone():
@@ -90,8 +90,8 @@ def test_what_a_request_asks_for_changes_no_turn_by_arrival():
 
 def test_higher_priorities_go_first():
     """Bands are strict: a later request of higher priority overtakes."""
-    made = queue(waiter("a"), waiter("b", priority=5, arrived=1), waiter("c", priority=-1))
-    assert order(made) == "bac"
+    requests = queue(waiter("a"), waiter("b", priority=5, arrived=1), waiter("c", priority=-1))
+    assert order(requests) == "bac"
 
 
 def test_tenants_take_turns():
@@ -110,38 +110,38 @@ def test_tenants_attain_the_same():
 
 def test_without_fairness_the_oldest_goes_first():
     """One order over all tenants."""
-    made = queue(
+    requests = queue(
         waiter("a", tenant="x"),
         waiter("b", tenant="y", arrived=1),
         waiter("c", tenant="x", arrived=2),
         fairness="none",
     )
-    assert order(made) == "abc"
+    assert order(requests) == "abc"
 
 
 def test_what_cannot_be_served_holds_up_only_its_kind():
     """A model without capacity does not block another, nor another priority of it."""
-    made = queue(
+    requests = queue(
         waiter("a", target="llama"),
         waiter("b", target="qwen", arrived=1),
         waiter("c", target="llama", arrived=2),
         waiter("d", target="llama", priority=1, arrived=3),
     )
-    assert order(made, can=lambda one: one.target == "qwen" or one.priority) == "db"
-    assert order(made) == "ac"
+    assert order(requests, can=lambda item: item.target == "qwen" or item.priority) == "db"
+    assert order(requests) == "ac"
 
 
 def test_service_fades_and_nobody_saves_up():
     """After many half-lives tenants start alike, however much one had."""
-    made = Queue(FlowControlSettings(half_life_s=1.0))
-    made.turns.served("old", 1e6, 0.0)
-    assert made.turns.attained("old", 10.0) == pytest.approx(1e6 / 1024)
-    made.turns.served("new", 1.0, 1000.0)
-    made.turns.served("new", 1.0, 1_000_000.0)
-    assert made.turns.attained("old", 1_000_000.0) < 1e-9
-    assert made.turns.attained("new", 1_000_000.0) == pytest.approx(1.0)
-    made.turns.charge("new", -5.0, 1_000_000.0)
-    assert made.turns.attained("new", 1_000_000.0) == 0.0
+    requests = Queue(FlowControlSettings(half_life_s=1.0))
+    requests.turns.served("old", 1e6, 0.0)
+    assert requests.turns.attained("old", 10.0) == pytest.approx(1e6 / 1024)
+    requests.turns.served("new", 1.0, 1000.0)
+    requests.turns.served("new", 1.0, 1_000_000.0)
+    assert requests.turns.attained("old", 1_000_000.0) < 1e-9
+    assert requests.turns.attained("new", 1_000_000.0) == pytest.approx(1.0)
+    requests.turns.charge("new", -5.0, 1_000_000.0)
+    assert requests.turns.attained("new", 1_000_000.0) == 0.0
 
 
 def test_a_full_queue_displaces_lower_priorities():
@@ -149,58 +149,58 @@ def test_a_full_queue_displaces_lower_priorities():
     first = waiter("a", tenant="x", priority=-1)
     last = waiter("b", tenant="y", priority=-1, arrived=1)
     later = waiter("c", tenant="y", priority=-1, arrived=2)
-    made = queue(first, last, later, max_requests=3)
-    joined = made.join(waiter("d"), 3.0)
+    requests = queue(first, last, later, max_requests=3)
+    joined = requests.join(waiter("d"), 3.0)
     assert joined.displaced == (later,)
     assert not later.waits
-    refused = made.join(waiter("e", priority=-1), 3.0)
+    refused = requests.join(waiter("e", priority=-1), 3.0)
     assert isinstance(refused, Rejection)
     assert (refused.status, refused.reason) == (429, "rejected-saturated")
-    assert made.count == 3
+    assert requests.count == 3
 
 
 def test_bytes_bound_it_too():
     """Nobody is displaced for a body that does not fit anyway."""
     small = waiter("a", size=60, priority=-1)
-    made = queue(small, waiter("b", size=40), max_bytes=100)
-    assert isinstance(made.join(waiter("c", size=70), 0.0), Rejection)
+    requests = queue(small, waiter("b", size=40), max_bytes=100)
+    assert isinstance(requests.join(waiter("c", size=70), 0.0), Rejection)
     assert small.waits
-    assert made.bytes == 100
-    assert made.join(waiter("d", size=50), 0.0).displaced == (small,)
+    assert requests.bytes == 100
+    assert requests.join(waiter("d", size=50), 0.0).displaced == (small,)
 
 
 def test_deadlines_end_waits():
     """Each at its own time, first the first; who left is not named."""
     early, late, gone = waiter("a", deadline=1), waiter("b", deadline=2), waiter("c", deadline=1)
-    made = queue(early, late, gone)
-    made.leave(gone)
-    assert made.next_deadline() == 1
-    assert list(made.expired(1.0)) == [early]
-    assert made.next_deadline() == 2
-    assert list(made.expired(1.5)) == []
-    assert list(made.expired(3.0)) == [late]
-    assert made.next_deadline() is None
+    requests = queue(early, late, gone)
+    requests.leave(gone)
+    assert requests.next_deadline() == 1
+    assert list(requests.expired(1.0)) == [early]
+    assert requests.next_deadline() == 2
+    assert list(requests.expired(1.5)) == []
+    assert list(requests.expired(3.0)) == [late]
+    assert requests.next_deadline() is None
 
 
 def test_retry_after_is_the_queue_s_own_estimate():
     """What waits, divided by what went on per second lately; at most as long as one may wait."""
-    made = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
-    assert made.full(0.0).retry_after_s == 60
+    requests = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
+    assert requests.full(0.0).retry_after_s == 60
     for at in range(60):
-        made.pace.record_departures(1, at / 2)
-    assert made.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
-    assert made.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
-    assert made.full(300.0).retry_after_s == 60
+        requests.pace.record_departures(1, at / 2)
+    assert requests.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
+    assert requests.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
+    assert requests.full(300.0).retry_after_s == 60
 
 
 def test_what_goes_on_is_counted_in_the_pace():
     """A pump that lets two go is what the next estimate knows."""
-    made = queue(*(waiter(name) for name in "abc"))
-    assert made.pace.per_s(1.0) == 0.0
-    assert order(made, most=2) == "ab"
+    requests = queue(*(waiter(name) for name in "abc"))
+    assert requests.pace.per_s(1.0) == 0.0
+    assert order(requests, most=2) == "ab"
     other = DrainRateEstimator()
     other.record_departures(2, 1.0)
-    assert made.pace.per_s(2.0) == other.per_s(2.0) > 0.0
+    assert requests.pace.per_s(2.0) == other.per_s(2.0) > 0.0
 
 
 def test_slow_engines_have_a_pace_too():
@@ -210,16 +210,16 @@ def test_slow_engines_have_a_pace_too():
     for at in range(12):
         pace.record_departures(1, 20.0 * at)
         for later in (1.0, 19.0):
-            found = pace.wait_s(8, 20.0 * at + later)
+            estimate_s = pace.wait_s(8, 20.0 * at + later)
             if at >= 4:
-                assert found == pytest.approx(160, rel=0.3)
+                assert estimate_s == pytest.approx(160, rel=0.3)
     assert pace.wait_s(8, 240.0, most_s=90.0) == 90
 
 
 def test_ahead_counts_whom_one_would_not_overtake():
     """Requests of one's own priority and above."""
-    made = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
-    assert [made.ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
+    requests = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
+    assert [requests.ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
 
 
 @given(
@@ -237,12 +237,14 @@ def test_ahead_counts_whom_one_would_not_overtake():
 )
 def test_nobody_is_lost_or_served_twice(steps, way, fairness):
     """Counts always agree with who waits, whatever happens."""
-    made = Queue(FlowControlSettings(max_requests=8, max_bytes=20, order=way, fairness=fairness))
+    requests = Queue(
+        FlowControlSettings(max_requests=8, max_bytes=20, order=way, fairness=fairness)
+    )
     rng = random.Random(1)
     waiting: set[QueuedItem] = set()
     for now, (step, tenant, priority, target) in enumerate(steps):
         if step == "join":
-            one = waiter(
+            item = waiter(
                 arrived=now,
                 deadline=now + rng.randint(1, 20),
                 tenant=str(tenant),
@@ -251,26 +253,26 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
                 size=rng.randint(0, 6),
                 tokens=rng.randint(1, 9),
             )
-            joined = made.join(one, now)
+            joined = requests.join(item, now)
             if isinstance(joined, EnqueueResult):
                 waiting -= set(joined.displaced)
-                waiting.add(one)
+                waiting.add(item)
         elif step == "leave" and waiting:
-            one = rng.choice(sorted(waiting, key=lambda each: each.arrived))
-            made.leave(one)
-            made.leave(one)
-            waiting.discard(one)
+            item = rng.choice(sorted(waiting, key=lambda item: item.arrived))
+            requests.leave(item)
+            requests.leave(item)
+            waiting.discard(item)
         elif step == "turn" and waiting:
-            one = rng.choice(sorted(waiting, key=lambda each: each.arrived))
-            made.turn(one, rng.choice(["", "a", "b"]))
+            item = rng.choice(sorted(waiting, key=lambda item: item.arrived))
+            requests.turn(item, rng.choice(["", "a", "b"]))
         elif step == "pump":
             budget = iter(range(rng.randint(0, 3)))
             gone: list[QueuedItem] = []
-            made.pump(
-                lambda one, budget=budget, gone=gone, target=target: (
+            requests.pump(
+                lambda item, budget=budget, gone=gone, target=target: (
                     Blocked()
-                    if one.target != target or next(budget, None) is None
-                    else gone.append(one) or DepartureCause.DISPATCHED
+                    if item.target != target or next(budget, None) is None
+                    else gone.append(item) or DepartureCause.DISPATCHED
                 ),
                 now,
             )
@@ -278,48 +280,48 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
             assert len(gone) == len(set(gone))
             waiting -= set(gone)
         else:
-            waiting -= set(made.expired(now))
-        assert set(made) == waiting
-        assert made.count == len(waiting) <= 8
-        assert made.bytes == sum(one.bytes for one in waiting) <= 20
-        assert all(one.waits for one in waiting)
+            waiting -= set(requests.expired(now))
+        assert set(requests) == waiting
+        assert requests.count == len(waiting) <= 8
+        assert requests.bytes == sum(item.bytes for item in waiting) <= 20
+        assert all(item.waits for item in waiting)
 
 
 def test_who_waits_for_one_endpoint_holds_up_nobody_else():
     """Only those that wait for the same; each keeps its rank when it waits for another."""
-    made = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
-    by_name = {names[one]: one for one in made}
-    made.turn(by_name["a"], "x")
-    made.turn(by_name["c"], "x")
+    requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
+    by_name = {names[item]: item for item in requests}
+    requests.turn(by_name["a"], "x")
+    requests.turn(by_name["c"], "x")
     went = []
 
-    def go(one):
-        if one.toward == "x":
+    def go(item):
+        if item.toward == "x":
             return Blocked(toward="x")
-        went.append(names[one])
+        went.append(names[item])
         return DepartureCause.DISPATCHED
 
-    made.pump(go, 1.0)
+    requests.pump(go, 1.0)
     assert "".join(went) == "bd"
-    made.turn(by_name["c"], "y")
-    made.turn(by_name["c"], "x")
-    assert made.count == 2
-    assert order(made) == "ac"
+    requests.turn(by_name["c"], "y")
+    requests.turn(by_name["c"], "x")
+    assert requests.count == 2
+    assert order(requests) == "ac"
 
 
 def test_memory_follows_what_waits():
     """Thousands who gave up leave nothing behind."""
-    made = Queue(FlowControlSettings())
+    requests = Queue(FlowControlSettings())
     many = [waiter(arrived=at, deadline=1e6, target=at % 3) for at in range(5000)]
-    for one in many:
-        made.join(one, 0.0)
-    for one in many[1:]:
-        made.leave(one)
-    assert len(made._deadlines) < 100
-    (band,) = made._bands.values()
+    for item in many:
+        requests.join(item, 0.0)
+    for item in many[1:]:
+        requests.leave(item)
+    assert len(requests._deadlines) < 100
+    (band,) = requests._bands.values()
     lanes = [lane for line in band._lines.values() for lane in line._lanes.values()]
     assert sum(len(lane._heap) for lane in lanes) <= 2
     assert sum(len(line._heap) for line in band._lines.values()) < 50
-    made.leave(many[0])
-    assert not made._bands
-    assert not made.sets._targets
+    requests.leave(many[0])
+    assert not requests._bands
+    assert not requests.sets._targets

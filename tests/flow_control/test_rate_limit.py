@@ -24,118 +24,120 @@ def test_nobody_is_limited_by_default():
 
 def test_requests_per_second():
     """A burst, then the rate; Retry-After is when the next one is let through."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=2.0, burst_s=2.0))
-    assert all(passes(one, "t", 0, 0.0) for _ in range(4))
-    refused = one.take("t", 0, 0.0)
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=2.0, burst_s=2.0))
+    assert all(passes(limiter, "t", 0, 0.0) for _ in range(4))
+    refused = limiter.take("t", 0, 0.0)
     assert (refused.status, refused.retry_after_s) == (429, 1)
     assert "2 requests per second" in refused.message
-    assert passes(one, "other", 0, 0.0)
-    assert passes(one, "t", 0, 0.5)
-    assert not passes(one, "t", 0, 0.5)
+    assert passes(limiter, "other", 0, 0.0)
+    assert passes(limiter, "t", 0, 0.5)
+    assert not passes(limiter, "t", 0, 0.5)
 
 
 def test_tokens_per_second_and_what_was_really_used():
     """What an answer did not take is given back, what it took more is owed."""
-    one = TenantRateLimiter(by_tenant={"t": RateLimit(tokens_per_s=10.0, burst_s=10.0)})
-    charge = one.take("t", 90, 0.0)
-    assert one.take("t", 50, 0.0).retry_after_s == 4
+    limiter = TenantRateLimiter(by_tenant={"t": RateLimit(tokens_per_s=10.0, burst_s=10.0)})
+    charge = limiter.take("t", 90, 0.0)
+    assert limiter.take("t", 50, 0.0).retry_after_s == 4
     charge.reconcile(50)
-    charge = one.take("t", 50, 0.0)
+    charge = limiter.take("t", 50, 0.0)
     charge.reconcile(150)
-    assert one.take("t", 10, 0.0).retry_after_s == 11
-    free = one.take("free", 1e6, 0.0)
+    assert limiter.take("t", 10, 0.0).retry_after_s == 11
+    free = limiter.take("free", 1e6, 0.0)
     free.reconcile(5)
     free.refund()
-    assert len(one) == 1
+    assert len(limiter) == 1
 
 
 def test_a_request_larger_than_the_bucket_goes_when_it_is_full():
     """It takes more than there is, and what follows waits."""
-    one = TenantRateLimiter(RateLimit(tokens_per_s=10.0, burst_s=1.0))
-    assert passes(one, "t", 100, 0.0)
-    assert one.take("t", 1, 0.0).retry_after_s == 10
-    assert passes(one, "t", 1, 9.2)
+    limiter = TenantRateLimiter(RateLimit(tokens_per_s=10.0, burst_s=1.0))
+    assert passes(limiter, "t", 100, 0.0)
+    assert limiter.take("t", 1, 0.0).retry_after_s == 10
+    assert passes(limiter, "t", 1, 9.2)
 
 
 def test_a_refused_request_takes_nothing():
     """Neither requests nor tokens."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
-    assert passes(one, "t", 8, 0.0)
-    assert not passes(one, "t", 8, 0.0)
-    assert passes(one, "t", 2, 0.0)
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
+    assert passes(limiter, "t", 8, 0.0)
+    assert not passes(limiter, "t", 8, 0.0)
+    assert passes(limiter, "t", 2, 0.0)
 
 
 def test_a_rate_of_nothing_lets_nobody_through():
     """Zero is a limit like any other."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=0.0))
-    assert passes(one, "t", 1, 0.0)
-    assert one.take("t", 1, 1e6).retry_after_s == 3600
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=0.0))
+    assert passes(limiter, "t", 1, 0.0)
+    assert limiter.take("t", 1, 1e6).retry_after_s == 3600
 
 
 def test_a_refund_is_given_once():
     """A request and its tokens come back, and no more than the bucket holds."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
-    charge = one.take("t", 10, 0.0)
-    assert not passes(one, "t", 1, 0.0)
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
+    charge = limiter.take("t", 10, 0.0)
+    assert not passes(limiter, "t", 1, 0.0)
     charge.refund()
     charge.refund()
     charge.reconcile(1000)
-    assert passes(one, "t", 10, 0.0)
-    assert not passes(one, "t", 1, 0.0)
-    late = one.take("t", 10, 100.0)
+    assert passes(limiter, "t", 10, 0.0)
+    assert not passes(limiter, "t", 1, 0.0)
+    late = limiter.take("t", 10, 100.0)
     assert isinstance(late, Charge)
-    one.take("t", 0, 200.0)
+    limiter.take("t", 0, 200.0)
     late.refund()
-    assert [passes(one, "t", 0, 200.0) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert [passes(limiter, "t", 0, 200.0) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
 def test_what_was_settled_is_what_is_given_back():
     """Whatever a request was charged with at first."""
-    one = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
-    charge = one.take("t", 80, 0.0)
+    limiter = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
+    charge = limiter.take("t", 80, 0.0)
     charge.reconcile(50)
     charge.reconcile(30)
     assert charge.tokens == 30
     charge.refund()
-    assert passes(one, "t", 100, 0.0)
-    assert not passes(one, "t", 1, 0.0)
+    assert passes(limiter, "t", 100, 0.0)
+    assert not passes(limiter, "t", 1, 0.0)
 
 
 def test_time_never_counts_twice():
     """A clock that was read in another order fills a bucket once."""
-    one = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
-    assert passes(one, "t", 100, 0.0)
+    limiter = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
+    assert passes(limiter, "t", 100, 0.0)
     for now in (50.0, 10.0, 50.0, 20.0, 50.0):
-        assert not passes(one, "t", 60, now)
+        assert not passes(limiter, "t", 60, now)
 
 
 def test_no_number_of_names_fills_a_bucket_up():
     """A tenant that took all is remembered; names beyond those remembered share one account."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
-    assert passes(one, "busy", 0, 0.0)
-    let_through = sum(passes(one, str(number), 0, 0.0) for number in range(20_000))
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
+    assert passes(limiter, "busy", 0, 0.0)
+    let_through = sum(passes(limiter, str(number), 0, 0.0) for number in range(20_000))
     assert let_through == rate_limit._MOST
-    assert not passes(one, "busy", 0, 0.0)
-    assert not passes(one, "0", 0, 0.0)
-    assert len(one) == rate_limit._MOST + 1
-    assert len(one._full_at) == rate_limit._MOST
+    assert not passes(limiter, "busy", 0, 0.0)
+    assert not passes(limiter, "0", 0, 0.0)
+    assert len(limiter) == rate_limit._MOST + 1
+    assert len(limiter._full_at) == rate_limit._MOST
 
 
 def test_a_full_bucket_is_forgotten_for_another_tenant():
     """That changes nothing for it, and the other one has an account of its own."""
-    one = TenantRateLimiter(
+    limiter = TenantRateLimiter(
         RateLimit(requests_per_s=1.0, burst_s=10.0),
         {"vip": RateLimit(requests_per_s=1.0, burst_s=1.0)},
     )
-    assert passes(one, "vip", 0, 0.0)
+    assert passes(limiter, "vip", 0, 0.0)
     for number in range(rate_limit._MOST):
         taken = 10 if number == 0 else 1
-        assert all(passes(one, str(number), 0, 0.0) for _ in range(taken))
-    assert all(passes(one, f"later {number}", 0, 5.0) for number in range(200) for _ in range(10))
-    assert not passes(one, "later 7", 0, 5.0)
-    assert [passes(one, "0", 0, 5.0) for _ in range(6)] == [True] * 5 + [False]
-    assert not passes(one, "vip", 0, 0.5)
-    assert len(one) == rate_limit._MOST + 1
+        assert all(passes(limiter, str(number), 0, 0.0) for _ in range(taken))
+    assert all(
+        passes(limiter, f"later {number}", 0, 5.0) for number in range(200) for _ in range(10)
+    )
+    assert not passes(limiter, "later 7", 0, 5.0)
+    assert [passes(limiter, "0", 0, 5.0) for _ in range(6)] == [True] * 5 + [False]
+    assert not passes(limiter, "vip", 0, 0.5)
+    assert len(limiter) == rate_limit._MOST + 1
 
 
 @given(
@@ -152,15 +154,15 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
 def test_a_tenant_never_has_more_than_its_limit(steps):
     """What was let through and not given back is at most the burst and the rate since."""
     rate, burst_s, now = 10.0, 5.0, 0.0
-    one = TenantRateLimiter(RateLimit(tokens_per_s=rate, burst_s=burst_s))
+    limiter = TenantRateLimiter(RateLimit(tokens_per_s=rate, burst_s=burst_s))
     charges, peak = [], 0.0
     for step, tokens, which, passed in steps:
         now += passed
         if step == "take":
-            charge = one.take("t", tokens, now)
+            charge = limiter.take("t", tokens, now)
             if not isinstance(charge, Rejection):
                 charges.append(charge)
-                peak = max(peak, sum(each.tokens for each in charges) - rate * now)
+                peak = max(peak, sum(charged.tokens for charged in charges) - rate * now)
         elif charges:
             charge = charges[which % len(charges)]
             if step == "refund":
@@ -173,10 +175,10 @@ def test_a_tenant_never_has_more_than_its_limit(steps):
 
 def test_equal_limits_are_equal_allowances():
     """Whatever was taken, so that a reload that changes no limit forgets nothing."""
-    one = TenantRateLimiter(RateLimit(requests_per_s=1.0))
-    assert passes(one, "t", 0, 0.0)
-    assert one == TenantRateLimiter(RateLimit(requests_per_s=1.0))
-    assert one != TenantRateLimiter(RateLimit(requests_per_s=2.0))
-    assert one != 1
+    limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0))
+    assert passes(limiter, "t", 0, 0.0)
+    assert limiter == TenantRateLimiter(RateLimit(requests_per_s=1.0))
+    assert limiter != TenantRateLimiter(RateLimit(requests_per_s=2.0))
+    assert limiter != 1
     with pytest.raises(TypeError):
-        hash(one)
+        hash(limiter)

@@ -60,42 +60,42 @@ class Fleet:
 def expected(waiting, fleet, queue, *, order, fairness, shared):
     """The order of going by the plainest means: the best of all who wait, again and again."""
     free, went = Counter(fleet.free), []
-    standing = {one.tenant: queue.turns.normalized_service(one.tenant) for one in waiting}
-    last = {one.tenant: queue.turns.last(one.tenant) for one in waiting}
+    standing = {item.tenant: queue.turns.normalized_service(item.tenant) for item in waiting}
+    last = {item.tenant: queue.turns.last(item.tenant) for item in waiting}
     turn = max(last.values(), default=0)
-    for priority in sorted({one.priority for one in waiting}, reverse=True):
-        left = [one for one in waiting if one.priority == priority]
-        toward = {one.number: one.toward for one in left}
+    for priority in sorted({item.priority for item in waiting}, reverse=True):
+        left = [item for item in waiting if item.priority == priority]
+        toward = {item.number: item.toward for item in left}
         busy, ways, targets = set(), set(), set()
         while True:
             free_to_go = [
-                one
-                for one in left
-                if not (one.target and set(one.target) <= busy)
-                and frozenset(one.target) not in targets
-                and (frozenset(one.target), toward[one.number]) not in ways
+                item
+                for item in left
+                if not (item.target and set(item.target) <= busy)
+                and frozenset(item.target) not in targets
+                and (frozenset(item.target), toward[item.number]) not in ways
             ]
             if not free_to_go:
                 break
             turns = {"none": {}, "round-robin": last, "least-served": standing}[fairness]
-            one = min(free_to_go, key=lambda w: (turns.get(w.tenant, 0), w.rank(order), w.number))
-            places = [name for name in one.target if free[name] > 0]
-            wanted = fleet.wants.get(one.number, "")
-            if not one.target:
-                left.remove(one)
+            item = min(free_to_go, key=lambda w: (turns.get(w.tenant, 0), w.rank(order), w.number))
+            places = [name for name in item.target if free[name] > 0]
+            wanted = fleet.wants.get(item.number, "")
+            if not item.target:
+                left.remove(item)
             elif not places:
-                busy |= set(one.target)
-                targets.add(frozenset(one.target))
-            elif wanted and wanted in one.target and wanted not in places:
-                toward[one.number] = wanted
-                ways.add((frozenset(one.target), wanted))
+                busy |= set(item.target)
+                targets.add(frozenset(item.target))
+            elif wanted and wanted in item.target and wanted not in places:
+                toward[item.number] = wanted
+                ways.add((frozenset(item.target), wanted))
             else:
                 free[places[0]] -= 1
-                left.remove(one)
-                went.append(one.number)
+                left.remove(item)
+                went.append(item.number)
                 turn += 1
-                last[one.tenant] = turn
-                standing[one.tenant] += one.tokens * shared
+                last[item.tenant] = turn
+                standing[item.tenant] += item.tokens * shared
     return went
 
 
@@ -142,7 +142,7 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
     queue.adopt_bits(EndpointBits(for_target=bits_of, named=bits_of))
     waiting, wants = {}, {}
     for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
-        one = QueuedItem(
+        item = QueuedItem(
             arrived=at,
             deadline=1e3 - at % 5,
             tenant=str(tenant),
@@ -151,9 +151,9 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
             tokens=tokens,
             slo_s=slo_s,
         )
-        assert isinstance(queue.join(one, 0.0), EnqueueResult)
-        waiting[one.number] = one
-        wants[one.number] = wanted
+        assert isinstance(queue.join(item, 0.0), EnqueueResult)
+        waiting[item.number] = item
+        wants[item.number] = wanted
     for free, tenant, charged in rounds:
         queue.charge(str(tenant), charged, 0.0)
         fleet = Fleet(free, wants)
@@ -162,12 +162,12 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
         )
         calls = 1
         while not queue.pump(
-            lambda one, fleet=fleet: fleet.look(queue, one), 0.0, enough=enough_after(looks)
+            lambda item, fleet=fleet: fleet.look(queue, item), 0.0, enough=enough_after(looks)
         ):
             calls += 1
         assert fleet.went == wished
         assert len(fleet.looks) <= calls * looks
-        waiting = {one.number: one for one in queue}
+        waiting = {item.number: item for item in queue}
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 5))
@@ -176,15 +176,15 @@ def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, 
     queue = Queue(FlowControlSettings())
     for at, target in enumerate(targets):
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=target), 0.0)
-    seen = set()
+    examined = set()
 
-    def look(one):
-        seen.add(one.target)
+    def look(item):
+        examined.add(item.target)
         return Blocked()
 
     for _ in range(math.ceil(len(set(targets)) / looks)):
         queue.pump(look, 0.0, enough=enough_after(looks))
-    assert seen == set(targets)
+    assert examined == set(targets)
 
 
 def test_busy_endpoints_hold_up_every_name_they_serve():
@@ -196,19 +196,19 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     for at, name in enumerate(names):
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
-    def look(one):
-        fleet.looks.append(one.number)
-        return Blocked(busy=bits_of(names[one.target]))
+    def look(item):
+        fleet.looks.append(item.number)
+        return Blocked(busy=bits_of(names[item.target]))
 
     assert queue.pump(look, 0.0)
     assert len(fleet.looks) == 1
-    assert queue.pump(lambda one: Blocked(), 0.0)
+    assert queue.pump(lambda item: Blocked(), 0.0)
     queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(names[name][:1]), named=bits_of))
     fleet.looks.clear()
 
-    def look_again(one):
-        fleet.looks.append(one.number)
-        return Blocked(busy=bits_of(names[one.target][:1]))
+    def look_again(item):
+        fleet.looks.append(item.number)
+        return Blocked(busy=bits_of(names[item.target][:1]))
 
     assert queue.pump(look_again, 0.0)
     assert len(fleet.looks) == 3
@@ -221,13 +221,13 @@ def test_endpoints_that_come_serve_whom_they_can():
     queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
     first = QueuedItem(arrived=0.0, deadline=math.inf, target="x")
     other = QueuedItem(arrived=1.0, deadline=math.inf, target="y")
-    for one in (first, other):
-        queue.join(one, 0.0)
+    for item in (first, other):
+        queue.join(item, 0.0)
     went = []
 
-    def look(one):
-        if "b" in serves[one.target]:
-            went.append(one.target)
+    def look(item):
+        if "b" in serves[item.target]:
+            went.append(item.target)
             return DepartureCause.DISPATCHED
         return Blocked(busy=bits_of("a"))
 
@@ -246,16 +246,16 @@ def test_requests_are_sorted_anew_within_the_budget():
     queue = crowd(500, targets=50)
     queue.adopt_bits(EndpointBits(for_target=lambda target: 1 + target % 3, named=bits_of))
     gone = list(queue)[::7]
-    for one in gone:
-        queue.leave(one)
+    for item in gone:
+        queue.leave(item)
     looks, calls = [], 1
-    while not queue.pump(lambda one: looks.append(one) or Blocked(), 0.0, enough=enough_after(2)):
+    while not queue.pump(lambda item: looks.append(item) or Blocked(), 0.0, enough=enough_after(2)):
         calls += 1
         assert calls < 20
     assert calls > 5
     assert len(looks) == 3
-    assert {one.endpoints.bits for one in queue} == {1, 2, 3}
-    assert all(one.endpoints is queue.sets.current(one.target) for one in queue)
+    assert {item.endpoints.bits for item in queue} == {1, 2, 3}
+    assert all(item.endpoints is queue.sets.current(item.target) for item in queue)
 
 
 @pytest.mark.parametrize("tenants", [1, 2, 3])
@@ -263,7 +263,7 @@ def test_requests_of_many_targets_go_as_they_came(tenants):
     """However their targets and tenants alternate, where tenants do not take turns."""
     queue = crowd(24, tenants=tenants, targets=4, settings=FlowControlSettings(fairness="none"))
     went = []
-    queue.pump(lambda one: went.append(one.arrived) or DepartureCause.DISPATCHED, 0.0)
+    queue.pump(lambda item: went.append(item.arrived) or DepartureCause.DISPATCHED, 0.0)
     assert went == list(range(24))
 
 
@@ -274,11 +274,11 @@ def test_what_holds_up_one_priority_holds_up_no_other(blocked):
     queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
     for priority in (2, 1, 0):
         for _ in range(2):
-            one = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
-            queue.join(one, 0.0)
-            queue.turn(one, "a")
+            item = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
+            queue.join(item, 0.0)
+            queue.turn(item, "a")
     looks = []
-    queue.pump(lambda one: looks.append(one.priority) or blocked, 0.0)
+    queue.pump(lambda item: looks.append(item.priority) or blocked, 0.0)
     assert looks == [2, 1, 0]
 
 
@@ -300,9 +300,9 @@ def test_a_tenant_that_used_less_goes_sooner():
         for at in range(2):
             queue.join(QueuedItem(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
     order = []
-    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
     queue.charge("x", -80.0, 0.0)
-    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
     assert order == ["y", "x"]
 
 
@@ -318,7 +318,7 @@ def test_forgotten_turns_are_noticed():
         queue.turns.charge(f"t{number}", 9.0, 0.0)
     assert queue.turns.last("y") == 0
     order = []
-    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
     assert order == ["y"]
 
 
@@ -363,17 +363,17 @@ def test_heaps_follow_what_waits():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
     queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
-    for at, one in enumerate(list(queue)[10:]):
+    for at, item in enumerate(list(queue)[10:]):
         for toward in ("a", f"endpoint {at}", ""):
-            queue.turn(one, toward)
-        queue.leave(one)
+            queue.turn(item, toward)
+        queue.leave(item)
     left = list(queue)
     for _ in range(500):
-        for one in left:
-            queue.turn(one, "a")
-            queue.turn(one, "")
-            queue.charge(one.tenant, -1.0, 0.0)
-            queue.charge(one.tenant, 1.0, 0.0)
+        for item in left:
+            queue.turn(item, "a")
+            queue.turn(item, "")
+            queue.charge(item.tenant, -1.0, 0.0)
+            queue.charge(item.tenant, 1.0, 0.0)
     queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1), 0.0)
     assert sum(len(band._lines) for band in queue._bands.values()) <= queue.count
     entries = sum(

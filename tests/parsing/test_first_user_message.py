@@ -33,7 +33,7 @@ pieces = st.sampled_from(
 
 @given(
     # Salted prompts are looked at below, as the parser makes them.
-    prompt=st.lists(pieces, max_size=12).map(b"".join).filter(lambda made: made[:1] != b"\xf8"),
+    prompt=st.lists(pieces, max_size=12).map(b"".join).filter(lambda text: text[:1] != b"\xf8"),
     api=st.sampled_from(["chat", "completions", "messages"]),
 )
 def test_an_opening_is_what_the_rule_says(prompt, api):

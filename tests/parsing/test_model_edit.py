@@ -70,18 +70,18 @@ def test_the_name_is_written_as_json():
 def test_a_cut_body_is_edited_where_the_name_is_whole():
     """BUFFERED_PARTIAL: before the closing quote of the name nothing is known, so nothing is done."""
     body = b'{"a": [{"b": 1}], "model": "old", "prompt": "x'
-    whole = body.index(b'"old"') + len(b'"old"')
+    value_end = body.index(b'"old"') + len(b'"old"')
     for size in range(len(body)):
         beginning = body[:size]
-        wanted = beginning.replace(b'"old"', b'"new"') if size >= whole else None
+        wanted = beginning.replace(b'"old"', b'"new"') if size >= value_end else None
         assert edited(beginning, truncated=True) == wanted
 
 
 def test_brackets_beyond_count_are_given_up_on():
     """The time a made-up body takes is bounded."""
-    for count, found in ((100, True), (model_edit.MOST_TOKENS, False)):
+    for count, is_edited in ((100, True), (model_edit.MOST_TOKENS, False)):
         body = b'{"a": [' + b"[]," * count + b'1], "mod\\u0065l": "old"}'
-        assert (edited(body) is not None) is found
+        assert (edited(body) is not None) is is_edited
     strings = b'{"a": [' + b'"]",' * model_edit.MOST_TOKENS + b'1], "mod\\u0065l": "old"}'
     assert edited(strings) is not None
 
@@ -111,8 +111,8 @@ AUDIO = "/v1/audio/transcriptions"
 
 def test_a_form_is_edited_in_its_last_field():
     """Transcriptions: the value's bytes, unquoted."""
-    found = edited(FORM, path=AUDIO, content_type="multipart/form-data; boundary=B")
-    assert found == FORM.replace(b"\r\nold\r\n", b"\r\nnew\r\n")
+    result = edited(FORM, path=AUDIO, content_type="multipart/form-data; boundary=B")
+    assert result == FORM.replace(b"\r\nold\r\n", b"\r\nnew\r\n")
 
 
 def test_a_form_is_left_alone_where_the_name_would_break_it():
@@ -153,9 +153,9 @@ def test_only_the_model_differs_afterwards(fields, old, new, at, separators, asc
     body = json.dumps(dict(items), separators=separators, ensure_ascii=ascii_only).encode(
         "utf-8", "surrogatepass"
     )
-    found = edited(body, new)
-    assert json.loads(found.decode("utf-8", "surrogatepass")) == {**dict(items), "model": new}
-    assert edited(found, old) == edited(body, old)
+    result = edited(body, new)
+    assert json.loads(result.decode("utf-8", "surrogatepass")) == {**dict(items), "model": new}
+    assert edited(result, old) == edited(body, old)
 
 
 @given(st.binary(max_size=60) | st.text('{}[]":,\\ mode', max_size=60).map(str.encode))

@@ -39,10 +39,10 @@ def test_a_long_name_in_a_header_is_refused():
 
 
 @given(st.text(max_size=600), st.text(max_size=600))
-def test_shortened_ids_are_bounded_and_stay_apart(one, other):
+def test_shortened_ids_are_bounded_and_stay_apart(first, other):
     """Equal ids stay equal, different ones different, and none is longer than its bound."""
-    assert len(shorten_id(one).encode("utf-8", "surrogatepass")) <= MAX_ID_BYTES
-    assert (shorten_id(one) == shorten_id(other)) == (one == other)
+    assert len(shorten_id(first).encode("utf-8", "surrogatepass")) <= MAX_ID_BYTES
+    assert (shorten_id(first) == shorten_id(other)) == (first == other)
 
 
 def test_long_ids_that_begin_alike_stay_apart():

@@ -95,9 +95,9 @@ def test_parts_are_not_run_together():
 
 def test_pictures_are_digested():
     """A base64 picture is 32 digits of the prompt; another picture makes another prompt."""
-    one = [{"type": "image_url", "image_url": {"url": PICTURE}}]
+    picture = [{"type": "image_url", "image_url": {"url": PICTURE}}]
     other = [{"type": "image_url", "image_url": {"url": PICTURE + "QUJE"}}]
-    prompt = chat(user(one)).prompt
+    prompt = chat(user(picture)).prompt
     assert canonical_prompt.digest(PICTURE).encode() in prompt
     assert b"QUJDQUJD" not in prompt
     assert prompt != chat(user(other)).prompt

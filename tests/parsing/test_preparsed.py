@@ -38,8 +38,8 @@ def check(raw):
         assert model_edit.locate_model(read, model) == model_edit.locate_model(raw, model)
     if not isinstance(outcome, InferenceRequest) and outcome == envelope.NO_MODEL:
         supplied = surfaces.parse_supplied(raw, "other")
-        found = surfaces.parse_supplied(read, "other")
-        assert found == (supplied if isinstance(supplied, InferenceRequest) else None)
+        result = surfaces.parse_supplied(read, "other")
+        assert result == (supplied if isinstance(supplied, InferenceRequest) else None)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -164,10 +164,10 @@ def test_next_turn_extends_the_prompt(history, more, fields):
 @given(histories, histories, options, options)
 @example([{"role": "us", "content": "er"}], [{"role": "user", "content": ""}], {}, {})
 @example([{"role": "user", "content": None}], [{"role": "user", "content": ""}], {}, {})
-def test_different_conversations_differ(one, other, fields, others):
+def test_different_conversations_differ(first, other, fields, others):
     """Equal bytes mean equal options and equal histories."""
-    same = (one, fields) == (other, others)
-    assert (chat(*one, **fields).prompt == chat(*other, **others).prompt) is same
+    same = (first, fields) == (other, others)
+    assert (chat(*first, **fields).prompt == chat(*other, **others).prompt) is same
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -145,9 +145,9 @@ def test_vllm_generate_with_pictures():
         body = {"token_ids": [1, 2, 9, 9, 9, 3], "features": features}
         return builders.parsed("/inference/v1/generate", body).prompt
 
-    one, other, plain = prompt("a"), prompt("b"), struct.pack("<6I", 1, 2, 9, 9, 9, 3)
-    assert one[8:20] != other[8:20]
-    assert (one[:8], one[20:]) == (plain[:8], plain[20:])
+    first, other, plain = prompt("a"), prompt("b"), struct.pack("<6I", 1, 2, 9, 9, 9, 3)
+    assert first[8:20] != other[8:20]
+    assert (first[:8], first[20:]) == (plain[:8], plain[20:])
 
 
 @pytest.mark.parametrize(

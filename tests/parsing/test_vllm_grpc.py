@@ -81,10 +81,10 @@ def test_pictures_mark_their_placeholders():
         pictures = field(5, field(1, 1) + field(2, 2)) + field(6, name)
         return builders.parsed(GENERATE, frame(field(2, TOKENIZED) + field(7, pictures))).prompt
 
-    one, other = prompt(b"a"), prompt(b"b")
-    assert one[:4] == other[:4] == packed(5)
-    assert one[4:12] != other[4:12]
-    assert one[12:] == packed(*IDS)[12:]
+    first, other = prompt(b"a"), prompt(b"b")
+    assert first[:4] == other[:4] == packed(5)
+    assert first[4:12] != other[4:12]
+    assert first[12:] == packed(*IDS)[12:]
 
 
 @pytest.mark.parametrize(

@@ -12,4 +12,4 @@ THREE = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
 
 
 def house(*addresses: str) -> House:
-    return House({address: load(0, 0.0) for address in addresses or (ext_proc_script.ONE,)})
+    return House({address: load(0, 0.0) for address in addresses or (ext_proc_script.ADDRESS,)})

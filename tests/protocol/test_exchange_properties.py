@@ -78,13 +78,13 @@ def converse(
     exchange: Exchange, events: Iterable[ProcessingRequest], outcome: Outcome = PICK
 ) -> list[list[ProcessingResponse]]:
     """The answers to each event, deciding at once."""
-    said = []
+    replies_by_event = []
     for event in events:
         replies = list(exchange.receive(event))
         if exchange.pending is not None:
             replies += exchange.apply_outcome(outcome)
-        said.append(replies)
-    return said
+        replies_by_event.append(replies)
+    return replies_by_event
 
 
 def cut(body: bytes, places: Sequence[int]) -> list[bytes]:
@@ -139,8 +139,8 @@ def test_response_pieces_pass_as_they_are(body: bytes, places: list[int]):
     ]
     conversation += [ProcessingRequest(MessageKind.RESPONSE_BODY, body=piece) for piece in pieces]
     conversation.append(ProcessingRequest(MessageKind.RESPONSE_BODY, end_of_stream=True))
-    said = converse(exchange_of(BufferBudget(LIMIT)), conversation)
-    assert said[1:] == [
+    replies_by_event = converse(exchange_of(BufferBudget(LIMIT)), conversation)
+    assert replies_by_event[1:] == [
         *(
             [StreamedBodyResponse(MessageKind.RESPONSE_BODY, piece, end_of_stream=False)]
             for piece in pieces
@@ -183,10 +183,10 @@ def test_whatever_is_said_the_exchange_keeps_its_word(
     """
     budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget, conformance=conformance)
-    said: list[ProcessingResponse] = []
+    replies: list[ProcessingResponse] = []
     first = True
     for event, held in script:
-        told = ProcessingRequest(
+        message = ProcessingRequest(
             event.kind,
             event.headers,
             event.body,
@@ -196,31 +196,31 @@ def test_whatever_is_said_the_exchange_keeps_its_word(
         )
         first = False
         try:
-            said += exchange.receive(told)
+            replies += exchange.receive(message)
         except ProtocolError:
             break
         if exchange.pending is not None and not held:
-            said += exchange.apply_outcome(outcome)
+            replies += exchange.apply_outcome(outcome)
         assert 0 <= budget.held_bytes <= LIMIT
     answers_left = iter(exchange.apply_outcome(outcome) if exchange.pending is not None else ())
-    said += islice(answers_left, consumed)
+    replies += islice(answers_left, consumed)
     exchange.close()
     assert budget.held_bytes == 0
-    promises(said)
+    promises(replies)
 
 
-def promises(said: list[ProcessingResponse]) -> None:
+def promises(replies: list[ProcessingResponse]) -> None:
     """What holds of everything an exchange said."""
-    assert sum(isinstance(reply, RouteResponse) for reply in said) <= 1
-    refusals = [at for at, reply in enumerate(said) if isinstance(reply, ImmediateResponse)]
-    assert refusals in ([], [len(said) - 1])
-    told = [reply for reply in said if getattr(reply, "destination", "")]
-    assert len(told) + len(refusals) <= 1
+    assert sum(isinstance(reply, RouteResponse) for reply in replies) <= 1
+    refusals = [at for at, reply in enumerate(replies) if isinstance(reply, ImmediateResponse)]
+    assert refusals in ([], [len(replies) - 1])
+    picks = [reply for reply in replies if getattr(reply, "destination", "")]
+    assert len(picks) + len(refusals) <= 1
     for start, parts in (
         (MessageKind.REQUEST_HEADERS, (MessageKind.REQUEST_BODY, MessageKind.REQUEST_TRAILERS)),
         (MessageKind.RESPONSE_HEADERS, (MessageKind.RESPONSE_BODY, MessageKind.RESPONSE_TRAILERS)),
     ):
-        direction = [reply for reply in said if answers(reply) in (start, *parts)]
+        direction = [reply for reply in replies if answers(reply) in (start, *parts)]
         assert [at for at, reply in enumerate(direction) if answers(reply) is start] in ([], [0])
         ends = [
             at
@@ -261,31 +261,33 @@ def test_all_modes_from_all_starting_phases(
 ):
     """Each mode, joined at any message: no misfit, one-to-one where the mode is, a pick if asked."""
     modes = BodyModes(request_, response)
-    whole = well_formed(modes, trailers=trailers)
-    for start in range(len(whole)):
-        first, *rest = whole[start:]
+    events = well_formed(modes, trailers=trailers)
+    for start in range(len(events)):
+        first, *rest = events[start:]
         conversation = [
             ProcessingRequest(first.kind, {}, first.body, first.end_of_stream, modes),
             *rest,
         ]
         budget = BufferBudget(LIMIT)
         exchange = exchange_of(budget)
-        said = converse(exchange, conversation)
-        everything = [reply for replies in said for reply in replies]
+        replies_by_event = converse(exchange, conversation)
+        everything = [reply for replies in replies_by_event for reply in replies]
         promises(everything)
-        for event, replies in zip(conversation, said, strict=True):
+        for event, replies in zip(conversation, replies_by_event, strict=True):
             is_request = event.kind <= MessageKind.REQUEST_TRAILERS
             if (request_ if is_request else response) in ONE_TO_ONE:
                 assert [answers(reply) for reply in replies] == [event.kind]
-        asked = [event for event in conversation if event.kind <= MessageKind.REQUEST_TRAILERS]
+        request_events = [
+            event for event in conversation if event.kind <= MessageKind.REQUEST_TRAILERS
+        ]
         chosen = [reply for reply in everything if getattr(reply, "destination", "")]
-        assert len(chosen) == bool(asked)
-        if request_ is DUPLEX and asked:
+        assert len(chosen) == bool(request_events)
+        if request_ is DUPLEX and request_events:
             assert [
                 kind
                 for kind in map(answers, everything)
                 if kind and kind <= MessageKind.REQUEST_TRAILERS
-            ] == sorted({event.kind for event in asked})
+            ] == sorted({event.kind for event in request_events})
             pieces = [
                 reply
                 for reply in everything
@@ -293,7 +295,7 @@ def test_all_modes_from_all_starting_phases(
                 and reply.answers is MessageKind.REQUEST_BODY
             ]
             assert b"".join(piece.body for piece in pieces) == b"".join(
-                event.body for event in asked
+                event.body for event in request_events
             )
             assert [piece.end_of_stream for piece in pieces] in ([], [not trailers])
         exchange.close()
@@ -329,8 +331,8 @@ def test_closing_twice_gives_back_once():
     """Closing an exchange again does nothing."""
     budget = BufferBudget(LIMIT)
     exchange, other = exchange_of(budget), exchange_of(budget)
-    for one in (exchange, other):
-        list(one.receive(ProcessingRequest(MessageKind.REQUEST_BODY, body=b"x" * 10)))
+    for stream in (exchange, other):
+        list(stream.receive(ProcessingRequest(MessageKind.REQUEST_BODY, body=b"x" * 10)))
     exchange.close()
     exchange.close()
     assert budget.held_bytes == 10
@@ -377,11 +379,11 @@ def test_an_edit_is_the_same_in_every_mode(
     """However a body is shown and cut, what goes on is the edited one, with its length told."""
     start, stop = sorted(edge % (len(body) + 1) for edge in span)
     edited = body[:start] + content + body[stop:]
-    told = {"content-length": str(len(body))} if length else {}
+    headers = {"content-length": str(len(body))} if length else {}
     pieces = cut(body, places) if mode is DUPLEX else [body]
     conversation = [
         ProcessingRequest(
-            MessageKind.REQUEST_HEADERS, headers=told, modes=BodyModes(mode, BodyMode.NONE)
+            MessageKind.REQUEST_HEADERS, headers=headers, modes=BodyModes(mode, BodyMode.NONE)
         )
     ]
     if mode is not BodyMode.NONE:
@@ -398,11 +400,13 @@ def test_an_edit_is_the_same_in_every_mode(
     budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)
     outcome = msgspec.structs.replace(PICK, body_edit=BodyEdit(start, stop, content))
-    said = [reply for replies in converse(exchange, conversation, outcome) for reply in replies]
+    all_replies = [
+        reply for replies in converse(exchange, conversation, outcome) for reply in replies
+    ]
     exchange.close()
     assert budget.held_bytes == 0
-    (route,) = (reply for reply in said if isinstance(reply, RouteResponse))
-    passed = [bytes(reply.body) for reply in said if isinstance(reply, StreamedBodyResponse)]
+    (route,) = (reply for reply in all_replies if isinstance(reply, RouteResponse))
+    passed = [bytes(reply.body) for reply in all_replies if isinstance(reply, StreamedBodyResponse)]
     if mode is DUPLEX:
         assert b"".join(passed) == edited
         assert route.body is None

@@ -18,15 +18,17 @@ EVENT = (
 )
 
 
-def changed(headers, *chunks: bytes, asked: str = "big-v2", told: str = "big") -> list[bytes]:
+def changed(
+    headers, *chunks: bytes, engine_model: str = "big-v2", client_model: str = "big"
+) -> list[bytes]:
     """What becomes of each chunk; the last one ends the answer."""
-    restorer = model_name_restorer.for_response(headers, asked, told)
+    restorer = model_name_restorer.for_response(headers, engine_model, client_model)
     assert restorer is not None
     last = len(chunks) - 1
     return [restorer.pass_on(chunk, last=at == last) for at, chunk in enumerate(chunks)]
 
 
-def whole(headers, body: bytes, **names: str) -> bytes:
+def restored(headers, body: bytes, **names: str) -> bytes:
     return b"".join(changed(headers, body, **names))
 
 
@@ -63,7 +65,7 @@ def whole(headers, body: bytes, **names: str) -> bytes:
 )
 def test_086_json_answers(body: bytes, becomes: bytes):
     """The model an answer names for itself is the client's again; every other byte stays."""
-    assert whole(JSON, body) == becomes
+    assert restored(JSON, body) == becomes
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,15 @@ def test_086_json_answers(body: bytes, becomes: bytes):
 )
 def test_086_streams_of_events(body: bytes, becomes: bytes):
     """Every event on its own, whatever stood in the one before."""
-    assert whole(SSE, body) == becomes
+    assert restored(SSE, body) == becomes
 
 
-@pytest.mark.parametrize(("asked", "told"), [("m", "m"), ("", "m"), ("m", ""), ("", "")], ids=repr)
-def test_086_equal_or_empty_names_change_nothing(asked: str, told: str):
+@pytest.mark.parametrize(
+    ("engine_model", "client_model"), [("m", "m"), ("", "m"), ("m", ""), ("", "")], ids=repr
+)
+def test_086_equal_or_empty_names_change_nothing(engine_model: str, client_model: str):
     """Nothing to put back."""
-    assert model_name_restorer.for_response(JSON, asked, told) is None
+    assert model_name_restorer.for_response(JSON, engine_model, client_model) is None
 
 
 @pytest.mark.parametrize(
@@ -119,9 +123,13 @@ def test_names_of_any_kind(name: str):
     """As engines write names: in UTF-8 or in ASCII."""
     for ascii_only in (False, True):
         body = json.dumps({"model": name}, ensure_ascii=ascii_only).encode()
-        assert json.loads(whole(JSON, body, asked=name, told="m")) == {"model": "m"}
+        assert json.loads(restored(JSON, body, engine_model=name, client_model="m")) == {
+            "model": "m"
+        }
         body = json.dumps({"model": "m"}, ensure_ascii=ascii_only).encode()
-        assert json.loads(whole(JSON, body, asked="m", told=name)) == {"model": name}
+        assert json.loads(restored(JSON, body, engine_model="m", client_model=name)) == {
+            "model": name
+        }
 
 
 _PIECES = [
@@ -141,8 +149,8 @@ def test_any_cut_gives_the_same_bytes(body: bytes, cuts: list[int], *, events: b
     headers = SSE if events else JSON
     places = sorted({cut for cut in cuts if cut < len(body)})
     chunks = [body[a:b] for a, b in zip([0, *places], [*places, len(body)], strict=True)]
-    assert b"".join(changed(headers, *chunks)) == whole(headers, body)
-    assert b"".join(changed(headers, *chunks, b"")) == whole(headers, body)
+    assert b"".join(changed(headers, *chunks)) == restored(headers, body)
+    assert b"".join(changed(headers, *chunks, b"")) == restored(headers, body)
 
 
 @given(cut=some.integers(0, 2 * len(EVENT)))
@@ -163,8 +171,8 @@ def test_byte_by_byte():
     """One byte at a time: the joined answer is the same, and most bytes pass at once."""
     chunks = [bytes([byte]) for byte in EVENT + EVENT]
     given_out = changed(SSE, *chunks)
-    assert b"".join(given_out) == whole(SSE, EVENT + EVENT)
-    assert sum(not each for each in given_out) < 60
+    assert b"".join(given_out) == restored(SSE, EVENT + EVENT)
+    assert sum(not chunk for chunk in given_out) < 60
 
 
 @given(
@@ -180,7 +188,7 @@ def test_only_the_model_changes(tree: object, *, behind: bool):
     """In any JSON answer the one value is another, wherever it stands."""
     document = {"a": tree, "model": "big-v2"} if behind else {"model": "big-v2", "a": tree}
     body = json.dumps(document).encode()
-    assert json.loads(whole(JSON, body)) == {**document, "model": "big"}
+    assert json.loads(restored(JSON, body)) == {**document, "model": "big"}
 
 
 def test_a_new_name_compiles_no_pattern(monkeypatch):
@@ -200,8 +208,8 @@ def test_restorer_leaves_a_document_after_many_members():
     """An answer of keys without end costs bounded work, and what follows stays as it is."""
     keys = b"".join(b'"%d":[],' % at for at in range(20_000))
     body = b"{" + keys + b'"model":"big-v2"}'
-    assert whole(JSON, body) == body
+    assert restored(JSON, body) == body
     few = b'{"a":[],"model":"big-v2"}'
-    assert whole(SSE, few + b"\n" + body + b"\n" + few) == whole(
+    assert restored(SSE, few + b"\n" + body + b"\n" + few) == restored(
         SSE, few
-    ) + b"\n" + body + b"\n" + whole(SSE, few)
+    ) + b"\n" + body + b"\n" + restored(SSE, few)

@@ -22,7 +22,7 @@ from extproc.server import health
 from tests.support import ext_proc_script, serving
 from tests.support.serving import LOCAL, Running, Stream
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 NAMES = ["readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor", ""]
 
 
@@ -30,9 +30,9 @@ async def routed(channel: grpc.aio.Channel) -> str:
     """Where a request goes."""
     stream = Stream(channel)
     await stream.say(ext_proc_script.request_headers(ends=True))
-    (said,) = await stream.hear()
+    (reply,) = await stream.hear()
     assert await stream.end() is grpc.StatusCode.OK
-    return said.headers["x-gateway-destination-endpoint"]
+    return reply.headers["x-gateway-destination-endpoint"]
 
 
 async def shown(port: int) -> tuple[bytes, str | None]:
@@ -88,10 +88,10 @@ def test_001_the_method_is_served_under_envoys_name():
     """The ext_proc method answers, on 9002 unless told otherwise."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE)) as picker:
+        async with serving.running(serving.settings(FIRST)) as picker:
             await picker.sync()
             async with picker.channel() as channel:
-                assert await routed(channel) == ONE
+                assert await routed(channel) == FIRST
 
     serving.run(test())
     assert (ServerSection().grpc_port, ServerSection().grpc_health_port) == (9002, 9003)
@@ -101,12 +101,12 @@ def test_002_tls_is_the_default():
     """By default a client that does not verify gets TLS with a certificate made at start, and h2."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE, secure_serving=True)) as picker:
+        async with serving.running(serving.settings(FIRST, secure_serving=True)) as picker:
             await picker.sync()
             certificate, protocol = await shown(picker.ports.grpc)
             assert protocol == "h2"
             async with trusting(certificate, picker.ports.grpc) as channel:
-                assert await routed(channel) == ONE
+                assert await routed(channel) == FIRST
 
     assert Settings().server.secure_serving is True
     serving.run(test())
@@ -116,10 +116,10 @@ def test_003_plaintext_by_flag():
     """With secure serving off, h2c works and TLS does not."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE, secure_serving=False)) as picker:
+        async with serving.running(serving.settings(FIRST, secure_serving=False)) as picker:
             await picker.sync()
             async with picker.channel() as channel:
-                assert await routed(channel) == ONE
+                assert await routed(channel) == FIRST
             with pytest.raises(ssl.SSLError):
                 await shown(picker.ports.grpc)
 
@@ -132,7 +132,7 @@ def test_004_certificate_files_with_reload(tmp_path: Path):
     async def test() -> None:
         first = write_pair(tmp_path)
         configuration = serving.settings(
-            ONE, secure_serving=True, cert_path=str(tmp_path), enable_cert_reload=True
+            FIRST, secure_serving=True, cert_path=str(tmp_path), enable_cert_reload=True
         )
         async with serving.running(configuration) as picker:
             await picker.sync()
@@ -142,7 +142,7 @@ def test_004_certificate_files_with_reload(tmp_path: Path):
             (tmp_path / "tls.crt").write_text("not a certificate")
             assert (await shown(picker.ports.grpc))[0] == second
             async with trusting(second, picker.ports.grpc) as channel:
-                assert await routed(channel) == ONE
+                assert await routed(channel) == FIRST
 
     serving.run(test())
 
@@ -151,7 +151,7 @@ def follows_sync(name: str) -> None:
     """A health name is NOT_SERVING before the first sync and SERVING after it."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE)) as picker:
+        async with serving.running(serving.settings(FIRST)) as picker:
             assert await picker.health(name) == "NOT_SERVING"
             await picker.sync()
             assert await picker.health(name) == "SERVING"
@@ -173,7 +173,7 @@ def test_007_liveness_whenever_the_process_answers():
     """`liveness` is SERVING before the first sync and while draining."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE)) as picker:
+        async with serving.running(serving.settings(FIRST)) as picker:
             assert await picker.health("liveness") == "SERVING"
             picker.picker.readiness.draining = True
             assert await picker.health("liveness") == "SERVING"
@@ -195,7 +195,7 @@ def test_010_health_on_the_ext_proc_port():
     """Every name is answered on the ext_proc port too."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE)) as picker:
+        async with serving.running(serving.settings(FIRST)) as picker:
             await picker.sync()
             for name in NAMES:
                 assert await picker.health(name, port=picker.ports.grpc) == "SERVING"
@@ -217,7 +217,7 @@ async def drained(picker: Running) -> None:
             assert await picker.health(name) == "NOT_SERVING"
         await before.say(ext_proc_script.response_headers())
         assert await before.hear() == [ext_proc_script.answer_headers()]
-        assert await routed(channel) == ONE
+        assert await routed(channel) == FIRST
         assert not drain.done()
         hurry.set()
         await drain
@@ -230,7 +230,7 @@ def test_011_draining_serves_on():
     """Draining: not ready at once, old and new streams are served, at its end they close OK."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE, drain_timeout_s=60.0)) as picker:
+        async with serving.running(serving.settings(FIRST, drain_timeout_s=60.0)) as picker:
             await drained(picker)
 
     serving.run(test())
@@ -240,19 +240,19 @@ def test_012_a_protocol_that_nobody_reads():
     """HTTP and h2c are read, gRPC inside; a pool that wants anything else leaves us not serving."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(ONE)) as picker:
+        async with serving.running(serving.settings(FIRST)) as picker:
             await picker.sync()
             (site,) = picker.picker.sites.by_name.values()
-            for protocol, said in (
+            for protocol, status in (
                 ("kubernetes.io/h2c", "SERVING"),
                 ("kubernetes.io/wss", "NOT_SERVING"),
                 ("http", "SERVING"),
             ):
                 site.on_discovered(
-                    DiscoveredPool(endpoints=(Endpoint(ONE),), app_protocol=protocol)
+                    DiscoveredPool(endpoints=(Endpoint(FIRST),), app_protocol=protocol)
                 )
                 for name in NAMES:
-                    assert await picker.health(name) == said
+                    assert await picker.health(name) == status
                 assert await picker.health("liveness") == "SERVING"
 
     serving.run(test())
@@ -268,14 +268,14 @@ def test_013_unknown_names_with_leader_election():
         await server.start()
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            said = {}
+            statuses = {}
             for name in (*NAMES, "liveness"):
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-                said[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+                statuses[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         await server.stop(None)
-        assert said.pop("inference-extension") == "SERVICE_UNKNOWN"
-        assert said.pop("liveness") == "SERVING"
-        assert set(said.values()) == {"NOT_SERVING"}
+        assert statuses.pop("inference-extension") == "SERVICE_UNKNOWN"
+        assert statuses.pop("liveness") == "SERVING"
+        assert set(statuses.values()) == {"NOT_SERVING"}
 
     serving.run(test())
 
@@ -285,7 +285,7 @@ def test_014_the_receive_limit_ends_one_stream_only():
 
     async def test() -> None:
         limits = LimitsSection(max_message_bytes=6 << 20)
-        async with serving.running(serving.settings(ONE), limits=limits) as picker:
+        async with serving.running(serving.settings(FIRST), limits=limits) as picker:
             await picker.sync()
             async with picker.channel() as channel:
                 fits = Stream(channel)
@@ -293,14 +293,14 @@ def test_014_the_receive_limit_ends_one_stream_only():
                     ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/upload"})
                 )
                 await fits.say(ext_proc_script.request_body(b"x" * (5 << 20), ends=True))
-                assert await fits.hear() == [ext_proc_script.route(ONE)]
+                assert await fits.hear() == [ext_proc_script.route(FIRST)]
                 fits.call.cancel()
                 large = Stream(channel)
                 await large.say(ext_proc_script.request_body(b"x" * (7 << 20)))
                 with pytest.raises(grpc.aio.AioRpcError) as ended:
                     await large.rest()
                 assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert await routed(channel) == ONE
+                assert await routed(channel) == FIRST
 
     serving.run(test())
     assert LimitsSection().max_message_bytes >= 4 << 20
@@ -311,12 +311,12 @@ def test_015_two_pickers_side_by_side():
 
     async def test() -> None:
         async with (
-            serving.running(serving.settings(ONE)) as first,
-            serving.running(serving.settings(TWO)) as second,
+            serving.running(serving.settings(FIRST)) as first,
+            serving.running(serving.settings(SECOND)) as second,
         ):
             await first.sync()
             await second.sync()
-            for picker, address in ((first, ONE), (second, TWO)):
+            for picker, address in ((first, FIRST), (second, SECOND)):
                 async with picker.channel() as channel:
                     assert await routed(channel) == address
 
@@ -329,7 +329,7 @@ def test_016_the_reference_pickers_flags_are_accepted():
     flags.add(parser)
     words = (
         "--pool-name primary --pool-namespace backend --zap-encoder json --grpc-port 9002"
-        f" --grpc-health-port 9003 --endpoints {ONE}"
+        f" --grpc-health-port 9003 --endpoints {FIRST}"
     )
     args, args.unknown_flags = parser.parse_known_args(words.split())
     resolved = flags.resolve(args)

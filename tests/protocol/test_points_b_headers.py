@@ -19,8 +19,8 @@ def test_023_headers_are_set_by_raw_value_alone():
         ext_proc_script.response_headers(),
     )
     # The peer refuses to read a header that has `value` set.
-    said = [said for message in messages for said in held.hear(message)]
-    assert [len(each.sets) for each in said] == [2, 1]
+    replies = [replies for message in messages for replies in held.hear(message)]
+    assert [len(reply.sets) for reply in replies] == [2, 1]
     refused = ext_proc_script.Talk(House({}).decide).hear(
         ext_proc_script.request_headers(ends=True)
     )
@@ -29,11 +29,11 @@ def test_023_headers_are_set_by_raw_value_alone():
 
 def test_024_header_and_metadata_agree():
     """The destination stands in the header and, equal, in the envoy.lb metadata."""
-    (said,) = ext_proc_script.Talk(ext_proc_script.always(*THREE)).hear(
+    (reply,) = ext_proc_script.Talk(ext_proc_script.always(*THREE)).hear(
         ext_proc_script.request_headers(ends=True)
     )
-    assert said.headers[peer.DESTINATION] == ",".join(THREE)
-    assert said.told == {"envoy.lb": {peer.DESTINATION: said.headers[peer.DESTINATION]}}
+    assert reply.headers[peer.DESTINATION] == ",".join(THREE)
+    assert reply.metadata == {"envoy.lb": {peer.DESTINATION: reply.headers[peer.DESTINATION]}}
 
 
 def test_035_request_headers_are_not_echoed():
@@ -52,7 +52,7 @@ def test_036_header_names_in_any_case_and_either_value(raw: bool):  # noqa: FBT0
     held = ext_proc_script.play(
         [ext_proc_script.request_headers(headers, ends=True, raw=raw), ext_proc_script.route()]
     )
-    assert held.asked[0].headers == {
+    assert held.decided[0].headers == {
         ":path": "/x",
         "x-request-id": "r",
         "content-type": "text/Plain",
@@ -68,7 +68,7 @@ def test_036_raw_value_comes_before_value():
     held = ext_proc_script.play(
         [ext_proc_script.Message("request_headers", content), ext_proc_script.route()]
     )
-    assert held.asked[0].headers == {"a": "raw"}
+    assert held.decided[0].headers == {"a": "raw"}
 
 
 def test_037_a_request_id_is_set_when_given():
@@ -152,7 +152,7 @@ def test_043_metadata_is_optional(metadata: object):
         [ext_proc_script.request_headers(ends=True, metadata=metadata), ext_proc_script.route()],
         house().decide,
     )
-    assert held.asked[0].subset is None
+    assert held.decided[0].subset is None
 
 
 @pytest.mark.parametrize("where", ["headers", "body", "both", "conflict"])
@@ -171,7 +171,7 @@ def test_044_a_hint_on_headers_or_body(where: str):
         ],
         house(*THREE).decide,
     )
-    assert held.asked[0].subset == (THREE[1],)
+    assert held.decided[0].subset == (THREE[1],)
 
 
 def test_044_an_empty_later_hint_does_not_widen_or_close():
@@ -179,7 +179,7 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
     held = ext_proc_script.Talk()
     held.hear(ext_proc_script.request_headers(metadata=peer.hinted([THREE[1]])))
     held.hear(ext_proc_script.request_body(b"", ends=True, metadata=peer.hinted([])))
-    assert held.asked[0].subset == (THREE[1],)
+    assert held.decided[0].subset == (THREE[1],)
 
 
 @pytest.mark.parametrize("modes", [("DUPLEX", "DUPLEX"), ("BUFFERED", "NONE"), ("NONE", "NONE")])
@@ -189,17 +189,17 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
 def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
     """Where it is wanted and something was compared, every finalist's score is in the metadata."""
     held = House(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
-    one = ext_proc_script.Talk(
+    talk = ext_proc_script.Talk(
         held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)
     )
-    said = one.hear(ext_proc_script.request_headers())
+    replies = talk.hear(ext_proc_script.request_headers())
     if modes[0] != "NONE":
-        said += one.hear(ext_proc_script.request_body(CHAT, ends=True))
-    (told,) = [each.told[peer.BALANCER] for each in said if each.told]
-    scores = told.pop("x-gateway-destination-endpoint-scores", None)
-    assert list(told) == [peer.DESTINATION]
+        replies += talk.hear(ext_proc_script.request_body(CHAT, ends=True))
+    (metadata,) = [reply.metadata[peer.BALANCER] for reply in replies if reply.metadata]
+    scores = metadata.pop("x-gateway-destination-endpoint-scores", None)
+    assert list(metadata) == [peer.DESTINATION]
     if not wanted or profile == "random":
         assert scores is None
         return
     assert set(scores) == set(THREE)
-    assert scores[told[peer.DESTINATION]] == max(scores.values())
+    assert scores[metadata[peer.DESTINATION]] == max(scores.values())

@@ -57,9 +57,9 @@ def test_019_duplex_body_answers_are_streamed_responses():
         ext_proc_script.response_body(b""),
         ext_proc_script.response_body(b"y", ends=True),
     ):
-        for said in held.hear(message):
-            if said.part.endswith("_body"):
-                assert said.body is not None
+        for reply in held.hear(message):
+            if reply.part.endswith("_body"):
+                assert reply.body is not None
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_020_pieces_are_at_most_62000_bytes(size: int, pieces: int):
     """A body is handed on in pieces of at most 62,000 bytes."""
     held = ext_proc_script.Talk()
     held.hear(ext_proc_script.request_headers())
-    _, *said = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
-    assert len(said) == pieces
-    assert max(len(piece.body) for piece in said) <= 62000
-    assert sum(len(piece.body) for piece in said) == size
+    _, *replies = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
+    assert len(replies) == pieces
+    assert max(len(piece.body) for piece in replies) <= 62000
+    assert sum(len(piece.body) for piece in replies) == size
 
 
 @pytest.mark.parametrize("size", [0, 1, 62000, 62001, 200_000])
@@ -80,8 +80,8 @@ def test_021_end_of_stream_once_on_the_last_piece(size: int):
     """The body's end is said exactly once, on its last piece."""
     held = ext_proc_script.Talk()
     held.hear(ext_proc_script.request_headers())
-    _, *said = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
-    assert [piece.ends for piece in said] == [False] * (len(said) - 1) + [True]
+    _, *replies = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
+    assert [piece.ends for piece in replies] == [False] * (len(replies) - 1) + [True]
 
 
 @pytest.mark.parametrize("size", [1, 62001])
@@ -113,10 +113,10 @@ def test_022_trailers_without_any_body():
 def test_025_the_pick_clears_the_route_cache(mode: str):
     """The answer with the destination clears the route cache in every mode."""
     held = ext_proc_script.Talk(modes=(mode, "NONE"))
-    said = held.hear(ext_proc_script.request_headers()) + (
+    replies = held.hear(ext_proc_script.request_headers()) + (
         held.hear(ext_proc_script.request_body(b"x", ends=True)) if mode != "NONE" else []
     )
-    assert [each.clears_route for each in said if each.told] == [True]
+    assert [reply.clears_route for reply in replies if reply.metadata] == [True]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
         ],
         house().decide,
     )
-    assert held.asked[0].body == CHAT
+    assert held.decided[0].body == CHAT
 
 
 @pytest.mark.parametrize("extra", [b"", b"tail"])
@@ -257,7 +257,7 @@ def test_041_buffered_is_answered_one_to_one(mode: str, ends: bool):  # noqa: FB
         ext_proc_script.go_on("response_body"),
     ]
     held = ext_proc_script.play(script, house().decide, modes=(mode, "BUFFERED"))
-    assert held.asked[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
+    assert held.decided[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
 
 
 def test_041_streamed_is_answered_one_to_one():
@@ -304,10 +304,10 @@ def test_041_none_is_decided_on_the_headers():
 def test_041_a_stream_may_start_with_the_request_body(mode: str):
     """Without a headers message the pick rides on the first complete body answer."""
     held = ext_proc_script.Talk(modes=(mode, "NONE"))
-    (said,) = held.hear(ext_proc_script.request_body(b"x", ends=True))
-    assert said.part == "request_body"
-    assert said.told == ext_proc_script.told(ext_proc_script.ONE)
-    assert (said.body, said.ends) == ((b"x", True) if mode == "DUPLEX" else (None, False))
+    (reply,) = held.hear(ext_proc_script.request_body(b"x", ends=True))
+    assert reply.part == "request_body"
+    assert reply.metadata == ext_proc_script.destination_metadata(ext_proc_script.ADDRESS)
+    assert (reply.body, reply.ends) == ((b"x", True) if mode == "DUPLEX" else (None, False))
 
 
 def test_041_undeclared_modes_mean_full_duplex():
@@ -328,17 +328,17 @@ def test_041_messages_of_a_held_request_are_answered_after_its_headers():
     held = ext_proc_script.Talk(modes=("STREAMED", "NONE"))
     exchange = held.exchange
     first = ext_proc_script.request_headers().encode(("STREAMED", "NONE"))
-    said = [*exchange.receive(ext_proc_script.codec.decode(first))]
+    replies = [*exchange.receive(ext_proc_script.codec.decode(first))]
     raw = exchange.pending
     for message in (
         ext_proc_script.request_body(b"a", ends=False),
         ext_proc_script.request_trailers(),
     ):
-        said += exchange.receive(ext_proc_script.codec.decode(message.encode(None)))
-    assert said == []
+        replies += exchange.receive(ext_proc_script.codec.decode(message.encode(None)))
+    assert replies == []
     assert exchange.pending is raw
     answers = exchange.apply_outcome(
-        Decision(InferenceRequest("opaque"), [ext_proc_script.Endpoint(ext_proc_script.ONE)])
+        Decision(InferenceRequest("opaque"), [ext_proc_script.Endpoint(ext_proc_script.ADDRESS)])
     )
     parts = [peer.read(ext_proc_script.codec.encode(reply)).part for reply in answers]
     assert parts == ["request_headers", "request_body", "request_trailers"]

@@ -8,12 +8,12 @@ from extproc.protocol.settings import ExchangeSettings
 from tests.support import ext_proc_script, peer
 from tests.support.pool_fixture import House, load
 
-ONE, TWO, THREE = "192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000"
+FIRST, SECOND, THIRD = "192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000"
 #: The second has the least load, the third by far the most.
-LOADS = {ONE: load(3, 0.2), TWO: load(0, 0.1), THREE: load(10, 0.9)}
+LOADS = {FIRST: load(3, 0.2), SECOND: load(0, 0.1), THIRD: load(10, 0.9)}
 RANKS = ("10.0.0.1:3000", "10.0.0.1:3002", "10.0.0.1:3004", "[fd00::1]:3000", "[fd00::1]:3002")
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
-NOBODY = ext_proc_script.refuse(
+NO_ENDPOINTS = ext_proc_script.refuse(
     503,
     message="inference error: ServiceUnavailable - "
     "failed to find endpoint candidates for serving the request",
@@ -26,10 +26,10 @@ NOBODY = ext_proc_script.refuse(
 def picked(subset: Any, house: House) -> str:
     """Where a request with a hint goes; empty when it is refused with 503."""
     message = ext_proc_script.request_headers(ends=True, metadata=peer.hinted(subset))
-    (said,) = ext_proc_script.Talk(house.decide).hear(message)
-    if said == NOBODY:
+    (reply,) = ext_proc_script.Talk(house.decide).hear(message)
+    if reply == NO_ENDPOINTS:
         return ""
-    return said.headers[peer.DESTINATION]
+    return reply.headers[peer.DESTINATION]
 
 
 def allowed(subset: Any, *addresses: str) -> list[str]:
@@ -44,31 +44,31 @@ def allowed(subset: Any, *addresses: str) -> list[str]:
     [
         None,
         peer.metadata_of({}),
-        peer.metadata_of({"other": {peer.HINT_KEY: [THREE]}}),
-        peer.metadata_of({peer.HINT: {"other": [THREE]}}),
+        peer.metadata_of({"other": {peer.HINT_KEY: [THIRD]}}),
+        peer.metadata_of({peer.HINT: {"other": [THIRD]}}),
     ],
     ids=["nil", "empty", "other namespace", "no key"],
 )
 def test_045_without_a_hint_everybody_is_in_play(metadata: Any):
     """No hint: the best of all endpoints is picked, and all of them are candidates."""
     house = House(LOADS, fallbacks=2)
-    (said,) = ext_proc_script.Talk(house.decide).hear(
+    (reply,) = ext_proc_script.Talk(house.decide).hear(
         ext_proc_script.request_headers(ends=True, metadata=metadata)
     )
-    order = said.headers[peer.DESTINATION].split(",")
-    assert order[0] == TWO
-    assert sorted(order) == [ONE, TWO, THREE]
+    order = reply.headers[peer.DESTINATION].split(",")
+    assert order[0] == SECOND
+    assert sorted(order) == [FIRST, SECOND, THIRD]
 
 
 def test_046_a_hint_of_one_is_obeyed():
     """The only endpoint a hint names is picked despite its load."""
-    assert picked([THREE], House(LOADS)) == THREE
+    assert picked([THIRD], House(LOADS)) == THIRD
 
 
 def test_047_the_best_of_a_hint_is_picked():
     """Among several hinted endpoints the best one is picked."""
-    assert picked([ONE, TWO, THREE], House(LOADS)) == TWO
-    assert picked([ONE, THREE], House(LOADS)) == ONE
+    assert picked([FIRST, SECOND, THIRD], House(LOADS)) == SECOND
+    assert picked([FIRST, THIRD], House(LOADS)) == FIRST
 
 
 def test_048_a_hint_without_a_match_is_refused():
@@ -79,7 +79,7 @@ def test_048_a_hint_without_a_match_is_refused():
         [
             ext_proc_script.request_headers(headers, metadata=hint),
             ext_proc_script.request_body(b"x", ends=True, metadata=hint),
-            NOBODY,
+            NO_ENDPOINTS,
         ],
         House(LOADS).decide,
     )
@@ -93,12 +93,12 @@ def test_049_an_empty_hint_allows_nobody(subset: Any):
 
 def test_050_a_hint_as_one_string():
     """One string with commas names several endpoints."""
-    assert allowed(f"{ONE},{THREE}", *LOADS) == [ONE, THREE]
+    assert allowed(f"{FIRST},{THIRD}", *LOADS) == [FIRST, THIRD]
 
 
 def test_051_a_list_element_with_commas_is_split():
     """A list element that holds commas names several endpoints."""
-    assert allowed([f"{ONE},{THREE}"], *LOADS) == [ONE, THREE]
+    assert allowed([f"{FIRST},{THIRD}"], *LOADS) == [FIRST, THIRD]
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_052_bare_addresses_and_ports(subset: list[str], expected: tuple[str, ..
 @pytest.mark.parametrize(
     "subset",
     [
-        [f"  {ONE} ", "", " "],
-        f" {ONE} , ,",
-        [7, None, True, {"a": ONE}, [ONE], ONE],
-        [ONE, ONE],
+        [f"  {FIRST} ", "", " "],
+        f" {FIRST} , ,",
+        [7, None, True, {"a": FIRST}, [FIRST], FIRST],
+        [FIRST, FIRST],
     ],
 )
 def test_053_blanks_and_other_types_are_dropped(subset: Any):
     """Tokens are trimmed, empty ones dropped, elements that are no strings ignored."""
-    assert allowed(subset, *LOADS) == [ONE]
+    assert allowed(subset, *LOADS) == [FIRST]
 
 
-@pytest.mark.parametrize("value", [7, True, None, {"a": ONE}])
+@pytest.mark.parametrize("value", [7, True, None, {"a": FIRST}])
 def test_053_a_hint_of_another_type_is_none(value: Any):
     """A hint that is neither a list nor a string hints nothing."""
-    assert allowed(value, *LOADS) == [ONE, TWO, THREE]
+    assert allowed(value, *LOADS) == [FIRST, SECOND, THIRD]
 
 
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
@@ -146,8 +146,8 @@ def test_054_the_hint_counts_for_bodiless_requests(mode: str):
     """A request without body goes where the hint says, in every mode."""
     ext_proc_script.play(
         [
-            ext_proc_script.request_headers(ends=True, metadata=peer.hinted([THREE])),
-            ext_proc_script.route(THREE),
+            ext_proc_script.request_headers(ends=True, metadata=peer.hinted([THIRD])),
+            ext_proc_script.route(THIRD),
         ],
         House(LOADS).decide,
         modes=(mode, "NONE"),
@@ -157,13 +157,13 @@ def test_054_the_hint_counts_for_bodiless_requests(mode: str):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (THREE, THREE),
-        ("192.168.1.3", THREE),
-        (f" {THREE} ,", THREE),
-        (f"{ONE},{THREE}", ONE),
+        (THIRD, THIRD),
+        ("192.168.1.3", THIRD),
+        (f" {THIRD} ,", THIRD),
+        (f"{FIRST},{THIRD}", FIRST),
     ],
 )
-@pytest.mark.parametrize("hint", [None, [TWO]])
+@pytest.mark.parametrize("hint", [None, [SECOND]])
 def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint: Any):
     """In test mode the selection header limits the pick, whatever the metadata says and where."""
     metadata = None if hint is None else peer.hinted(hint)
@@ -182,11 +182,11 @@ def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint
 
 def test_055_the_selection_header_is_dead_outside_test_mode():
     """Without test mode the selection header selects nothing and is removed."""
-    headers = {**ext_proc_script.PLAIN, "test-epp-endpoint-selection": THREE}
+    headers = {**ext_proc_script.PLAIN, "test-epp-endpoint-selection": THIRD}
     ext_proc_script.play(
         [
             ext_proc_script.request_headers(headers, ends=True),
-            ext_proc_script.route(TWO, removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.route(SECOND, removes=["test-epp-endpoint-selection"]),
         ],
         House(LOADS).decide,
     )
@@ -209,12 +209,12 @@ def test_056_foreign_addresses_are_ignored():
     """Addresses of other pools in the selection header do not matter if one of ours is there."""
     headers = {
         **ext_proc_script.PLAIN,
-        "test-epp-endpoint-selection": f"9.9.9.9,8.8.8.8:80,{THREE}",
+        "test-epp-endpoint-selection": f"9.9.9.9,8.8.8.8:80,{THIRD}",
     }
     ext_proc_script.play(
         [
             ext_proc_script.request_headers(headers, ends=True),
-            ext_proc_script.route(THREE, removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.route(THIRD, removes=["test-epp-endpoint-selection"]),
         ],
         House(LOADS).decide,
         settings=TEST_MODE,
@@ -226,16 +226,16 @@ def test_058_ranks_of_one_address_are_told_apart():
     assert allowed(["10.0.0.1:3002"], *RANKS) == [RANKS[1]]
     assert allowed(["10.0.0.1:3000", "10.0.0.1:3004"], *RANKS) == [RANKS[0], RANKS[2]]
     house = House(dict.fromkeys(RANKS), profile="random")
-    seen = {picked(["10.0.0.1:3000,10.0.0.1:3004"], house) for _ in range(50)}
-    assert seen == {RANKS[0], RANKS[2]}
+    picks = {picked(["10.0.0.1:3000,10.0.0.1:3004"], house) for _ in range(50)}
+    assert picks == {RANKS[0], RANKS[2]}
 
 
 def test_059_one_endpoint_by_default():
     """Without the option exactly one endpoint is named."""
-    assert picked([ONE, TWO], House(LOADS)) == TWO
+    assert picked([FIRST, SECOND], House(LOADS)) == SECOND
 
 
 def test_059_fallbacks_in_order_and_inside_the_hint():
     """With the option: an ordered comma list, no blanks, no duplicates, all of it hinted."""
-    assert picked([THREE, ONE], House(LOADS, fallbacks=5)) == f"{ONE},{THREE}"
-    assert picked([ONE, TWO, THREE], House(LOADS, fallbacks=1)) == f"{TWO},{ONE}"
+    assert picked([THIRD, FIRST], House(LOADS, fallbacks=5)) == f"{FIRST},{THIRD}"
+    assert picked([FIRST, SECOND, THIRD], House(LOADS, fallbacks=1)) == f"{SECOND},{FIRST}"

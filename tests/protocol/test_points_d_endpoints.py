@@ -8,7 +8,7 @@ from extproc.endpoint import Endpoint
 from tests.support import ext_proc_script
 from tests.support.pool_fixture import House
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def route(house: House, destination: str) -> None:
@@ -20,23 +20,23 @@ def route(house: House, destination: str) -> None:
 
 def test_063_endpoints_come_and_go_without_restart():
     """An endpoint that left is not chosen any more, and one that came is."""
-    house = House({ONE: None})
-    route(house, ONE)
-    house.fleet.set_endpoints([Endpoint(TWO)], house.now)
-    route(house, TWO)
-    house.fleet.set_endpoints([Endpoint(ONE)], house.now)
-    route(house, ONE)
+    house = House({FIRST: None})
+    route(house, FIRST)
+    house.fleet.set_endpoints([Endpoint(SECOND)], house.now)
+    route(house, SECOND)
+    house.fleet.set_endpoints([Endpoint(FIRST)], house.now)
+    route(house, FIRST)
 
 
 def test_063_an_endpoint_that_cannot_be_reached_is_avoided():
     """An endpoint whose scrapes cannot connect is left out while another one answers."""
-    house = House({ONE: None, TWO: None}, profile="round-robin")
+    house = House({FIRST: None, SECOND: None}, profile="round-robin")
     for _ in range(2):
         house.fleet.scrape_failed(
-            house.fleet.begin_scrape(Endpoint(ONE, incarnation=1)), "refused", house.now
+            house.fleet.begin_scrape(Endpoint(FIRST, incarnation=1)), "refused", house.now
         )
     for _ in range(4):
-        route(house, TWO)
+        route(house, SECOND)
 
 
 def test_066_the_core_runs_without_kubernetes():
@@ -46,7 +46,7 @@ def test_066_the_core_runs_without_kubernetes():
         "from tests.support import ext_proc_script as talk;"
         "from tests.support.pool_fixture import House;"
         "talk.play([talk.request_headers(ends=True), talk.route()],"
-        " House({talk.ONE: None}).decide);"
+        " House({talk.ADDRESS: None}).decide);"
         "print(json.dumps([name for name in sys.modules if 'kubernetes' in name]))"
     )
     run = subprocess.run(

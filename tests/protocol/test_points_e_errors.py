@@ -11,11 +11,11 @@ from extproc.protocol import error_response
 from extproc.scheduling.pickers.random import Random
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
-from tests.support.peer import Said
+from tests.support.peer import DecodedReply
 from tests.support.pool_fixture import House
 
 CHAT = "/v1/chat/completions"
-NOBODY = ext_proc_script.refuse(
+NO_ENDPOINTS = ext_proc_script.refuse(
     503,
     message="inference error: ServiceUnavailable - "
     "failed to find endpoint candidates for serving the request",
@@ -25,7 +25,7 @@ NOBODY = ext_proc_script.refuse(
 )
 
 
-class Nobody:
+class RejectAll:
     """A filter that keeps nobody."""
 
     kind = "nobody"
@@ -35,40 +35,43 @@ class Nobody:
         return []
 
 
-def post(path: str, body: bytes, house: House, **settings: object) -> Said:
+def post(path: str, body: bytes, house: House, **settings: object) -> DecodedReply:
     """The first answer to a POST."""
     held = ext_proc_script.Talk(house.decide, **settings)
     held.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": path}))
-    said = held.hear(ext_proc_script.request_body(body, ends=True))
+    replies = held.hear(ext_proc_script.request_body(body, ends=True))
     held.exchange.close()
     assert held.budget.held_bytes == 0
-    return said[0]
+    return replies[0]
 
 
 def some() -> House:
-    return House({ext_proc_script.ONE: None})
+    return House({ext_proc_script.ADDRESS: None})
 
 
-def message_of(said: Said) -> str:
-    assert said.part == "immediate_response"
-    assert said.headers["content-type"] == "application/json"
-    error = said.error["error"]
+def message_of(reply: DecodedReply) -> str:
+    assert reply.part == "immediate_response"
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.error["error"]
     assert set(error) == {"message", "type", "code"}
-    assert error["code"] == said.status
+    assert error["code"] == reply.status
     return str(error["message"])
 
 
 def test_067_nobody_ready_with_body():
     """A POST while the pool is empty: 503 with reason and retry-after."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
-    assert post(CHAT, body, House({})) == NOBODY
+    assert post(CHAT, body, House({})) == NO_ENDPOINTS
 
 
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
 def test_068_nobody_ready_bodiless(mode: str):
     """A GET while the pool is empty: 503, as the protocol says (the reference answers 500)."""
     ext_proc_script.play(
-        [ext_proc_script.request_headers({":method": "GET", ":path": "/"}, ends=True), NOBODY],
+        [
+            ext_proc_script.request_headers({":method": "GET", ":path": "/"}, ends=True),
+            NO_ENDPOINTS,
+        ],
         House({}).decide,
         modes=(mode, "NONE"),
     )
@@ -77,17 +80,17 @@ def test_068_nobody_ready_bodiless(mode: str):
 @pytest.mark.parametrize("body", [b"no healthy upstream", b"{", b"[1]", b'"a"', b"\xff{}"])
 def test_069_broken_json(body: bytes):
     """A body that is no JSON object on an OpenAI path: 400 in the upstream vocabulary."""
-    said = post(CHAT, body, some())
-    assert said.status == 400
-    assert message_of(said).startswith("inference error: BadRequest - ")
-    assert said.error["error"]["type"] == "invalid_request_error"
+    reply = post(CHAT, body, some())
+    assert reply.status == 400
+    assert message_of(reply).startswith("inference error: BadRequest - ")
+    assert reply.error["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("house", [some(), House({})], ids=["one endpoint", "no endpoints"])
 def test_070_a_missing_model(house: House):
     """No model in the body: 400, before anybody looks for endpoints."""
-    said = post("/v1/completions", b'{"prompt":"hello world"}', house)
-    assert said == ext_proc_script.refuse(
+    reply = post("/v1/completions", b'{"prompt":"hello world"}', house)
+    assert reply == ext_proc_script.refuse(
         400,
         message="inference error: BadRequest - model not found in request body",
         kind="invalid_request_error",
@@ -107,14 +110,15 @@ def test_070_a_missing_model(house: House):
 )
 def test_071_missing_fields(path: str, text: str):
     """A missing messages, prompt or input field: 400 in the reference's words."""
-    said = post(path, b'{"model":"m"}', some())
-    assert message_of(said) == f"inference error: BadRequest - {text}"
+    reply = post(path, b'{"model":"m"}', some())
+    assert message_of(reply) == f"inference error: BadRequest - {text}"
 
 
 def test_073_plugins_left_nobody():
     """Endpoints exist and the filters removed them all: 429."""
     house = House(
-        {ext_proc_script.ONE: None}, profile=SchedulerProfile("strict", (Nobody(),), (), Random())
+        {ext_proc_script.ADDRESS: None},
+        profile=SchedulerProfile("strict", (RejectAll(),), (), Random()),
     )
     assert post("/x", b"x", house) == ext_proc_script.refuse(
         429,
@@ -158,18 +162,18 @@ def test_078_prefer_is_ignored_while_the_feature_is_off():
 @pytest.mark.parametrize("status", sorted(decision.CANONICAL_CODES))
 def test_079_statuses_are_envoys(status: int):
     """Every status of the vocabulary is a member of Envoy's enum and has a gRPC status."""
-    said = _refused(Rejection(status, "why"), grpc=True)
-    assert said.status == status
-    assert said.grpc_status not in (None, 2)
-    assert message_of(said) == f"inference error: {decision.CANONICAL_CODES[status]} - why"
+    reply = _refused(Rejection(status, "why"), grpc=True)
+    assert reply.status == status
+    assert reply.grpc_status not in (None, 2)
+    assert message_of(reply) == f"inference error: {decision.CANONICAL_CODES[status]} - why"
 
 
 def test_079_grpc_clients_get_a_grpc_status():
     """A refusal of a gRPC request carries a gRPC status, of another one none."""
     held = ext_proc_script.Talk(House({}).decide)
     headers = {":path": "/x/Y", "content-type": "application/grpc+proto"}
-    (said,) = held.hear(ext_proc_script.request_headers(headers, ends=True))
-    assert (said.status, said.grpc_status) == (503, 14)
+    (reply,) = held.hear(ext_proc_script.request_headers(headers, ends=True))
+    assert (reply.status, reply.grpc_status) == (503, 14)
 
 
 def test_079_error_bodies_are_json_whatever_the_message():
@@ -179,7 +183,7 @@ def test_079_error_bodies_are_json_whatever_the_message():
     assert json.loads(body)["error"]["message"].endswith(message)
 
 
-def _refused(rejection: Rejection, *, grpc: bool) -> Said:
+def _refused(rejection: Rejection, *, grpc: bool) -> DecodedReply:
     reply = error_response.immediate_response(rejection, grpc=grpc)
     assert msgspec.json.decode(reply.body)
     return peer.read(ext_proc_script.codec.encode(reply))

@@ -13,11 +13,11 @@ from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetMo
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import HttpRequest
 from tests.support import ext_proc_script
-from tests.support.peer import Said
+from tests.support.peer import DecodedReply
 from tests.support.pool_fixture import House, load
 from tests.support.seeded import examples
 
-ASKED = b'{"model": "big", "messages": [{"role": "user", "content": "x"}]}'
+REQUEST = b'{"model": "big", "messages": [{"role": "user", "content": "x"}]}'
 BODY = b'{"id": "c", "model": "big-v2", "choices": []}'
 NEW = BODY.replace(b"big-v2", b"big")
 PIECES = (
@@ -30,7 +30,7 @@ STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
 
 
 def house() -> House:
-    held = House({ext_proc_script.ONE: load(0, 0.0)})
+    held = House({ext_proc_script.ADDRESS: load(0, 0.0)})
     held.fleet.set_policy(InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),)))
     return held
 
@@ -41,14 +41,14 @@ def answering(
     """A stream whose request was routed and edited."""
     held = ext_proc_script.Talk(decide or house().decide, modes=modes, **how)
     held.hear(ext_proc_script.request_headers())
-    held.hear(ext_proc_script.request_body(ASKED, ends=True))
+    held.hear(ext_proc_script.request_body(REQUEST, ends=True))
     return held
 
 
-def heading(override: dict[str, int] | None = None, *removes: str) -> list[Said]:
+def heading(override: dict[str, int] | None = None, *removes: str) -> list[DecodedReply]:
     """What is said of the response headers."""
     return [
-        Said(
+        DecodedReply(
             "response_headers",
             sets=(ext_proc_script.MARKER,),
             removes=removes,
@@ -59,8 +59,8 @@ def heading(override: dict[str, int] | None = None, *removes: str) -> list[Said]
     ]
 
 
-def replaced(body: bytes, *sets: tuple[str, str]) -> list[Said]:
-    return [Said("response_body", replaces=body, sets=sets)]
+def replaced(body: bytes, *sets: tuple[str, str]) -> list[DecodedReply]:
+    return [DecodedReply("response_body", replaces=body, sets=sets)]
 
 
 def test_086_duplex_json():
@@ -150,9 +150,9 @@ def test_086_a_cut_buffer_keeps_the_length_of_the_whole():
 
 
 @pytest.mark.parametrize(
-    ("asked", "client"), [("big-v2", ""), ("", "big"), ("big-v2", "big-v2")], ids=repr
+    ("engine_model", "client"), [("big-v2", ""), ("", "big"), ("big-v2", "big-v2")], ids=repr
 )
-def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
+def test_086_equal_or_empty_names_leave_the_answer(engine_model: str, client: str):
     """Nothing is asked for and nothing changed."""
 
     def decide(raw: HttpRequest) -> Outcome:
@@ -162,7 +162,7 @@ def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
             decision.request,
             decision.endpoints,
             body_edit=decision.body_edit,
-            model_rewrite=asked,
+            model_rewrite=engine_model,
             client_model=client,
         )
 
@@ -198,7 +198,7 @@ def test_086_a_request_that_was_not_edited_is_left():
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
         )
     )
-    held.hear(ext_proc_script.request_body(ASKED, ends=True))
+    held.hear(ext_proc_script.request_body(REQUEST, ends=True))
     assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
     assert held.hear(ext_proc_script.response_body(PIECES[0])) == [
         ext_proc_script.go_on("response_body")
@@ -207,7 +207,7 @@ def test_086_a_request_that_was_not_edited_is_left():
 
 def test_086_a_name_the_body_lacked_is_not_put_back():
     """The header supplied a model: the client used none, and is told the engine's."""
-    held = ext_proc_script.Talk(House({ext_proc_script.ONE: load(0, 0.0)}).decide)
+    held = ext_proc_script.Talk(House({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
     held.hear(
         ext_proc_script.request_headers(
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
@@ -217,8 +217,8 @@ def test_086_a_name_the_body_lacked_is_not_put_back():
         ext_proc_script.request_body(b'{"messages": [{"role": "user", "content": "x"}]}', ends=True)
     )
     held.hear(ext_proc_script.response_headers(JSON))
-    (said,) = held.hear(ext_proc_script.response_body(BODY, ends=True))
-    assert said.body == BODY
+    (reply,) = held.hear(ext_proc_script.response_body(BODY, ends=True))
+    assert reply.body == BODY
 
 
 def test_086_an_answer_without_body():
@@ -249,14 +249,14 @@ def test_086_any_cut_through_the_exchange(
     )
     given_out, ends = b"", 0
     for at, piece in enumerate(pieces):
-        said = held.hear(ext_proc_script.response_body(piece, ends=at == len(pieces) - 1))
+        replies = held.hear(ext_proc_script.response_body(piece, ends=at == len(pieces) - 1))
         if mode is not ext_proc_script.DUPLEX:
-            assert len(said) == 1
-        for each in said:
-            ends += each.ends
+            assert len(replies) == 1
+        for reply in replies:
+            ends += reply.ends
             if mode is ext_proc_script.DUPLEX:
-                given_out += each.body or b""
+                given_out += reply.body or b""
             else:
-                given_out += piece if each.replaces is None else each.replaces
+                given_out += piece if reply.replaces is None else reply.replaces
     assert given_out == body.replace(b"big-v2", b"big")
     assert ends == (mode is ext_proc_script.DUPLEX)

@@ -12,7 +12,7 @@ from extproc.decision import Decision
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
 from extproc.request import HttpRequest
 from tests.support import ext_proc_script
-from tests.support.peer import Said
+from tests.support.peer import DecodedReply
 from tests.support.pool_fixture import House, load
 
 OBJECTIVE, OLD_OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
@@ -21,21 +21,23 @@ PATH = "/v1/completions"
 
 
 def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
-    pairs = [(one, None) if isinstance(one, str) else one for one in targets]
+    pairs = [(target, None) if isinstance(target, str) else target for target in targets]
     return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
 def house(*rules: RewriteRule, full: bool = False, **priorities: int) -> House:
-    held = House({ext_proc_script.ONE: load(9, 0.95) if full else load(0, 0.1)})
+    held = House({ext_proc_script.ADDRESS: load(9, 0.95) if full else load(0, 0.1)})
     held.fleet.set_policy(InferencePolicy(priorities, rules))
     return held
 
 
-def says(held: House, body: Mapping[str, str], headers: Mapping[str, str] = {}) -> list[Said]:
+def says(
+    held: House, body: Mapping[str, str], headers: Mapping[str, str] = {}
+) -> list[DecodedReply]:
     """Everything that is said about a request, in full duplex."""
-    one = ext_proc_script.Talk(held.decide)
-    one.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
-    return one.hear(ext_proc_script.request_body(json.dumps(body).encode(), ends=True))
+    talk = ext_proc_script.Talk(held.decide)
+    talk.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
+    return talk.hear(ext_proc_script.request_body(json.dumps(body).encode(), ends=True))
 
 
 def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) -> str:
@@ -50,10 +52,10 @@ def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) 
 
 
 def priority_of(held: House, headers: Mapping[str, str]) -> int:
-    one = ext_proc_script.Talk(held.decide)
-    one.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
-    one.hear(ext_proc_script.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
-    outcome = held.decide(one.asked[0])
+    talk = ext_proc_script.Talk(held.decide)
+    talk.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
+    talk.hear(ext_proc_script.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
+    outcome = held.decide(talk.decided[0])
     assert isinstance(outcome, Decision)
     return outcome.request.priority
 
@@ -97,8 +99,8 @@ def test_042_fairness_under_its_old_and_new_name():
 
 def test_072_sheddable_and_saturated_is_dropped():
     """Priority below 0 and every endpoint full: 429 in the reference's words."""
-    (said,) = says(house(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
-    assert said == ext_proc_script.refuse(
+    (reply,) = says(house(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    assert reply == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - system saturated, sheddable request dropped",
         kind="rate_limit_error",
@@ -114,15 +116,15 @@ def test_072_others_are_routed(priority: int, *, full: bool):
     """Priority 0 and above is routed to full endpoints, and below 0 while there is room."""
     held = house(full=full, it=priority)
     route, _ = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
-    assert route.told == ext_proc_script.told(ext_proc_script.ONE)
+    assert route.metadata == ext_proc_script.destination_metadata(ext_proc_script.ADDRESS)
 
 
 def test_072_no_endpoints_stays_503():
     """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
     held = House({})
     held.fleet.set_policy(InferencePolicy({"batch": -1}))
-    (said,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
-    assert said.status == 503
+    (reply,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    assert reply.status == 503
 
 
 @pytest.mark.parametrize(
@@ -169,8 +171,8 @@ def test_084_a_missing_model_is_supplied():
     """Header or generic rule name what the body does not; only then is it a 400."""
     assert model_sent(house(), None, {REWRITE: "named"}) == "named"
     assert model_sent(house(rule("", "ruled")), None) == "ruled"
-    (said,) = says(house(rule("m", "ruled")), {"prompt": "x"})
-    assert said.status == 400
+    (reply,) = says(house(rule("m", "ruled")), {"prompt": "x"})
+    assert reply.status == 400
 
 
 def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
@@ -178,7 +180,7 @@ def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
     held = house(rule("m", *targets))
     raw = HttpRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
     outcomes = [held.decide(raw) for _ in range(1000)]
-    return collections.Counter(each.request.model for each in outcomes)
+    return collections.Counter(decision.request.model for decision in outcomes)
 
 
 def test_085_without_weights_all_alike():
@@ -203,6 +205,6 @@ def test_085_a_sum_of_nothing_is_no_weight():
 
 def test_087_without_objects_priority_is_0():
     """Nothing was ever decreed: requests that name an objective are routed at priority 0."""
-    held = House({ext_proc_script.ONE: load(9, 0.95)})
+    held = House({ext_proc_script.ADDRESS: load(9, 0.95)})
     assert priority_of(held, {OBJECTIVE: "batch"}) == 0
     assert model_sent(held, "m", {OBJECTIVE: "batch"}) == "m"

@@ -19,7 +19,7 @@ LENGTH = ("content-length", str(len(NEW)))
 
 def house() -> House:
     """One endpoint that lists a base model and its adapter."""
-    held = House({ext_proc_script.ONE: load(0, 0.0)})
+    held = House({ext_proc_script.ADDRESS: load(0, 0.0)})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
     held.fleet.observe_models(held.fleet.pool.members[0].endpoint, listed)
     return held
@@ -72,11 +72,11 @@ def test_027_buffered_replaces_the_body(mode: str, ends: str):
     ext_proc_script.play(script, house().decide, modes=(mode, "NONE"))
 
 
-@pytest.mark.parametrize("told", ["1000", "", "many"])
-def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(told: str):
+@pytest.mark.parametrize("length_before", ["1000", "", "many"])
+def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(length_before: str):
     """BUFFERED_PARTIAL: the rest follows, so the length of the whole changes by the difference."""
-    length = {"content-length": told} if told else {}
-    known = [("content-length", str(1000 - len(OLD) + len(NEW)))] if told == "1000" else []
+    length = {"content-length": length_before} if length_before else {}
+    known = [("content-length", str(1000 - len(OLD) + len(NEW)))] if length_before == "1000" else []
     ext_proc_script.play(
         [
             ext_proc_script.request_headers({**ext_proc_script.PLAIN, **length}),
@@ -132,14 +132,14 @@ def test_027_a_piece_of_a_streamed_body_is_never_edited(mode: str):
     def decide(_: HttpRequest) -> Outcome:
         return Decision(
             InferenceRequest("opaque"),
-            [Endpoint(ext_proc_script.ONE)],
+            [Endpoint(ext_proc_script.ADDRESS)],
             model_rewrite="b",
             body_edit=BodyEdit(0, 1, b"b"),
         )
 
     held = ext_proc_script.Talk(decide, modes=(mode, "NONE"))
-    (said,) = held.hear(ext_proc_script.request_body(b"a", ends=True))
-    assert (said.body, said.replaces) == (None, None)
+    (reply,) = held.hear(ext_proc_script.request_body(b"a", ends=True))
+    assert (reply.body, reply.replaces) == (None, None)
     assert not held.exchange.edited
 
 

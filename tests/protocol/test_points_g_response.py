@@ -12,7 +12,7 @@ from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFi
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
-from tests.support.ext_proc_script import JSON, ONE, SSE
+from tests.support.ext_proc_script import ADDRESS, JSON, SSE
 from tests.support.pool_fixture import House
 
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
@@ -26,7 +26,7 @@ USAGE = {
 COUNTED = {"prompt": 7, "completion": 10, "cached": 4}
 
 
-def body(data: bytes, *, ends: bool = False) -> peer.Said:
+def body(data: bytes, *, ends: bool = False) -> peer.DecodedReply:
     return ext_proc_script.hand_on(data, ends=ends, part="response_body")
 
 
@@ -78,16 +78,16 @@ def test_090_test_mode_reports_who_served(metadata: Any, value: str):
 def test_headers_of_plugins_go_on_the_answer():
     """What plugins tell the client stands on the response, such as the token of a session."""
     keep = SchedulerProfile("keep", (SessionAffinityFilter(),), (), MaxScore())
-    house = House({ONE: None}, profile=keep)
-    served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ONE}})
+    house = House({ADDRESS: None}, profile=keep)
+    served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ADDRESS}})
     token = ("x-session-token", sessions.token(house.fleet.pool.members[0].endpoint))
-    asked = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
+    request = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
     ext_proc_script.play(
-        [*asked, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],
+        [*request, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],
         house.decide,
     )
-    told = ext_proc_script.answer_headers((SERVED, ONE), token)
-    script = [*asked, ext_proc_script.response_headers(metadata=served), told]
+    answered = ext_proc_script.answer_headers((SERVED, ADDRESS), token)
+    script = [*request, ext_proc_script.response_headers(metadata=served), answered]
     ext_proc_script.play(script, house.decide, settings=TEST_MODE)
 
 
@@ -195,10 +195,10 @@ def test_097_long_pieces_are_split(ends: bool):  # noqa: FBT001
     data = bytes(range(256)) * 500
     held = ext_proc_script.Talk()
     held.hear(ext_proc_script.response_headers())
-    said = held.hear(ext_proc_script.response_body(data, ends=ends))
-    assert [len(each.body) for each in said] == [62000, 62000, 4000]
-    assert b"".join(each.body for each in said) == data
-    assert [each.ends for each in said] == [False, False, ends]
+    replies = held.hear(ext_proc_script.response_body(data, ends=ends))
+    assert [len(reply.body) for reply in replies] == [62000, 62000, 4000]
+    assert b"".join(reply.body for reply in replies) == data
+    assert [reply.ends for reply in replies] == [False, False, ends]
 
 
 def test_098_stream_true_streams_whatever_the_content_type():
@@ -336,17 +336,17 @@ def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
 def test_106_no_response_message_but_the_last_body_carries_metadata():
     """Nothing is put on response messages but headers, where no cost is wanted."""
     held = ext_proc_script.Talk()
-    said = [
-        each
+    replies = [
+        reply
         for message in (
             ext_proc_script.request_headers(ends=True),
             ext_proc_script.response_headers(),
             ext_proc_script.response_body(b"a"),
             ext_proc_script.response_body(b"", ends=True),
         )
-        for each in held.hear(message)
+        for reply in held.hear(message)
     ]
-    assert [bool(each.told) for each in said] == [True, False, False, False]
+    assert [bool(reply.metadata) for reply in replies] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def headers(path: str) -> dict[str, str]:
 
 
 def house() -> House:
-    return House({ext_proc_script.ONE: None})
+    return House({ext_proc_script.ADDRESS: None})
 
 
 @pytest.mark.parametrize("path", [GENERATE, EMBED])
@@ -97,7 +97,7 @@ def test_110_unknown_methods_are_routed_raw(body: bytes):
         ],
         routed.decide,
     )
-    assert routed.dispatcher.response_unwatched(routed.decide(held.asked[0]))
+    assert routed.dispatcher.response_unwatched(routed.decide(held.decided[0]))
 
 
 def test_111_response_frames_then_trailers():

@@ -26,5 +26,5 @@ def test_118_the_reference_picks(loads: tuple, winner: int):
     held.hear(
         ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/v1/completions"})
     )
-    said, _ = held.hear(ext_proc_script.request_body(body, ends=True))
-    assert said.headers[peer.DESTINATION] == ADDRESSES[winner]
+    reply, _ = held.hear(ext_proc_script.request_body(body, ends=True))
+    assert reply.headers[peer.DESTINATION] == ADDRESSES[winner]

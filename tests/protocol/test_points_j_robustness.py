@@ -13,9 +13,9 @@ def test_124_bodies_over_the_limit(mode: str):
     """A body over the limit is refused with 413 at the piece that crosses it."""
     held = ext_proc_script.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
     held.hear(ext_proc_script.request_headers())
-    (said,) = held.hear(ext_proc_script.request_body(b"x" * 101))
-    assert said.status == 413
-    assert "100 bytes" in said.error["error"]["message"]
+    (reply,) = held.hear(ext_proc_script.request_body(b"x" * 101))
+    assert reply.status == 413
+    assert "100 bytes" in reply.error["error"]["message"]
     assert held.budget.held_bytes == 0
 
 
@@ -41,8 +41,8 @@ def test_124_all_bodies_together_are_bounded():
     for held in (first, second, third):
         held.hear(ext_proc_script.request_headers())
     assert first.hear(ext_proc_script.request_body(b"x" * 200_000)) == []
-    (said,) = second.hear(ext_proc_script.request_body(b"x" * 200_001))
-    assert (said.status, said.headers["retry-after"]) == (429, "1")
+    (reply,) = second.hear(ext_proc_script.request_body(b"x" * 200_001))
+    assert (reply.status, reply.headers["retry-after"]) == (429, "1")
     assert budget.held_bytes == 200_000
     assert (
         third.hear(ext_proc_script.request_body(b"x" * 200_000, ends=True))[0]
@@ -71,7 +71,7 @@ def test_124_a_body_that_envoy_keeps_is_given_back_once_decided(mode: str):
 def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
     """A message without a known part gets no answer and disturbs nothing."""
     held = ext_proc_script.Talk(modes=modes)
-    said = []
+    replies = []
     for message in (
         ext_proc_script.request_headers(),
         ext_proc_script.request_body(b"x", ends=True),
@@ -79,8 +79,8 @@ def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
         for unknown in (b"", b"\xa2\x06\x02hi", b"\x50\x01"):
             event = ext_proc_script.codec.decode(unknown)
             assert list(held.exchange.receive(event)) == []
-        said += held.hear(message)
-    assert len(said) == 2
+        replies += held.hear(message)
+    assert len(replies) == 2
 
 
 def test_125_unknown_fields_are_ignored():

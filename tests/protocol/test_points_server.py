@@ -33,7 +33,7 @@ class Broken:
 
 
 def house(*addresses: str) -> House:
-    return House(dict.fromkeys(addresses or (ext_proc_script.ONE,)))
+    return House(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
 
 
 def test_037_a_request_id_is_made_when_absent():
@@ -41,15 +41,15 @@ def test_037_a_request_id_is_made_when_absent():
 
     async def test() -> None:
         async with serving.serving(house()) as server:
-            made = set()
+            request_ids = set()
             for headers in ({":path": "/"}, {":path": "/"}, ext_proc_script.PLAIN):
                 stream = server.stream()
                 await stream.say(ext_proc_script.request_headers(headers, ends=True))
-                (said,) = await stream.hear()
-                made.add(said.headers.get("x-request-id"))
+                (reply,) = await stream.hear()
+                request_ids.add(reply.headers.get("x-request-id"))
                 await stream.end()
-            assert len(made) == 3
-            assert None in made
+            assert len(request_ids) == 3
+            assert None in request_ids
 
     serving.run(test())
 
@@ -64,8 +64,8 @@ def test_075_a_refused_stream_ends_with_ok():
                 ext_proc_script.request_headers(PLAIN),
                 ext_proc_script.request_body(BODY, ends=True),
             )
-            (said,) = await stream.rest()
-            assert (said.part, said.status) == ("immediate_response", 503)
+            (reply,) = await stream.rest()
+            assert (reply.part, reply.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
             assert server.servicer.shared.tallies.for_pool("").rejections == {
@@ -79,8 +79,8 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
     """A bug in a decision costs its quality: the request goes to the least loaded endpoint."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one, dispatcher=Broken(one.dispatcher)) as server:
+        fixture = house()
+        async with serving.serving(fixture, dispatcher=Broken(fixture.dispatcher)) as server:
             stream = server.stream()
             await stream.say(
                 ext_proc_script.request_headers(PLAIN),
@@ -92,7 +92,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
             ]
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
             assert server.servicer.shared.tallies.for_pool("").degraded.total() == 1
 
     serving.run(test())
@@ -108,9 +108,9 @@ def test_076_an_exception_without_endpoints_is_a_500_in_json():
         async with serving.serving(empty, dispatcher=Broken(empty.dispatcher)) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
-            (said,) = await stream.rest()
-            assert said.status == 500
-            assert said.error["error"]["type"] == "server_error"
+            (reply,) = await stream.rest()
+            assert reply.status == 500
+            assert reply.error["error"]["type"] == "server_error"
             assert await stream.call.code() is grpc.StatusCode.OK
 
     serving.run(test())
@@ -149,8 +149,8 @@ def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], h
     """However a stream ends, accounts and assembly bytes return to zero."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one) as server:
+        fixture = house()
+        async with serving.serving(fixture) as server:
             stream = server.stream()
             # The server may end the stream while we still speak.
             try:
@@ -161,7 +161,7 @@ def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], h
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
                 pass
             await server.idle()
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
             assert server.servicer.shared.budget.held_bytes == 0
             assert server.servicer.shared.tallies.streams_open == 0
 
@@ -172,8 +172,8 @@ def test_077_garbage_ends_its_own_stream_only():
     """Bytes that are no message end their stream with INVALID_ARGUMENT; another one goes on."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one) as server:
+        fixture = house()
+        async with serving.serving(fixture) as server:
             good, bad = server.stream(), server.stream()
             await good.say(ext_proc_script.request_headers(PLAIN))
             await bad.call.write(b"\xff\xff\xff")
@@ -182,10 +182,10 @@ def test_077_garbage_ends_its_own_stream_only():
             assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             await good.say(ext_proc_script.request_body(BODY, ends=True))
             assert (await good.hear(2))[0] == ext_proc_script.route()
-            assert one.in_flight == 1
+            assert fixture.in_flight == 1
             assert await good.end() is grpc.StatusCode.OK
             await server.idle()
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
 
     serving.run(test())
 
@@ -202,8 +202,8 @@ def test_092_a_piece_passes_before_the_next_exists():
             assert await stream.hear() == [ext_proc_script.answer_headers()]
             for piece in (b"data: 1\n\n", b"data: 2\n\n", b""):
                 await stream.say(ext_proc_script.response_body(piece, ends=not piece))
-                (said,) = await stream.hear()
-                assert (said.body, said.ends) == (piece, not piece)
+                (reply,) = await stream.hear()
+                assert (reply.body, reply.ends) == (piece, not piece)
             assert await stream.end() is grpc.StatusCode.OK
 
     serving.run(test())
@@ -231,12 +231,12 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
     """Each way a routed request may end closes its account once and is counted once."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one) as server:
+        fixture = house()
+        async with serving.serving(fixture) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
-            assert one.in_flight == 1
+            assert fixture.in_flight == 1
             for message in messages:
                 await stream.say(message)
                 await stream.hear()
@@ -246,7 +246,7 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
                 assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             tallies = server.servicer.shared.tallies
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
             assert tallies.exchange_s.counts[0] == 1
             assert sum(tallies.exchange_s.counts) == 1
             assert (
@@ -272,7 +272,7 @@ def test_104_answers_are_counted_by_status():
             await stream.end()
             await server.idle()
             assert server.servicer.shared.tallies.for_pool("").responses == {
-                (ext_proc_script.ONE, "503"): 1
+                (ext_proc_script.ADDRESS, "503"): 1
             }
 
     serving.run(test())
@@ -329,20 +329,20 @@ def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT
     """A cancelled stream is a normal end, and nothing stays charged."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one) as server:
+        fixture = house()
+        async with serving.serving(fixture) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(PLAIN))
             await stream.say(ext_proc_script.request_body(BODY, ends=routed))
             if routed:
                 await stream.hear(2)
-                assert one.in_flight == 1
+                assert fixture.in_flight == 1
             else:
                 while not server.servicer.shared.budget.held_bytes:
                     await asyncio.sleep(0)
             stream.call.cancel()
             await server.idle()
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
             assert server.servicer.shared.budget.held_bytes == 0
             assert set(server.servicer.shared.tallies.streams) <= {"ok", "cancelled"}
 
@@ -353,10 +353,10 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
     """With 1,000 bodies half sent, any stream can finish first, and all finish."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one) as server:
+        fixture = house()
+        async with serving.serving(fixture) as server:
             first = ext_proc_script.codec.encode(
-                RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ONE)
+                RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ADDRESS)
             )
             streams = [server.stream() for _ in range(1000)]
             for stream in streams:
@@ -367,11 +367,11 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
             for stream in reversed(streams):
                 await stream.say(ext_proc_script.request_body(BODY[9:], ends=True))
                 assert await stream.call.read() == first
-            assert one.in_flight == 1000
+            assert fixture.in_flight == 1000
             for stream in streams:
                 stream.call.cancel()
             await server.idle()
-            assert one.in_flight == 0
+            assert fixture.in_flight == 0
             assert server.servicer.shared.budget.held_bytes == 0
 
     serving.run(test())
@@ -381,15 +381,15 @@ def test_streams_over_the_limit_are_refused():
     """A stream over the limit is refused with 429 and Retry-After; the others go on."""
 
     async def test() -> None:
-        one = house()
-        async with serving.serving(one, max_streams=1) as server:
+        fixture = house()
+        async with serving.serving(fixture, max_streams=1) as server:
             first = server.stream()
             await first.say(ext_proc_script.request_headers(ends=True))
             await first.hear()
             second = server.stream()
             await second.say(ext_proc_script.request_headers(ends=True))
-            (said,) = await second.rest()
-            assert (said.status, said.headers["retry-after"]) == (429, "1")
+            (reply,) = await second.rest()
+            assert (reply.status, reply.headers["retry-after"]) == (429, "1")
             await first.say(ext_proc_script.response_headers())
             assert await first.hear() == [ext_proc_script.answer_headers()]
             assert await first.end() is grpc.StatusCode.OK
@@ -429,9 +429,9 @@ def costs(*answer: ext_proc_script.Message) -> list[object]:
             await stream.hear(2)
             await stream.say(*answer)
             await stream.call.done_writing()
-            said = await stream.rest()
+            replies = await stream.rest()
             await server.idle()
-            return [each.told.get(peer.BALANCER) for each in said]
+            return [reply.metadata.get(peer.BALANCER) for reply in replies]
 
     return serving.run(test())
 

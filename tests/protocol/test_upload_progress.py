@@ -75,11 +75,11 @@ def test_uploads_let_a_slow_body_arrive():
 def test_uploads_forget_what_is_no_longer_on_its_way():
     """A body that came, and another one under the same name, have nothing in common."""
     arrivals = Arrivals()
-    arrivals.sizes = Counter(one=1)
+    arrivals.sizes = Counter(body=1)
     arrivals.pass_time(40.0)
     arrivals.sizes.clear()
     arrivals.pass_time(5.0)
-    arrivals.sizes = Counter(one=1)
+    arrivals.sizes = Counter(body=1)
     arrivals.pass_time(55.0)
     assert not arrivals.ended
 

@@ -20,13 +20,15 @@ def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
     """What comes of a request that costs so much on each, or that wants one of them at any cost."""
 
     def run(some):
-        told = [] if costs is None else [costs[one.endpoint.address] for one in some]
-        priced = None if costs is None else CostResult("cost", unit, told)
+        candidate_costs = (
+            [] if costs is None else [costs[candidate.endpoint.address] for candidate in some]
+        )
+        priced = None if costs is None else CostResult("cost", unit, candidate_costs)
         chosen = min(
             some,
-            key=lambda one: (
-                one.endpoint.address != wanted,
-                0.0 if costs is None else costs[one.endpoint.address],
+            key=lambda candidate: (
+                candidate.endpoint.address != wanted,
+                0.0 if costs is None else costs[candidate.endpoint.address],
             ),
         )
         return Decision(

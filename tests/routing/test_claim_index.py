@@ -17,8 +17,8 @@ models = st.text("ab-", max_size=4)
 values = st.sampled_from("123")
 
 
-def some(of):
-    return st.lists(of, max_size=3).map(tuple)
+def some(strategy):
+    return st.lists(strategy, max_size=3).map(tuple)
 
 
 claimed = st.builds(
@@ -28,14 +28,14 @@ claimed = st.builds(
     headers=st.dictionaries(st.sampled_from("xyz"), values, max_size=2),
     models=some(st.one_of(models, models.map(lambda text: f"{text}*"))),
 )
-asked = st.fixed_dictionaries(
+request_headers = st.fixed_dictionaries(
     {":authority": hosts, ":path": paths},
     optional={"x": values, "y": values, "z": values},
 )
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(st.lists(claimed, max_size=6), asked, models)
+@given(st.lists(claimed, max_size=6), request_headers, models)
 def test_index_finds_what_comparing_finds(listed, headers, model):
     """The same claims in the same order, for headers and for models."""
     index = ClaimIndex(listed)

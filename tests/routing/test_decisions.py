@@ -114,7 +114,7 @@ def test_no_engine_has_much_more_than_its_share(data, strategy, size):
 
 def runs(strategy, page, *, size, seed, running, waiting):
     """Requests one engine gets of those held open, with the page named and with a true one."""
-    found = []
+    counts = []
     for pages in ({0: page}, {}):
         scene = Scene(strategy, size, seed=seed, running=running, waiting=waiting, pages=pages)
         scene.serve(30, 200)
@@ -125,8 +125,8 @@ def runs(strategy, page, *, size, seed, running, waiting):
         for _ in range(160):
             scene.step()
         scene.picks.clear()
-        found.append(scene.hold(20 * size, 200)[0])
-    return found
+        counts.append(scene.hold(20 * size, 200)[0])
+    return counts
 
 
 @hypothesis.given(

@@ -17,7 +17,7 @@ from extproc.request import InferenceRequest
 from extproc.routing import eligibility
 
 ADDRESSES = [f"10.0.0.{n}:8000" for n in range(1, 5)]
-ONE, TWO, THREE, FOUR = ADDRESSES
+FIRST, SECOND, THIRD, FOURTH = ADDRESSES
 
 
 class Yard:
@@ -31,9 +31,9 @@ class Yard:
         self.rng = random.Random(7)
 
     def member(self, address: str) -> EndpointSnapshot:
-        found = self.fleet.pool.find(address)
-        assert found is not None
-        return found
+        snapshot = self.fleet.pool.find(address)
+        assert snapshot is not None
+        return snapshot
 
     def fail(self, address: str, times: int = 3) -> None:
         for _ in range(times):
@@ -41,8 +41,8 @@ class Yard:
                 self.member(address).endpoint, RequestOutcome.FAILED, sent_at=self.now, now=self.now
             )
 
-    def found(self, *subset: str, model: str = "") -> eligibility.EligibleEndpoints:
-        found = eligibility.find_eligible(
+    def find(self, *subset: str, model: str = "") -> eligibility.EligibleEndpoints:
+        eligible = eligibility.find_eligible(
             self.fleet.pool,
             InferenceRequest(api="x", model=model, subset=subset or None),
             respect_subset=True,
@@ -51,75 +51,77 @@ class Yard:
             now=self.now,
             rng=self.rng,
         )
-        assert not isinstance(found, Rejection)
-        return found
+        assert not isinstance(eligible, Rejection)
+        return eligible
 
-    def who(self, *subset: str) -> list[str]:
-        return addresses(self.found(*subset).members)
+    def eligible_addresses(self, *subset: str) -> list[str]:
+        return addresses(self.find(*subset).members)
 
 
 def addresses(members: Sequence[EndpointSnapshot]) -> list[str]:
     return [member.endpoint.address for member in members]
 
 
-def aside(found: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
-    return {why: [one.address for one in left] for why, left in found.excluded_by_health}
+def aside(eligible: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
+    return {
+        why: [endpoint.address for endpoint in left] for why, left in eligible.excluded_by_health
+    }
 
 
 def test_nothing_is_copied_while_all_are_well():
     """The members of the pool themselves, and nothing to tell."""
     yard = Yard()
-    found = yard.found()
-    assert found.members is yard.fleet.pool.members
-    assert found.nothing_excluded
+    eligible = yard.find()
+    assert eligible.members is yard.fleet.pool.members
+    assert eligible.nothing_excluded
 
 
 def test_failing_endpoints_are_put_aside():
     """One that is out, or doubted, is not in play, and stands with the reason."""
     yard = Yard()
-    yard.fail(ONE)
-    yard.fail(TWO, 1)
-    found = yard.found()
-    assert addresses(found.members) == [THREE, FOUR]
-    assert aside(found) == {"failing": [ONE, TWO]}
+    yard.fail(FIRST)
+    yard.fail(SECOND, 1)
+    eligible = yard.find()
+    assert addresses(eligible.members) == [THIRD, FOURTH]
+    assert aside(eligible) == {"failing": [FIRST, SECOND]}
     yard.now += 1.0
-    assert yard.who() == [TWO, THREE, FOUR]
+    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 def test_the_least_bad_are_tried_where_nobody_is_well():
     """Inside a hint or a model: first those doubted, then those ejected, then those out of reach."""
     yard = Yard()
-    yard.fail(ONE)
+    yard.fail(FIRST)
     for _ in range(2):
-        mark = yard.fleet.begin_scrape(yard.member(TWO).endpoint)
+        mark = yard.fleet.begin_scrape(yard.member(SECOND).endpoint)
         yard.fleet.scrape_failed(mark, "refused", yard.now)
-    assert yard.member(TWO).condition.state is HealthState.DOWN
-    assert yard.who(ONE, TWO) == [ONE]
-    assert yard.who(TWO) == [TWO]
-    assert aside(yard.found(ONE, TWO)) == {"failing": [TWO]}
-    for address, model in ((ONE, "a"), (TWO, "b"), (THREE, "b"), (FOUR, "b")):
+    assert yard.member(SECOND).condition.state is HealthState.DOWN
+    assert yard.eligible_addresses(FIRST, SECOND) == [FIRST]
+    assert yard.eligible_addresses(SECOND) == [SECOND]
+    assert aside(yard.find(FIRST, SECOND)) == {"failing": [SECOND]}
+    for address, model in ((FIRST, "a"), (SECOND, "b"), (THIRD, "b"), (FOURTH, "b")):
         listed = ServedModels(frozenset({model}), frozenset())
         yard.fleet.observe_models(yard.member(address).endpoint, listed)
-    found = yard.found(model="a")
-    assert addresses(found.members) == [ONE]
-    assert len(found.excluded_by_model) == 3
+    eligible = yard.find(model="a")
+    assert addresses(eligible.members) == [FIRST]
+    assert len(eligible.excluded_by_model) == 3
 
 
 def test_one_that_is_due_is_a_candidate_and_then_the_only_one():
     """After the back-off it is one of all; if nobody chose it for `base_s`, the next request goes there."""
     yard = Yard()
-    yard.fail(ONE)
-    due = yard.member(ONE).condition.until
+    yard.fail(FIRST)
+    due = yard.member(FIRST).condition.until
     yard.now = due
-    assert yard.who() == ADDRESSES
+    assert yard.eligible_addresses() == ADDRESSES
     yard.now = due + 5.0
-    found = yard.found()
-    assert addresses(found.members) == [ONE]
-    assert aside(found) == {"probe": [TWO, THREE, FOUR]}
-    assert yard.who(TWO) == [TWO]
-    yard.fleet.record_sent(yard.member(ONE).endpoint, yard.now)
-    assert yard.member(ONE).condition.state is HealthState.PROBING
-    assert yard.who() == [TWO, THREE, FOUR]
+    eligible = yard.find()
+    assert addresses(eligible.members) == [FIRST]
+    assert aside(eligible) == {"probe": [SECOND, THIRD, FOURTH]}
+    assert yard.eligible_addresses(SECOND) == [SECOND]
+    yard.fleet.record_sent(yard.member(FIRST).endpoint, yard.now)
+    assert yard.member(FIRST).condition.state is HealthState.PROBING
+    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 @pytest.mark.parametrize(("age", "share"), [(0.0, 0.1), (5.0, 0.55), (9.99, 1.0), (10.0, 1.0)])
@@ -127,41 +129,41 @@ def test_slow_start(age: float, share: float):
     """A newcomer is a candidate with probability f + (1 - f) t / T, here 0.1 + 0.9 t / 10."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.set_endpoints([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
+    yard.fleet.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0 + age
     tries = 2000
-    seen = 0
+    num_admitted = 0
     for _ in range(tries):
-        found = yard.found()
-        is_in = newcomer in addresses(found.members)
-        assert aside(found) == ({} if is_in else {"warming": [newcomer]})
-        assert len(found.members) >= 4
-        seen += is_in
-    assert seen / tries == pytest.approx(share, abs=0.05)
+        eligible = yard.find()
+        is_in = newcomer in addresses(eligible.members)
+        assert aside(eligible) == ({} if is_in else {"warming": [newcomer]})
+        assert len(eligible.members) >= 4
+        num_admitted += is_in
+    assert num_admitted / tries == pytest.approx(share, abs=0.05)
 
 
 def test_slow_start_never_leaves_nobody():
     """The only choice is never lost, and those that were there from the start are not eased in."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.set_endpoints([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
+    yard.fleet.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0
     for _ in range(50):
-        assert yard.who(newcomer) == [newcomer]
-        assert yard.who() == ADDRESSES
+        assert yard.eligible_addresses(newcomer) == [newcomer]
+        assert yard.eligible_addresses() == ADDRESSES
 
 
 def test_one_that_is_back_starts_slowly():
     """After an ejection as after coming."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
-    yard.fail(ONE)
-    yard.now = yard.member(ONE).condition.until
-    endpoint = yard.member(ONE).endpoint
+    yard.fail(FIRST)
+    yard.now = yard.member(FIRST).condition.until
+    endpoint = yard.member(FIRST).endpoint
     yard.fleet.record_sent(endpoint, yard.now)
     yard.fleet.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
-    assert not yard.member(ONE).ejected
-    assert yard.who() == [TWO, THREE, FOUR]
+    assert not yard.member(FIRST).ejected
+    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
     yard.fleet.outlier_detector.settings = msgspec.structs.replace(
         yard.fleet.outlier_detector.settings, slow_start_s=0.0
     )
-    assert yard.who() == ADDRESSES
+    assert yard.eligible_addresses() == ADDRESSES

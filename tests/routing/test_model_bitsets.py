@@ -41,7 +41,7 @@ def test_bits_are_those_of_the_eligible_endpoints(
     for member, listed in zip(fleet.pool.members, lists, strict=True):
         if listed is not None:
             fleet.observe_models(member.endpoint, listed)
-    found = eligibility.find_eligible(
+    eligible = eligibility.find_eligible(
         fleet.pool,
         InferenceRequest(api="x", model=model, adapter=adapter, subset=subset),
         respect_subset=respect_subset,
@@ -51,7 +51,7 @@ def test_bits_are_those_of_the_eligible_endpoints(
         rng=random.Random(1),
     )
     bits = ModelBitsets(fleet.pool, respect_subset=respect_subset, reject_unlisted=reject_unlisted)
-    members = () if isinstance(found, Rejection) else found.members
+    members = () if isinstance(eligible, Rejection) else eligible.members
     addresses = [member.endpoint.address for member in members]
     assert bits.bits_for(model, adapter, subset) == bits.bits_of_addresses(addresses)
     assert bits.bits_of_addresses(addresses).bit_count() == len(addresses)

@@ -24,9 +24,9 @@ def models(base: str, *adapters: str) -> ServedModels:
 def house(*listed: ServedModels | None, strategy: str = "round-robin", **settings: bool) -> House:
     """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
     held = House({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
-    for member, one in zip(held.fleet.pool.members, listed, strict=True):
-        if one is not None:
-            held.fleet.observe_models(member.endpoint, one)
+    for member, served in zip(held.fleet.pool.members, listed, strict=True):
+        if served is not None:
+            held.fleet.observe_models(member.endpoint, served)
     routing = held.dispatcher.routing
     wanted = RoutingSettings(stale_after_s=60.0, **settings)
     held.dispatcher.reconfigure(msgspec.structs.replace(routing, settings=wanted))
@@ -48,7 +48,7 @@ def decided(held: House, raw: HttpRequest) -> Decision:
 
 
 def places(decision: Decision) -> list[int]:
-    return [int(one.endpoint.ip[-1]) for one in decision.candidates]
+    return [int(candidate.endpoint.ip[-1]) for candidate in decision.candidates]
 
 
 def test_a_model_is_routed_to_who_serves_it():
@@ -56,7 +56,7 @@ def test_a_model_is_routed_to_who_serves_it():
     held = house(models("a"), models("b", "lora"), None)
     decision = decided(held, ask("lora"))
     assert places(decision) == [1, 2]
-    assert [one.address for one in decision.excluded_by_model] == ["10.0.0.0:1"]
+    assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.0:1"]
     assert not decision.model_unlisted
     everybody = decided(house(models("a"), models("a")), ask("a"))
     assert places(everybody) == [0, 1]
@@ -88,9 +88,9 @@ def test_reject_looks_at_who_is_allowed():
     outcome = held.decide(ask("a", subset=("10.0.0.1",)))
     assert isinstance(outcome, Rejection)
     assert outcome.status == 404
-    nobody = held.decide(ask("a", subset=("10.0.0.9",)))
-    assert isinstance(nobody, Rejection)
-    assert nobody.status == 503
+    rejection = held.decide(ask("a", subset=("10.0.0.9",)))
+    assert isinstance(rejection, Rejection)
+    assert rejection.status == 503
 
 
 def test_the_404_is_bounded():
@@ -107,7 +107,7 @@ def test_a_hint_and_a_model_both_count():
     held = house(models("a"), models("a"), models("b"), models("b"))
     decision = decided(held, ask("a", subset=("10.0.0.1", "10.0.0.2")))
     assert places(decision) == [1]
-    assert [one.address for one in decision.excluded_by_model] == ["10.0.0.2:1"]
+    assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.2:1"]
     assert places(decided(held, ask("a", subset=("10.0.0.2",)))) == [2]
 
 
@@ -205,8 +205,8 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
     body = SURFACES[path]("x" * 5000)
     named = [{"model": "llama"}, fields("sql"), fields("law")]
     raws = [
-        HttpRequest({":path": path, ":method": "POST"}, json.dumps({**body, **one}).encode())
-        for one in named
+        HttpRequest({":path": path, ":method": "POST"}, json.dumps({**body, **names}).encode())
+        for names in named
     ]
     base, sql, law = (decided(held, raw).block_hashes for raw in raws)
     assert len(base) == len(sql) == len(law) > 0

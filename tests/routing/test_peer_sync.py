@@ -16,7 +16,7 @@ from extproc.routing import peer_sync
 from tests.support.pool_fixture import House
 from tests.support.seeded import examples
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 SILENT_S = 5.0
 
 
@@ -24,7 +24,7 @@ class Side:
     """A picker with its outbox and its mirror; others' facts come by hand."""
 
     def __init__(self, name: str, *addresses: str) -> None:
-        self.house = House(dict.fromkeys(addresses or (ONE, TWO)))
+        self.house = House(dict.fromkeys(addresses or (FIRST, SECOND)))
         self.outbox = peer_sync.PeerEventLog(name, lambda: None)
         peer_sync.connect([("", self.house.dispatcher)], self.outbox)
         self.mirror = peer_sync.PeerReplica(
@@ -44,7 +44,7 @@ class Side:
         self.house.dispatcher.on_response_headers(ticket, status, self.house.now, served=served)
         self.house.dispatcher.release(ticket, self.house.now)
 
-    def told(self) -> peer_sync.PeerMessage:
+    def take_message(self) -> peer_sync.PeerMessage:
         """All that waits, carried."""
         message = self.outbox.take()
         assert message is not None
@@ -64,7 +64,7 @@ class Side:
         return sum(member.account.from_peers for member in self.house.fleet.pool.members)
 
 
-def fact(number: int = 1, address: str = ONE, pool: str = "") -> peer_sync.RequestStarted:
+def fact(number: int = 1, address: str = FIRST, pool: str = "") -> peer_sync.RequestStarted:
     return peer_sync.RequestStarted(number, pool, address, "m", 100, 400, (1, 2, 3))
 
 
@@ -74,36 +74,36 @@ def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0)
 
 def test_a_request_of_another_is_charged_and_believed_as_its_own():
     """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
-    one, two = Side("a"), Side("b")
-    ticket = one.send()
-    two.mirror.take(one.told(), 1.0)
+    sender, receiver = Side("a"), Side("b")
+    ticket = sender.send()
+    receiver.mirror.take(sender.take_message(), 1.0)
     address = ticket.endpoint.address
-    there, here = one.account(address), two.account(address)
+    there, here = sender.account(address), receiver.account(address)
     assert (here.in_flight, here.from_peers, there.from_peers) == (1, 1, 0)
     assert (here.own, there.own) == (0, 1)
     assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
-    assert two.house.index.blocks_total == one.house.index.blocks_total > 0
-    one.end(ticket)
-    assert two.mirror.take(one.told(), 2.0) == {""}
+    assert receiver.house.index.blocks_total == sender.house.index.blocks_total > 0
+    sender.end(ticket)
+    assert receiver.mirror.take(sender.take_message(), 2.0) == {""}
     assert (here.in_flight, here.from_peers, here.answered) == (0, 0, 1)
-    assert two.house.index.blocks_total > 0
+    assert receiver.house.index.blocks_total > 0
 
 
 def test_what_is_cached_is_what_each_believes_itself():
     """One that was there from the beginning expects hits that one who came later does not."""
-    one, early, late = Side("a"), Side("b"), Side("c")
+    sender, early, late = Side("a"), Side("b"), Side("c")
     addresses = []
     for _ in range(2):
-        ticket = one.send()
+        ticket = sender.send()
         addresses.append(ticket.endpoint.address)
-        told = one.told()
-        early.mirror.take(told, 1.0)
-        one.end(ticket)
-        one.told()
-    late.mirror.take(told, 1.0)
+        message = sender.take_message()
+        early.mirror.take(message, 1.0)
+        sender.end(ticket)
+        sender.take_message()
+    late.mirror.take(message, 1.0)
     assert addresses[0] == addresses[1], "it goes where its prefix is"
     sent = ticket.prompt_tokens
-    work = [side.account(addresses[0]).sent for side in (one, early, late)]
+    work = [side.account(addresses[0]).sent for side in (sender, early, late)]
     assert work[0] == work[1] < 2 * sent
     assert work[2] == sent
 
@@ -112,52 +112,52 @@ def test_a_prompt_cut_finer_than_ours_is_cut_off():
     """A picker with another schedule may tell of more blocks than there can be here."""
     side = Side("a")
     deepest = side.house.dispatcher.max_blocks
-    say(side, peer_sync.RequestStarted(1, "", ONE, "m", 100, 400, list(range(deepest + 9))))
+    say(side, peer_sync.RequestStarted(1, "", FIRST, "m", 100, 400, list(range(deepest + 9))))
     assert (side.open, side.house.index.blocks_total) == (1, deepest)
 
 
 def test_mirrored_requests_are_not_told_again():
     """What a picker heard does not wait in its own outbox."""
-    one, two = Side("a"), Side("b")
-    ticket = one.send()
-    two.mirror.take(one.told(), 1.0)
-    one.end(ticket)
-    two.mirror.take(one.told(), 2.0)
-    assert two.outbox.take() is None
+    sender, receiver = Side("a"), Side("b")
+    ticket = sender.send()
+    receiver.mirror.take(sender.take_message(), 1.0)
+    sender.end(ticket)
+    receiver.mirror.take(sender.take_message(), 2.0)
+    assert receiver.outbox.take() is None
 
 
 def test_a_refused_request_is_taken_back_everywhere():
     """A 503 leaves no block behind, here and there."""
-    one, two = Side("a"), Side("b")
-    ticket = one.send()
-    two.mirror.take(one.told(), 1.0)
-    one.end(ticket, "503")
-    two.mirror.take(one.told(), 2.0)
-    assert one.house.index.blocks_total == two.house.index.blocks_total == 0
+    sender, receiver = Side("a"), Side("b")
+    ticket = sender.send()
+    receiver.mirror.take(sender.take_message(), 1.0)
+    sender.end(ticket, "503")
+    receiver.mirror.take(sender.take_message(), 2.0)
+    assert sender.house.index.blocks_total == receiver.house.index.blocks_total == 0
 
 
 def test_a_withdrawn_request_is_taken_back_everywhere():
     """A request that never left is believed cached nowhere."""
-    one, two = Side("a"), Side("b")
-    ticket = one.send()
-    two.mirror.take(one.told(), 1.0)
-    one.house.dispatcher.unreserve(ticket, 2.0)
-    two.mirror.take(one.told(), 2.0)
-    assert two.open == two.house.index.blocks_total == 0
+    sender, receiver = Side("a"), Side("b")
+    ticket = sender.send()
+    receiver.mirror.take(sender.take_message(), 1.0)
+    sender.house.dispatcher.unreserve(ticket, 2.0)
+    receiver.mirror.take(sender.take_message(), 2.0)
+    assert receiver.open == receiver.house.index.blocks_total == 0
 
 
 def test_another_endpoint_that_answers_is_charged_by_all():
     """Where the data plane passed over the choice, the other endpoint has the request."""
-    one, two = Side("a"), Side("b")
-    ticket = one.send()
-    other = TWO if ticket.endpoint.address == ONE else ONE
-    two.mirror.take(one.told(), 1.0)
-    one.house.dispatcher.on_response_headers(ticket, "200", 1.5, served=other)
-    two.mirror.take(one.told(), 2.0)
-    assert (two.account(other).in_flight, two.open) == (1, 1)
-    one.house.dispatcher.release(ticket, 3.0)
-    two.mirror.take(one.told(), 3.0)
-    assert two.open == 0
+    sender, receiver = Side("a"), Side("b")
+    ticket = sender.send()
+    other = SECOND if ticket.endpoint.address == FIRST else FIRST
+    receiver.mirror.take(sender.take_message(), 1.0)
+    sender.house.dispatcher.on_response_headers(ticket, "200", 1.5, served=other)
+    receiver.mirror.take(sender.take_message(), 2.0)
+    assert (receiver.account(other).in_flight, receiver.open) == (1, 1)
+    sender.house.dispatcher.release(ticket, 3.0)
+    receiver.mirror.take(sender.take_message(), 3.0)
+    assert receiver.open == 0
 
 
 @pytest.mark.parametrize("strange", [fact(address="10.9.9.9:1"), fact(pool="other")])
@@ -172,7 +172,7 @@ def test_its_own_facts_are_passed_over():
     """A stream brings back what was put in."""
     side = Side("a")
     side.send()
-    side.mirror.take(side.told(), 1.0)
+    side.mirror.take(side.take_message(), 1.0)
     assert (side.open, side.mirrored, side.mirror.pickers) == (1, 0, 0)
 
 
@@ -243,14 +243,18 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
     side = Side("a")
     say(side, fact())
     side.house.fleet.set_endpoints([], 2.0)
-    side.house.fleet.set_endpoints([m.endpoint for m in House({ONE: None}).fleet.pool.members], 3.0)
+    side.house.fleet.set_endpoints(
+        [m.endpoint for m in House({FIRST: None}).fleet.pool.members], 3.0
+    )
     say(side, peer_sync.RequestEnded(1, answered=True))
     assert side.open == side.mirrored == 0
 
 
 def test_every_fact_comes_out_as_it_was_put_in():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
-    sent = peer_sync.RequestStarted(1, "p", ONE, "m", 100, 400, [HASH_MASK - n for n in range(100)])
+    sent = peer_sync.RequestStarted(
+        1, "p", FIRST, "m", 100, 400, [HASH_MASK - n for n in range(100)]
+    )
     facts = [
         sent,
         peer_sync.RequestEnded(1, answered=True, ran=False),
@@ -292,7 +296,7 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
     open_now: list[int] = []
     lists = 0
     for number in range(1, 40):
-        carried.append(fact(number, rng.choice([ONE, TWO, "10.9.9.9:1"])))
+        carried.append(fact(number, rng.choice([FIRST, SECOND, "10.9.9.9:1"])))
         open_now.append(number)
         while open_now and rng.random() < 0.5:
             ended = open_now.pop(rng.randrange(len(open_now)))
@@ -303,15 +307,15 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
             lists += 1
             carried.append(peer_sync.OpenRequests(number, list(open_now), lists))
     carried += [peer_sync.RequestEnded(number, answered=True) for number in open_now]
-    carried = [one for one in carried if rng.random() >= loss]
-    carried += [one for one in carried if rng.random() < doubles]
+    carried = [event for event in carried if rng.random() >= loss]
+    carried += [event for event in carried if rng.random() < doubles]
     order = sorted(range(len(carried)), key=lambda at: at + rng.uniform(0, far))
     for at in order:
         say(side, carried[at])
         assert side.open == side.mirrored == side.mirror.open >= 0
     say(side, peer_sync.OpenRequests(39, [], lists + 1))
-    for one in rng.sample(carried, min(5, len(carried))):
-        say(side, one)
+    for event in rng.sample(carried, min(5, len(carried))):
+        say(side, event)
     assert side.open == side.mirrored == side.mirror.open == 0
     assert all(m.account.prompt_tokens == 0 for m in side.house.fleet.pool.members)
 
@@ -346,16 +350,18 @@ def test_no_values_in_a_message_make_taking_it_fail(facts, picker):
         b"\x92\xa1\xff\x90",
         b"\x91" * 100_000,
         peer_sync.encode(
-            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", 1, 4, [5, -6])])
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", FIRST, "m", 1, 4, [5, -6])])
         ),
         peer_sync.encode(
-            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", -5, 4, [])])
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", FIRST, "m", -5, 4, [])])
         ),
         peer_sync.encode(
-            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", 2**63, 4, [])])
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", FIRST, "m", 2**63, 4, [])])
         ),
         peer_sync.encode(
-            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m" * 513, 1, 4, [])])
+            peer_sync.PeerMessage(
+                "o", [peer_sync.RequestStarted(1, "", FIRST, "m" * 513, 1, 4, [])]
+            )
         ),
         peer_sync.encode(peer_sync.PeerMessage("o" * 257, [])),
         peer_sync.encode(peer_sync.PeerMessage("o", [peer_sync.OpenRequests(2**64 - 1, [1])])),

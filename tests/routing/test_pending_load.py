@@ -10,9 +10,9 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
     """Tokens of the prompt; nothing is in flight."""
     house = House({A: None})
     account = house.fleet.pool.find(A).account
-    made = house.dispatcher.pending_load
-    made.counted = True
-    promise = made.add(A, (1, 2, 3), prompt_tokens=200)
+    pending = house.dispatcher.pending_load
+    pending.counted = True
+    promise = pending.add(A, (1, 2, 3), prompt_tokens=200)
     assert account.active_context_tokens > 0.0
     assert account.in_flight == 0
     pending_load.remove(promise)
@@ -22,11 +22,11 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
 def test_nothing_is_promised_to_nobody():
     """No endpoint, no prompt, none of that name, or nobody who looks at it."""
     house = House({A: None})
-    made = house.dispatcher.pending_load
-    made.counted = True
-    assert made.add("", (1,), prompt_tokens=64) is None
-    assert made.add(A, (), prompt_tokens=64) is None
-    assert made.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
-    made.counted = False
-    assert made.add(A, (1,), prompt_tokens=64) is None
+    pending = house.dispatcher.pending_load
+    pending.counted = True
+    assert pending.add("", (1,), prompt_tokens=64) is None
+    assert pending.add(A, (), prompt_tokens=64) is None
+    assert pending.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
+    pending.counted = False
+    assert pending.add(A, (1,), prompt_tokens=64) is None
     pending_load.remove(None)

@@ -31,7 +31,7 @@ OBJECTIVE = "x-llm-d-inference-objective"
 
 def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     """A rule for models written with blanks between them; a target is a name or a weighted one."""
-    pairs = [(one, None) if isinstance(one, str) else one for one in targets]
+    pairs = [(target, None) if isinstance(target, str) else target for target in targets]
     return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
@@ -135,14 +135,14 @@ def test_a_generic_rule_supplies_what_a_body_lacks():
 def test_turns_of_a_conversation_stay_on_their_variant():
     """With a session the draw is the same in every turn and in every replica."""
     rules = rule("m", ("a", 50), ("b", 50))
-    one, other = house(rules), house(rules)
-    seen = set()
+    first, other = house(rules), house(rules)
+    models = set()
     for at in range(40):
         raw = ask("m", prompt_cache_key=f"conversation {at}")
-        names = {sent(held, raw) for held in (one, other) for _ in range(3)}
+        names = {sent(held, raw) for held in (first, other) for _ in range(3)}
         assert len(names) == 1
-        seen |= names
-    assert seen == {"a", "b"}
+        models |= names
+    assert models == {"a", "b"}
 
 
 def test_sessions_are_drawn_in_proportion():
@@ -223,9 +223,13 @@ def test_a_pool_is_found_by_the_names_of_its_rewrites():
     assert routed.pool == "qwen"
     assert isinstance(routed.outcome, Decision)
     assert routed.outcome.model_rewrite == "qwen"
-    told = board.route(HttpRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
-    assert isinstance(told, DirectResponse)
-    assert [one["id"] for one in json.loads(told.body)["data"]] == ["alias", "llama", "qwen"]
+    response = board.route(HttpRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
+    assert isinstance(response, DirectResponse)
+    assert [entry["id"] for entry in json.loads(response.body)["data"]] == [
+        "alias",
+        "llama",
+        "qwen",
+    ]
 
 
 LOW = {OBJECTIVE: "low"}
@@ -233,7 +237,7 @@ LOW = {OBJECTIVE: "low"}
 
 def shed(profile, *loads) -> bool:
     """Whether a request of negative priority is dropped over endpoints with these loads."""
-    addresses = {f"10.0.0.{at}:1": one for at, one in enumerate(loads)}
+    addresses = {f"10.0.0.{at}:1": load for at, load in enumerate(loads)}
     held = house(loads=addresses, profile=profile, low=-1)
     outcome = held.decide(ask(headers=LOW))
     if isinstance(outcome, Decision):

@@ -31,18 +31,18 @@ def get(path, host="x.example"):
 
 def house(address, *bases, adapters=()):
     """A pool of one endpoint, which lists models if there are any."""
-    one = House({address: None} if address else {})
+    pool = House({address: None} if address else {})
     if bases:
-        member = one.fleet.pool.members[0]
-        one.fleet.observe_models(
+        member = pool.fleet.pool.members[0]
+        pool.fleet.observe_models(
             member.endpoint, ServedModels(frozenset(bases), frozenset(adapters))
         )
-    return one
+    return pool
 
 
 def board(*pools, **settings):
     return PoolSelector(
-        [PoolRoute(name, one.dispatcher, claim) for name, one, claim in pools], **settings
+        [PoolRoute(name, pool.dispatcher, claim) for name, pool, claim in pools], **settings
     )
 
 
@@ -159,11 +159,11 @@ def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
 
 def test_nobody_takes_it():
     """Claims that do not fit and no open pool: 404 that says where to look."""
-    one = board(("a", house(A), PoolMatch(hosts=("y",))))
-    routed = one.route(chat(), 1.0)
+    selector = board(("a", house(A), PoolMatch(hosts=("y",))))
+    routed = selector.route(chat(), 1.0)
     assert routed.outcome.status == 404
     assert "`pools`" in routed.outcome.message
-    assert one.route_fallback(chat(), 1.0, why="Bug").outcome.status == 404
+    assert selector.route_fallback(chat(), 1.0, why="Bug").outcome.status == 404
 
 
 def test_rescue_goes_to_the_pool_whose_headers_fit():
@@ -180,17 +180,17 @@ def test_models_of_all_pools_are_listed():
         ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
         ("qwen", house(B, "qwen"), PoolMatch(hosts=("q.example",))),
     )
-    told = two.route(get("/v1/models?x=1", host="q.example"), 1.0).outcome
-    assert isinstance(told, DirectResponse)
-    content = json.loads(told.body)
+    response = two.route(get("/v1/models?x=1", host="q.example"), 1.0).outcome
+    assert isinstance(response, DirectResponse)
+    content = json.loads(response.body)
     assert content["object"] == "list"
-    assert [(one["id"], one["parent"]) for one in content["data"]] == [
+    assert [(entry["id"], entry["parent"]) for entry in content["data"]] == [
         ("llama", None),
         ("qwen", None),
         ("sql", "llama"),
     ]
     here = json.loads(two.route(get("/v1/models/"), 1.0).outcome.body)
-    assert [one["id"] for one in here["data"]] == ["llama", "sql"]
+    assert [entry["id"] for entry in here["data"]] == ["llama", "sql"]
     assert json.loads(two.route(get("/v1/models/sql"), 1.0).outcome.body)["root"] == "sql"
     assert two.route(get("/v1/models/gpt"), 1.0).outcome.status == 404
 
@@ -199,8 +199,8 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
     """GET /v1/models goes to an engine there, unless the setting says otherwise."""
     known, unknown = house(A, "m"), house(B)
     assert went(board(("p", known, PoolMatch())).route(get("/v1/models"), 1.0)) == ("p", A)
-    told = board(("p", known, PoolMatch()), list_models=True).route(get("/v1/models"), 1.0)
-    assert isinstance(told.outcome, DirectResponse)
+    response = board(("p", known, PoolMatch()), list_models=True).route(get("/v1/models"), 1.0)
+    assert isinstance(response.outcome, DirectResponse)
     both = board(("p", unknown, PoolMatch()), ("q", house(""), PoolMatch()))
     assert went(both.route(get("/v1/models"), 1.0)) == ("p", B)
     off = board(("p", known, PoolMatch()), ("q", unknown, PoolMatch()), list_models=False)
@@ -208,7 +208,7 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "expected"),
     [
         ("/v1/models", ""),
         ("/v1/models/", ""),
@@ -217,9 +217,9 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
         ("/v1/modelsx", None),
     ],
 )
-def test_paths_of_the_list(path, asked):
+def test_paths_of_the_list(path, expected):
     """The list, one of its entries, or something else."""
-    assert models_endpoint.requested_model(path) == asked
+    assert models_endpoint.requested_model(path) == expected
 
 
 def test_pools_can_be_replaced():
@@ -233,13 +233,13 @@ def test_pools_can_be_replaced():
 
 def test_an_endpoint_of_two_pools_has_an_account_in_each():
     """Pools do not see each other's requests but through scrapes."""
-    one, other = house(A), house(A)
-    two = board(("a", one, PoolMatch(hosts=("x.example",))), ("b", other, PoolMatch()))
+    first, other = house(A), house(A)
+    two = board(("a", first, PoolMatch(hosts=("x.example",))), ("b", other, PoolMatch()))
     routed = two.route(chat(), 1.0)
     routed.director.reserve(routed.outcome, 1.0)
-    assert one.fleet.pool.members[0].account.in_flight == 1
+    assert first.fleet.pool.members[0].account.in_flight == 1
     assert other.fleet.pool.members[0].account.in_flight == 0
-    assert isinstance(one.fleet.pool.members[0].endpoint, Endpoint)
+    assert isinstance(first.fleet.pool.members[0].endpoint, Endpoint)
 
 
 def test_a_single_pool_without_a_claim_takes_models_that_its_endpoints_do_not_list():

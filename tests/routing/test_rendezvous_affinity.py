@@ -64,12 +64,12 @@ def test_alone_nothing_is_expected():
 def test_a_conversation_is_expected_at_home():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
     fleet = members(4)
-    told, at = rendezvous_affinity.with_expected_hits(
+    expected, at = rendezvous_affinity.with_expected_hits(
         "a", 1000, fleet, matched=[100] * 4, peers=others()
     )
     assert at == rendezvous_affinity.rendezvous_endpoint("a", fleet)
-    assert told[at] == 950
-    assert sorted(told) == [100, 100, 100, 950]
+    assert expected[at] == 950
+    assert sorted(expected) == [100, 100, 100, 950]
 
 
 def test_less_where_little_is_found():
@@ -80,8 +80,8 @@ def test_less_where_little_is_found():
     )
     assert max(little) == 200
     none = [0] * 4
-    nobody = others(hit_ratio=0.0)
-    assert rendezvous_affinity.with_expected_hits("a", 1000, fleet, matched=none, peers=nobody) == (
+    peers = others(hit_ratio=0.0)
+    assert rendezvous_affinity.with_expected_hits("a", 1000, fleet, matched=none, peers=peers) == (
         none,
         None,
     )
@@ -104,10 +104,10 @@ def test_a_prompt_that_nobody_has_seen_is_not_at_home():
     page = Load(
         at=0.0, engine="vllm", running=4.0, waiting=2.0, prefix_queries=9.0, prefix_hits=0.0
     )
-    one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
-    chosen = one.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), one.now)
-    assert one.fleet.foreign_traffic.share > rendezvous_affinity.LEAST_SHARE
+    chosen = house.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
+    assert house.fleet.foreign_traffic.share > rendezvous_affinity.LEAST_SHARE
     assert chosen.matched_tokens == 0
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
@@ -136,28 +136,28 @@ def test_what_many_hold_needs_no_home():
 def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
-    one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
     raw = HttpRequest(headers={":path": "/v1/completions"}, body=body)
-    chosen = one.dispatcher.route(raw, one.now)
+    chosen = house.dispatcher.route(raw, house.now)
     assert chosen.request.session == "a"
-    fleet = one.fleet.pool.members
+    fleet = house.fleet.pool.members
     at = rendezvous_affinity.rendezvous_endpoint("a", fleet)
     went = (at + 1) % 4
     there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
-    one.dispatcher.reserve(there, one.now)
+    house.dispatcher.reserve(there, house.now)
     if beside:
-        one.fleet.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
-        one.fleet.foreign_traffic.hit_ratio = 0.5
-    seen = []
+        house.fleet.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
+        house.fleet.foreign_traffic.hit_ratio = 0.5
+    built = []
 
     def keep(*arguments, look=snapshot.build_candidates, **more):
-        seen.append(look(*arguments, **more))
-        return seen[-1]
+        built.append(look(*arguments, **more))
+        return built[-1]
 
     monkeypatch.setattr(snapshot, "build_candidates", keep)
-    one.dispatcher.route(raw, one.now)
-    ((*candidates,),) = seen
+    house.dispatcher.route(raw, house.now)
+    ((*candidates,),) = built
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 
 
@@ -166,8 +166,8 @@ def test_homes_follow_speed_and_stay():
     fleet = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]
     before = [rendezvous_affinity.rendezvous_endpoint(key, fleet) for key in keys]
-    found = Counter(before)
-    fast, slow = found[0] + found[1], found[2] + found[3]
+    counts = Counter(before)
+    fast, slow = counts[0] + counts[1], counts[2] + counts[3]
     assert 1.8 < fast / slow < 2.2
     after = [rendezvous_affinity.rendezvous_endpoint(key, fleet[:3]) for key in keys]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)

@@ -18,7 +18,7 @@ ALIKE = {
 }
 
 
-def asked(text, **fields):
+def chat(text, **fields):
     """A chat that begins with a text."""
     body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
     return HttpRequest(HEADERS, json.dumps(body).encode())
@@ -30,12 +30,14 @@ def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_go
     house = House(ALIKE, profile=strategy)
     went = set()
     for n in range(40):
-        prepared = house.dispatcher.prepare(asked(f"{n} is a number " * 20))
+        prepared = house.dispatcher.prepare(chat(f"{n} is a number " * 20))
         resting = prepared.without_prompt()
         assert resting.request.prompt == resting.parsed.prompt == b""
         assert resting.with_prompt() == prepared.request
         assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
-        direct, waited = (house.dispatcher.decide(one, house.now) for one in (prepared, resting))
+        direct, waited = (
+            house.dispatcher.decide(candidate, house.now) for candidate in (prepared, resting)
+        )
         assert direct.endpoints == waited.endpoints
         went.add(waited.endpoints[0].address)
     assert len(went) > 4
@@ -44,7 +46,7 @@ def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_go
 def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
     """The prompt alone comes out of the body."""
     house = House(ALIKE)
-    prepared = house.dispatcher.prepare(asked("a"))
+    prepared = house.dispatcher.prepare(chat("a"))
     renamed = msgspec.structs.replace(prepared.request, model="other")
     resting = msgspec.structs.replace(prepared, request=renamed).without_prompt()
     assert resting.with_prompt() == renamed
@@ -54,7 +56,7 @@ def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
 def test_a_prompt_that_the_body_does_not_tell_is_kept():
     """Whoever prepared a request that was parsed elsewhere may have another prompt."""
     house = House(ALIKE)
-    raw = asked("a")
+    raw = chat("a")
     prepared = house.dispatcher.prepare_parsed(house.dispatcher.prepare(raw).request, raw)
     assert prepared.without_prompt() is prepared
     assert prepared.with_prompt() is prepared.request
@@ -62,6 +64,6 @@ def test_a_prompt_that_the_body_does_not_tell_is_kept():
 
 def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():
     """A chain costs time in proportion to the prompt."""
-    raw = asked("a number " * 1000)
+    raw = chat("a number " * 1000)
     assert House(ALIKE, profile="least-request").dispatcher.prepare(raw).chain == ()
     assert len(House(ALIKE, profile="balanced").dispatcher.prepare(raw).chain) > 0

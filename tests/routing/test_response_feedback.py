@@ -14,7 +14,7 @@ from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import HttpRequest
 from tests.support.pool_fixture import House
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def chat(words: int = 400, first: str = "hello") -> HttpRequest:
@@ -39,7 +39,7 @@ class Sent:
     def address(self) -> str:
         return self.decision.endpoints[0].address
 
-    def told(self, status: str, served: str = "") -> None:
+    def respond(self, status: str, served: str = "") -> None:
         self.house.dispatcher.on_response_headers(
             self.ticket, status, self.house.now, served=served
         )
@@ -49,84 +49,84 @@ class Sent:
 
 
 def member(house: House, address: str) -> EndpointSnapshot:
-    found = house.fleet.pool.find(address)
-    assert found is not None
-    return found
+    snapshot = house.fleet.pool.find(address)
+    assert snapshot is not None
+    return snapshot
 
 
 @pytest.mark.parametrize("status", ["503", "500", "429", "400"])
 def test_a_prompt_that_never_ran_is_not_believed_cached(status: str):
     """What one refused request made us believe is taken back, to the last block."""
-    house = House({ONE: None})
+    house = House({FIRST: None})
     sent = Sent(house)
     assert house.index.blocks_total > 0
-    sent.told(status)
+    sent.respond(status)
     assert house.index.blocks_total == 0
     sent.complete()
-    account = member(house, ONE).account
+    account = member(house, FIRST).account
     assert (account.in_flight, account.queued(house.now), account.answered) == (0, 0.0, 0)
 
 
 @pytest.mark.parametrize("status", ["200", ""])
 def test_a_prompt_that_ran_is(status: str):
     """An answer that began confirms it; a client that left says nothing against it."""
-    house = House({ONE: None})
+    house = House({FIRST: None})
     sent = Sent(house)
     before = house.index.blocks_total
     if status:
-        sent.told(status)
+        sent.respond(status)
     sent.complete(answered=bool(status))
     assert house.index.blocks_total == before
 
 
 def test_what_was_believed_before_stays():
     """Only what is behind the believed prefix is taken back."""
-    house = House({ONE: None})
+    house = House({FIRST: None})
     first = Sent(house, chat(400))
-    first.told("200")
+    first.respond("200")
     held = house.index.blocks_total
     second = Sent(house, chat(800))
     assert second.decision.matched_tokens > 0
     assert house.index.blocks_total > held
-    second.told("503")
+    second.respond("503")
     assert house.index.blocks_total == held
 
 
 def test_three_failures_leave_an_endpoint_out():
     """The next requests go elsewhere, and the decision says who was left out."""
-    house = House({ONE: None, TWO: None}, profile="least-request")
+    house = House({FIRST: None, SECOND: None}, profile="least-request")
     for _ in range(3):
         # One failure is doubted for a second.
         house.now += 2.0
         sents = [Sent(house) for _ in range(2)]
         for sent in sents:
-            sent.told("503" if sent.address == ONE else "200")
+            sent.respond("503" if sent.address == FIRST else "200")
             sent.complete()
-    assert member(house, ONE).condition.state is HealthState.EJECTED
+    assert member(house, FIRST).condition.state is HealthState.EJECTED
     outcome = house.decide(chat())
     assert isinstance(outcome, Decision)
-    assert [one.endpoint.address for one in outcome.candidates] == [TWO]
+    assert [candidate.endpoint.address for candidate in outcome.candidates] == [SECOND]
     ((why, left),) = outcome.excluded_by_health
-    assert (why, [endpoint.address for endpoint in left]) == ("failing", [ONE])
+    assert (why, [endpoint.address for endpoint in left]) == ("failing", [FIRST])
 
 
 def test_who_served_is_charged():
     """Where another endpoint answered, it has the request, and the belief, and the good word."""
-    house = House({ONE: None, TWO: None}, fallbacks=1)
+    house = House({FIRST: None, SECOND: None}, fallbacks=1)
     sent = Sent(house)
-    other = TWO if sent.address == ONE else ONE
+    other = SECOND if sent.address == FIRST else FIRST
     blocks = sent.decision.block_hashes
-    sent.told("200", served=other)
+    sent.respond("200", served=other)
     named, served = member(house, sent.address), member(house, other)
     assert (named.account.in_flight, served.account.in_flight) == (0, 1)
     assert named.condition.state is HealthState.SUSPECT
     assert sent.ticket.endpoint.address == other
     depths = house.index.match(blocks)
     held = {
-        one.endpoint.address: depths[
-            house.index.slot((one.endpoint.address, one.endpoint.incarnation))
+        snapshot.endpoint.address: depths[
+            house.index.slot((snapshot.endpoint.address, snapshot.endpoint.incarnation))
         ]
-        for one in (named, served)
+        for snapshot in (named, served)
     }
     assert held == {sent.address: 0, other: len(blocks)}
     sent.complete()
@@ -136,9 +136,9 @@ def test_who_served_is_charged():
 
 def test_who_served_may_be_a_stranger():
     """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
-    house = House({ONE: None, TWO: None})
+    house = House({FIRST: None, SECOND: None})
     sent = Sent(house)
-    sent.told("200", served="10.9.9.9:1")
+    sent.respond("200", served="10.9.9.9:1")
     named = member(house, sent.address)
     assert (named.account.in_flight, named.condition.state) == (1, HealthState.HEALTHY)
     sent.complete()
@@ -147,47 +147,49 @@ def test_who_served_may_be_a_stranger():
 
 def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
     """Evidence about a former life of an address is dropped."""
-    house = House({ONE: None, TWO: None})
+    house = House({FIRST: None, SECOND: None})
     sents = [Sent(house) for _ in range(6)]
     house.fleet.set_endpoints([], house.now)
     house.fleet.set_endpoints(
-        [one.endpoint for one in House({ONE: None}).fleet.pool.members], house.now
+        [snapshot.endpoint for snapshot in House({FIRST: None}).fleet.pool.members], house.now
     )
     for sent in sents:
-        sent.told("503")
+        sent.respond("503")
         sent.complete()
     assert house.fleet.pool.unhealthy_or_doubtful == 0
 
 
 def test_usage_is_held_against_the_endpoint_that_served():
     """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
-    house = House({ONE: None, TWO: None}, profile="adaptive")
-    one, two = (house.belief.state_of(member(house, name).endpoint) for name in (ONE, TWO))
+    house = House({FIRST: None, SECOND: None}, profile="adaptive")
+    first, second = (
+        house.belief.state_of(member(house, name).endpoint) for name in (FIRST, SECOND)
+    )
     chosen = set()
     for number in range(16):
         sent = Sent(house, chat(first=f"talk {number}"))
         chosen.add(sent.address)
-        sent.told("200", served=ONE)
+        sent.respond("200", served=FIRST)
         served = sent.ticket.endpoint
         sent.complete()
         house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=served)
-    assert chosen == {ONE, TWO}
-    assert one.calibration.error < -0.5
-    assert (two.calibration.error, two.calibration.factor) == (0.0, 1.0)
+    assert chosen == {FIRST, SECOND}
+    assert first.calibration.error < -0.5
+    assert (second.calibration.error, second.calibration.factor) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left(back: bool):  # noqa: FBT001
     """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
-    house = House({ONE: None}, profile="adaptive")
+    house = House({FIRST: None}, profile="adaptive")
     sent = Sent(house)
     endpoint = sent.ticket.endpoint
     known = house.belief.state_of(endpoint)
     assert known.requests == 1
-    house.fleet.set_endpoints([Endpoint(ONE, uid="another")] if back else [], house.now)
+    house.fleet.set_endpoints([Endpoint(FIRST, uid="another")] if back else [], house.now)
     sent.complete()
     for _ in range(8):
         house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
     if back:
-        assert house.belief.state_of(member(house, ONE).endpoint).calibration.error == 0.0
+        assert house.belief.state_of(member(house, FIRST).endpoint).calibration.error == 0.0
     assert house.belief.state_of(endpoint).calibration.error == 0.0

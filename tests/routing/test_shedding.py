@@ -13,8 +13,8 @@ from extproc.scheduling.profile import SchedulerProfile
 
 def candidates(*waiting: float | None) -> list[Candidate]:
     return [
-        Candidate(Endpoint(f"10.0.0.{at}:8000"), load=Load(at=0.0, waiting=one))
-        for at, one in enumerate(waiting, 1)
+        Candidate(Endpoint(f"10.0.0.{at}:8000"), load=Load(at=0.0, waiting=depth))
+        for at, depth in enumerate(waiting, 1)
     ]
 
 
@@ -33,6 +33,8 @@ def candidates(*waiting: float | None) -> list[Candidate]:
 )
 def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds, waiting, is_full):
     """Upstream's defaults count where the profile has no detector."""
-    detectors = tuple(UtilizationDetector(queue_depth_threshold=one) for one in thresholds)
+    detectors = tuple(
+        UtilizationDetector(queue_depth_threshold=threshold) for threshold in thresholds
+    )
     profile = SchedulerProfile("p", detectors, (), Random())
     assert shedding.saturated(profile, candidates(*waiting)) is is_full

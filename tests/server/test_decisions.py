@@ -9,12 +9,12 @@ def test_a_decision_is_kept_with_what_came_of_it():
     """The ring knows a routed request by its id, and its status once the stream ends."""
 
     async def test() -> None:
-        async with serving.serving(House({ext_proc_script.ONE: Load(at=0.0)})) as server:
+        async with serving.serving(House({ext_proc_script.ADDRESS: Load(at=0.0)})) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
             kept = server.servicer.shared.ring.find("id-7")
-            assert kept.decision.endpoints[0].address == ext_proc_script.ONE
+            assert kept.decision.endpoints[0].address == ext_proc_script.ADDRESS
             assert (kept.status, kept.seconds) == ("", None)
             await stream.say(ext_proc_script.response_headers())
             (said,) = await stream.hear()
@@ -30,7 +30,7 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
     """With decisions.header the answer says who was chosen and why."""
 
     async def test() -> None:
-        house = House({ext_proc_script.ONE: Load(at=0.0)})
+        house = House({ext_proc_script.ADDRESS: Load(at=0.0)})
         async with serving.serving(house, explain_header=True) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
@@ -38,7 +38,7 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
             await stream.say(ext_proc_script.response_headers())
             (said,) = await stream.hear()
             assert said.headers["x-extproc-decision"].startswith(
-                f"balanced; chose={ext_proc_script.ONE}; "
+                f"balanced; chose={ext_proc_script.ADDRESS}; "
             )
             await stream.end()
 

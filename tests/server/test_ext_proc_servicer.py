@@ -47,7 +47,7 @@ class Writing(Context):
 
 async def test_an_answer_that_is_being_said_is_said_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
-    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
@@ -90,7 +90,7 @@ async def open_streams(scene, count):
 
 async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
     """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
-    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         kept, *others = await open_streams(scene, 3)
         released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=3600.0))
         for one in others:
@@ -104,7 +104,7 @@ async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 async def test_all_streams_are_released(count):
-    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         streams = await open_streams(scene, count)
         await scene.servicer.drain_streams(5.0, apart_s=0.0 if count > 1 else 3600.0)
         for one in streams:
@@ -130,7 +130,7 @@ def fail_at(monkeypatch, kind):
 async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     """Until the response began the client hears of it, and the stream ends with OK."""
     fail_at(monkeypatch, kind)
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     script = {
         MessageKind.REQUEST_HEADERS: ext_proc_script.request_headers(),
         MessageKind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
@@ -153,7 +153,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
 async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
     """A response that cannot be gone on with is broken off; its data plane decides what then."""
     fail_at(monkeypatch, MessageKind.RESPONSE_BODY)
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.say(
@@ -168,7 +168,7 @@ async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monk
 
 async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
     """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=2) as scene:
         first, _ = await open_streams(scene, 2)
         crowded = scene.stream()

@@ -252,7 +252,7 @@ def test_limits_leave_room_for_what_is_hostile():
 @contextlib.asynccontextmanager
 async def serving_large(process=None):
     """A servicer with a process for large bodies, before one endpoint."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_body_bytes=8 << 20) as scene:
         shared = scene.servicer.shared
         async with reading(process, shared.tallies) as (bodies, _):
@@ -299,7 +299,7 @@ async def test_stream_reads_a_large_body_and_hands_it_on():
         process.go.release()
         route, body = await hear_body(large)
         assert (route.headers["x-gateway-destination-endpoint"], body) == (
-            ext_proc_script.ONE,
+            ext_proc_script.ADDRESS,
             TEXT,
         )
         assert house.index.blocks_total == len(blocks.chain(surfaces.parse(RAW).prompt, b""))
@@ -328,7 +328,7 @@ async def test_stream_sends_a_body_that_ends_its_process_somewhere():
         process.go.release()
         route, body = await hear_body(stream)
         assert (route.headers["x-gateway-destination-endpoint"], body) == (
-            ext_proc_script.ONE,
+            ext_proc_script.ADDRESS,
             TEXT,
         )
         assert scene.servicer.shared.tallies.bugs.total() == 1

@@ -36,7 +36,7 @@ async def arrived(scene, count, size_bytes):
 )
 async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size_bytes):
     """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         (stream,) = await begun(scene, *messages)
         await arrived(scene, 1, size_bytes)
@@ -58,7 +58,7 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
 
 async def test_servicer_gives_back_all_places_that_stalled_streams_took():
     """A crowd of headers without bodies turns others away for seconds, and not for ever."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=300) as scene:
         streams = await begun(scene, count=300)
         await arrived(scene, 300, 0)
@@ -76,7 +76,7 @@ async def test_servicer_gives_back_all_places_that_stalled_streams_took():
 
 async def test_servicer_leaves_streams_alone_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.say(ext_proc_script.request_headers(ends=True))
@@ -109,7 +109,7 @@ class Stubborn:
 
 async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
-    house = House({ext_proc_script.ONE: None})
+    house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         context = Stubborn()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))

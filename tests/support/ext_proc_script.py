@@ -1,6 +1,6 @@
 """Scripts of one ext_proc stream: what Envoy says, what we say, and the difference.
 
-A script is a list of `Message` (built by the functions under "Envoy says") and `Said` (built by
+A script is a list of `Message` (built by the functions under "Envoy says") and `DecodedReply` (built by
 those under "we say"). `play` feeds the messages through the codec and the exchange, without gRPC,
 and compares the whole conversation.
 """
@@ -21,11 +21,11 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.wire import codec
 from tests.support import peer
-from tests.support.peer import Said
+from tests.support.peer import DecodedReply
 
 DUPLEX = ("DUPLEX", "DUPLEX")
 MARKER = ("x-went-into-resp-headers", "true")
-ONE = "10.0.0.1:8000"
+ADDRESS = "10.0.0.1:8000"
 PLAIN = {":method": "POST", ":path": "/v1/chat/completions", "x-request-id": "r"}
 SSE = {":status": "200", "content-type": "text/event-stream"}
 JSON = {":status": "200", "content-type": "application/json"}
@@ -110,43 +110,43 @@ def response_trailers() -> Message:
 # We say
 
 
-def told(destination: str) -> dict[str, Any]:
+def destination_metadata(destination: str) -> dict[str, Any]:
     """Dynamic metadata that names a destination."""
     return {peer.BALANCER: {peer.DESTINATION: destination}}
 
 
 def route(
-    destination: str = ONE,
+    destination: str = ADDRESS,
     *,
     part: str = "request_headers",
     sets: Iterable[tuple[str, str]] = (),
     removes: Iterable[str] = (),
     replaces: bytes | None = None,
-) -> Said:
+) -> DecodedReply:
     """The pick."""
-    return Said(
+    return DecodedReply(
         part,
         sets=((peer.DESTINATION, destination), *sets),
         removes=tuple(sorted(removes)),
         clears_route=True,
         replaces=replaces,
-        told=told(destination),
+        metadata=destination_metadata(destination),
     )
 
 
-def hand_on(body: bytes, *, ends: bool = False, part: str = "request_body") -> Said:
+def hand_on(body: bytes, *, ends: bool = False, part: str = "request_body") -> DecodedReply:
     """Body bytes in FULL_DUPLEX_STREAMED."""
-    return Said(part, body=body, ends=ends)
+    return DecodedReply(part, body=body, ends=ends)
 
 
-def go_on(part: str) -> Said:
+def go_on(part: str) -> DecodedReply:
     """Nothing to change."""
-    return Said(part)
+    return DecodedReply(part)
 
 
-def answer_headers(*sets: tuple[str, str], override: dict[str, int] | None = None) -> Said:
+def answer_headers(*sets: tuple[str, str], override: dict[str, int] | None = None) -> DecodedReply:
     """The reply to the response headers, with the marker first."""
-    return Said("response_headers", sets=(MARKER, *sets), override=override or {})
+    return DecodedReply("response_headers", sets=(MARKER, *sets), override=override or {})
 
 
 def refuse(
@@ -157,14 +157,14 @@ def refuse(
     reason: str = "",
     retry_after: str = "",
     grpc_status: int | None = None,
-) -> Said:
+) -> DecodedReply:
     """An immediate response with an OpenAI-shaped body."""
     sets = [("content-type", "application/json")]
     if reason:
         sets.append(("x-llm-d-request-dropped-reason", reason))
     if retry_after:
         sets.append(("retry-after", retry_after))
-    return Said(
+    return DecodedReply(
         "immediate_response",
         sets=tuple(sets),
         status=status,
@@ -178,7 +178,7 @@ def refuse(
 
 def always(*addresses: str) -> Decide:
     """Decide for the same endpoints whatever is asked."""
-    endpoints = [Endpoint(address) for address in addresses or (ONE,)]
+    endpoints = [Endpoint(address) for address in addresses or (ADDRESS,)]
     return lambda raw: Decision(InferenceRequest("opaque", subset=raw.subset), endpoints)
 
 
@@ -193,7 +193,7 @@ class Talk:
         request_id: What a request without id is given.
 
     Attributes:
-        asked: Every request that was decided.
+        decided: Every request that was decided.
         transcript: Both sides, line by line.
     """
 
@@ -208,13 +208,13 @@ class Talk:
     ) -> None:
         self.budget = budget or BufferBudget(1 << 30)
         self.exchange = Exchange(settings or ExchangeSettings(1 << 26), self.budget)
-        self.asked: list[HttpRequest] = []
+        self.decided: list[HttpRequest] = []
         self.transcript: list[str] = []
         self._decide = decide or always()
         self._modes = modes
         self._request_id = request_id
 
-    def hear(self, message: Message) -> list[Said]:
+    def hear(self, message: Message) -> list[DecodedReply]:
         """One message in, all answers to it out."""
         self.transcript.append(f"Envoy: {message}")
         event = codec.decode(message.encode(self._modes))
@@ -222,30 +222,32 @@ class Talk:
         replies = [codec.encode(reply) for reply in self.exchange.receive(event)]
         pending = self.exchange.pending
         if pending is not None:
-            self.asked.append(pending)
+            self.decided.append(pending)
             outcome = self._decide(pending)
             answers = self.exchange.apply_outcome(outcome, request_id=self._request_id)
             replies += [codec.encode(reply) for reply in answers]
-        said = [peer.read(reply) for reply in replies]
-        self.transcript += [f"we:    {answer}" for answer in said]
-        return said
+        decoded = [peer.read(reply) for reply in replies]
+        self.transcript += [f"we:    {answer}" for answer in decoded]
+        return decoded
 
 
-def play(script: Sequence[Message | Said], decide: Decide | None = None, **settings: Any) -> Talk:
+def play(
+    script: Sequence[Message | DecodedReply], decide: Decide | None = None, **settings: Any
+) -> Talk:
     """Hold a conversation and compare all of it; also, nothing may be held at its end.
 
     Args:
         script: Both sides in order.
-        decide: Stands for the dispatcher; by default `ONE` for every request.
+        decide: Stands for the dispatcher; by default `ADDRESS` for every request.
         settings: See `Talk`.
     """
     talk = Talk(decide, **settings)
-    said: list[Message | Said] = []
+    lines: list[Message | DecodedReply] = []
     for line in script:
         if isinstance(line, Message):
-            said += [line, *talk.hear(line)]
+            lines += [line, *talk.hear(line)]
     talk.exchange.close()
-    if said != list(script):
+    if lines != list(script):
         wanted = [
             f"{'Envoy:' if isinstance(line, Message) else 'we:   '} {line}" for line in script
         ]

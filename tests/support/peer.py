@@ -33,7 +33,7 @@ MODES = {"NONE": 0, "STREAMED": 1, "BUFFERED": 2, "BUFFERED_PARTIAL": 3, "DUPLEX
 Pairs = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
-class Said(msgspec.Struct, frozen=True):
+class DecodedReply(msgspec.Struct, frozen=True):
     """One answer of ours as the peer reads it; the default of each field is its absence.
 
     Attributes:
@@ -44,7 +44,7 @@ class Said(msgspec.Struct, frozen=True):
         body: Bytes of a `streamed_response`; None when there is no body mutation.
         ends: `end_of_stream` of the `streamed_response`.
         replaces: Bytes of a plain `body` mutation, which the buffered modes take.
-        told: Dynamic metadata as plain values.
+        metadata: Dynamic metadata as plain values.
         override: `mode_override` as plain values.
         status: HTTP status of an immediate response.
         error: Its JSON body.
@@ -58,7 +58,7 @@ class Said(msgspec.Struct, frozen=True):
     body: bytes | None = None
     ends: bool = False
     replaces: bytes | None = None
-    told: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
     override: Mapping[str, int] = {}
     status: int = 0
     error: Any = None
@@ -78,7 +78,7 @@ class Said(msgspec.Struct, frozen=True):
         return dict(self.sets)
 
 
-_NOTHING = Said("")
+_NOTHING = DecodedReply("")
 
 
 def _short(value: object) -> str:
@@ -153,10 +153,10 @@ def configuration(request: str, response: str) -> ext_proc.ProtocolConfiguration
     )
 
 
-def read(data: bytes) -> Said:
+def read(data: bytes) -> DecodedReply:
     """Read one answer strictly: every header by `raw_value` alone, no field we do not know of."""
     message = ext_proc.ProcessingResponse.parse(data)
-    told = {
+    metadata = {
         name: plain_of(value)
         for name, value in (
             message.dynamic_metadata.fields if message.dynamic_metadata is not None else {}
@@ -170,11 +170,11 @@ def read(data: bytes) -> Said:
     refusal = message.immediate_response
     if refusal is not None:
         sets, removes = _mutation(refusal.headers)
-        return Said(
+        return DecodedReply(
             "immediate_response",
             sets=sets,
             removes=removes,
-            told=told,
+            metadata=metadata,
             override=override,
             status=int(refusal.status.code),
             error=json.loads(refusal.body),
@@ -184,11 +184,13 @@ def read(data: bytes) -> Said:
         trailers = getattr(message, part)
         if trailers is not None:
             sets, removes = _mutation(trailers.header_mutation)
-            return Said(part, sets=sets, removes=removes, told=told, override=override)
+            return DecodedReply(
+                part, sets=sets, removes=removes, metadata=metadata, override=override
+            )
     for part in ("request_headers", "request_body", "response_headers", "response_body"):
         answer = getattr(message, part)
         if answer is not None:
-            return _common(part, answer.response, told, override)
+            return _common(part, answer.response, metadata, override)
     raise AssertionError(f"an answer without a part: {data!r}")
 
 
@@ -200,9 +202,9 @@ def vars_of(message: Any) -> dict[str, Any]:
 def _common(
     part: str,
     common: ext_proc.CommonResponse | None,
-    told: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     override: Mapping[str, int],
-) -> Said:
+) -> DecodedReply:
     assert common is not None, f"{part} without a CommonResponse"
     assert int(common.status) == 0, "CONTINUE_AND_REPLACE is never used"
     assert common.trailers is None
@@ -213,7 +215,7 @@ def _common(
         assert (streamed is None) is not (replaces is None), "clear_body is never used"
         if streamed is not None:
             body, ends = streamed.body, streamed.end_of_stream
-    return Said(
+    return DecodedReply(
         part,
         sets=sets,
         removes=removes,
@@ -221,7 +223,7 @@ def _common(
         body=body,
         ends=ends,
         replaces=replaces,
-        told=told,
+        metadata=metadata,
         override=override,
     )
 

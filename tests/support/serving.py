@@ -63,7 +63,7 @@ class Stream:
             await self.call.write(message.encode(self._modes))
             self._modes = None
 
-    async def hear(self, count: int = 1) -> list[peer.Said]:
+    async def hear(self, count: int = 1) -> list[peer.DecodedReply]:
         """Read so many answers."""
         heard = []
         for _ in range(count):
@@ -72,7 +72,7 @@ class Stream:
             heard.append(peer.read(data))
         return heard
 
-    async def rest(self) -> list[peer.Said]:
+    async def rest(self) -> list[peer.DecodedReply]:
         """Read to the end of the stream."""
         heard = []
         while (data := await self.call.read()) is not grpc.aio.EOF:

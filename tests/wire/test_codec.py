@@ -24,7 +24,7 @@ from extproc.protocol.replies import (
 )
 from extproc.wire import codec
 from tests.support import ext_proc_script, peer
-from tests.support.peer import Said
+from tests.support.peer import DecodedReply
 
 #: A first run imports lazily; time is not what is tested.
 calm = settings(deadline=None)
@@ -46,11 +46,11 @@ headers = st.lists(st.tuples(names, values), max_size=5).map(tuple)
 body_kinds = st.sampled_from([MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY])
 
 
-def told(destination: str) -> dict[str, object]:
-    return ext_proc_script.told(destination) if destination else {}
+def metadata_of(destination: str) -> dict[str, object]:
+    return ext_proc_script.destination_metadata(destination) if destination else {}
 
 
-def said(reply: ProcessingResponse) -> Said:
+def decoded(reply: ProcessingResponse) -> DecodedReply:
     data = codec.encode(reply)
     assert isinstance(data, bytes)
     return peer.read(data)
@@ -73,8 +73,8 @@ def test_hand_framed_pieces_are_what_the_peer_reads(
     """A body piece framed by hand parses as that piece, whatever its size, end and destination."""
     body = b"\x0a\x1a\x00\xff"[: size % 5] + b"x" * (size - min(size, size % 5, 4))
     piece = memoryview(body) if view else body
-    assert said(StreamedBodyResponse(kind, piece, ends, destination)) == Said(
-        PARTS[kind], body=body, ends=ends, told=told(destination)
+    assert decoded(StreamedBodyResponse(kind, piece, ends, destination)) == DecodedReply(
+        PARTS[kind], body=body, ends=ends, metadata=metadata_of(destination)
     )
 
 
@@ -82,7 +82,9 @@ def test_hand_framed_pieces_are_what_the_peer_reads(
 @calm
 def test_go_on_is_what_the_peer_reads(kind: MessageKind, destination: str):
     """Every kind can be let pass, with or without a destination in the metadata."""
-    assert said(ContinueResponse(kind, destination)) == Said(PARTS[kind], told=told(destination))
+    assert decoded(ContinueResponse(kind, destination)) == DecodedReply(
+        PARTS[kind], metadata=metadata_of(destination)
+    )
 
 
 @given(
@@ -95,7 +97,7 @@ def test_go_on_is_what_the_peer_reads(kind: MessageKind, destination: str):
 def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
     """A pick parses as its header, its metadata and its other mutations, in order."""
     for _ in range(2):  # the second time from the cache, if there is one
-        assert said(RouteResponse(kind, destination, sets, removes)) == ext_proc_script.route(
+        assert decoded(RouteResponse(kind, destination, sets, removes)) == ext_proc_script.route(
             destination, part=PARTS[kind], sets=sets, removes=removes
         )
 
@@ -105,7 +107,7 @@ def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
 def test_response_headers_answers_are_what_the_peer_reads(sets, mode):
     """The answer to response headers parses as its headers and its mode override."""
     override = {"response_header_mode": 1, "response_body_mode": mode, "response_trailer_mode": 1}
-    assert said(ResponseHeadersMutation(sets, mode)) == Said(
+    assert decoded(ResponseHeadersMutation(sets, mode)) == DecodedReply(
         "response_headers", sets=sets, override={} if mode is None else override
     )
 
@@ -120,7 +122,7 @@ def test_response_headers_answers_are_what_the_peer_reads(sets, mode):
 def test_refusals_are_what_the_peer_reads(status, sets, error, grpc_status):
     """An immediate response parses as its status, headers, body and gRPC status."""
     body = json.dumps(error).encode()
-    assert said(ImmediateResponse(status, sets, body, grpc_status)) == Said(
+    assert decoded(ImmediateResponse(status, sets, body, grpc_status)) == DecodedReply(
         "immediate_response",
         sets=sets,
         status=status,
@@ -233,5 +235,5 @@ def test_every_reply_has_a_writer():
 @pytest.mark.parametrize("ends", [False, True])
 def test_pieces_at_the_bounds_of_two_byte_lengths(size: int, *, ends: bool):
     """A piece whose lengths all take two bytes reads like its shorter and longer neighbours."""
-    piece = said(StreamedBodyResponse(MessageKind.REQUEST_BODY, b"x" * size, ends))
+    piece = decoded(StreamedBodyResponse(MessageKind.REQUEST_BODY, b"x" * size, ends))
     assert piece == ext_proc_script.hand_on(b"x" * size, ends=ends)

@@ -89,8 +89,8 @@ def their_description(message: Any, name: str) -> tuple[object, ...]:
 def test_every_field_is_envoys(ours: Descriptor):
     """Each field has the number, type, repetition and oneof of Envoy's field of that name."""
     message = theirs(ours.name)
-    found = {field.name: described(field) for field in ours.fields}
-    assert found == {name: their_description(message, name) for name in found}
+    descriptors = {field.name: described(field) for field in ours.fields}
+    assert descriptors == {name: their_description(message, name) for name in descriptors}
 
 
 @pytest.mark.parametrize("ours", MESSAGES, ids=lambda ours: ours.name)

@@ -20,8 +20,11 @@ def test_the_generated_module_matches_proto(tmp_path):
     (compiled,) = FileDescriptorSet.FromString(output.read_bytes()).file
     generated = FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(generated)
-    for one in (compiled, generated):
-        for message in [*one.message_type, *(n for m in one.message_type for n in m.nested_type)]:
+    for descriptor in (compiled, generated):
+        for message in [
+            *descriptor.message_type,
+            *(n for m in descriptor.message_type for n in m.nested_type),
+        ]:
             for field in message.field:
                 field.ClearField("json_name")
     assert compiled == generated
