@@ -64,7 +64,7 @@ _log = logging.getLogger("extproc.supervision")
 
 
 class _Failing(msgspec.Struct):
-    """A loop that failed and has not worked since, `times` in a row."""
+    """Failures of a loop in a row (count), since it last worked."""
 
     times: int = 0
 
@@ -81,7 +81,7 @@ class Supervisor:
 
     Args:
         clock: Monotonic seconds.
-        rng: Chance, so that loops that fail together do not try again together.
+        rng: Random jitter, so that loops that fail together do not retry together.
         sleep: Waits for so many seconds.
 
     Attributes:
@@ -114,8 +114,8 @@ class Supervisor:
         """Run a loop until it returns or is cancelled, and again whenever it raises.
 
         Args:
-            loop: Its name.
-            run: Starts it; what it changes must be consistent at every await.
+            loop: Name of the loop.
+            run: Starts it; the state it changes must be consistent at every await.
             instance: Name of the endpoint, pool or other part that it serves, for the log; empty
                 where there is a single one.
         """
@@ -138,7 +138,7 @@ class Supervisor:
             self.forget(loop, instance)
 
     async def attempt(self, loop: LoopName, work: Awaitable[object], *, instance: str = "") -> bool:
-        """Wait for something that is done once; whether it did not raise."""
+        """Await something once; returns False if it raised."""
         try:
             await work
         except Exception as error:  # noqa: BLE001 - counted and logged
@@ -147,7 +147,7 @@ class Supervisor:
         return True
 
     def call(self, loop: LoopName, call: Callable[[], object], *, instance: str = "") -> bool:
-        """Call something; whether it did not raise."""
+        """Call something; returns False if it raised."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - counted and logged
@@ -156,7 +156,7 @@ class Supervisor:
         return True
 
     def failed(self, loop: LoopName, error: BaseException, *, instance: str = "") -> float:
-        """Take in that a loop failed; returns seconds to wait before it goes on."""
+        """Record a failure of a loop; returns seconds to wait before it goes on."""
         failing = self._failing.setdefault((loop, instance), _Failing())
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failing.times, 16))
         failing.times += 1
@@ -181,7 +181,7 @@ class Supervisor:
         _log.error("loop %s%s failed and goes on: %s%s", loop, suffix, place, again)
 
     def works(self, loop: LoopName, instance: str = "") -> None:
-        """Take in that a loop made a step without failing. Cheap while nothing fails."""
+        """Record a successful step of a loop. Cheap while nothing fails."""
         if not self._failing or self._failing.pop((loop, instance), None) is None:
             return
         if loop in self._logged and loop not in self.degraded:
@@ -189,7 +189,7 @@ class Supervisor:
             _log.info("loop %s works again", loop)
 
     def forget(self, loop: LoopName, instance: str) -> None:
-        """Drop what is known of a loop that is no more."""
+        """Drop the state of a removed loop."""
         self._failing.pop((loop, instance), None)
 
     def handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

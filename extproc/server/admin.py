@@ -1,4 +1,4 @@
-"""The pages for people and probes, on the metrics port.
+"""Admin HTTP endpoints on the metrics port: metrics, probes and debug pages.
 
 `/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
 pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
@@ -28,17 +28,17 @@ HEADER_PREFIX = "x-explain-header-"
 
 
 class Pages:
-    """The handlers.
+    """Handlers of the admin HTTP endpoints.
 
     Args:
         exposition: Renders metrics.
-        readiness: Answers probes.
-        pools: Gives the current pools by name.
-        dry_run: Decides without charging anybody.
+        readiness: State behind the probes.
+        pools: Returns the current pools by name.
+        dry_run: Routes a request without a reservation.
         decisions: The last decisions.
         clock: Monotonic seconds.
-        access: Decides who gets which page.
-        max_body_bytes: Gives the largest request that is explained.
+        access: Authorizes requests.
+        max_body_bytes: Returns the largest body that `/debug/explain` accepts.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Pages:
         self._max_body_bytes = max_body_bytes
 
     def application(self) -> web.Application:
-        """The routes."""
+        """Build the web application with all routes."""
         application = web.Application(middlewares=[self._access.middleware()])
         application.add_routes(
             [
@@ -80,24 +80,24 @@ class Pages:
         return application
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Prometheus text."""
+        """Serve Prometheus text."""
         return web.Response(
             body=self._exposition.render(),
             headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     async def healthz(self, _: web.Request) -> web.Response:
-        """The process answers."""
+        """Serve the liveness probe: 200 while the process answers."""
         return web.Response(text="ok\n")
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Discovery has spoken and nobody drains; further lines say what stands still and why."""
+        """Serve the readiness probe: 200 or 503, with a line for every known problem."""
         ready = self._readiness.ready
         lines = ["ok" if ready else "not ready", *self._readiness.notes()]
         return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
     async def pool(self, request: web.Request) -> web.Response:
-        """Endpoints, loads with their ages, accounts; of several pools `?pool=` names one."""
+        """Serve endpoints, loads and reservations of a pool; `?pool=` selects among several."""
         pools = self._pools()
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
@@ -108,7 +108,7 @@ class Pages:
         return web.json_response(explanation.describe_pool(pool, self._clock()))
 
     async def pools(self, _: web.Request) -> web.Response:
-        """Every pool by its name, as `pool` shows one."""
+        """Serve all pools by name, in the form of `pool`."""
         now = self._clock()
         states = {
             name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()
@@ -116,7 +116,7 @@ class Pages:
         return web.json_response({"pools": states})
 
     async def decisions(self, request: web.Request) -> web.Response:
-        """The last decisions, newest first; `?limit=` of them, 50 unless told."""
+        """Serve the last decisions, newest first; `?limit=` of them, 50 by default."""
         limit_text = request.query.get("limit", "50")
         limit = (
             int(limit_text)
@@ -133,7 +133,7 @@ class Pages:
         )
 
     async def decision(self, request: web.Request) -> web.Response:
-        """One decision of the past, with its reasons and what came of it."""
+        """Serve a recorded decision by request id, with its reasons and its result."""
         record = self._decisions.find(request.match_info["id"])
         if record is None:
             missing = Rejection(
@@ -145,7 +145,7 @@ class Pages:
         return web.json_response(explanation.recorded(record, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
-        """What would be decided now, and why. Nothing is charged."""
+        """Serve the decision a request would get now, with reasons and without reservation."""
         headers = {":method": "POST", ":path": request.headers.get(PATH_HEADER, "")}
         for name, value in request.headers.items():
             lower = name.lower()
@@ -167,7 +167,7 @@ class Pages:
 
 
 class _Request(web.Request):
-    """Takes the name and version of the software out of its answer."""
+    """Request whose response does not name the server software."""
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         await super()._prepare_hook(response)
@@ -175,7 +175,7 @@ class _Request(web.Request):
 
 
 def hide_software(runner: web.AppRunner) -> None:
-    """Have no answer of a runner that is set up name the software.
+    """Remove the name of the server software from all responses of a runner.
 
     The signal `on_response_prepare` does not see answers to what is no HTTP.
     """

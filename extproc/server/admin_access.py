@@ -1,4 +1,4 @@
-"""Access to the pages of the metrics port: who may read debug pages and speak as another picker.
+"""Authorizes requests to the metrics port: debug pages and the exchange with peers.
 
 `/metrics`, `/healthz` and `/readyz` are open, as Prometheus and probes expect. Everything else wants
 the bearer token of `server.admin_token_file`; without a token it is for this machine, and what
@@ -24,7 +24,7 @@ _INTERNAL = "/internal/"
 
 
 def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
-    """The token of a file, without blanks around it; empty for no file.
+    """Read the token of a file, without surrounding blanks; empty for no file.
 
     Args:
         path: Of the file; empty for none.
@@ -68,7 +68,7 @@ class AdminToken:
 
     Args:
         path: Of the file; empty for none.
-        on_reload: Called with what happened: `reloaded`, or why not.
+        on_reload: Called with the result of a reload: `reloaded`, or the error.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
@@ -98,7 +98,7 @@ class AdminToken:
         return self._token
 
     def _look(self) -> tuple[int, int, int] | None:
-        """What tells one state of the file from another; None where there is no file."""
+        """Stamp of the file (modification time in ns, size, inode); None without a file."""
         if not self.path:
             return None
         try:
@@ -109,11 +109,11 @@ class AdminToken:
 
 
 class AdminAccess:
-    """Decides who gets a page.
+    """Authorizes requests to admin endpoints.
 
     Args:
-        token: Gives the token in force; empty where none is configured.
-        is_peer: Whether an address is that of another picker.
+        token: Returns the token in force; empty where none is configured.
+        is_peer: Checks if an address is that of a peer.
     """
 
     def __init__(self, token: Callable[[], str], is_peer: Callable[[str], Awaitable[bool]]) -> None:
@@ -149,7 +149,7 @@ class AdminAccess:
         )
 
     def middleware(self) -> Middleware:
-        """The same for a web application."""
+        """Build the middleware that applies `refusal` to a web application."""
 
         @web.middleware
         async def check(

@@ -1,4 +1,4 @@
-"""The composition root: starts the servers and the loops, and ends them in order."""
+"""Composition root: starts the servers and loops, and stops them in order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
 
     Args:
         settings: The whole configuration.
-        source: Where it comes from, for reading it again.
+        source: Source of the configuration, for reloads.
 
     Raises:
         ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
@@ -97,7 +97,7 @@ async def serve(
 
     Args:
         settings: The whole configuration.
-        source: Where it comes from; SIGHUP and changed files make it be read again.
+        source: Source of the configuration, reloaded on SIGHUP and when files change.
         announce: Called with a line for supervisors and people: once everything listens, and once
             this picker wants traffic for the first time.
     """
@@ -136,7 +136,7 @@ async def serve(
 
 
 class EndpointPickerProcess:
-    """Everything one process runs.
+    """Servers, loops and shared parts of the process.
 
     Args:
         settings: The whole configuration.
@@ -196,7 +196,7 @@ class EndpointPickerProcess:
     def _build_follower(
         self, plan: kubernetes_plan.KubernetesPlan | None
     ) -> controller.KubernetesDiscovery | None:
-        """What follows objects of Kubernetes; None where there are none to follow."""
+        """Build Kubernetes discovery; None where it is not used."""
         if plan is None:
             return None
         return controller.KubernetesDiscovery(
@@ -239,7 +239,7 @@ class EndpointPickerProcess:
         return ext_proc_servicer.ExternalProcessorServicer(shared)
 
     def _build_xds(self) -> xds_servicer.AggregatedDiscoveryServicer | None:
-        """The xDS server; None where none is configured."""
+        """Build the xDS servicer; None where it is disabled."""
         settings = self._settings.xds
         if not settings.enabled:
             return None
@@ -304,7 +304,7 @@ class EndpointPickerProcess:
         return listeners.ListenAddresses(grpc_port, health_port, pages_port, xds_port, keda_port)
 
     async def sync(self) -> None:
-        """Learn the endpoints.
+        """Load endpoints, and start discovery, election and autoscaling.
 
         Raises:
             ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
@@ -319,16 +319,16 @@ class EndpointPickerProcess:
 
     @property
     def _listed(self) -> bool:
-        """Whether Kubernetes, where it is asked, told everything once."""
+        """True once Kubernetes discovery is complete, or is not used."""
         return self._follower is None or self._follower.synced
 
     @property
     def _watch_statuses(self) -> Sequence[watch_status.WatchStatus]:
-        """How the watches of Kubernetes stand; nothing where there are none."""
+        """Status of all Kubernetes watches; empty where there are none."""
         return () if self._follower is None else self._follower.statuses
 
     def _notes(self) -> Iterator[str]:
-        """What fails and what stands still, for the readiness page."""
+        """Lines about failing loops, watches and pools, for the readiness page."""
         degraded = self.tallies.supervisor.degraded
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
@@ -353,11 +353,11 @@ class EndpointPickerProcess:
 
     @property
     def _leads(self) -> bool:
-        """Whether this replica won the election, where there is one."""
+        """True while this replica leads; False without an election."""
         return self._elector is not None and self._elector.is_leader
 
     def loops(self) -> dict[LoopName, Loop]:
-        """The loops beside the servers, by name."""
+        """Background loops by name."""
         loops: dict[LoopName, Loop] = {
             "pools": self.sites.run,
             "autoscaling": self._autoscaler.run,
@@ -374,7 +374,7 @@ class EndpointPickerProcess:
         return loops
 
     def adopt(self, settings: Settings) -> None:
-        """Put other settings in force.
+        """Apply other settings.
 
         Args:
             settings: Those it was started with but for live fields, see `reloading.in_force`.
@@ -398,7 +398,7 @@ class EndpointPickerProcess:
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
     def tell_of_reload(self, reloaded: reload.ReloadResult) -> None:
-        """Count and log one attempt to read the configuration again."""
+        """Count and log an attempt to reload the configuration."""
         self.tallies.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
         if reloaded.error:
             _log.error("the configuration stays as it was: %s", reloaded.error)
@@ -409,7 +409,7 @@ class EndpointPickerProcess:
             _log.warning("only a restart changes %s", ", ".join(reloaded.restart))
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Turn unready, serve on for the drain time, then let every stream go."""
+        """Turn unready, serve for the drain time, then end every stream."""
         supervisor = self.tallies.supervisor
         self.readiness.draining = True
         # What raises on the way must not cut the streams short that are still served.
@@ -487,11 +487,11 @@ class EndpointPickerProcess:
         return int(self._pages.addresses[0][1])
 
     def _current_token(self) -> str:
-        """What debug pages want now; empty for no token."""
+        """Bearer token for debug pages; empty for none."""
         return self._admin_token.current()
 
     async def _dry_run(self, raw: HttpRequest) -> Outcome | DirectResponse:
-        """Decide without charging anybody; raises as `LargeBodies.read`."""
+        """Route a request without a reservation; raises as `LargeBodies.read`."""
         read = await self._large_bodies.read_if_large(raw)
         if isinstance(read, Rejection):
             return read
@@ -539,7 +539,7 @@ def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
 
 
 async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:
-    """Wait until a picker is ready for the first time, or is to stop."""
+    """Wait until the process is ready for the first time, or has to stop."""
     while not (readiness.ready or stop.is_set()):
         # Nothing tells when all that readiness depends on holds.
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Bugs that a stream runs into: counted by place, and logged once a minute each."""
+"""Log of unexpected exceptions in streams: counted by place, logged once a minute each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OTHER = ("other", "other")
 
 
 class BugLog:
-    """Exceptions of ours. The message of one may quote a request; its type and place do not.
+    """Counts and logs unexpected exceptions without messages, which may quote requests.
 
     Args:
-        counts: Where they are counted, by type and place.
+        counts: Counter of exceptions by type and place; updated here.
         clock: Monotonic seconds.
     """
 
@@ -35,7 +35,7 @@ class BugLog:
         self._logged: dict[tuple[str, str], float] = {}
 
     def note(self, error: BaseException) -> None:
-        """Count an exception, and log where it came from."""
+        """Count an exception, and log its type and stack."""
         key = origin_of(error)
         if key not in self._counts and len(self._counts) >= _MOST_PLACES:
             key = _OTHER

@@ -36,7 +36,7 @@ _WRITE_S = 1.0
 
 
 class _OpenStream(NamedTuple):
-    """A stream that is open."""
+    """Open stream with its gRPC context."""
 
     stream: StreamHandler
     context: Context
@@ -44,11 +44,11 @@ class _OpenStream(NamedTuple):
 
     @property
     def arriving_bytes(self) -> int | None:
-        """Of a request body that the stream waits for; None where it does not."""
+        """Bytes received of a request body still arriving; None where none is."""
         return self.stream.exchange.arriving_bytes if self.reads.waits else None
 
     def end(self, task: asyncio.Task[None]) -> None:
-        """End it where it waits for more, else once it has said what it is saying.
+        """End the stream at once if it waits for a message, else after its current write.
 
         gRPC ends no call of which a write was cancelled: it tries to begin the answer again
         (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS), and the client waits for an end that never comes.
@@ -59,10 +59,10 @@ class _OpenStream(NamedTuple):
 
 
 class ExternalProcessorServicer:
-    """Translates streams to turns.
+    """gRPC servicer of ext_proc: runs a `StreamHandler` per stream.
 
     Args:
-        shared: What all streams have in common.
+        shared: Dependencies of all streams.
     """
 
     def __init__(self, shared: StreamContext) -> None:
@@ -73,7 +73,7 @@ class ExternalProcessorServicer:
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
     async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
-        """Serve one stream to its end."""
+        """Serve a stream to its end."""
         task = _own_task()
         tallies = self.shared.tallies
         tallies.streams_open += 1
@@ -121,7 +121,7 @@ class ExternalProcessorServicer:
             stream.finish()
 
     async def _fail(self, stream: StreamHandler, context: Context, error: Exception) -> None:
-        """Answer for a bug with 500, or end the stream with INTERNAL once the response began."""
+        """Answer an unexpected exception: 500, or INTERNAL once the response began."""
         self.shared.bugs.note(error)
         replies = stream.fail()
         if not replies:
@@ -129,12 +129,12 @@ class ExternalProcessorServicer:
         await _write(context, replies)
 
     async def _finish_turn(self, stream: StreamHandler, context: Context) -> None:
-        """Wait for what a turn has to wait for, and answer."""
+        """Wait for the parse of a large body or for admission, and answer."""
         await self._read_body(stream, context)
         await _resume(stream, context)
 
     async def _read_body(self, stream: StreamHandler, context: Context) -> None:
-        """Have a large body read, and answer its request."""
+        """Parse a large body in the worker, and answer its request."""
         raw, large_bodies = stream.unread, self.shared.large_bodies
         if raw is None or large_bodies is None:
             return
@@ -150,15 +150,15 @@ class ExternalProcessorServicer:
             await context.write(codec.encode(reply))
 
     async def follow_uploads(self) -> None:
-        """Refuse requests whose body stops arriving, until cancelled."""
+        """Reject requests whose body stopped arriving, until cancelled."""
         while True:
             await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
             await self.refuse_stalled()
 
     async def refuse_stalled(self) -> None:
-        """Look at all bodies on their way, and answer for those that stand still with 408."""
+        """Check all arriving bodies, and answer stalled requests with 408."""
         for task in self._refused:
-            # Envoy ends the stream of an immediate response at once. Whoever does not is cut off.
+            # Envoy ends the stream of an immediate response at once; other clients are cut off.
             known = self._streams.get(task)
             if known is not None:
                 known.reads.give_up()
@@ -186,7 +186,7 @@ class ExternalProcessorServicer:
                 await asyncio.wait(writes, timeout=_WRITE_S)
 
     def _ends(self) -> bool:
-        """Whether streams are ended by us, and not by their clients."""
+        """True while this process ends streams itself."""
         return self.shared.closing
 
     async def _refusal(self, task: asyncio.Task[None]) -> None:
@@ -230,14 +230,14 @@ def _own_task() -> asyncio.Task[None]:
 
 
 async def _write(context: Context, replies: Iterable[ProcessingResponse]) -> None:
-    """Write answers beside the handler of a stream, which reads."""
+    """Write responses while the handler of the stream reads."""
     with contextlib.suppress(grpc.aio.BaseError):  # the client left meanwhile
         for reply in replies:
             await context.write(codec.encode(reply))
 
 
 async def _resume(stream: StreamHandler, context: Context) -> None:
-    """Wait with a request that is held, and answer it."""
+    """Wait for the admission of a queued request, and answer it."""
     held = stream.held
     if held is None:
         return
@@ -248,7 +248,7 @@ async def _resume(stream: StreamHandler, context: Context) -> None:
 
 
 def register(server: grpc.aio.Server, servicer: ExternalProcessorServicer) -> None:
-    """Serve ext_proc on a server. The codec functions are the (de)serialisers."""
+    """Register ext_proc on a gRPC server; the codec functions are the (de)serializers."""
     handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = (
         grpc.stream_stream_rpc_method_handler(
             servicer.process, request_deserializer=codec.decode, response_serializer=None

@@ -1,4 +1,4 @@
-"""Where requests of one pool wait for capacity. A shell: futures and timers around the turnstile."""
+"""Asynchronous flow control of a pool: futures and timers around `FlowController`."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _RETRY_S = 1.0
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """A request may go on, and is charged to its endpoint already."""
+    """Admission of a queued request, with its reservation on the endpoint."""
 
     decision: Decision
     ticket: Reservation
 
 
 class RateReservation(msgspec.Struct, frozen=True, gc=False):
-    """What a request takes from its tenant, and nothing else of it: it outlives the prompt.
+    """Reservation of a request in the rate limit of its tenant; it outlives the prompt.
 
     Attributes:
-        tenant: Who sent it; empty where nobody says.
-        prompt_tokens: Of its prompt, as estimated.
-        charge: What it took from the tenant's allowance; None where nothing is limited.
+        tenant: Tenant of the request; empty where it names none.
+        prompt_tokens: Estimated prompt tokens.
+        charge: Tokens taken from the allowance of the tenant; None without a limit.
     """
 
     tenant: str
@@ -59,20 +59,20 @@ class RateReservation(msgspec.Struct, frozen=True, gc=False):
     charge: Charge | None = None
 
     def refund(self) -> None:
-        """Give back what a request took that was not served; again changes nothing."""
+        """Return the tokens of a request that was not served; idempotent."""
         if self.charge is not None:
             self.charge.refund()
 
 
 class QueuedRequest:
-    """A request that waits, as its stream sees it.
+    """Queued request, as its stream sees it.
 
     Attributes:
         waiter: Its place in the queue.
-        prepared: What it asks for.
-        answer: What comes of it.
-        rejection: Why it had to wait.
-        pending_share: What was promised to the endpoint it waits for.
+        prepared: The request without its prompt.
+        answer: Future of its admission or rejection.
+        rejection: Reason why it is queued.
+        pending_share: Its pending load on the endpoint it waits for; None without one.
     """
 
     __slots__ = ("answer", "pending_share", "prepared", "rejection", "waiter")
@@ -85,23 +85,23 @@ class QueuedRequest:
         self.answer: asyncio.Future[Admission | Rejection] = asyncio.Future()
 
     def take_back(self) -> None:
-        """It waits no longer for the endpoint it waited for."""
+        """Remove its pending load from the endpoint it waited for."""
         pending_load.remove(self.pending_share)
         self.pending_share = None
 
 
 class AsyncFlowController:
-    """Holds requests of one pool until they can be served, or told that they will not.
+    """Queues requests of a pool until they are admitted or rejected.
 
     Args:
-        dispatcher: Decides again, and charges.
-        holding: How requests wait, and what tenants may take.
+        dispatcher: Routes again, and reserves.
+        holding: Queue and rate limits.
         clock: Monotonic seconds.
-        bugs: Where exceptions of ours go.
+        bugs: Log of unexpected exceptions.
 
     Attributes:
-        rate_limiter: What tenants may take.
-        arrivals: Called when a request begins to wait.
+        rate_limiter: Rate limits of tenants.
+        arrivals: Called when a request is queued.
     """
 
     def __init__(
@@ -137,18 +137,18 @@ class AsyncFlowController:
 
     @property
     def queue(self) -> Queue:
-        """Who waits."""
+        """Queue of waiting requests."""
         return self._controller.queue
 
     @property
     def outcomes(self) -> Counter[str]:
-        """What came of requests that waited; see `FlowController`."""
+        """Results of queued requests (count); see `FlowController`."""
         return self._controller.outcomes
 
     def adopt(self, holding: FlowControlSection) -> None:
-        """Go by other settings from the next request on; those who wait keep their deadlines.
+        """Apply other settings from the next request on; queued requests keep their deadlines.
 
-        What tenants attained is kept, what they may take begins anew where it changed.
+        Fair shares of tenants stay; changed rate limits start anew.
         """
         self.queue.adopt(holding.queue, self._clock())
         self._flow_headers = holding.manners
@@ -157,7 +157,7 @@ class AsyncFlowController:
             self.rate_limiter = fresh
 
     def reserve(self, prepared: PreparedRequest, now: float) -> RateReservation | Rejection:
-        """Take what a request may use from its tenant's allowance; 429 where it is too much."""
+        """Take a request's tokens from its tenant's allowance; 429 where they exceed it."""
         request, tenant = prepared.request, self.tenant(prepared)
         charge = None
         if self.rate_limiter.limits:
@@ -171,7 +171,7 @@ class AsyncFlowController:
     def record_usage(
         self, reservation: RateReservation, usage: Mapping[str, int], now: float
     ) -> None:
-        """What an answer really took: the tenant's turns and allowance follow."""
+        """Correct the tenant's fair share and allowance by the real usage of an answer."""
         prompt = usage.get("prompt", reservation.prompt_tokens)
         completion = usage.get("completion", 0)
         weight = self.queue.settings.output_weight
@@ -181,22 +181,22 @@ class AsyncFlowController:
             reservation.charge.reconcile(prompt + completion)
 
     def tenant(self, prepared: PreparedRequest) -> str:
-        """Who sent a request; empty where nobody says."""
+        """Tenant of a request; empty where it names none."""
         return self._flow_headers.tenant(prepared.raw.headers, prepared.request.target)
 
     def admit(
         self, prepared: PreparedRequest, outcome: Outcome, now: float, *, tenant: str
     ) -> QueuedRequest | Rejection | None:
-        """Let a request that has just come go on, wait, or be refused.
+        """Admit, queue or reject a new request.
 
         Args:
-            prepared: What is asked for.
-            outcome: What would come of it if nobody else waited.
+            prepared: The request.
+            outcome: Result of routing it with an empty queue.
             now: Monotonic seconds.
-            tenant: Who sent it, as of its reservation.
+            tenant: Tenant of its reservation.
 
         Returns:
-            None where it may go where `outcome` says.
+            None if admitted: it may go to the endpoint of `outcome`.
         """
         toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
         why = self._controller.check(outcome, priority=prepared.request.priority, toward=toward)
@@ -205,16 +205,16 @@ class AsyncFlowController:
     def enqueue(
         self, prepared: PreparedRequest, why: Rejection, now: float, *, tenant: str | None = None
     ) -> QueuedRequest | Rejection:
-        """Begin to wait.
+        """Add a request to the queue.
 
         Args:
-            prepared: What is asked for.
-            why: Why it cannot go on.
+            prepared: The request.
+            why: Reason why it has to wait.
             now: Monotonic seconds.
-            tenant: Who sent it; None to read that from the request.
+            tenant: Its tenant; None to read that from the request.
 
         Returns:
-            Why not, where that changes nothing, or there is no room or no time.
+            A rejection where waiting does not help, the queue is full or no time is left.
         """
         request, headers = prepared.request, prepared.raw.headers
         want = EnqueueRequest(
@@ -241,7 +241,7 @@ class AsyncFlowController:
         return held
 
     def cancel(self, held: QueuedRequest, now: float) -> None:
-        """The client is gone, or the stream ended: nothing is kept, nothing stays charged."""
+        """Remove a request whose stream ended, and release its reservation."""
         # A task that is cancelled while it waits has cancelled what it waits for.
         if self._controller.cancel(held.waiter):
             held.take_back()
@@ -254,7 +254,7 @@ class AsyncFlowController:
             self._dispatcher.unreserve(granted.ticket, now)
 
     def notify_capacity(self) -> None:
-        """Something happened that may be capacity."""
+        """Look at the queue again soon: capacity may be free."""
         self._controller.changed()
         self._pump_soon()
 
@@ -271,7 +271,7 @@ class AsyncFlowController:
             loop.call_later(rest_s, self.pump)
 
     def pump(self) -> None:
-        """Let requests go on, and end those that waited too long; never raises."""
+        """Admit requests, and reject those that waited too long; never raises."""
         self._soon = False
         begun = self._clock()
         try:
@@ -287,7 +287,7 @@ class AsyncFlowController:
             self._wake(wait_s)
 
     def close(self) -> None:
-        """Nobody waits any longer: 503, and whoever comes is told the same."""
+        """Reject all queued and later requests with 503."""
         self._controller.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -304,7 +304,7 @@ class AsyncFlowController:
             return self._dispatcher.route_fallback(held.prepared.raw, now, why=why)
 
     def _endpoint_bits(self) -> EndpointBits:
-        """As `FlowCallbacks` takes it; targets are those of `enqueue`."""
+        """Endpoint bits for `FlowCallbacks`; targets are those of `enqueue`."""
         serving = self._dispatcher.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
@@ -315,7 +315,7 @@ class AsyncFlowController:
         return self._bits
 
     def _fail(self, held: QueuedRequest, error: Exception) -> None:
-        """Tell a request that waits that something went wrong with it: 500."""
+        """Reject a queued request with 500 after an unexpected exception."""
         self._bugs.note(error)
         _refuse(held, Rejection(500, f"the decision failed ({type(error).__name__})"))
 
@@ -332,7 +332,7 @@ class AsyncFlowController:
         held.answer.set_result(Admission(decision, ticket))
 
     def _wake(self, wait_s: float | None) -> None:
-        """Look again after so many seconds, unless that happens sooner anyway."""
+        """Schedule a look in `wait_s` seconds, unless an earlier one is scheduled."""
         if wait_s is None:
             return
         loop = asyncio.get_running_loop()
@@ -354,4 +354,4 @@ def _refuse(held: QueuedRequest, why: Rejection) -> None:
 
 
 def _ignore() -> None:
-    """Nobody wants to know."""
+    """Default callback that does nothing."""

@@ -20,15 +20,15 @@ def _always() -> bool:
 
 
 class UncancelledReads(Generic[MessageT]):
-    """Awaited once for every read, one after the other.
+    """Awaitable that reads a message from a stream; awaited once per message, in sequence.
 
     While a read is under way its task waits for this in place of the future of the read, which the
     task therefore cannot cancel: it has what `asyncio.Task` asks of a future (`asyncio.isfuture`).
     The methods of the future are lent as they are, for a stream makes five reads.
 
     Args:
-        read: Begins a read.
-        breaks: Whether cancelling ends it all the same, as it has to where the call goes on.
+        read: Starts a read.
+        breaks: Returns True while cancelling has to end a read, because the call goes on.
     """
 
     __slots__ = (
@@ -54,12 +54,12 @@ class UncancelledReads(Generic[MessageT]):
 
     @property
     def given_up(self) -> bool:
-        """Whether `give_up` was called."""
+        """True once `give_up` was called."""
         return self._breaks is _always
 
     @property
     def waits(self) -> bool:
-        """Whether a read is under way, and so is all that its task does."""
+        """True while a read is in progress, for which the task then waits."""
         return self._future is not None and not self._future.done()
 
     def cancel(self, msg: object = None) -> bool:
@@ -67,7 +67,7 @@ class UncancelledReads(Generic[MessageT]):
         return self._breaks() and self._future is not None and self._future.cancel(msg)
 
     def __await__(self) -> Generator[Any, None, MessageT]:
-        """What was read."""
+        """Read the next message."""
         steps = self._read()
         cancelled: asyncio.CancelledError | None = None
         while True:

@@ -1,4 +1,4 @@
-"""gRPC health: what the probes of data planes and kubelets ask."""
+"""gRPC health service and readiness, for probes of data planes and kubelets."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _always() -> bool:
 
 
 class InitialScrapeGate:
-    """Whether every endpoint was looked at once, so that the first picks are not blind.
+    """Gate that opens once every endpoint was scraped, so that first picks have data.
 
     An endpoint counts once it was scraped or could not be, and all do when the time is over. What
     comes later makes nobody unready again.
 
     Args:
-        pools: The current pools by name.
+        pools: Returns the current pools by name.
         clock: Monotonic seconds.
-        most_s: Seconds from the first question, once endpoints are known; 0 does not wait.
+        most_s: Longest wait in seconds from the first call, once endpoints are known; 0 is open.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InitialScrapeGate:
         self._done = most_s <= 0.0
 
     def __call__(self) -> bool:
-        """Whether it is done; asked only once endpoints are known."""
+        """Check if the gate is open; called only once endpoints are known."""
         if self._done:
             return True
         now = self._clock()
@@ -69,7 +69,7 @@ def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
 
 
 def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
-    """Pools whose endpoints all fail: a picker is ready then, because nobody else is better off."""
+    """A line per pool whose endpoints all fail; readiness stays, as other replicas fail too."""
     for name, pool in pools.items():
         if pool.members and all(member.ejected for member in pool.members):
             suffix = f" of pool {name}" if name else ""
@@ -77,15 +77,15 @@ def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
 
 
 class Readiness:
-    """Whether this picker wants traffic.
+    """Readiness of the endpoint picker for traffic.
 
     Args:
-        synced: Whether discovery has spoken.
-        measured: Whether endpoints were looked at, see `InitialScrapeGate`.
-        fits: Whether requests of the pool's protocol can be read, see `SUPPORTED_APP_PROTOCOLS`.
-        leader: Whether this replica is the one that serves; None where there is no election, which
-            is the usual way: all replicas serve.
-        notes: What stands still and why, for people; it changes no answer.
+        synced: Returns True once discovery is complete.
+        measured: Returns True once endpoints were scraped, see `InitialScrapeGate`.
+        fits: Returns True if the pool's protocol is one of `SUPPORTED_APP_PROTOCOLS`.
+        leader: Returns True while this replica leads; None without an election, the default:
+            then all replicas serve.
+        notes: Returns lines about problems, for people; without effect on readiness.
     """
 
     def __init__(
@@ -106,27 +106,27 @@ class Readiness:
 
     @property
     def electing(self) -> bool:
-        """Whether one replica is elected."""
+        """True if leader election is enabled."""
         return self._leader is not None
 
     @property
     def live(self) -> bool:
-        """Synced and not draining, and able to read what the pool is sent."""
+        """True if synced, not draining and able to parse the requests of the pool."""
         return not self.draining and self._synced() and self._fits()
 
     @property
     def can_serve(self) -> bool:
-        """Live and not blind: a follower takes part in an election only then."""
+        """True if live and scraped; only then a follower takes part in the election."""
         return self.live and self._measured()
 
     @property
     def ready(self) -> bool:
-        """Able, and elected where there is an election."""
+        """True if able to serve, and leading where there is an election."""
         return self.can_serve and (self._leader is None or self._leader())
 
 
 class HealthServicer:
-    """Check and List; Watch is left unimplemented, as in the reference picker.
+    """gRPC health servicer: Check and List; no Watch, as in the reference EPP.
 
     The table of docs/spec/protocol.md#health-service, with one difference: `liveness` is always
     serving, as EPP protocol 004 demands, also without an election.
@@ -138,13 +138,13 @@ class HealthServicer:
     async def check(
         self, request: health_pb2.HealthCheckRequest, _: object
     ) -> health_pb2.HealthCheckResponse:
-        """Answer one name."""
+        """Answer the status of a service name."""
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def list(
         self, _: health_pb2.HealthListRequest, __: object
     ) -> health_pb2.HealthListResponse:
-        """Answer the names people use."""
+        """Answer the status of all known service names."""
         names = ["", LIVENESS, "readiness", codec.SERVICE]
         if not self._readiness.electing:
             names.append("inference-extension")
@@ -168,7 +168,7 @@ class HealthServicer:
 
 
 def register(server: grpc.aio.Server, readiness: Readiness) -> None:
-    """Serve health on a server."""
+    """Register the health service on a gRPC server."""
     health = HealthServicer(readiness)
     methods = {
         "Check": grpc.unary_unary_rpc_method_handler(

@@ -1,8 +1,8 @@
-"""Large bodies are read by another process, since reading one takes longer than the loop may be held.
+"""Parses large bodies in a worker process, as parsing would block the event loop.
 
-One process, started with the first large body and ended after a while without any. One body is read at
-a time, in the order in which they came; those that wait are bounded by their bytes. A thread hands
-bodies over, with its calls into the kernel outside of the interpreter's lock.
+A single process, started with the first large body and ended when idle. Bodies are parsed in the
+order of arrival; those that wait are bounded by their bytes. A thread writes bodies to the process,
+with its system calls outside of the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _CROWDED: Final = Rejection(
 
 
 class ParserDiedError(Exception):
-    """The process that read a body ended before it was done."""
+    """Error of a parser process that ended before the body was parsed."""
 
 
 class ParserProcess:
-    """A process that reads bodies, started when there is one to read. Its calls block.
+    """Parser process, started on demand. All calls block.
 
     Args:
-        command: Starts it.
+        command: Program and arguments of the process.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
@@ -69,14 +69,14 @@ class ParserProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Process id; None while no process runs."""
         return None if self._process is None else self._process.pid
 
     def read(self, job: parse_job.ParseJob, body: bytes) -> preparsed.ParseResult:
-        """Have a body read.
+        """Parse a body.
 
         Raises:
-            ParserDiedError: The process ended before it was done. The next call starts another one.
+            ParserDiedError: The process ended before it was done. The next call starts another.
         """
         process = self._running()
         try:
@@ -86,13 +86,13 @@ class ParserProcess:
             raise ParserDiedError("the process that reads large bodies ended") from error
 
     def kill(self) -> None:
-        """End it at once, also while another thread waits for it."""
+        """Kill the process at once, also while another thread waits for it."""
         process = self._process
         if process is not None:
             process.kill()
 
     def end(self) -> None:
-        """End it and wait for its end; again changes nothing."""
+        """Kill the process and wait for its end; idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -147,12 +147,12 @@ def _exchange(process: subprocess.Popen[bytes], job: bytes, body: bytes) -> prep
 
 
 class LargeBodies:
-    """Reads large bodies beside the event loop.
+    """Parses large bodies outside of the event loop.
 
     Args:
-        tallies: Where they are counted.
-        max_prompt_bytes: Gives how much of a prompt is hashed.
-        process: Reads them.
+        tallies: Metrics of the process.
+        max_prompt_bytes: Returns the longest part of a prompt that is hashed.
+        process: Parses them; None creates one.
     """
 
     def __init__(
@@ -173,17 +173,17 @@ class LargeBodies:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of bodies that are read or wait for it."""
+        """Bytes of bodies that are parsed or wait for it."""
         return self._waiting_bytes
 
     async def read(self, raw: HttpRequest) -> HttpRequest | Rejection:
-        """Read a request's body.
+        """Parse a request's body.
 
         Returns:
-            The request with what was found; 429 where too many bodies wait.
+            The request with its parse result; 429 where too many bodies wait.
 
         Raises:
-            ParserDiedError: Its reading failed.
+            ParserDiedError: Parsing it failed.
         """
         size = len(raw.body)
         if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
@@ -205,7 +205,7 @@ class LargeBodies:
         return preparsed.attach(raw, result)
 
     async def read_if_large(self, raw: HttpRequest) -> HttpRequest | Rejection:
-        """Read a request's body where that takes long; see `read`."""
+        """Parse a request's body if it is large; see `read`."""
         return await self.read(raw) if len(raw.body) > INLINE_BYTES else raw
 
     async def _read_now(self, raw: HttpRequest) -> preparsed.ParseResult:
@@ -226,7 +226,7 @@ class LargeBodies:
             self._idle = loop.call_later(_IDLE_S, self._retire)
 
     def _retire(self) -> None:
-        """End the process, behind whatever the thread does now; the next body starts another one."""
+        """End the idle process after the current job; the next body starts another."""
         self._thread.submit(self._process.end)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The Lease of an election, through the client of discovery. A shell."""
+"""Client of the Lease of leader election."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("extproc.server")
 
-#: Facts of an election that need nobody's attention.
+#: Facts of an election that are logged as information only.
 _QUIET = frozenset({"elected", "follows", "recovered", "resigned"})
 
-#: What a write meets where somebody else was faster: of a deleted Lease 404, else 409.
+#: Status of a write that lost a race: 404 for a deleted Lease, else 409.
 _OUTRUN = frozenset({404, 409})
 
 
 class LeaseClient:
-    """Reads and writes one Lease.
+    """Reads and writes a Lease.
 
     Args:
-        plan: Which one, and how the API server is reached.
+        plan: The Lease, and access to the API server.
     """
 
     def __init__(self, plan: election.ElectionPlan) -> None:
@@ -61,12 +61,12 @@ class LeaseClient:
         await self._server.open()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._server is not None:
             await self._server.close()
 
     async def look(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
-        """What is stored; None for nothing."""
+        """Read the Lease; None where it does not exist."""
         answer = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
@@ -75,7 +75,7 @@ class LeaseClient:
         return self._conflict(answer)
 
     async def put(self, put: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
-        """Write, if the stored version is the one the write names."""
+        """Write the Lease if its stored version is the version of the write."""
         place, name = self._lease.namespace, self._lease.name
         body = lease.write(
             put, namespace=place, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
@@ -139,12 +139,12 @@ class LeaseClient:
 def build_elector(
     settings: Settings, *, able: Callable[[], bool], supervisor: Supervisor
 ) -> leader_elector.LeaderElector | None:
-    """The election that settings ask for; None for none.
+    """Build the leader elector; None where election is disabled.
 
     Args:
         settings: The whole configuration.
-        able: Whether this replica could serve: one that could not leaves the Lease to others.
-        supervisor: Hears of attempts that raise.
+        able: Returns True while this replica could serve; otherwise it does not take the Lease.
+        supervisor: Counts exceptions.
 
     Raises:
         ConfigError: There is no Kubernetes to ask, or the section `cluster` contradicts itself.
@@ -182,6 +182,6 @@ def _clock() -> float:
 
 
 def _identity() -> str:
-    """Of this process in this life: the pod's name, and chance that replicas do not share."""
+    """Identity of this process: pod or host name with a random suffix."""
     pod = os.environ.get("POD_NAME") or socket.gethostname()
     return f"{pod}_{secrets.token_hex(4)}"

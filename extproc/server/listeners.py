@@ -1,4 +1,4 @@
-"""The ports a picker listens on, and the error of one that is taken."""
+"""Listening ports of the endpoint picker, and the error of a taken port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("extproc.server")
 
 
 class ListenAddresses(msgspec.Struct, frozen=True):
-    """Where a running picker listens (TCP ports); 0 is nowhere."""
+    """TCP ports of a running endpoint picker; 0 where a server is disabled."""
 
     grpc: int
     health: int
@@ -28,7 +28,7 @@ class ListenAddresses(msgspec.Struct, frozen=True):
 
     @property
     def ready_message(self) -> str:
-        """All of it in one line."""
+        """All ports in a line."""
         more = f", xDS on {self.xds}" if self.xds else ""
         more += f", KEDA's scaler on {self.keda}" if self.keda else ""
         return (
@@ -38,7 +38,7 @@ class ListenAddresses(msgspec.Struct, frozen=True):
 
 
 class Keepalive(msgspec.Struct, frozen=True):
-    """When a connection whose peer vanished ends, in seconds.
+    """Keepalive intervals after which the connection of a vanished peer ends, in seconds.
 
     A lost node and a cut network close nothing. Without pings the kernel waits hours for what was
     sent, and for ever where nothing was: the streams stay open, and their requests in flight.
@@ -85,7 +85,7 @@ def listener(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -> gr
 
 
 def credentials(server: ServerSection) -> grpc.ServerCredentials | None:
-    """What `secure_serving` and `cert_path` ask for; None serves plaintext.
+    """Credentials by `secure_serving` and `cert_path`; None serves plaintext.
 
     Raises:
         ConfigError: A certificate cannot be read.
@@ -110,12 +110,12 @@ def bind(
     flag: str,
     identity: grpc.ServerCredentials | None = None,
 ) -> int:
-    """Listen on one more address.
+    """Listen on a further address.
 
     Args:
-        listening: What shall listen.
+        listening: The gRPC server.
         address: `host:port`; port 0 takes a free one.
-        flag: Where the port was set, for errors.
+        flag: Name of the option that set the port, for errors.
         identity: For TLS; None serves plaintext.
 
     Returns:
@@ -138,7 +138,7 @@ def bind(
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether something listens on a TCP port; a name that does not resolve is not taken."""
+    """Check if a TCP port is in use; False for a name that does not resolve."""
     try:
         addresses = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -159,7 +159,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def port_in_use_error(flag: str, port: int, *, why: str) -> ConfigError:
-    """The error of a port that cannot be listened on."""
+    """Build the error of a port that cannot be bound."""
     return ConfigError(
         flag,
         wanted=f"port {port} to be free",

@@ -1,4 +1,4 @@
-"""How long the event loop is held: a timer that notes by how much it comes late.
+"""Measures stalls of the event loop: a timer records how late it fires.
 
 While the loop is held no stream is served and no probe answered. A hold is seen as what is left of
 it when the timer was due: by up to `BUSY_S` less than it was while streams are open, and by up to
@@ -24,13 +24,13 @@ QUIET_S: Final = 0.2
 
 
 class StallMeter:
-    """Notes lateness for as long as it runs, on the loop that it was started on.
+    """Records stalls of the event loop on which it was started.
 
     Of a late timer the part that the loop's own thread computed is noted apart: on a busy machine
     the rest is time in which other processes had the core.
 
     Args:
-        tallies: Where it is noted.
+        tallies: Metrics of the process.
         clock: Monotonic seconds, of the same kind as the event loop's.
         thread_time: Seconds of processor time of the current thread.
     """
@@ -53,25 +53,25 @@ class StallMeter:
         self._computed_s = 0.0
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the timer."""
         self._computed_s = self._thread_time()
         self._schedule()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._quiet = False
 
     def wake(self) -> None:
-        """A stream was opened. Cheap: it is called for every one of them."""
+        """Switch to the busy interval. Cheap: called for every opened stream."""
         if self._quiet and self._timer is not None:
             self._timer.cancel()
             self._schedule()
 
     def look(self) -> None:
-        """Note how late this call is; the timer calls it."""
+        """Record how late this call is; called by the timer."""
         try:
             computed_s = self._thread_time()
             late_s = max(0.0, self._clock() - self._due)

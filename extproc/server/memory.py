@@ -1,4 +1,4 @@
-"""Gives memory back to the system after a crowd has left.
+"""Returns freed memory to the system after a peak of streams.
 
 Who allocates keeps what was freed: the C library its pages, Python whole arenas of 1 MiB in which a
 single object is left, some of them in lists of free objects that only a full collection empties. A
@@ -25,7 +25,7 @@ _PAUSES_S = (1.0, 10.0)
 
 
 def trimmer() -> Callable[[], None]:
-    """What gives freed memory back: some 40 ms after ten thousand streams."""
+    """Build the function that returns freed memory: some 40 ms after ten thousand streams."""
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -43,10 +43,10 @@ def _keep(_: int) -> int:
 
 
 class IdleMemoryTrimmer:
-    """Notices when a crowd of streams has left.
+    """Trims memory once most streams of a peak have ended.
 
     Args:
-        trim: Gives memory back.
+        trim: Returns freed memory to the system.
     """
 
     def __init__(self, trim: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class IdleMemoryTrimmer:
         self._most = 0
 
     def count(self, streams: int) -> None:
-        """So many streams are open now."""
+        """Record the number of open streams."""
         if streams > self._most:
             self._most = streams
         elif self._most >= _CROWD and streams <= self._most * _LEFT:

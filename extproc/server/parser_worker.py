@@ -1,4 +1,4 @@
-"""The process that reads large bodies: jobs on its standard input, results on its standard output.
+"""Worker process that parses large bodies: jobs on stdin, results on stdout.
 
 A job is its length, the length of its body, itself and the body; a result is its length and itself.
 It ends with its input, so also with the picker, however that ends. Signals to a group of processes
@@ -39,11 +39,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def serve(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Do jobs until there are no more.
+    """Process jobs until the input ends.
 
     Args:
-        jobs: Where they come from.
-        results: Where their results go.
+        jobs: Input stream of jobs.
+        results: Output stream of results.
     """
     while len(head := jobs.read(JOB_HEAD.size)) == JOB_HEAD.size:
         job_bytes, body_bytes = JOB_HEAD.unpack(head)
@@ -61,7 +61,7 @@ def serve(jobs: BinaryIO, results: BinaryIO) -> None:
 
 
 def limit(body_bytes: int) -> None:
-    """Have the kernel end this process if a body takes more than any may."""
+    """Limit CPU time and memory of this process for a body."""
     mib = body_bytes / (1 << 20)
     signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_MIB * mib)
     with contextlib.suppress(OSError, ValueError):  # no such file elsewhere, or a lower hard limit
@@ -71,7 +71,7 @@ def limit(body_bytes: int) -> None:
 
 
 def main() -> None:
-    """Serve standard input; a picker that went away is no error."""
+    """Serve standard input; an endpoint picker that ended is no error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError):

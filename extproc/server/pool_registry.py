@@ -1,4 +1,4 @@
-"""The pools of a running picker: those that are written out, and those that Kubernetes brings."""
+"""Registry of all pools: configured pools and pools discovered in Kubernetes."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _log = logging.getLogger("extproc.server")
 
 
 class PoolRegistry:
-    """All pools, and the switchboard over them.
+    """All pools, and the pool selector over them.
 
     Args:
         settings: The whole configuration.
-        shared: What all sites have in common.
-        written: Names of written pools by the keys discovery in Kubernetes has for them.
-        heard: Whether Kubernetes, where it is asked, told everything once.
+        shared: Dependencies of all pools.
+        written: Names of configured pools by their keys in Kubernetes discovery.
+        heard: Returns True once Kubernetes discovery is complete, or is not used.
 
     Raises:
         ConfigError: A profile cannot be built.
 
     Attributes:
-        by_name: The sites.
-        pool_selector: Routes over them.
-        flow_controllers: Where requests wait, by pool.
-        on_change: Called when Kubernetes told something of the pools.
+        by_name: Runtimes by name of the pool.
+        pool_selector: Selects the pool of a request.
+        flow_controllers: Flow control by name of the pool; none where it is disabled.
+        on_change: Called after changes from Kubernetes discovery.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PoolRegistry:
 
     @property
     def synced(self) -> bool:
-        """Whether every pool is known, and there is one; a pool that is gone holds up no other."""
+        """True once all pools are discovered, and a pool exists if any is configured."""
         sites = self.by_name.values()
         return (
             self._discovery_synced()
@@ -87,17 +87,17 @@ class PoolRegistry:
 
     @property
     def listed(self) -> bool:
-        """Whether Kubernetes, where it is asked, told everything once."""
+        """True once Kubernetes discovery is complete, or is not used."""
         return self._discovery_synced()
 
     @property
     def discovered(self) -> Mapping[str, PoolRuntime]:
-        """Those that Kubernetes brought and nobody wrote out."""
+        """Runtimes of pools from Kubernetes discovery, by name."""
         return {name: self.by_name[name] for name in self._discovered}
 
     @property
     def protocols_supported(self) -> bool:
-        """Whether requests of at least one pool can be read; a strange one holds up no other."""
+        """True if the protocol of any pool is supported; an unsupported pool blocks no other."""
         sites = self.by_name.values()
         return not sites or any(site.app_protocol in SUPPORTED_APP_PROTOCOLS for site in sites)
 
@@ -113,20 +113,20 @@ class PoolRegistry:
 
     @property
     def max_prompt_bytes(self) -> int:
-        """How much of a prompt any pool hashes."""
+        """Longest part of a prompt that any pool hashes."""
         schedules = [site.parts.settings.prefix.schedule for site in self.by_name.values()]
         return max((schedule.limit_bytes for schedule in schedules), default=0)
 
     def pools(self) -> Mapping[str, Pool]:
-        """The current pools by name."""
+        """Current pool snapshots by name."""
         return {name: site.parts.store.pool for name, site in self.by_name.items()}
 
     def watched(self) -> Mapping[str, PoolView]:
-        """The pools as the metrics page sees them."""
+        """Views of all pools for the metrics page."""
         return {name: site.watched for name, site in self.by_name.items()}
 
     async def sync(self) -> None:
-        """Learn the endpoints of written pools.
+        """Load the endpoints of configured pools.
 
         Raises:
             ConfigError: An endpoints file cannot be read.
@@ -135,7 +135,7 @@ class PoolRegistry:
             await site.sync()
 
     async def run(self) -> None:
-        """Run every site, as they come and go, until cancelled."""
+        """Run all pools, as they come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             running: dict[str, tuple[PoolRuntime, asyncio.Task[None]]] = {}
             while True:
@@ -151,7 +151,7 @@ class PoolRegistry:
                 await self._changed.wait()
 
     def on_pools_changed(self, changed: Mapping[str, DiscoveredPool], gone: Iterable[str]) -> None:
-        """Take in what discovery in Kubernetes says.
+        """Apply changes from Kubernetes discovery.
 
         Args:
             changed: Pools that are new or other than before, by its keys.
@@ -160,7 +160,7 @@ class PoolRegistry:
         call = self._shared.supervisor.call
         before = self._claims()
         for key, discovered in changed.items():
-            # What is wrong with one pool is taken in without it; the others have their own.
+            # A failure of a pool must not affect the other pools.
             call("pools", functools.partial(self._take, key, discovered), instance=key)
         for key in gone:
             if key in self._discovered:
@@ -173,7 +173,7 @@ class PoolRegistry:
         call("pools", self.on_change)
 
     def prepare_reload(self, settings: Settings) -> Callable[[], None]:
-        """Build what other settings mean; calling what is returned puts it in force.
+        """Validate and build other settings; the returned function applies them.
 
         Pools that are written out keep their sources; which pools there are changes with a restart.
 
@@ -231,18 +231,18 @@ class PoolRegistry:
         return discovered_matches.grant_match(settings.cluster.claims, key, annotations)
 
     def _grant(self, site: PoolRuntime, granted: discovered_matches.MatchGrant) -> None:
-        """Put a claim in force, or report why it is not, once for each reason."""
+        """Apply a claim, or log its refusal, once for each reason."""
         site.match = granted.claim
         if granted.refused and granted.refused != site.refused_match:
             _log.warning("pool %s claims nothing: %s", site.name, granted.refused)
         site.refused_match = granted.refused
 
     def _claims(self) -> Mapping[str, object]:
-        """What decides over the order of pools, by name."""
+        """Inputs of the order of pools, by name."""
         return {name: (site.match, site.created) for name, site in self.by_name.items()}
 
     def _find_overlaps(self, ordered: Sequence[str]) -> None:
-        """Note for each pool that Kubernetes brought which earlier one claims requests of it.
+        """Record for each discovered pool an earlier pool with overlapping claims.
 
         Beyond `_MAX_COMPARISONS` the youngest pools are not compared: which pool takes a request
         does not depend on it.
@@ -269,9 +269,9 @@ class PoolRegistry:
             site.overlaps = overlaps
 
     def _connect(self) -> None:
-        """Pools in the order they are written out, then the others by their age.
+        """Order configured pools first, then discovered pools by age, and select by that.
 
-        A name is chosen by whoever brings a pool, the time of creation is not.
+        The creator of a pool chooses its name, but not its time of creation.
         """
         gates = {
             name: site.flow_controller
@@ -293,4 +293,4 @@ class PoolRegistry:
 
 
 def _ignore() -> None:
-    """Nobody wants to know."""
+    """Default callback that does nothing."""

@@ -1,4 +1,4 @@
-"""One pool of a running picker: its parts, what follows its endpoints, what scrapes them."""
+"""Runtime of a pool: its parts, discovery and scraper."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _QUIET = frozenset({"replaced", "complete"})
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):
-    """What all sites have in common.
+    """Dependencies shared by all pools.
 
     Attributes:
-        tallies: Where facts go.
-        guards: Times and counts plugins of others.
-        http: Fetches pages of engines.
-        census: How many endpoints are scraped.
+        tallies: Metrics of the process.
+        guards: Measures third-party plugins.
+        http: HTTP client for scrapes.
+        census: Counts of scraped endpoints.
         clock: Monotonic seconds.
     """
 
@@ -51,24 +51,24 @@ class RuntimeContext(msgspec.Struct, frozen=True):
 
 
 class PoolRuntime:
-    """One pool.
+    """Runtime of a pool.
 
     Args:
-        planned: What it is.
-        shared: What all sites have in common.
+        planned: Name, settings and claim of the pool.
+        shared: Dependencies shared by all pools.
 
     Attributes:
-        name: Of the pool.
-        parts: What it is made of.
+        name: Name of the pool.
+        parts: Store, director and plugins of the pool.
         match: The requests it is for.
         profile: Name of the scheduling profile in force.
-        exists: Whether what defines the pool is there.
-        app_protocol: How its engines want to be spoken to; empty when nobody said.
-        annotations: Of the object that defines it.
-        created: When that object was, RFC 3339 in UTC; empty when nobody said.
-        refused_match: Why the claim of its annotations is ignored; empty where it is not.
+        exists: True while the object that defines the pool exists.
+        app_protocol: Protocol of its engines; empty where not set.
+        annotations: Annotations of the object that defines it.
+        created: Creation time of that object, RFC 3339 in UTC; empty where unknown.
+        refused_match: Reason why the claim of its annotations is ignored; empty where it is not.
         overlaps: Name of the pool that comes first where both claim a request; empty for none.
-        flow_controller: Where its requests wait; None where they do not.
+        flow_controller: Flow control of its requests; None where disabled.
     """
 
     def __init__(self, planned: pools.PoolPlan, shared: RuntimeContext) -> None:
@@ -112,17 +112,17 @@ class PoolRuntime:
 
     @property
     def pool_route(self) -> PoolRoute:
-        """As the switchboard sees it."""
+        """Route of the pool for the pool selector."""
         return PoolRoute(self.name, self.parts.director, self.match)
 
     @property
     def synced(self) -> bool:
-        """Whether discovery has spoken, and found the pool."""
+        """True if discovery is complete and the pool exists."""
         return self.exists and self.parts.store.synced
 
     @property
     def match_state(self) -> ClaimState:
-        """What became of its claim."""
+        """State of the claim of the pool."""
         if self.refused_match:
             return "refused"
         if self.match.empty:
@@ -131,7 +131,7 @@ class PoolRuntime:
 
     @property
     def watched(self) -> PoolView:
-        """As the metrics page sees it."""
+        """View of the pool for the metrics page."""
         fleet = self.parts.store
         gate = self.flow_controller
         return PoolView(
@@ -148,7 +148,7 @@ class PoolRuntime:
         )
 
     async def sync(self) -> None:
-        """Learn the endpoints, where they are not brought by somebody else.
+        """Load the endpoints of a static pool.
 
         Raises:
             ConfigError: The endpoints file cannot be read.
@@ -170,7 +170,7 @@ class PoolRuntime:
             await asyncio.Event().wait()
 
     def on_discovered(self, discovered: DiscoveredPool) -> None:
-        """Take in what discovery says of the pool."""
+        """Apply a change from discovery."""
         if discovered.exists != self.exists:
             _log.warning("pool %s %s", self.name, self._existence_message(discovered))
         self.exists = discovered.exists
@@ -189,7 +189,7 @@ class PoolRuntime:
         return "is gone" if self._existed else "is not there; see its name, namespace and group"
 
     def prepare_reload(self, planned: pools.PoolPlan) -> Callable[[], None]:
-        """Build what other settings mean; calling what is returned puts it in force.
+        """Validate and build other settings; the returned function applies them.
 
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
@@ -213,7 +213,7 @@ class PoolRuntime:
         return adopt
 
     def close(self) -> None:
-        """End the waits, and drop what is counted of it."""
+        """Reject queued requests, and drop the metrics of the pool."""
         if self.flow_controller is not None:
             self.flow_controller.close()
         self._shared.tallies.pools.pop(self.name, None)
@@ -238,7 +238,7 @@ class PoolRuntime:
         return PrefixCacheStats(calibration.predicted, calibration.observed, known.capacity_tokens)
 
     def _changed(self) -> None:
-        """Endpoints or loads are others: there may be capacity."""
+        """Notify flow control after a change of endpoints or loads."""
         if self.flow_controller is not None:
             self.flow_controller.notify_capacity()
 

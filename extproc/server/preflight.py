@@ -1,4 +1,4 @@
-"""What `serve` needs of its machine before it starts: extras, files and ports.
+"""Checks the machine before `serve` starts: extras, files and ports.
 
 `extproc check` looks at the same.
 """
@@ -14,7 +14,7 @@ from extproc.server import admin_access, listeners, redis_peer_channel, xds_serv
 
 
 def find_problems(settings: Settings) -> Sequence[ConfigError]:
-    """Everything on this machine for which a picker with these settings would not start."""
+    """Collect the errors for which an endpoint picker with these settings would not start."""
     steps: list[Callable[[], object]] = [
         lambda: admin_access.read_token(settings.server.admin_token_file),
         lambda: redis_peer_channel.require(settings.peer_sync),
@@ -33,7 +33,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
 
 
 def find_taken_ports(settings: Settings) -> Iterator[str]:
-    """A line for each port of these settings that another process listens on."""
+    """A line per port of these settings that another process listens on."""
     server = settings.server
     numbers = {
         "--grpc-port": server.grpc_port,

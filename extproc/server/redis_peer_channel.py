@@ -1,4 +1,4 @@
-"""Carries facts between pickers, through a stream in Redis or Valkey. A shell."""
+"""State synchronization between replicas through a stream in Redis or Valkey."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _FIELD = b"m"
 
 
 class RedisPeerChannel:
-    """What ties this picker to the others.
+    """Channel between this replica and its peers.
 
     Args:
-        settings: Which server, and how often.
-        sites: Our pools.
+        settings: Server and intervals.
+        sites: Pools of this process.
         clock: Monotonic seconds.
 
     Raises:
@@ -73,7 +73,7 @@ class RedisPeerChannel:
         self._told_at = -math.inf
 
     async def run(self) -> None:
-        """Tell and listen until cancelled; then say goodbye."""
+        """Publish and receive until cancelled; then publish the departure."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 keep = self._supervisor.keep
@@ -94,7 +94,7 @@ class RedisPeerChannel:
                         await connection.aclose()
 
     async def _beat(self) -> None:
-        """Say what is open, and forget those who say nothing."""
+        """Publish open requests, and drop silent peers."""
         while True:
             # Pools come and go.
             sites = self._sites.by_name.items()
@@ -105,7 +105,7 @@ class RedisPeerChannel:
             await asyncio.sleep(self._settings.beat_s)
 
     async def _keep(self, what: str, once: Callable[[], Any]) -> None:
-        """Do one thing again and again, however often the server is away."""
+        """Repeat a task, with back-off while the server is away."""
         wait_s = _BACK_OFF_S
         while _wanted():
             began = self._clock()
@@ -127,7 +127,7 @@ class RedisPeerChannel:
             _log.info("sharing: can %s again", what)
 
     async def _tell(self) -> None:
-        """Write what waits, until that fails; what was taken then is lost.
+        """Write queued events, until that fails; events of a failed write are lost.
 
         At once after a pause, and not sooner than `flush_s` after the last time.
         """
@@ -140,7 +140,7 @@ class RedisPeerChannel:
             self._log_recovery("tell")
 
     async def _flush(self) -> None:
-        """Write all that waits, in one round trip."""
+        """Write all queued events in a round trip."""
         pipeline = self._writing.pipeline(transaction=False)
         while (message := self._outbox.take(_MOST_FACTS)) is not None:
             pipeline.xadd(
@@ -152,7 +152,7 @@ class RedisPeerChannel:
         await pipeline.execute()
 
     async def _listen(self) -> None:
-        """Read from the end of the stream on, until that fails; what comes meanwhile is lost."""
+        """Read new entries of the stream until that fails; entries until a retry are lost."""
         stream, client = self._settings.stream, self._reading
         newest: Any = await client.xrevrange(stream, count=1)
         last: bytes = newest[0][0] if newest else b"0-0"
@@ -172,7 +172,7 @@ class RedisPeerChannel:
             self._freed(self.replica.take(message, self._clock()))
 
     def _freed(self, pools: set[str]) -> None:
-        """Others' requests ended: there may be capacity for those who wait here."""
+        """Notify flow control: requests of peers ended, so capacity may be free."""
         for name in pools:
             gate = self._sites.flow_controllers.get(name)
             if gate is not None:
@@ -183,7 +183,7 @@ class RedisPeerChannel:
         return None if site is None else site.parts.director
 
     def gauges(self) -> dict[str, Callable[[], float]]:
-        """Readers of what the metrics page shows of it, by name."""
+        """Gauges for the metrics page, by name."""
         return {
             "extproc_sharing_pickers": lambda: float(self.replica.pickers),
             "extproc_sharing_open": lambda: float(self.replica.open),
@@ -193,7 +193,7 @@ class RedisPeerChannel:
 def build_peer_channel(
     settings: PeerSyncSection, sites: PoolRegistry, clock: Callable[[], float]
 ) -> RedisPeerChannel | None:
-    """The line that settings ask for; None where pickers do not talk.
+    """Build the channel; None where state synchronization is disabled.
 
     Raises:
         ConfigError: The client is not installed, or the URL is none.
@@ -212,7 +212,7 @@ def require(settings: PeerSyncSection) -> None:
 
 
 def _wanted() -> bool:
-    """Whether nobody asked this task to end: the client may swallow that while it connects."""
+    """True while this task is not cancelled; the client may swallow a cancellation."""
     task = asyncio.current_task()
     return task is None or not task.cancelling()
 
@@ -247,7 +247,7 @@ def _client(settings: PeerSyncSection) -> Redis:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What a server that is away, restarts or is full makes calls raise."""
+    """Exceptions of calls to a server that is away, restarts or is full."""
     from redis.exceptions import RedisError  # noqa: PLC0415 - see `_client`
 
     return (RedisError, OSError, TimeoutError)

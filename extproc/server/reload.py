@@ -1,4 +1,4 @@
-"""Follows the configuration: reads it again when its files change or SIGHUP asks for it.
+"""Reloads the configuration when its files change or on SIGHUP.
 
 A shell. Files are read beside the event loop; everything is checked and built before anything is
 swapped, and nothing waits between the two, so a request is routed by the old configuration or by the
@@ -28,10 +28,10 @@ _Stamp = tuple[int, int, int] | None
 
 
 class ConfigSource(msgspec.Struct, frozen=True):
-    """Where a running server's configuration comes from.
+    """Source of the configuration of a running server.
 
     Attributes:
-        files: Gives the files to watch, in the light of the settings that were read last.
+        files: Returns the files to watch for the settings that were read last.
         read: Reads and checks everything again, flags included.
     """
 
@@ -40,10 +40,10 @@ class ConfigSource(msgspec.Struct, frozen=True):
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
-    """What came of one look at changed files.
+    """Result of a reload.
 
     Attributes:
-        error: Why the old configuration stays; empty when the new one is in force.
+        error: Reason why the old configuration stays; empty if the new one is in force.
         changed: Fields that are other than before from now on.
         restart: Fields that differ from what is in force, and take effect after a restart.
     """
@@ -57,11 +57,11 @@ class Reloader:
     """Keeps a server's configuration up to date.
 
     Args:
-        source: Where it comes from.
+        source: Source of the configuration.
         settings: What is in force.
         adopt: Puts settings in force, which differ from `settings` in live fields only; raises
             before it changes anything.
-        on_reload: Told of every attempt.
+        on_reload: Called after every attempt.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Reloader:
         self._stamps = self._look()
 
     def ask(self) -> None:
-        """Read again at the next step, changed or not."""
+        """Request a reload at the next step, changed or not."""
         self._requested.set()
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Check for changes until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._requested.wait(), _LOOK_S)
             await self.step()
 
     async def step(self) -> None:
-        """Look once."""
+        """Check for changes once, and reload if there are any."""
         stamps = self._look()
         if stamps == self._stamps and not self._requested.is_set():
             return
@@ -126,7 +126,7 @@ class Reloader:
 
 
 def _stamp(name: str) -> _Stamp:
-    """Follows symbolic links: a ConfigMap is swapped by turning one around."""
+    """Stamp of a file behind symbolic links, as a ConfigMap is swapped through a link."""
     try:
         stat = os.stat(name)  # noqa: PTH116 - a Path would be made for every look
     except (OSError, ValueError):  # a name with a NUL is none

@@ -1,4 +1,4 @@
-"""How gRPC's C core is run. Chosen before it is loaded, which is when it looks."""
+"""Configures gRPC's C core before it is loaded, which is when it reads its settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _VARIABLE = "GRPC_EXPERIMENTS"
 
 
 def configure_grpc_core() -> bool:
-    """Choose, unless the environment did.
+    """Set gRPC experiments, unless the environment does.
 
     Returns:
-        Whether the choice is in time: nobody loaded gRPC yet.
+        False if gRPC was loaded already, so that the setting has no effect.
     """
     os.environ.setdefault(_VARIABLE, EXPERIMENTS)
     return "grpc" not in sys.modules

@@ -1,4 +1,4 @@
-"""What signals mean to a server."""
+"""Signal handlers of the server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 def listen(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
-    """Listen to signals from now on.
+    """Install the signal handlers on the running event loop.
 
     Args:
-        stop: SIGTERM and SIGINT.
-        hurry: SIGINT, and SIGTERM a second time: stop without waiting.
-        again: SIGHUP: read the configuration again.
+        stop: Set by SIGTERM and SIGINT.
+        hurry: Set by SIGINT, and by a second SIGTERM: stop without waiting.
+        again: Called on SIGHUP to reload the configuration.
     """
     loop = asyncio.get_running_loop()
 

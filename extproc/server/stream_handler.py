@@ -1,4 +1,4 @@
-"""One HTTP exchange as one ext_proc stream: events in, answers out, accounts closed."""
+"""Handler of an ext_proc stream, which carries a single HTTP exchange."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from extproc.telemetry.pool_counters import PoolCounters
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 
-#: What a client hears whose request body stopped arriving.
+#: Response to a client whose request body stopped arriving.
 STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
 
-#: What a client hears whose request ran into a bug.
+#: Response to a client whose request met an unexpected exception.
 _BUG = Rejection(500, "the picker ran into a bug; its log says where")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
-    """What all streams have in common.
+    """Reloadable settings of all streams.
 
     Attributes:
         max_streams: Open streams above which requests are refused.
         body_idle_s: Seconds without a further message after which a request body is given up.
         stream_sample_ratio: Share of streamed answers watched for usage, 0..1.
-        explain_header: Put the short form of the decision on answers.
-        request_cost: Weight of a token by kind, see `dispatch.costing`; empty tells no cost.
+        explain_header: Add the short form of the decision to response headers.
+        request_cost: Weight of a token by kind, see `request_cost`; empty emits no cost.
     """
 
     max_streams: int
@@ -64,24 +64,24 @@ class StreamSettings(msgspec.Struct, frozen=True):
 
 
 class StreamContext:
-    """What all streams of a server have in common.
+    """Dependencies and state shared by all streams of a server.
 
     Args:
-        switchboard: Decides.
-        exchange_settings: What all exchanges have in common.
-        budget: Bytes all exchanges may gather.
-        tallies: Where facts go.
+        switchboard: Selects the pool and routes.
+        exchange_settings: Settings of all exchanges.
+        budget: Limit of bytes that all exchanges buffer.
+        tallies: Metrics of the process.
         clock: Monotonic seconds.
         rng: For sampling streamed answers.
-        ring: Where decisions are kept.
-        settings: How streams are served.
+        ring: Log of the last decisions.
+        settings: Reloadable settings.
 
     Attributes:
-        gates: Where requests wait, by pool; a pool that is not there holds none.
-        large_bodies: Reads large bodies; None reads them on the event loop.
-        closing: Whether the server is about to end.
+        gates: Flow control by name of the pool; a missing pool has none.
+        large_bodies: Parses large bodies; None parses them on the event loop.
+        closing: True once the server drains its streams.
         on_opened: Called when a stream was opened.
-        bugs: Where exceptions of ours go.
+        bugs: Log of unexpected exceptions.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StreamContext:
 
     @property
     def crowded(self) -> Rejection:
-        """Why a request is refused when too many streams are open."""
+        """Rejection of a request when too many streams are open."""
         return Rejection(
             429,
             f"more than {self.settings.max_streams} requests are in progress",
@@ -122,16 +122,16 @@ class StreamContext:
 
 
 class StreamHandler(msgspec.Struct, eq=False):
-    """One HTTP exchange from first event to end: the exchange, its ticket and its times.
+    """State of a stream: the HTTP exchange, its reservation and its times.
 
-    Made by `open_stream`.
+    Created by `open_stream`.
 
     Attributes:
-        exchange: What was said so far.
-        held: Where the request waits; None while it does not.
-        unread: The request while its large body is to be read elsewhere; None while none is.
+        exchange: State of the ext_proc protocol.
+        held: The queued request; None while it is not queued.
+        unread: The request while its large body is parsed in the worker; None otherwise.
         address: The endpoint it was sent to, `ip:port`; empty before that.
-        is_over: Whether nothing more is to be said.
+        is_over: True once no further response follows.
     """
 
     _shared: StreamContext
@@ -153,11 +153,11 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     @property
     def on_routed(self) -> bool:
-        """Whether Envoy was told where to go, and can go on without us."""
+        """True once Envoy has the endpoint, and can go on without this process."""
         return self._ticket is not None
 
     def handle(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
-        """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
+        """Handle an event and return the responses. Synchronous: a single pool snapshot."""
         exchange = self.exchange
         replies = exchange.receive(event)
         pending = exchange.pending
@@ -188,11 +188,11 @@ class StreamHandler(msgspec.Struct, eq=False):
         return replies
 
     def stall(self) -> Iterable[ProcessingResponse]:
-        """Refuse, because the request body does not arrive."""
+        """Reject the request, because its body stopped arriving."""
         return (self._reject(STALLED),)
 
     def fail(self) -> Iterable[ProcessingResponse]:
-        """Answer for a bug: 500 while the response has not begun, afterwards nothing."""
+        """Answer an unexpected exception: 500 before the response begins, nothing later."""
         self.is_over = self._failed = True
         exchange = self.exchange
         if (
@@ -203,7 +203,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         return (self._reject(_BUG),)
 
     def reject_overload(self, _: ProcessingRequest) -> Iterable[ProcessingResponse]:
-        """Refuse, because too many streams are open."""
+        """Reject the request, because too many streams are open."""
         return (self._reject(self._shared.crowded),)
 
     def _reject(self, rejection: Rejection) -> ProcessingResponse:
@@ -213,17 +213,17 @@ class StreamHandler(msgspec.Struct, eq=False):
         return self.exchange.reject(rejection)
 
     def _refund(self) -> None:
-        """Give back what the request took from its tenant's allowance: it was not served."""
+        """Return the tokens of a rejected request to its tenant's allowance."""
         if self._reservation is not None:
             self._reservation.refund()
 
     def take_read(self, read: HttpRequest | Rejection) -> Iterable[ProcessingResponse]:
-        """A large body was read, or cannot be: the answers to the request. Synchronous as a turn."""
+        """Answer a request after its large body was parsed or refused. Synchronous."""
         self.unread = None
         return (self._reject(read),) if isinstance(read, Rejection) else self._decide(read)
 
     def take_unread(self, error: Exception) -> Iterable[ProcessingResponse]:
-        """Reading a large body failed: it is sent somewhere, as what meets a bug."""
+        """Route a request to a fallback endpoint after parsing its large body failed."""
         raw, self.unread = self.unread, None
         if raw is None:
             raise RuntimeError("no body is read elsewhere; call once after `unread` was set")
@@ -241,7 +241,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _rescue(
         self, raw: HttpRequest, now: float, error: Exception
     ) -> Iterable[ProcessingResponse]:
-        """One request's failure never touches another, and this one still gets an answer."""
+        """Log an unexpected exception, and route the request to a fallback endpoint."""
         shared = self._shared
         shared.bugs.note(error)
         routed = shared.switchboard.route_fallback(raw, now, why=type(error).__name__)
@@ -272,7 +272,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _wait(
         self, gate: AsyncFlowController, prepared: PreparedRequest, outcome: Outcome, now: float
     ) -> Rejection | None:
-        """Hold the request where that helps; why it may not even wait, else None."""
+        """Queue the request if necessary; returns its rejection, or None."""
         reserved = gate.reserve(prepared, now)
         if isinstance(reserved, Rejection):
             return reserved
@@ -285,7 +285,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         return held
 
     def resume(self, answer: Admission | Rejection) -> Iterable[ProcessingResponse]:
-        """The wait is over: the answers to the request. Synchronous as a turn."""
+        """Answer a queued request after its admission or rejection. Synchronous."""
         held, self.held = self.held, None
         if held is None:
             raise RuntimeError("nothing is held; resume once after a wait")
@@ -300,7 +300,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _send_route(
         self, outcome: Decision, raw: HttpRequest, now: float, *, ticket: Reservation | None
     ) -> Iterable[ProcessingResponse]:
-        """Tell Envoy where to go; a request that waited is charged already."""
+        """Send the endpoint to Envoy; a queued request has its reservation already."""
         shared, exchange = self._shared, self.exchange
         named = raw.headers.get("x-request-id", "")
         new = "" if named else str(uuid.uuid4())
@@ -333,7 +333,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         self.is_over = shared.closing or dispatcher.response_unwatched(decision)
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
-        """What response headers say of the endpoint."""
+        """Report the response headers to the director."""
         if self._ticket is not None and self._dispatcher is not None:
             served = "" if event.hints is None else event.hints.served
             self._dispatcher.on_response_headers(
@@ -342,7 +342,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             self.address = self._ticket.endpoint.address
 
     def finish(self) -> None:
-        """Give back everything, however the stream ended. Called once.
+        """Release all resources at the end of the stream. Called once.
 
         A step that raises is a bug, which must not keep what the others give back.
         """
@@ -353,7 +353,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self._shared.bugs.note(error)
 
     def _close(self) -> None:
-        """Give back the body, and the place in the queue."""
+        """Release the buffered body, and the place in the queue."""
         self.exchange.close()
         gate = self._gate
         if gate is not None and self.held is not None:
@@ -361,7 +361,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             self.held = None
 
     def _settle(self) -> None:
-        """Close the accounts; a request that failed before its response is withdrawn."""
+        """Release the reservation; a request that failed before its response is not counted."""
         ticket, dispatcher = self._ticket, self._dispatcher
         if ticket is None or dispatcher is None:
             self._refund()
@@ -391,7 +391,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             recorded.status, recorded.seconds = status, took_s
 
     def _read_usage(self) -> None:
-        """Read what the answer took, where its end was visible."""
+        """Read the usage of the response, where its end was received."""
         tail = self.exchange.tail
         if self._ticket is None or tail is None:
             return
@@ -401,18 +401,18 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._recorded.usage = used
 
     def _learn(self) -> None:
-        """Learn from what the answer took."""
+        """Report the usage of the response to the director."""
         dispatcher, recorded, ticket = self._dispatcher, self._recorded, self._ticket
         if dispatcher is None or recorded is None or ticket is None or self._used is None:
             return
         dispatcher.on_usage(recorded.decision, self._used, served=ticket.endpoint)
 
     def _charge(self) -> None:
-        """Let the tenant's account follow what the answer took."""
+        """Charge the usage of the response to the tenant."""
         if self._used is not None and self._gate is not None and self._reservation is not None:
             self._gate.record_usage(self._reservation, self._used, self._shared.clock())
 
-    #: What gives back and learns from a stream, in order; what frees others comes first.
+    #: Steps at the end of a stream, in order; those that free capacity come first.
     last_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
         _close,
         _settle,
@@ -424,7 +424,7 @@ class StreamHandler(msgspec.Struct, eq=False):
 
 
 def open_stream(shared: StreamContext) -> StreamHandler:
-    """A stream whose first event is to come."""
+    """Create the handler of a new stream."""
     share = shared.settings.stream_sample_ratio
     watched = share > 0.0 and shared.rng.random() < share
     return StreamHandler(
@@ -436,4 +436,4 @@ def open_stream(shared: StreamContext) -> StreamHandler:
 
 
 def _nothing() -> None:
-    """Nothing."""
+    """Default callback that does nothing."""

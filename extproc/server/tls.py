@@ -21,7 +21,7 @@ _VALID_DAYS = 3650
 
 
 def self_signed() -> grpc.ServerCredentials:
-    """A certificate made now, for data planes that do not verify.
+    """Create a self-signed certificate, for data planes that do not verify.
 
     Source: docs/spec/protocol.md#serving-certificate.
     """
@@ -59,8 +59,8 @@ def from_files(
 
     Args:
         folder: Holds `tls.crt` and `tls.key`.
-        reload: Whether to look again.
-        on_reload: Told what happened: `reloaded`, or why not.
+        reload: Reload the files when they change.
+        on_reload: Called with the result of a reload: `reloaded`, or the error.
 
     Raises:
         ConfigError: The files are missing or no key pair.
@@ -119,13 +119,13 @@ class KeyPair:
     def fetcher(
         self, on_reload: Callable[[str], None]
     ) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-        """What gRPC calls on each new connection."""
+        """Build the callback that gRPC calls on each new connection."""
         return lambda: self.changed(on_reload)
 
     def changed(
         self, on_reload: Callable[[str], None]
     ) -> grpc.ServerCertificateConfiguration | None:
-        """A new configuration if the files are others than at the last read, else None."""
+        """Read the files again if they changed; None if they did not or are invalid."""
         if self._look() == self._stamp:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The xDS server: Envoys open streams and are told of pools and of every change of them."""
+"""xDS server: sends clusters and endpoints of all pools to Envoy."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class _Stream:
-    """One open stream.
+    """Open xDS stream.
 
     Args:
-        speaker: What is said on it.
-        task: Serves it.
+        speaker: State of the xDS protocol on the stream.
+        task: Task that serves it.
     """
 
     def __init__(self, speaker: SessionCodec, task: asyncio.Task[None]) -> None:
@@ -71,7 +71,7 @@ class _Stream:
         self.over = False
 
     async def read(self, context: Context) -> None:
-        """Put what Envoy says into the inbox."""
+        """Put the requests of Envoy into the inbox."""
         with contextlib.suppress(grpc.aio.BaseError):
             while isinstance(data := await context.read(), bytes):
                 await self.inbox.put(data)
@@ -79,7 +79,7 @@ class _Stream:
         await self.inbox.put(None)
 
     def wake(self) -> None:
-        """There is another snapshot, or we are closing; a full inbox will be woken by what is in it."""
+        """Wake the stream for a new snapshot or the end; a full inbox wakes it anyway."""
         if not self.inbox.full():
             self.inbox.put_nowait(None)
 
@@ -100,18 +100,18 @@ def require() -> None:
 
 
 class AggregatedDiscoveryServicer:
-    """Serves aggregated discovery.
+    """Servicer of the Aggregated Discovery Service (ADS).
 
-    Nothing is told before `synced`: a picker that has just started knows no endpoints yet, and an
-    Envoy that comes over from another one must not be told to forget its own.
+    Nothing is sent before `synced`: a process that has just started knows no endpoints yet, and an
+    Envoy that connected to another replica before must not lose its endpoints.
 
     Args:
-        pools: The pools by name.
-        h2c: Names of those whose engines speak HTTP/2 without TLS.
-        synced: Whether they are known.
-        traits: What every cluster has in common.
-        tallies: Where facts go.
-        supervisor: Hears of what raises; None for one of its own.
+        pools: Returns the pools by name.
+        h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
+        synced: Returns True once the pools are known.
+        traits: Options of every cluster.
+        tallies: Metrics of the xDS server.
+        supervisor: Counts exceptions; None creates a new supervisor.
 
     Raises:
         ConfigError: The types of Envoy are not installed.
@@ -146,7 +146,7 @@ class AggregatedDiscoveryServicer:
         self._faulty: dict[str, Mapping[str, int]] = {}
 
     async def run(self) -> None:
-        """Look at the pools as long as somebody listens."""
+        """Publish changes of the pools while streams are open, until cancelled."""
         while True:
             await self._has_subscribers.wait()
             self.step()
@@ -154,7 +154,7 @@ class AggregatedDiscoveryServicer:
             await asyncio.sleep(_LOOK_S)
 
     def step(self) -> None:
-        """Tell every stream if resources changed."""
+        """Update the snapshot, and wake every stream if it changed."""
         if not self._synced():
             return
         pools, h2c = self._pools(), self._h2c()
@@ -210,7 +210,7 @@ class AggregatedDiscoveryServicer:
             self._streams.discard(stream)
             self._tallies.streams_open -= 1
             if not self._streams:
-                # Nobody looks at the pools from now on, so this gets old.
+                # Without streams no step updates the snapshot, so it gets stale.
                 self._snapshot = None
                 self._has_subscribers.clear()
         if failed:
@@ -219,7 +219,7 @@ class AggregatedDiscoveryServicer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
 
     async def _converse(self, stream: _Stream, context: Context) -> bool:
-        """Answer until Envoy is done or we are closing; False if it sends what cannot be read."""
+        """Answer until Envoy is done or we are closing; False for a malformed request."""
         published: XdsSnapshot | None = None
         while not self._closing:
             if self._snapshot is not None and self._snapshot is not published:
@@ -261,7 +261,7 @@ class AggregatedDiscoveryServicer:
 
 
 def register(server: grpc.aio.Server, discovery: AggregatedDiscoveryServicer) -> None:
-    """Serve aggregated discovery on a server, in bytes: reading and writing is the room's."""
+    """Register the service on a gRPC server; `extproc.xds` encodes and decodes."""
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         SOTW: grpc.stream_stream_rpc_method_handler(discovery.stream_sotw),
         DELTA: grpc.stream_stream_rpc_method_handler(discovery.stream_delta),
