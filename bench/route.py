@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     settings = parts.settings
     dispatcher = director.Director(
         fleet=parts.store,
-        routing=factory.routing(settings, profile, {}),
+        routing=factory.build_routing_config(settings, profile, {}),
         index=parts.index,
         belief=parts.cache_model,
         schedule=settings.prefix.schedule,

@@ -112,7 +112,7 @@ def _examine(args: argparse.Namespace) -> CheckReport:
     report = CheckReport(
         document.where,
         resolved=resolved,
-        warnings=(*resolved.warnings, *lint.advice(settings)),
+        warnings=(*resolved.warnings, *lint.find_warnings(settings)),
         notes=tuple(preflight.find_taken_ports(settings)),
     )
     try:

@@ -42,18 +42,18 @@ def lines(settings: Settings) -> Iterator[str]:
                 yield "            scheduled by rules of its own"
         pool = plan.settings.pool
         yield from _source(pool)
-        yield from policy_schema.lines(pool.objectives, pool.rewrites)
+        yield from policy_schema.describe_policy(pool.objectives, pool.rewrites)
         if pool.autoscaling is not None:
-            yield from autoscaling.lines(pool.autoscaling)
+            yield from autoscaling.describe_section(pool.autoscaling)
     cluster = settings.cluster
     if cluster.discover_pools != "none":
         place = "the cluster"
         if cluster.discover_pools == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
-        yield from discovered_matches.lines(cluster.claims)
+        yield from discovered_matches.describe_rules(cluster.claims)
         for rule in settings.autoscaling.discovered_pools:
-            yield from discovered_scaling.lines(rule)
+            yield from discovered_scaling.describe_rule(rule)
     elected = election.plan(settings, where="cluster", environment=os.environ)
     if elected is not None and cluster.leader_election:
         lease = elected.lease

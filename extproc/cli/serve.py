@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             found="none",
             fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
-    for warning in (*resolved.warnings, *lint.advice(resolved.settings)):
+    for warning in (*resolved.warnings, *lint.find_warnings(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)
     from extproc.server import preflight, runtime
 

@@ -52,11 +52,11 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         kind: Such as Deployment, the usual one. Deployment, StatefulSet, ReplicaSet,
             LeaderWorkerSet and KubeAI's Model are known; of others say group, version and resource.
-        name: Of the object. No default: nothing says which engines are meant.
-        namespace: Where it is. Empty: the one this process runs in.
-        group: API group. Empty: of the kind.
-        version: API version. Empty: of the kind.
-        resource: Plural name in URLs. Empty: of the kind.
+        name: Name of the object. No default: there is no usual name.
+        namespace: Namespace of the object. Empty: the one this process runs in.
+        group: API group. Empty: that of the kind.
+        version: API version. Empty: that of the kind.
+        resource: Plural name in URLs. Empty: that of the kind.
     """
 
     name: constraints.Name
@@ -115,20 +115,20 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Without any of them the desired count is only published, on /metrics and to KEDA.
 
     Attributes:
-        policy: How the number is found: `adaptive` from work and learned speed; `queue-depth` and
-            `kubeai` as others do it. `adaptive`: it needs no threshold that fits one model only.
-        params: Of the policy. None: its own defaults give reasons.
-        min: Replicas at least. 0: what nobody asks for costs nothing. It takes `flow_control`, or the
-            first request after a while is refused.
-        max: Replicas at most. 1: more is a question of money, which nobody but you can answer.
-        meter: How demand is measured; its own defaults give reasons.
-        target: Object whose `scale` is patched, by the one replica that holds the Lease of
+        policy: Scaling policy: `adaptive` from work and learned speed; `queue-depth` and `kubeai`
+            from thresholds. `adaptive`: it needs no threshold that fits one model only.
+        params: Parameters of the policy. None: its own defaults give reasons.
+        min: Lowest number of replicas. 0: an unused model costs nothing. It needs `flow_control`,
+            or the first request after a pause is refused.
+        max: Highest number of replicas. 1: more costs money, which needs your decision.
+        meter: Measurement of demand; its own defaults give reasons.
+        target: Object whose `scale` is patched, by the replica that holds the Lease of
             `cluster.lease`. Null for none.
-        launch: Engines that are started and ended here, which are then the pool's endpoints. Null
-            for none.
+        launch: Engines that the picker starts and ends itself, which are then the pool's endpoints.
+            Null for none.
         exec: Program and arguments that are run when the number changes; `{replicas}` becomes the
             number. None.
-        exec_s: Seconds that program has. 60: an API of a cloud is slow.
+        exec_s: Time limit of that program (seconds). 60: an API of a cloud is slow.
     """
 
     policy: str = registry.DEFAULT
@@ -163,18 +163,19 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         pools: Patterns of `namespace/name` with `*` and `?`; the first rule that matches counts.
             All: a rule is written to scale what there is.
-        policy: As of a pool that is written out.
-        params: Of the policy.
-        min: Replicas at least, unless an annotation says otherwise. 0: what nobody asks for costs
-            nothing. It takes `flow_control`, or the first request after a while is refused.
-        max: Replicas at most, also for annotations. 1: more is a question of money, which whoever
-            writes an InferencePool does not answer alone.
-        meter: How demand is measured.
-        target: Whose `scale` is patched, unless an annotation says otherwise; `{name}` in its name
-            is that of the pool, and it is always in the pool's namespace. Null: only what an
-            annotation names; without one the number is told, on /metrics and to KEDA.
-        annotations: Whether annotations of the InferencePool count. True; with False whoever may
-            write one cannot name another object for the picker to scale.
+        policy: Scaling policy, as in `pool.autoscaling`.
+        params: Parameters of the policy.
+        min: Lowest number of replicas, unless an annotation overrides it. 0: an unused model costs
+            nothing. It needs `flow_control`, or the first request after a pause is refused.
+        max: Highest number of replicas, also for annotations. 1: more costs money, which the author
+            of an InferencePool does not decide alone.
+        meter: Measurement of demand.
+        target: Object whose `scale` is patched, unless an annotation overrides it; `{name}` in its
+            name is that of the pool, and it is always in the pool's namespace. Null: the object
+            that an annotation names; without any, the number is only published, on /metrics and to
+            KEDA.
+        annotations: Read annotations of the InferencePool. True; with False, write access to it
+            does not suffice to name another object for the picker to scale.
     """
 
     pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
@@ -192,7 +193,7 @@ class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         enabled: Serve it. False: without KEDA it has no client.
-        port: Where (TCP port; 0 picks a free one). 9005 is next to our others.
+        port: TCP port; 0 picks a free one. 9005 is next to our other ports.
         tls: Serve with the certificate of the ext_proc port. False, as KEDA connects unless
             `enableTLS` says otherwise.
     """
@@ -210,15 +211,15 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             pages (`server.metrics_port`). A name stands for every address it resolves to, such as
             that of a headless Service; one's own is left out. None: there is one replica.
         peer_timeout_s: Seconds a peer has to answer. 1 is far above what it needs.
-        state: Name of the ConfigMap that keeps what was learned and seen, so that a restart changes
-            nothing; in the namespace of this process. Empty: after a restart nothing is scaled
-            down for one window. `extproc-autoscaling` is what our manifests grant.
-        state_file: File that keeps the same in place of the ConfigMap, where there is no cluster;
-            of one picker alone. Its folder must be there. Empty: none.
-        save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
+        state: Name of the ConfigMap with learned speeds and observed demand, so that a restart
+            changes nothing; in the namespace of this process. Empty: after a restart nothing is
+            scaled down for one window. `extproc-autoscaling` is the name our manifests grant.
+        state_file: File with the same in place of the ConfigMap, for a single picker without a
+            cluster. Its folder must exist. Empty: none.
+        save_s: Seconds between two writes of it, besides those at changes. 30: a crash loses a
             fraction of a window.
-        discovered_pools: How pools are scaled that `cluster.discover_pools` brings. None are: nothing says what
-            they may cost.
+        discovered_pools: Rules for the pools of `cluster.discover_pools`. None: such pools are not
+            scaled, because nothing limits their cost.
         keda: The external scaler; its own defaults give reasons.
     """
 
@@ -231,7 +232,7 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     keda: KedaSection = KedaSection()
 
 
-def checked(wanted: ScalingSection, *, where: str) -> None:
+def check_section(wanted: ScalingSection, *, where: str) -> None:
     """Reject a section that contradicts itself.
 
     Args:
@@ -269,7 +270,7 @@ def checked(wanted: ScalingSection, *, where: str) -> None:
         )
 
 
-def lines(wanted: ScalingSection) -> Iterator[str]:
+def describe_section(wanted: ScalingSection) -> Iterator[str]:
     """Describe a section, one line for `extproc check`."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if wanted.target is not None:
@@ -299,7 +300,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
         raise ConfigError(
             f"{where}.kind",
             wanted=f"one of {', '.join(KINDS)}, or group, version and resource",
-            found=shown(target.kind),
+            found=quote_value(target.kind),
             fix="say where its scale is: /apis/GROUP/VERSION/namespaces/.../RESOURCE/NAME/scale",
         )
     for field, (form, longest, wanted) in _FORMS.items():
@@ -308,7 +309,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
             raise ConfigError(
                 f"{where}.{field}",
                 wanted=f"{wanted}; at most {longest} characters",
-                found=shown(text),
+                found=quote_value(text),
                 fix=f"correct the {field}",
             )
     usual = _kind_of(filled)
@@ -317,12 +318,12 @@ def check_target(target: ScaleTarget, where: str) -> None:
         raise ConfigError(
             f"{where}.kind",
             wanted=f"{usual}, which is the kind of {filled.resource} of {filled.group}",
-            found=shown(filled.kind),
+            found=quote_value(filled.kind),
             fix="correct the kind or the resource",
         )
 
 
-def shown(text: str) -> str:
+def quote_value(text: str) -> str:
     """Quote a wrong value for an error, cut to `_MOST_SHOWN` characters."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 

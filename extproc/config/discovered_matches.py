@@ -33,11 +33,11 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The widest match that annotations of some discovered pools may state.
 
     Attributes:
-        pools: Which pools, as patterns of `namespace/name` with `*` and `?`. No default: a rule is
-            trust in whoever may write these InferencePools.
-        hosts: As in `pools.match`; a claim must name hosts, and each must be one of these or below
-            one. `{namespace}` and `{name}` are those of the pool, here and in the others. None: a
-            claim may name any host, or none.
+        pools: Patterns of `namespace/name` with `*` and `?`. No default: a rule trusts the authors
+            of these InferencePools.
+        hosts: As in `pools.match`; a claim must name hosts, and every one must be one of these or
+            below one. `{namespace}` and `{name}` are those of the pool, here and in the others.
+            None: a claim may name any host, or none.
         paths: The same for paths.
         headers: These headers with these values a claim must name. None: any, or none.
         models: The same as hosts for models.
@@ -111,7 +111,7 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
     return MatchGrant(refused=f"{pool_match.described(claim)} {why} in cluster.claims")
 
 
-def lines(rules: Sequence[MatchRule]) -> Iterator[str]:
+def describe_rules(rules: Sequence[MatchRule]) -> Iterator[str]:
     """Describe the rules, a line each for `extproc check`."""
     if not rules:
         yield "claims      none: annotations of InferencePools are ignored (cluster.claims)"

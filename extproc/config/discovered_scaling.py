@@ -33,7 +33,7 @@ _NONE = "none"
 _MOST_DIGITS = 6
 
 
-def scaling(
+def resolve_scaling(
     rules: Sequence[ScalingRule], key: str, annotations: Mapping[str, str]
 ) -> ScalingSection | None:
     """Resolve the scaling section of a discovered pool.
@@ -76,7 +76,7 @@ def scaling(
     return wanted
 
 
-def checked(rule: ScalingRule, *, where: str) -> None:
+def check_rule(rule: ScalingRule, *, where: str) -> None:
     """Reject a rule that contradicts itself.
 
     Args:
@@ -98,10 +98,10 @@ def checked(rule: ScalingRule, *, where: str) -> None:
     wanted = ScalingSection(
         policy=rule.policy, params=rule.params, min=rule.min, max=rule.max, target=target
     )
-    autoscaling.checked(wanted, where=where)
+    autoscaling.check_section(wanted, where=where)
 
 
-def lines(rule: ScalingRule) -> Iterator[str]:
+def describe_rule(rule: ScalingRule) -> Iterator[str]:
     """Describe a rule, one line for `extproc check`."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if rule.target is not None:
@@ -128,7 +128,7 @@ def _count(overrides: Mapping[str, str], annotation: str, usual: int, where: str
     raise ConfigError(
         f"{where}: {annotation}",
         wanted="a number of replicas",
-        found=autoscaling.shown(text),
+        found=autoscaling.quote_value(text),
         fix="write a number, or remove the annotation",
     )
 
@@ -142,7 +142,7 @@ def _target(rule: ScalingRule, text: str, name: str, where: str) -> ScaleTarget 
         raise ConfigError(
             place,
             wanted="NAME, KIND/NAME, GROUP/VERSION/KIND/NAME or GROUP/VERSION/RESOURCE/KIND/NAME",
-            found=autoscaling.shown(text),
+            found=autoscaling.quote_value(text),
             fix="write it like apps/v1/Deployment/vllm",
         )
     return target

@@ -115,14 +115,14 @@ def build(
         profiles=resolved,
         director=director.Director(
             fleet=fleet,
-            routing=routing(settings, resolved.profile, resolved.by_model),
+            routing=build_routing_config(settings, resolved.profile, resolved.by_model),
             index=index,
             belief=belief,
             schedule=settings.prefix.schedule,
             rng=rng,
             counts=guards.counts,
         ),
-        exchange=exchange(settings),
+        exchange=build_exchange_settings(settings),
         budget=BufferBudget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
         listed=loader.entries(settings.pool, where=where),
@@ -154,10 +154,10 @@ def reroute(
         ConfigError: A profile cannot be built, see `profiles.build_profile`.
     """
     resolved = profiles.resolve_all(settings, where=where, guards=guards, before=before)
-    return routing(settings, resolved.profile, resolved.by_model), resolved
+    return build_routing_config(settings, resolved.profile, resolved.by_model), resolved
 
 
-def exchange(settings: Settings) -> ExchangeSettings:
+def build_exchange_settings(settings: Settings) -> ExchangeSettings:
     """Return the settings shared by all ext_proc exchanges."""
     return ExchangeSettings(
         max_body_bytes=settings.limits.max_body_bytes,
@@ -169,7 +169,7 @@ def exchange(settings: Settings) -> ExchangeSettings:
     )
 
 
-def routing(
+def build_routing_config(
     settings: Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
 ) -> routing_config.RoutingConfig:
     """Return the routing configuration of a director."""
@@ -184,11 +184,11 @@ def routing(
             kubeai_names=settings.scheduling.kubeai_names,
             busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
         ),
-        policy=policy_schema.policy(settings.pool.objectives, settings.pool.rewrites),
+        policy=policy_schema.build_policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 
-def discovery(
+def build_discovery(
     parts: PoolParts,
     *,
     clock: Callable[[], float],
@@ -215,7 +215,7 @@ def discovery(
     )
 
 
-def scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
+def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
     """Return the TLS context of the scraper's client; None for plain HTTP."""
     if scrape.scheme == "http":
         return None

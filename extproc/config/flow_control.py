@@ -18,9 +18,9 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Queueing of requests while no endpoint is ready or free, and rate limits of tenants.
 
     Attributes:
-        enabled: Hold them. False: requests go to busy engines, which queue them themselves, and
-            without endpoints they are 503 at once, as the protocol has it. Holding needs time
-            limits of the data plane that allow it; `extproc check --envoy FILE` reads them.
+        enabled: Queue requests. False: requests go to busy engines, which queue them themselves,
+            and without endpoints they are 503 at once, as the protocol has it. Queueing needs time
+            limits of the data plane that allow it; `extproc check --envoy FILE` checks them.
         timeout_s: Longest wait in seconds. 60 is upstream's, and what clients usually allow.
         empty_timeout_s: Longest wait in seconds where there is no endpoint. 300 lets an engine
             start; 0 answers 503 at once.
@@ -29,23 +29,23 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         by_objective: Longest waits in seconds by objective. None: all wait alike.
         timeout_header: Request header with the longest wait in milliseconds; empty reads none.
         busy_s: Seconds that a request may be expected to wait on an endpoint before the endpoint
-            counts as busy, five times that for priorities above 0. 0.1 sends one prompt after
-            another, as each is computed: engines stay fed, and the rest is decided later, by who
-            needs it. At 0.5 priorities wait a third longer, and nothing is served more.
+            counts as busy, five times that for priorities above 0. 0.1 sends a prompt when the one
+            before it is computed: engines stay fed, and the order of the rest is decided later, by
+            priority. At 0.5 priorities wait a third longer, and throughput is the same.
         max_requests: Requests that may wait (count). 10000 take some 150 MB with short prompts.
         max_bytes: Bytes of their bodies together. 256 MiB is half of what may be assembled.
-        order: Of one tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by arrival
-            plus `x-llm-d-slo-ttft-ms`. `fcfs`: who came first is served first.
-        fairness: Among tenants of one priority: `least-served` by tokens attained, `round-robin` by
-            requests, or `none`. `least-served`: requests differ a hundredfold in cost.
-        half_life_s: Seconds after which what a tenant attained counts half. 60 forgets a burst
+        order: Order of a tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by
+            arrival plus `x-llm-d-slo-ttft-ms`. `fcfs`: first come, first served.
+        fairness: Order of tenants of a priority: `least-served` by tokens attained, `round-robin`
+            by requests, or `none`. `least-served`: requests differ a hundredfold in cost.
+        half_life_s: Half-life of the service that a tenant attained (seconds). 60 forgets a burst
             within minutes.
         tenant_header: Request header that names the tenant, before `x-llm-d-inference-fairness-id`
             and its older name. Empty: only those.
         by_adapter: Let the model or adapter be the tenant where no header names one. False: such
             requests are one tenant.
-        limit: What each tenant may take. Null: any amount.
-        limits: What single tenants may take. None: the same as others.
+        limit: Rate limit of every tenant. Null: no limit.
+        limits: Rate limits by tenant, in place of `limit`. None: all tenants have `limit`.
     """
 
     enabled: bool = False
@@ -81,7 +81,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         )
 
     @property
-    def manners(self) -> FlowHeaders:
+    def headers(self) -> FlowHeaders:
         """The request headers that flow control reads, in lower case."""
         usual = FlowHeaders()
         tenant = (self.tenant_header.lower(),) if self.tenant_header else ()

@@ -8,7 +8,7 @@ from extproc.config import epp_config, policy_schema, pools
 from extproc.config.settings import Settings
 
 
-def advice(settings: Settings) -> Iterator[str]:
+def find_warnings(settings: Settings) -> Iterator[str]:
     """Yield a sentence for every setting that is probably a mistake."""
     yield from epp_config.warnings(settings.scheduling.plugins)
     yield from _rewrites(settings)

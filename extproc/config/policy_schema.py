@@ -40,7 +40,7 @@ class RewriteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1)]
 
 
-def policy(
+def build_policy(
     objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]
 ) -> inference_policy.InferencePolicy:
     """Build the policy of a pool from its sections."""
@@ -59,7 +59,9 @@ def policy(
     return inference_policy.InferencePolicy(objectives, tuple(rules))
 
 
-def lines(objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]) -> Iterator[str]:
+def describe_policy(
+    objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]
+) -> Iterator[str]:
     """Describe the sections, a line each for `extproc check`."""
     if objectives:
         ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))

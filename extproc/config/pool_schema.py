@@ -65,12 +65,12 @@ class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Source of a pool's endpoints: a list, a file that is watched, or Kubernetes.
 
     Attributes:
-        name: Label of the pool in metrics and logs. Empty: a single pool needs no telling apart.
-        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
-            them.
+        name: Label of the pool in metrics and logs. Empty: a single pool needs no label.
+        endpoints: Addresses, or entries with name and labels. None, because there are no usual
+            addresses.
         endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
             changes; empty for none.
-        kubernetes: What to follow in a cluster; null for nothing. At most one of the three sources
+        kubernetes: Objects of a cluster to watch; null for none. At most one of the three sources
             is used.
         dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
             record in a cluster.
@@ -95,13 +95,12 @@ class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A pool of several in a process.
 
     Attributes:
-        name: Label of the pool in metrics, logs and decisions. No default: pools are told apart by
-            it.
-        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
-            them.
+        name: Label of the pool in metrics, logs and decisions. No default: it identifies the pool.
+        endpoints: Addresses, or entries with name and labels. None, because there are no usual
+            addresses.
         endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
             changes; empty for none.
-        kubernetes: What to follow in a cluster; null for nothing. At most one of the three sources
+        kubernetes: Objects of a cluster to watch; null for none. At most one of the three sources
             is used.
         dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
             record in a cluster.
@@ -109,9 +108,9 @@ class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=T
             request has priority 0.
         rewrites: Other models for requests that name some. None: engines get the client's name.
         autoscaling: How many replicas there are; null leaves that to others.
-        match: Which requests it is for. None: those that name a model its endpoints list, that the
-            data plane hints to them, or that no other pool takes.
-        scheduling: How its requests are routed; null takes the section of that name at the top.
+        match: Conditions on its requests. None: requests that name a model its endpoints list, that
+            the data plane hints to them, or that no other pool takes.
+        scheduling: Its scheduling rules; null takes the section of that name at the top.
     """
 
     name: constraints.Name

@@ -101,7 +101,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
     for path, pool in sections_of:
         _check_single_source(pool, validation.location(where, path))
         if pool.autoscaling is not None:
-            autoscaling.checked(
+            autoscaling.check_section(
                 pool.autoscaling, where=validation.location(where, (*path, "autoscaling"))
             )
         if pool.kubernetes is not None:
@@ -154,7 +154,7 @@ def _supported(settings: Settings, where: str) -> None:
 def _check_discovered(settings: Settings, where: str) -> None:
     rules = settings.autoscaling.discovered_pools
     for at, rule in enumerate(rules):
-        discovered_scaling.checked(
+        discovered_scaling.check_rule(
             rule, where=validation.location(where, ("autoscaling", "discovered_pools", at))
         )
     if rules and settings.cluster.discover_pools == "none":

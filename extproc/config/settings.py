@@ -61,7 +61,7 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         metrics_port: Our own /metrics and the debug pages, HTTP (TCP port). 9090 is the upstream
             picker's.
         secure_serving: Serve ext_proc over TLS. True, because gateways connect with TLS unless
-            told otherwise.
+            configured otherwise.
         cert_path: Folder with tls.crt and tls.key; empty makes a self-signed certificate at
             start, because gateways do not verify it.
         enable_cert_reload: Read the certificate again when the files change. True: mounted
@@ -230,9 +230,9 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             none. 1000 of ten candidates are some 5 MB; with many candidates fewer are kept.
         header: Put the short form of the decision on answers as `x-extproc-decision`. False: it
             names endpoints, which clients need not know.
-        scores: Tell the data plane what the endpoints were compared by, in the dynamic metadata
-            `x-gateway-destination-endpoint-scores` beside the pick. False: nobody reads it unless
-            an access log is set up to.
+        scores: Send the scores of the endpoints to the data plane, in the dynamic metadata
+            `x-gateway-destination-endpoint-scores` beside the pick. False: only an access log that
+            is set up for it reads them.
     """
 
     decisions: constraints.Count = 1000
@@ -247,7 +247,7 @@ class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     is a cluster of its name, one without a name is `engines`.
 
     Attributes:
-        enabled: Serve xDS. False: gateways tell their Envoys themselves.
+        enabled: Serve xDS. False: gateways configure their Envoys themselves.
         port: Aggregated discovery (TCP port; 0 picks a free one). 18000 is what most xDS servers
             take. TLS is as on the ext_proc port, with the same certificate: who answers here
             decides where requests go, as there.

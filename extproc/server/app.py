@@ -154,7 +154,7 @@ class EndpointPickerProcess:
         self._http = client.ScrapeClient(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,
-            tls=factory.scrape_tls(settings.scrape),
+            tls=factory.build_scrape_tls(settings.scrape),
         )
         guards = plugin_guard.GuardFactory(time.perf_counter, self.tallies.plugins)
         shared = RuntimeContext(self.tallies, guards, self._http, scraper.EndpointCounts(), clock)
@@ -225,7 +225,7 @@ class EndpointPickerProcess:
     def _build_servicer(self) -> ext_proc_servicer.ExternalProcessorServicer:
         shared = stream_handler.StreamContext(
             switchboard=self.sites.pool_selector,
-            exchange_settings=factory.exchange(self._settings),
+            exchange_settings=factory.build_exchange_settings(self._settings),
             budget=self.budget,
             tallies=self.tallies,
             clock=self._clock,
@@ -387,7 +387,7 @@ class EndpointPickerProcess:
         token = self._admin_token
         if settings.server.admin_token_file != token.path:
             token = _admin_token(settings)
-        exchange, streams = factory.exchange(settings), _stream_settings(settings)
+        exchange, streams = factory.build_exchange_settings(settings), _stream_settings(settings)
         replan()
         self._admin_token = token
         self.servicer.shared.exchange_settings = exchange

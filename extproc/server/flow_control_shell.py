@@ -113,7 +113,7 @@ class AsyncFlowController:
         bugs: BugLog,
     ) -> None:
         self._dispatcher = dispatcher
-        self._flow_headers = holding.manners
+        self._flow_headers = holding.headers
         self._clock = clock
         self._soon = False
         self._rests_until = -math.inf
@@ -151,7 +151,7 @@ class AsyncFlowController:
         Fair shares of tenants stay; changed rate limits start anew.
         """
         self.queue.adopt(holding.queue, self._clock())
-        self._flow_headers = holding.manners
+        self._flow_headers = holding.headers
         fresh = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
         if fresh != self.rate_limiter:
             self.rate_limiter = fresh

@@ -100,7 +100,7 @@ class PoolRuntime:
         )
         is_static = pools.is_static(planned.settings.pool)
         self._discovery = (
-            factory.discovery(
+            factory.build_discovery(
                 self.parts,
                 clock=shared.clock,
                 on_fact=self._discovered,

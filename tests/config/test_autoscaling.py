@@ -86,10 +86,10 @@ def test_zero_without_waiting_is_worth_a_word():
     text = (
         "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nflow_control: {enabled: ON}"
     )
-    told = list(lint.advice(read(text.replace("MIN", "0").replace("ON", "false"))))
+    told = list(lint.find_warnings(read(text.replace("MIN", "0").replace("ON", "false"))))
     assert any("flow_control.enabled" in one for one in told)
     for low, on in (("1", "false"), ("0", "true")):
-        assert not list(lint.advice(read(text.replace("MIN", low).replace("ON", on))))
+        assert not list(lint.find_warnings(read(text.replace("MIN", low).replace("ON", on))))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def read(rules):
 
 def scaling(rules, key=KEY, **annotations):
     said = {f"extproc/scale-{name}": text for name, text in annotations.items()}
-    return discovered_scaling.scaling(read(rules).autoscaling.discovered_pools, key, said)
+    return discovered_scaling.resolve_scaling(read(rules).autoscaling.discovered_pools, key, said)
 
 
 def test_without_a_rule_nothing_is_scaled():

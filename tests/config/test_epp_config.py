@@ -89,7 +89,7 @@ def test_what_is_not_acted_on_is_told():
         THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )
     assert any("saturationDetector is not acted on" in warning for warning in warnings)
-    assert any("always-disagg-pd-decider" in told for told in lint.advice(settings))
+    assert any("always-disagg-pd-decider" in told for told in lint.find_warnings(settings))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_not_acted_on_is_told():
 def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):
     """A file that relies on KV events, tokenizers or certificates does not start without a word."""
     settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
-    assert any(text in told for told in lint.advice(settings))
+    assert any(text in told for told in lint.find_warnings(settings))
 
 
 def test_gpu_attributes_name_what_would_measure_them():
@@ -132,7 +132,7 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
     )
     made = profiles.build_profile(settings, where="x")
     assert [scorer.kind for scorer, _ in made.scorers] == ["prefix-cache-scorer"]
-    assert any("prefix-cache-scorer" in told for told in lint.advice(settings))
+    assert any("prefix-cache-scorer" in told for told in lint.find_warnings(settings))
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,9 @@ def test_gone_endpoint_loses_its_beliefs_before_others_hear():
 
 def test_scrape_tls():
     """Plain HTTP has no context; https checks certificates only when asked to."""
-    assert factory.scrape_tls(sections.ScrapeSection()) is None
-    loose = factory.scrape_tls(sections.ScrapeSection(scheme="https"))
-    strict = factory.scrape_tls(sections.ScrapeSection(scheme="https", verify_tls=True))
+    assert factory.build_scrape_tls(sections.ScrapeSection()) is None
+    loose = factory.build_scrape_tls(sections.ScrapeSection(scheme="https"))
+    strict = factory.build_scrape_tls(sections.ScrapeSection(scheme="https", verify_tls=True))
     assert not loose.check_hostname
     assert strict.check_hostname
 

@@ -112,12 +112,12 @@ def test_mistakes_are_named_with_their_place(pool: str, place: str):
 def test_it_is_told_in_words():
     """As `extproc check` prints it."""
     pool = settings(POOL).pool
-    assert list(policy_schema.lines(pool.objectives, pool.rewrites)) == [
+    assert list(policy_schema.describe_policy(pool.objectives, pool.rewrites)) == [
         "objectives  gold 10, batch -1",
         "rewrites    big, large to big-v1 (90), big-v2 (10)",
         "            every other model to small",
     ]
-    assert list(policy_schema.lines({}, ())) == []
+    assert list(policy_schema.describe_policy({}, ())) == []
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_it_is_told_in_words():
 )
 def test_what_is_probably_not_meant_is_remarked(rewrites: str, remark: str):
     """Rules that never count, and targets that are never drawn; in `pools` as well."""
-    assert remark in lint.advice(settings(f"pool: {{rewrites: {rewrites}}}"))
+    assert remark in lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}"))
     pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
-    assert remark.replace("pool.", "pools[0].") in lint.advice(settings(pools))
+    assert remark.replace("pool.", "pools[0].") in lint.find_warnings(settings(pools))
 
 
 def test_what_is_meant_is_not_remarked():
     """A usual canary, and one that is switched off."""
-    told = list(lint.advice(settings(POOL.replace("weight: 10", "weight: 0"))))
+    told = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
     assert not [each for each in told if "rewrites" in each]

@@ -107,10 +107,10 @@ ADVISED = {
 def test_advice(name):
     """A setting that is probably not meant draws exactly one sentence that names it."""
     settings, word = ADVISED[name]
-    (said,) = lint.advice(settings)
+    (said,) = lint.find_warnings(settings)
     assert word in said
 
 
 def test_defaults_need_no_advice():
     """With endpoints given, the defaults have nothing to be warned of."""
-    assert not list(lint.advice(sections.Settings(pool=ENDPOINTS)))
+    assert not list(lint.find_warnings(sections.Settings(pool=ENDPOINTS)))

@@ -19,7 +19,7 @@ def read(text):
         ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"
     )
     settings = loader.settings(document, [endpoints])
-    return settings.flow_control, [*document.warnings, *lint.advice(settings)]
+    return settings.flow_control, [*document.warnings, *lint.find_warnings(settings)]
 
 
 def test_without_the_gate_nothing_waits():

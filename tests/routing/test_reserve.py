@@ -55,7 +55,7 @@ def test_an_observer_hears_every_decision_that_is_committed():
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     observer = Attentive()
     profile = msgspec.structs.replace(parts.profile, picker=observer)
-    parts.director.reconfigure(factory.routing(parts.settings, profile, {}))
+    parts.director.reconfigure(factory.build_routing_config(parts.settings, profile, {}))
     decision = parts.director.route(CHAT, 2.0)
     assert observer.heard == []
     parts.director.reserve(decision, 2.5)
@@ -71,7 +71,7 @@ def test_an_observer_that_raises_costs_neither_the_request_nor_the_books():
     )
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     profile = msgspec.structs.replace(parts.profile, picker=Forgetful())
-    parts.director.reconfigure(factory.routing(parts.settings, profile, {}))
+    parts.director.reconfigure(factory.build_routing_config(parts.settings, profile, {}))
     account = parts.store.pool.members[0].account
 
     ticket = parts.director.reserve(parts.director.route(CHAT, 2.0), 2.0)

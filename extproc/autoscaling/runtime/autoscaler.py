@@ -208,7 +208,7 @@ class Autoscaler:
     def _rescale(self, name: str, site: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool."""
         try:
-            wanted = discovered_scaling.scaling(self._rules, name, site.annotations)
+            wanted = discovered_scaling.resolve_scaling(self._rules, name, site.annotations)
             self._logged[name] = site, site.annotations
         except ConfigError as error:
             self._logged[name] = site, site.annotations

@@ -34,7 +34,7 @@ class SimFlowController(Generic[GrantT]):
         timeline: EventQueue,
         acts: FlowCallbacks[SimRequest, GrantT],
     ) -> None:
-        self._manners = holding.manners
+        self._manners = holding.headers
         self._timeline = timeline
         self._acts = acts
         own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
