@@ -91,8 +91,8 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
         cold_start_s: Mean of the cold starts seen, or the prior.
         pressed: Replicas that had more than enough to do at the last reading; 0 for none.
         available: Replicas that answered then.
-        spec: Replicas asked for then.
-        raised_at: When replicas that still start were asked for; None while none does.
+        spec: Replicas requested then.
+        raised_at: Time when replicas that still start were requested; None while none does.
     """
 
     at: float | None = None
@@ -301,7 +301,7 @@ class DemandEstimator:
         before = self._learned
         raised_at = before.raised_at
         if observation.spec > before.spec and before.at is not None:
-            # Since the last reading: that is when it was asked for.
+            # The request came at some time since the last reading.
             raised_at = before.at
         mean_s = before.cold_start_s
         if raised_at is not None and observation.available > before.available:

@@ -10,7 +10,7 @@ from extproc.autoscaling.demand import Demand, ReplicaBounds
 from extproc.autoscaling.interface import ScalingDecision, ScalingReason
 from extproc.autoscaling.policy import ScalingPolicy
 
-#: Time between two steps after which nothing can be said of the time between: as a share of what a
+#: Time between two steps after which the time between counts as unwatched: as a share of what a
 #: policy must have watched, and in its intervals; the longer one counts.
 _GAP, _GAP_INTERVALS = 0.5, 3.0
 

@@ -80,24 +80,24 @@ class Pages:
         return application
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Serve Prometheus text."""
+        """Metrics as Prometheus text."""
         return web.Response(
             body=self._exposition.render(),
             headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     async def healthz(self, _: web.Request) -> web.Response:
-        """Serve the liveness probe: 200 while the process answers."""
+        """Liveness probe: 200 while the process answers."""
         return web.Response(text="ok\n")
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Serve the readiness probe: 200 or 503, with a line for every known problem."""
+        """Readiness probe: 503 before discovery is complete and while draining; lists problems."""
         ready = self._readiness.ready
         lines = ["ok" if ready else "not ready", *self._readiness.notes()]
         return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
     async def pool(self, request: web.Request) -> web.Response:
-        """Serve endpoints, loads and reservations of a pool; `?pool=` selects among several."""
+        """Endpoints of a pool, with loads and reservations; `?pool=` selects among several."""
         pools = self._pools()
         name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
         pool = pools.get(name)
@@ -108,7 +108,7 @@ class Pages:
         return web.json_response(explanation.describe_pool(pool, self._clock()))
 
     async def pools(self, _: web.Request) -> web.Response:
-        """Serve all pools by name, in the form of `pool`."""
+        """All pools by name, in the form of `/debug/pool`."""
         now = self._clock()
         states = {
             name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()
@@ -116,7 +116,7 @@ class Pages:
         return web.json_response({"pools": states})
 
     async def decisions(self, request: web.Request) -> web.Response:
-        """Serve the last decisions, newest first; `?limit=` of them, 50 by default."""
+        """The last decisions, newest first; `?limit=` of them, 50 by default."""
         limit_text = request.query.get("limit", "50")
         limit = (
             int(limit_text)
@@ -133,7 +133,7 @@ class Pages:
         )
 
     async def decision(self, request: web.Request) -> web.Response:
-        """Serve a recorded decision by request id, with its reasons and its result."""
+        """Recorded decision by request id, with its reasons and its result."""
         record = self._decisions.find(request.match_info["id"])
         if record is None:
             missing = Rejection(
@@ -145,7 +145,7 @@ class Pages:
         return web.json_response(explanation.recorded(record, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Serve the decision a request would get now, with reasons and without reservation."""
+        """Decision a request would get now, with reasons; nothing is reserved."""
         headers = {":method": "POST", ":path": request.headers.get(PATH_HEADER, "")}
         for name, value in request.headers.items():
             lower = name.lower()

@@ -62,7 +62,7 @@ _QUIET = frozenset({"synced", "connected", "relisted", "not-installed"})
 #: Seconds between two looks whether a picker is ready for the first time.
 _LOOK_S = 0.1
 
-#: Seconds that streams have to end once they were told to.
+#: Seconds that streams have to end in a drain.
 _RELEASE_S = 2.0
 
 
@@ -307,7 +307,7 @@ class EndpointPickerProcess:
         """Load endpoints, and start discovery, election and autoscaling.
 
         Raises:
-            ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
+            ConfigError: The endpoints file cannot be read, or the API server is unknown.
         """
         await self.sites.sync()
         self._stalls.start()

@@ -14,10 +14,10 @@ _log = logging.getLogger("extproc.server")
 #: Seconds between two log entries about one place: a client may run into a bug with every request.
 _AGAIN_S = 60.0
 
-#: Places told apart (count). There are only so many lines of code; plugins may add types at will.
+#: Places counted apart (count). The code has few of them, but plugins may raise any type.
 _MOST_PLACES = 100
 
-#: What is counted beyond these.
+#: Key of all further places.
 _OTHER = ("other", "other")
 
 

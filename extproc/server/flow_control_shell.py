@@ -294,7 +294,7 @@ class AsyncFlowController:
             self._timer = None
 
     def _decide(self, held: QueuedRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
-        held.take_back()  # nobody waits behind itself
+        held.take_back()  # a request does not queue behind itself
         now = self._clock()
         try:
             return self._dispatcher.decide(held.prepared, now, patient=patient)
@@ -327,7 +327,7 @@ class AsyncFlowController:
 
     def _grant(self, held: QueuedRequest, decision: Decision) -> None:
         if held.answer.done():
-            return  # cancelled, and its stream has not been told yet
+            return  # cancelled, and its stream does not know yet
         ticket = self._dispatcher.reserve(decision, self._clock())
         held.answer.set_result(Admission(decision, ticket))
 

@@ -14,7 +14,7 @@ from extproc.wire import codec
 #: Always serving while the process answers (EPP protocol 004, health).
 LIVENESS = "liveness"
 
-#: Names with the whole answer; the others are not told of missing metrics
+#: Names that report full readiness; the others do not depend on metrics
 #: (docs/spec/protocol.md#health-service).
 READINESS = frozenset({"", "readiness", codec.SERVICE})
 
@@ -33,8 +33,8 @@ def _always() -> bool:
 class InitialScrapeGate:
     """Gate that opens once every endpoint was scraped, so that first picks have data.
 
-    An endpoint counts once it was scraped or could not be, and all do when the time is over. What
-    comes later makes nobody unready again.
+    An endpoint counts once it was scraped or could not be, and all do when the time is over. Endpoints
+    that come later do not close it again.
 
     Args:
         pools: Returns the current pools by name.

@@ -218,7 +218,7 @@ class LargeBodies:
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            # The thread holds the body until it is through: its bytes are given back only then.
+            # The thread holds the body until the parse ends: its bytes are released only then.
             await asyncio.wait([reading])
             raise
         finally:

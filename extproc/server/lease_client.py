@@ -158,7 +158,7 @@ def build_elector(
         plan.lease,
         LeaseClient(plan),
         clock=_clock,
-        # Not the configured seed: replicas that share one would always ask at the same time.
+        # Not the configured seed: replicas that share it would always send at the same time.
         rng=random.Random(identity),
         stands=able,
         on_fact=_tell,

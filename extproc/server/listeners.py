@@ -67,7 +67,7 @@ def listener(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -> gr
             ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
             # The larger of the two counts, and this one is a minute unless it is set.
             ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
-            # Answers take minutes in which nothing is said, and connections may have no stream.
+            # Responses take minutes without a message, and connections may have no stream.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", max_message_bytes),

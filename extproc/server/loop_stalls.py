@@ -18,7 +18,7 @@ from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 #: requests its timers come with wake-ups that are there anyway: 5 us each.
 BUSY_S: Final = 0.02
 
-#: Seconds between two looks while none is: nobody waits, and to be woken costs more than to look
+#: Seconds between two looks while none is: no request waits, and a wake-up costs more than a look
 #: (`python -m bench.stalls`).
 QUIET_S: Final = 0.2
 

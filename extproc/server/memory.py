@@ -13,13 +13,13 @@ import ctypes
 import gc
 from collections.abc import Callable
 
-#: Streams that make a crowd (count): some 30 MB.
+#: Streams that make a peak (count): some 30 MB.
 _CROWD = 1000
 
-#: Share of the crowd that may be left when memory is given back.
+#: Share of the peak that may be left when memory is returned.
 _LEFT = 0.1
 
-#: Seconds after the crowd left: its last objects are freed a moment later, and what gRPC keeps for
+#: Seconds after the end of a peak: its last objects are freed a moment later, and what gRPC keeps for
 #: connections goes with them.
 _PAUSES_S = (1.0, 10.0)
 

@@ -162,7 +162,7 @@ class RedisPeerChannel:
             for _, entries in streams or ():
                 for entry, fields in entries:
                     heard = functools.partial(self._on_messages, fields.get(_FIELD, b""))
-                    # Anybody who may write to the stream chose these bytes.
+                    # Any client with access to the stream may have written these bytes.
                     self._supervisor.call("sharing", heard, instance="an entry of the stream")
                     last = entry
 

@@ -114,7 +114,7 @@ class Reloader:
             # What is new may lean on what the process does not have yet.
             more = f" (only a restart changes {', '.join(restart)})" if restart else ""
             return ReloadResult(error=f"{error}{more}")
-        except Exception as error:  # noqa: BLE001 - somebody's file must not end what is running
+        except Exception as error:  # noqa: BLE001 - a broken file must not end the process
             return ReloadResult(error=f"reading it raised {place_of(error)}")
         self._in_force, self._written = in_force, written
         # Plugin files may be others now. What changed while it was read is read at the next look.

@@ -50,7 +50,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         max_streams: Open streams above which requests are refused.
-        body_idle_s: Seconds without a further message after which a request body is given up.
+        body_idle_s: Seconds without a further message after which a request is rejected with 408.
         stream_sample_ratio: Share of streamed answers watched for usage, 0..1.
         explain_header: Add the short form of the decision to response headers.
         request_cost: Weight of a token by kind, see `request_cost`; empty emits no cost.

@@ -42,7 +42,7 @@ _MOST_WAITING = 32
 #: of its requests, and as a cancellation right after; to end the stream in between is an error.
 _GONE_S = 0.1
 
-#: Seconds in which an Envoy reads what is being said; a stream is not cancelled in the middle of it,
+#: Seconds in which an Envoy reads a response; a stream is not cancelled in the middle of a write,
 #: for gRPC ends no call of which a write was cancelled.
 _RELEASE_S = 2.0
 

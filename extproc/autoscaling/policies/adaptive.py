@@ -61,8 +61,8 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     L: work that arrives per second; unwatched time counts as without arrivals. m is the mean over
     `rise_s`, which sees a step at once; of it counts what chance does not explain, a Poisson
-    stream's standard deviation. B: work nobody has begun, nor will as soon as starting replicas are
-    there. S: what is left of both after the time a new replica takes, when the `a` replicas that
+    stream's standard deviation. B: work that no replica runs, nor will once starting replicas are
+    available. S: what is left of both after the time a new replica takes, when the `a` replicas that
     answer and the `s` that start, in r seconds, have done their part. `up` are the replicas that do
     S within w; with what starts already counted, a backlog that is taken care of calls for nothing.
     `floor(L / (u X))` is what the rate alone fills: large fleets have their headroom from it, and

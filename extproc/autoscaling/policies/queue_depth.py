@@ -20,7 +20,7 @@ class QueueDepthState(msgspec.Struct, frozen=True):
 
     Attributes:
         depths: Requests per replica over the window.
-        spec: Replicas asked for at the last step; None before the first.
+        spec: Replicas requested at the last step; None before the first.
         changed_at: When that was last another number; None for never.
     """
 

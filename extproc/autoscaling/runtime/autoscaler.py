@@ -97,7 +97,7 @@ class Autoscaler:
         self.peers.woken = self._woken
         self.loops: dict[str, ControlLoop] = {}
         self._scaled: dict[str, ScaledPool] = {}
-        #: What found pools said of themselves when they were looked at; None to look again.
+        #: Annotations of discovered pools at the last look; None to look again.
         self._logged: dict[str, tuple[PoolRuntime, Mapping[str, str] | None]] = {}
         self._faults: dict[str, str] = {}
         #: Annotations of found pools that were refused (count), and why until an Event says it.
@@ -142,7 +142,7 @@ class Autoscaler:
             pool.attach()
         if self._cluster is not None:
             await self._cluster.open()
-        # What is kept was written by others: it must not keep this replica from starting.
+        # Saved state comes from other processes: it must not stop this replica from starting.
         await self._supervisor.attempt("autoscaling", self._recall(), instance=_MEMORY)
         for pool in self._scaled.values():
             remind = functools.partial(self._remind, pool.loop)

@@ -21,7 +21,7 @@ from extproc.server.pool_runtime import PoolRuntime
 
 _log = logging.getLogger("extproc.server")
 
-#: Seconds until the next look while a request waits and nothing is asked for: what was tried failed,
+#: Seconds until the next step while a request waits at zero replicas: the last attempt failed,
 #: or the election of the replica that may act is still running.
 _AGAIN_S = 1.0
 

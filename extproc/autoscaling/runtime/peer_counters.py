@@ -33,7 +33,7 @@ _RESOLVE_TIMEOUT_S = 5.0
 #: Seconds between two looks for an address that is not known yet.
 _RESOLVE_PAUSE_S = 1.0
 
-#: Most addresses of one name that are asked, far more than replicas of one picker.
+#: Most addresses of a name that are read, far more than an endpoint picker has replicas.
 _MOST_ADDRESSES = 256
 
 #: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that

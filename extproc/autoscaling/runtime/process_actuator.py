@@ -226,7 +226,7 @@ class ProcessActuator:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wanted.drain_s):
                     while busy() and not ended.done():
-                        # A count has no event, and nobody is in a hurry here.
+                        # A count has no event, and a late look does no harm.
                         await asyncio.wait({ended}, timeout=_LOOK_S)
         finally:
             for task in (ended, leaves, starting):

@@ -17,8 +17,8 @@ DECODE_FAILURES: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
 #: An object as it stands in JSON.
 Object = dict[str, Any]
 
-#: How a PATCH is meant: fields that are there replace those of the object. Custom resources take it
-#: as well as built-in ones.
+#: Media type of a PATCH: fields in it replace those of the object. Custom resources take it as well
+#: as built-in ones.
 MERGE = "application/merge-patch+json"
 
 #: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("extproc.server")
 
 #: Seconds one request may take. Bound to what the election leaves: a leader stops `duration_s -
-#: renew_s` (5 s) before another can begin, and what it asked for must be over by then.
+#: renew_s` (5 s) before another can begin, and its requests must be over by then.
 _LIMIT_S = 4.0
 
 #: Events that may wait to be written (count).

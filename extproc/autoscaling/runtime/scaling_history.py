@@ -31,7 +31,7 @@ class ScalingHistory:
         desired: Last decision; None before the first.
         changes: Changes of the requested replicas by reason (count).
         failures: Failed reads and changes of the target (count).
-        wake_s: From the last request that waited at zero until a replica was asked for; None while
+        wake_s: From the last request that waited at zero until a replica was requested; None while
             there was none.
     """
 
