@@ -37,15 +37,14 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     """Actions of a driver on queued requests.
 
     Attributes:
-        decide: What would come of one now, without charging anybody; whether it may still wait for
-            an endpoint while another one has a place is the second argument.
-        waits: One goes on waiting, for the endpoint of this address; empty for any.
-        go: One that waited goes where this decision says, and is charged at once.
-        refuse: One that waited is told no.
-        fail: What of these calls raised an exception, for one that waited: it is told so. None lets
-            the exception through.
-        bits: Which requests can be served by the same endpoints; see `EndpointBits`. None: those of
-            equal targets.
+        decide: Returns the outcome of a request, without charging it. The second argument says
+            whether it may wait for its preferred endpoint while others have capacity.
+        waits: The request stays queued for the endpoint of this address; empty for any.
+        go: The request is dispatched with this decision, and charged at once.
+        refuse: The queued request is rejected.
+        fail: A call for the queued request raised this exception. None propagates the exception.
+        bits: Returns the endpoints of each target; see `EndpointBits`. None: requests of equal
+            targets share their endpoints.
     """
 
     decide: Callable[[ItemT, bool], GrantT | Rejection]
@@ -60,9 +59,9 @@ class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Work that a call of `pump` may do; the next call continues from there.
 
     Attributes:
-        looks: Requests that are looked at (count).
-        seconds: Time after which no further one is.
-        clock: Seconds, for that.
+        looks: Requests to examine (count).
+        seconds: Time after which no further request is examined.
+        clock: Returns seconds, monotonic.
     """
 
     looks: int
@@ -108,14 +107,14 @@ class FlowController(Generic[ItemT, GrantT]):
         Where waiting helps, `waits_s` is a number.
 
         Args:
-            outcome: What would come of it if nobody else waited.
+            outcome: The outcome with an empty queue.
             priority: Of the request.
             toward: Address of the endpoint it would go to; empty where that is not known.
         """
         if isinstance(outcome, Rejection):
             return outcome
         if self.queue.count and self.queue.ahead(priority):
-            # Whoever waits longer goes first; the turn may be this one's all the same.
+            # Requests that wait longer go first; the turn may be this request's all the same.
             return all_busy(0.0, waits_for=toward)
         return None
 
@@ -183,8 +182,8 @@ class FlowController(Generic[ItemT, GrantT]):
             now: Monotonic seconds.
 
         Returns:
-            Seconds after which to ask again even if nothing happens, 0 for at once; None where
-            nobody waits.
+            Seconds after which to ask again even if nothing happens, 0 for at once; None for
+            an empty queue.
         """
         enough = _limit(self._budget)
         for waiter in self.queue.expired(now, enough=enough):
@@ -244,7 +243,7 @@ class FlowController(Generic[ItemT, GrantT]):
             now: Monotonic seconds.
 
         Returns:
-            Seconds; None where nobody waits.
+            Seconds; None for an empty queue.
         """
         deadline = self.queue.next_deadline()
         if deadline is None:

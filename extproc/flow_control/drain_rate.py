@@ -11,10 +11,10 @@ _WINDOWS_S = (10.0, 60.0, 300.0)
 #: Releases, fading, that are enough (count).
 _ENOUGH = 4.0
 
-#: Longest wait a client is told of (seconds): beyond it the estimate means little.
+#: Upper bound of the estimate (seconds): beyond it the estimate means little.
 _LONGEST_S = 300
 
-#: Told while nothing went on yet (seconds).
+#: Estimate before the first departure (seconds).
 _UNKNOWN_S = 5
 
 
@@ -53,9 +53,9 @@ class DrainRateEstimator:
         """Estimated time until so many departures, in whole seconds, at least 1.
 
         Args:
-            ahead: How many.
+            ahead: Departures (count).
             now: Monotonic seconds.
-            most_s: Told at most; five minutes where that is less.
+            most_s: Upper bound (seconds); five minutes where that is less.
         """
         most = max(1, math.floor(min(most_s, _LONGEST_S)))
         rate = self.per_s(now)

@@ -28,7 +28,7 @@ class EndpointSet:
     """Endpoints that can serve some of the queued requests. Compared by identity.
 
     Attributes:
-        bits: Of these endpoints; 0 where nobody knows, or none can serve them.
+        bits: Of these endpoints; 0 if unknown, or if none can serve them.
         targets: Targets that are waited for and can be served by them (count).
     """
 

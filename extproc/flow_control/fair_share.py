@@ -17,7 +17,7 @@ class FairShare:
     attained(t) = sum of tokens_i 2^(-(t - t_i) / half_life). All fade alike, so what is kept is
     standing = attained(t) 2^((t - base) / half_life), which stays as it is while nothing is served:
     the order of tenants changes with service only. A tenant that comes back after a while has no
-    more credit than one that was never there, so nobody saves up turns.
+    more credit than one that was never there, so no tenant saves up turns.
 
     Args:
         half_life_s: Time after which service counts half.

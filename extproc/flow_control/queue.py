@@ -29,13 +29,13 @@ class EnqueueResult(msgspec.Struct, frozen=True):
     """A request joined the queue.
 
     Attributes:
-        displaced: Whoever had to make room for it; the driver tells them.
+        displaced: Requests that were removed to make room; the driver rejects them.
     """
 
     displaced: tuple[QueuedItem, ...] = ()
 
 
-#: Nobody had to make room.
+#: No request was displaced.
 _ALONE = EnqueueResult()
 
 
@@ -43,9 +43,9 @@ class Blocked(msgspec.Struct, frozen=True):
     """A request cannot be dispatched now, and blocks others for the same endpoints.
 
     Attributes:
-        toward: Address of the endpoint it waits for while others have a place, and holds up those
-            that would rather have it as well; empty holds up all of its endpoint set.
-        busy: Bits of the endpoints that have no place for anybody of its priority; 0 for unknown.
+        toward: Address of the preferred endpoint, which blocks requests that prefer it as well;
+            empty blocks all requests of its endpoint set.
+        busy: Bits of the endpoints without capacity for its priority; 0 for unknown.
     """
 
     toward: str = ""
@@ -174,17 +174,17 @@ class Queue:
     ) -> bool:
         """Dispatch requests until no queued request can go on.
 
-        What cannot be served now holds up only those that wait for the same. Where a call does not
-        get to the end, the next one goes on from there, and what was held up stays so until the
-        end: so everybody is looked at however little one call may do.
+        A request that cannot be dispatched blocks only requests for the same endpoints. If a call
+        ends early, the next call continues there and keeps what is blocked, so that every request
+        is examined however small the budget of a call is.
 
         Args:
-            go: Sends one on if it can be served now, and says what it holds up if not.
+            go: Dispatches a request if it can be served now, and returns what it blocks if not.
             now: Monotonic seconds.
-            enough: Asked before each look: whether to go on with the next call.
+            enough: Called before each request; True ends the call.
 
         Returns:
-            Whether everybody was looked at.
+            Whether every request was examined.
         """
         if not self._sort(enough):
             return False

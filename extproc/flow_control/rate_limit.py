@@ -39,7 +39,7 @@ class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     burst_s: _Rate = 10.0
 
 
-#: Nobody is limited.
+#: No tenant is limited.
 NO_LIMIT = RateLimit()
 
 
@@ -122,7 +122,7 @@ class TenantRateLimiter:
     Tenants that the configuration limits by name always have buckets of their own. Of all others
     `_MOST` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
     nothing for it. While there is none, further tenants share one account, so that no number of
-    names gives anybody a bucket that is full again.
+    names gives a tenant a bucket that is full again.
 
     Args:
         usual: For tenants without a limit of their own.

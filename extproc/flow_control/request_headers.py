@@ -17,7 +17,7 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Properties of a request that is about to be queued.
 
     Attributes:
-        tenant: Who sent it; empty where nobody says.
+        tenant: Tenant that sent it; empty if unknown.
         priority: Of its objective.
         objective: Its name.
         target: What it can be served by; see `QueuedItem`.

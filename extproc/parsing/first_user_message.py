@@ -15,7 +15,7 @@ _SEPARATOR = len(tokens.SEPARATOR)
 _USER = canonical_prompt.MESSAGE + b"user"
 
 #: Bytes of the first user message that are looked at; four for each character of the longest
-#: prefix anybody may configure.
+#: prefix that may be configured.
 LONGEST_BYTES = 4 * 4096
 
 #: Characters of which no text takes more than `LONGEST_BYTES`.

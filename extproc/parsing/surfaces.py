@@ -50,7 +50,7 @@ PARSERS: Mapping[str, Callable[[HttpRequest], InferenceRequest | Rejection]] = {
     "grpc_embed": vllm_grpc.parse_embed,
 }
 
-#: The answer to a model or adapter name that nobody would remember.
+#: The rejection of a model or adapter name above the limit.
 LONG_NAME: Final = decision.bad_request(
     f"expected a model or adapter name of at most {MAX_NAME_BYTES} bytes, got a longer one; "
     "correct the name"

@@ -29,10 +29,10 @@ class DeferredResponses(msgspec.Struct):
     """Replies that a request waits for.
 
     Attributes:
-        headers: The answer to its headers.
-        trailers: The answer to the trailers that ended its body.
-        others: Answers to what came while it was held.
-        scores: Of the endpoints, told with the pick.
+        headers: The reply to its headers.
+        trailers: The reply to the trailers that ended its body.
+        others: Replies to messages that arrived while it was queued.
+        scores: Of the endpoints, sent with the decision.
     """
 
     headers: bool = False

@@ -1,8 +1,8 @@
 """Exchange: state machine of one HTTP exchange, from the first message to the last.
 
-Two doors: `receive` takes an event and says what to answer at once; when it leaves a request in
-`pending`, somebody decides, and `resolve` turns the outcome into answers. Between the doors a
-request may be held.
+`receive` takes a message and returns the immediate replies. If it leaves a request in `pending`,
+the caller decides, and `apply_outcome` turns the outcome into replies. In between, the request may
+be queued.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class ModelNameRestorer:
     """Rewrites the model name in one response.
 
     Args:
-        asked: The name the engine was asked for.
-        told: The name the client used.
+        engine_model: The model name in the request to the engine.
+        client_model: The model name in the request of the client.
         events: Whether every line is a document of its own.
     """
 
@@ -252,8 +252,8 @@ def for_response(
 
     Args:
         headers: Of the answer, names in lower case.
-        engine_model: The name the engine was asked for.
-        client_model: The name the client used.
+        engine_model: The model name in the request to the engine.
+        client_model: The model name in the request of the client.
 
     Returns:
         None where names are equal or empty, and where the answer is neither JSON nor a stream of

@@ -93,7 +93,7 @@ def response_headers_reply(
         mode = response_body_mode_override(
             modes, event.headers, watch_stream=watch_stream or restored
         )
-    # The length is told with the body where that is buffered; a stream's is not known yet.
+    # A buffered body carries its length itself; the length of a stream is not known yet.
     streams = restored and (mode or modes.response) in _STREAMS
     if not settings.conformance and not owed and not streams:
         return (_MARKED if settings.response_marker else _PLAIN)[mode]

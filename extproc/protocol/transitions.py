@@ -107,10 +107,10 @@ def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
     """Build the table by index, which is faster than a lookup by pair.
 
     Args:
-        takers: What stands for each act.
+        takers: Handler of each action.
 
     Returns:
-        `places[asked][told][kind]`; None where the event does not fit.
+        `places[request_state][response_state][kind]`; None where the message does not fit.
     """
     acts = [
         [

@@ -22,20 +22,20 @@ def admit(
 
     Where the endpoint of choice has none and others have, the request waits for it if that costs
     less: c(wanted) + w + limit < min c(free), with c what the profile's cost model says and w the
-    wait that it does not know of. So a conversation is not computed anew, and pushes nobody out,
+    wait that it does not know of. So a conversation is not computed anew, and evicts no prefix,
     because somewhere else was a place for a moment. Costs are in seconds, and so is a limit; without
     a cost model the free ones are all there is to choose among.
 
     Args:
-        run: Chooses among some.
-        candidates: Who is in play, at least one.
+        run: Runs the profile over candidates.
+        candidates: Eligible endpoints, at least one.
         limit_s: Seconds of waiting from which an endpoint has no place.
         priority: Of the request.
         patient: Whether it may wait for an endpoint while another one has a place.
         shared: Whether requests of priorities above 0 come.
 
     Returns:
-        A decision, or why it waits and for whom.
+        A decision, or a rejection that names the preferred endpoint if the request may queue.
     """
     over = saturation.excess_wait_s(candidates, limit_s, priority=priority, shared=shared)
     free = [

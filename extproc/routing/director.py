@@ -230,7 +230,7 @@ class Director:
             if self.event_listener is not None:
                 self.event_listener.on_reserved(ticket, decision)
         except BaseException:
-            ticket.close(now, answered=False)  # nobody else has it
+            ticket.close(now, answered=False)  # no other object holds it
             raise
         return ticket
 
@@ -248,7 +248,7 @@ class Director:
         """Charge a request to an endpoint and predict its prompt as cached there.
 
         Args:
-            member: To whom; of the current pool.
+            member: Endpoint to charge, of the current pool.
             chain: The prompt's block hashes, root first.
             target: Adapter or model name.
             prompt_tokens: Estimated prompt tokens.
@@ -284,7 +284,7 @@ class Director:
                 growth = known.expected_growth_tokens(prompt_tokens)
                 account.track_context(ticket, chain, self._schedule.tokens, growth=growth)
             except BaseException:
-                ticket.close(now, answered=False)  # nobody else has it
+                ticket.close(now, answered=False)  # no other object holds it
                 raise
         return ticket
 

@@ -31,11 +31,11 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         members: In pool order, at least one.
-        excluded_by_model: Who may not because they do not serve the model.
-        model_unlisted: Nobody allowed lists the model, and all of them listed theirs.
-        excluded_by_health: Who may not for another reason, by reason: `failing` for endpoints whose requests
-            fail or that are out of reach, `warming` for those that are new or just back and whose
-            turn it was not, `probe` for all but the one that is tried again.
+        excluded_by_model: Endpoints that do not serve the model.
+        model_unlisted: No allowed endpoint lists the model, and all of them listed theirs.
+        excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
+            requests fail or that are out of reach, `warming` for recent endpoints in slow start,
+            `probe` for all but the endpoint that is probed.
     """
 
     members: Sequence[EndpointSnapshot]
@@ -65,7 +65,7 @@ def find_eligible(
         pool: The snapshot.
         request: Model, adapter and subset count.
         respect_subset: Keep to the endpoints the data plane allows.
-        reject_unlisted: Refuse what nobody serves, where what everybody serves is known.
+        reject_unlisted: Reject models that no endpoint serves, if all served models are known.
         health: How endpoints are tried again and eased in.
         now: Monotonic seconds.
         rng: Chance, for slow start.
@@ -83,7 +83,7 @@ def find_eligible(
     else:
         members = pool.allowed(subset)
         if not members:
-            # An endpoint that comes helps whoever was not told which ones to use.
+            # An endpoint that comes helps only requests without a subset hint.
             return no_endpoints(waits_s=math.inf if subset is None else None)
         if reject_unlisted:
             return model_not_found(request.target, pool.serving.names)
@@ -131,7 +131,7 @@ def _slow_start(
     """Admit a recent endpoint as candidate with probability f + (1 - f) t / T.
 
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
-    would leave nobody, all stay.
+    would leave no endpoint, all stay.
     """
     slow_start_s, floor = health.slow_start_s, health.slow_start_floor
     candidates: list[EndpointSnapshot] = []

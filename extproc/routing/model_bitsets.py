@@ -17,10 +17,10 @@ class ModelBitsets:
     Args:
         pool: The snapshot.
         respect_subset: Keep to the endpoints the data plane allows.
-        reject_unlisted: Whether requests for models that nobody serves are refused.
+        reject_unlisted: Whether requests for models that no endpoint serves are rejected.
 
     Attributes:
-        serving: Who serves which model, as of the snapshot.
+        serving: Endpoints by model, as of the snapshot.
     """
 
     def __init__(self, pool: Pool, *, respect_subset: bool, reject_unlisted: bool) -> None:
@@ -34,7 +34,7 @@ class ModelBitsets:
         for at, member in enumerate(pool.members):
             ip = member.endpoint.ip
             self._by_token[ip] = self._by_token.get(ip, 0) | 1 << at
-        #: The last split and its bits: names that nobody lists share one.
+        #: The last split and its bits: names that no endpoint lists share one.
         self._last: tuple[ModelMatch | None, int] = (None, self._all)
 
     def bits_for(self, model: str, adapter: str = "", subset: Sequence[str] | None = None) -> int:

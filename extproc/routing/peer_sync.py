@@ -1,9 +1,9 @@
 """Peer synchronization: replicas exchange the start and end of their requests.
 
-Each picker writes facts about its own requests to an outbox, which somebody carries to the others.
-Their mirrors charge and believe what they read as if they had decided it themselves, without
-counting it as theirs. Facts may be late, lost, doubled and out of order: every so often a picker
-says which of its requests are open, and a picker that falls silent has none.
+Each replica writes facts about its own requests to an event log, which a channel carries to the
+other replicas. These charge the requests and predict their prefixes as cached as for their own
+decisions, but count them separately. Facts may be late, lost, duplicated and out of order: each
+replica regularly lists its open requests, and a silent replica has none.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class PeerReplica:
     def _ended(self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]) -> None:
         number = fact.number
         if number > peer.until or number in peer.still:
-            # It may be told of later, or once more.
+            # Its start may arrive later, or twice.
             peer.ended[number] = None
             if len(peer.ended) > MOST_OPEN:
                 del peer.ended[next(iter(peer.ended))]

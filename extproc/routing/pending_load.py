@@ -1,7 +1,7 @@
 """Pending load: the load that queued requests will add to their preferred endpoint.
 
 Conversations that wait for an endpoint push each other's prefixes out of its cache as much as those
-that it serves. Nobody who comes should think that there is room, only because they wait with us.
+that it serves. So they count as load before they are dispatched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PendingLoad:
         tokens: Prompt tokens by depth of a chain.
 
     Attributes:
-        counted: Whether anybody looks at them.
+        counted: Whether any profile reads the pending load.
     """
 
     def __init__(

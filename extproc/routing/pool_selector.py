@@ -30,8 +30,8 @@ class PoolRoute(msgspec.Struct, frozen=True):
     Attributes:
         name: Of the pool.
         director: Routes over it.
-        match: The requests it is for. An empty claim takes those that name a model it serves, that
-            the data plane hints to its endpoints, or that nobody else is for.
+        match: Conditions on its requests. An empty match takes requests for a model it serves, with a
+            subset hint of its endpoints, or that match no other pool.
     """
 
     name: str
@@ -58,13 +58,13 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
 class ModelFit(IntEnum):
     """Fit of a pool for a model; higher is better."""
 
-    #: All its endpoints list what they serve, and it is not there.
+    #: All its endpoints listed their models, without this model.
     NO = 0
     #: It has no endpoints now.
     EMPTY = 1
-    #: Somebody in it did not list anything.
+    #: An endpoint of it did not list its models.
     UNKNOWN = 2
-    #: Somebody in it lists it.
+    #: An endpoint of it lists the model.
     LISTED = 3
 
 

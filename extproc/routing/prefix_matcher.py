@@ -32,7 +32,7 @@ class PrefixMatcher:
 
         Args:
             chain: The prompt's block hashes, root first.
-            members: Whom to ask about.
+            members: Endpoints to match.
             tokens: By depth in the chain.
         """
         if not chain:

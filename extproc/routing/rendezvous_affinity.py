@@ -49,13 +49,13 @@ def with_expected_hits(
     Args:
         key: What stays the same from turn to turn; empty for none.
         tokens: Of the prompt.
-        members: Who is in play.
+        members: Candidates.
         matched: Per member, prompt tokens that our own index believes cached there.
-        peers: What others do.
+        peers: Load of other replicas.
 
     Returns:
-        `matched`, with more at the conversation's home, and the index of its home; None where it
-        has none, or we know better.
+        `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
+        None if it has none, or our own index knows more.
     """
     if not key or peers.share < LEAST_SHARE:
         return matched, None
@@ -67,7 +67,7 @@ def with_expected_hits(
         return matched, None
     at = rendezvous_endpoint(key, members)
     if not members[at].load.prefix_hits:
-        return matched, None  # it does not cache prefixes, or nobody knows
+        return matched, None  # it does not cache prefixes, or that is unknown
     if believed <= matched[at]:
         return matched, at
     expected = list(matched)
@@ -81,7 +81,7 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
     The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between
     tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
     because each picker learns them for itself. Speeds are looked at for the `_DRAWN` members of
-    largest u only: whoever is further away would have to be several times as fast to win.
+    largest u only: a member further away would have to be several times as fast to win.
 
     Args:
         key: Not empty.

@@ -35,11 +35,11 @@ class ResponseFeedback:
             ticket: Of the request.
             status: `:status` as text.
             now: Monotonic seconds.
-            served: Address of the endpoint that answered; empty where nobody says so.
+            served: Address of the endpoint that answered; empty if unknown.
         """
         outcome = classify_status(status)
         known = served == ticket.endpoint.address
-        # A name that is nobody's is a data plane that spells addresses in another way.
+        # An unknown name is an address that the data plane writes in another way.
         other = self._fleet.pool.find(served) if served and not known else None
         if other is None:
             sole = known or (ticket.sole_endpoint and not served)

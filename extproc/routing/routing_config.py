@@ -19,8 +19,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         fallbacks: Further endpoints named after the chosen one.
         respect_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
             sends requests where they were not allowed.
-        reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
-            is known. False, because engines answer that themselves.
+        reject_unlisted: Reject requests for models that no endpoint serves, if all served models
+            are known. False, because engines answer that themselves.
         busy_s: How long a request may wait on an endpoint before it counts as busy; None never
             looks.
         kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.

@@ -50,7 +50,7 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     beside, 0 where q is; w the requests in front that wait for a place or memory, and b = o i(r) / r
     the seconds between two answers that end (o tokens of an answer, i(r) seconds of an iteration
     with r running). All of it is our own account, corrected by scrapes; an endpoint whose
-    scrape is late counts as the mean of the others, and while nobody has any w is 0.
+    scrape is late counts as the mean of the others, and while none has a scrape w is 0.
 
     Args:
         candidate: The endpoint.

@@ -17,8 +17,8 @@ def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> boo
     """True if every eligible endpoint is saturated.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
-    several; else `UtilizationDetector` with its defaults. An endpoint whose load nobody knows is as
-    full as the others; while no load is known nobody is full, so that a scraper in trouble drops
+    several; else `UtilizationDetector` with its defaults. An endpoint of unknown load is as
+    full as the others; while no load is known none is full, so that a scraper in trouble drops
     nothing.
 
     Args:
