@@ -5,7 +5,7 @@ from extproc.discovery import dns_answers, endpoint_list
 from extproc.endpoint import Endpoint
 
 
-def given(places):
+def entries_of(places):
     """Entries from `host:port` texts, several of them separated by commas."""
     listed = [place for text in places for place in text.split(",")]
     return endpoint_list.from_document({"endpoints": listed}, where="f")
@@ -17,7 +17,7 @@ def addresses(resolution):
 
 def test_literals_need_no_answer():
     """IPv4 and IPv6 literals become endpoints in the order of the list."""
-    listed = given(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
+    listed = entries_of(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
     result = dns_answers.merge(listed, {}, last={})
     assert addresses(result) == ["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"]
     assert dns_answers.names(listed) == ()
@@ -36,15 +36,15 @@ def test_a_name_gives_one_endpoint_per_address():
 
 def test_the_order_does_not_depend_on_the_resolver():
     """Round-robin DNS does not reorder the pool."""
-    listed = given(["engines:1"])
-    one = dns_answers.merge(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
+    listed = entries_of(["engines:1"])
+    ordered = dns_answers.merge(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
     two = dns_answers.merge(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
-    assert one == two
+    assert ordered == two
 
 
 def test_a_name_on_two_ports_is_asked_once():
     """Two ports of one name share its answer."""
-    listed = given(["engines:1,engines:2"])
+    listed = entries_of(["engines:1,engines:2"])
     assert dns_answers.names(listed) == ("engines",)
     result = dns_answers.merge(listed, {"engines": ("10.0.0.1",)}, last={})
     assert addresses(result) == ["10.0.0.1:1", "10.0.0.1:2"]
@@ -52,14 +52,14 @@ def test_a_name_on_two_ports_is_asked_once():
 
 def test_an_address_named_twice_is_one_endpoint():
     """A literal and a name of the same place are one endpoint; the first one names it."""
-    listed = given(["10.0.0.1:1,engines:1"])
+    listed = entries_of(["10.0.0.1:1,engines:1"])
     result = dns_answers.merge(listed, {"engines": ("10.0.0.1",)}, last={})
     assert result.endpoints == (Endpoint("10.0.0.1:1"),)
 
 
 def test_a_name_that_fails_keeps_its_last_answer():
     """A resolver that is down takes nobody out of the pool, and it is said."""
-    listed = given(["engines:1,others:1"])
+    listed = entries_of(["engines:1,others:1"])
     first = dns_answers.merge(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
     assert (first.stale, first.missing) == ((), ("others",))
     second = dns_answers.merge(listed, {}, last=first.answers)
@@ -83,13 +83,13 @@ _IPS = st.ip_addresses().map(str)
 )
 def test_no_series_of_failures_empties_a_name(rounds):
     """Once a name has resolved it has endpoints for ever, each address once."""
-    listed = given(["a:1,b:1,c:1"])
-    last, seen = {}, set()
+    listed = entries_of(["a:1,b:1,c:1"])
+    last, resolved = {}, set()
     for fresh in rounds:
         result = dns_answers.merge(listed, fresh, last=last)
         last = result.answers
-        seen |= {name for name, ips in fresh.items() if ips}
-        assert set(last) == seen
+        resolved |= {name for name, ips in fresh.items() if ips}
+        assert set(last) == resolved
         assert all(last.values())
         assert len(set(addresses(result))) == len(result.endpoints)
 

@@ -80,7 +80,7 @@ def test_what_is_wrong_is_shown_by_its_path(item, where, message):
 
 
 @pytest.mark.parametrize(
-    ("whole", "message"),
+    ("loaded", "message"),
     [
         (None, "got nothing"),
         ([], "got a list"),
@@ -89,10 +89,10 @@ def test_what_is_wrong_is_shown_by_its_path(item, where, message):
         ({"endpoint": []}, "did you mean `endpoints`?"),
     ],
 )
-def test_a_document_of_another_shape_is_refused(whole, message):
+def test_a_document_of_another_shape_is_refused(loaded, message):
     """Only a mapping with a list `endpoints` is one."""
     with pytest.raises(ConfigError) as caught:
-        endpoint_list.from_document(whole, where="pool.yaml")
+        endpoint_list.from_document(loaded, where="pool.yaml")
     assert message in str(caught.value)
 
 
@@ -126,10 +126,10 @@ _JSON = st.recursive(
 
 @hypothesis.given(_JSON | st.fixed_dictionaries({"endpoints": st.lists(_JSON, max_size=3)}))
 @hypothesis.settings(max_examples=examples(150), deadline=None)
-def test_any_document_is_read_or_refused(whole):
+def test_any_document_is_read_or_refused(loaded):
     """Nothing but ConfigError is raised, and what is read has hosts and ports."""
     try:
-        listed = endpoint_list.from_document(whole, where="f")
+        listed = endpoint_list.from_document(loaded, where="f")
     except ConfigError:
         return
     assert all(entry.host and 1 <= entry.port <= 65535 for entry in listed)
@@ -165,6 +165,6 @@ def test_names_and_labels_are_bounded(item, wanted):
 
 def test_endpoints_are_counted():
     """A list has a bound on its endpoints, so that anchors of YAML cannot make a huge one."""
-    one = {"address": "10.0.0.1", "port": 8000}
+    entry = {"address": "10.0.0.1", "port": 8000}
     with pytest.raises(ConfigError, match="at most 16384 endpoints, got 16385"):
-        document(*[one] * 16_385)
+        document(*[entry] * 16_385)

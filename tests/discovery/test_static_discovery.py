@@ -9,19 +9,19 @@ from extproc.errors import ConfigError
 
 class Fleet:
     def __init__(self):
-        self.told = []
+        self.updates = []
 
     def set_endpoints(self, endpoints, now):
-        self.told.append(([endpoint.address for endpoint in endpoints], now))
+        self.updates.append(([endpoint.address for endpoint in endpoints], now))
 
 
 class Resolver:
     def __init__(self, **answers):
         self.answers = answers
-        self.asked = []
+        self.queries = []
 
     async def resolve(self, names):
-        self.asked.append(names)
+        self.queries.append(names)
         return {name: self.answers.get(name, ()) for name in names}
 
 
@@ -65,8 +65,8 @@ def test_flags_are_told_once():
         scene = Scene("10.0.0.1:1,[fd00::1]:1")
         await scene.subject.start()
         await scene.step(1000.0)
-        assert scene.fleet.told == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
-        assert scene.resolver.asked == []
+        assert scene.fleet.updates == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
+        assert scene.resolver.queries == []
 
     asyncio.run(scene())
 
@@ -77,7 +77,7 @@ def test_a_fleet_of_nobody_is_told_too():
     async def scene():
         scene = Scene()
         await scene.subject.start()
-        assert scene.fleet.told == [([], 0.0)]
+        assert scene.fleet.updates == [([], 0.0)]
 
     asyncio.run(scene())
 
@@ -94,7 +94,7 @@ def test_a_changed_file_is_read_at_the_next_look(tmp_path):
         write(path, "10.0.0.3:1", "10.0.0.2:1")
         await scene.step(2.0)
         await scene.step(3.0)
-        assert scene.fleet.told == [
+        assert scene.fleet.updates == [
             (["10.0.0.1:1", "10.0.0.2:1"], 0.0),
             (["10.0.0.1:1", "10.0.0.3:1", "10.0.0.2:1"], 2.0),
         ]
@@ -117,10 +117,10 @@ def test_a_broken_file_keeps_the_old_endpoints(tmp_path):
         await scene.step(3.0)
         assert scene.kinds() == ["replaced", "file-broken", "file-broken"]
         assert "did you mean `address`?" in scene.facts[1].detail
-        assert len(scene.fleet.told) == 1
+        assert len(scene.fleet.updates) == 1
         write(path, "10.0.0.4:1")
         await scene.step(4.0)
-        assert scene.fleet.told[-1] == (["10.0.0.4:1"], 4.0)
+        assert scene.fleet.updates[-1] == (["10.0.0.4:1"], 4.0)
 
     asyncio.run(scene())
 
@@ -139,10 +139,10 @@ def test_names_are_resolved_again_when_due():
         await scene.subject.start()
         await scene.step(29.0)
         await scene.step(30.0)
-        assert len(scene.resolver.asked) == 2
+        assert len(scene.resolver.queries) == 2
         scene.resolver.answers["engines"] = ("10.0.0.2", "10.0.0.1")
         await scene.step(60.0)
-        assert scene.fleet.told == [
+        assert scene.fleet.updates == [
             (["10.0.0.1:1"], 0.0),
             (["10.0.0.1:1", "10.0.0.2:1"], 60.0),
         ]
@@ -161,8 +161,8 @@ def test_a_name_that_fails_is_said_once_and_asked_sooner():
         await scene.step(3.0)
         await scene.step(6.0)
         assert scene.kinds() == ["name-missing", "replaced", "name-kept"]
-        assert len(scene.fleet.told) == 1
-        assert len(scene.resolver.asked) == 3
+        assert len(scene.fleet.updates) == 1
+        assert len(scene.resolver.queries) == 3
         scene.resolver.answers["engines"] = ("10.0.0.1",)
         await scene.step(9.0)
         scene.resolver.answers.clear()
@@ -212,7 +212,7 @@ def test_the_loop_steps_until_cancelled(tmp_path):
             resolver=scene.resolver,
             clock=lambda: 0.0,
             rng=random.Random(1),
-            on_fact=lambda fact: changed.set() if len(scene.fleet.told) == 2 else None,
+            on_fact=lambda fact: changed.set() if len(scene.fleet.updates) == 2 else None,
         )
         await subject.start()
         task = asyncio.ensure_future(subject.run())
@@ -221,6 +221,6 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
-        assert scene.fleet.told[-1][0] == ["10.0.0.2:1"]
+        assert scene.fleet.updates[-1][0] == ["10.0.0.2:1"]
 
     asyncio.run(scene())

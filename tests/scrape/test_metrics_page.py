@@ -296,9 +296,9 @@ def test_a_page_of_an_unknown_engine_says_nothing():
 )
 def test_what_is_no_metrics_page_is_said_so(body):
     """Empty, HTML, JSON and binary bodies are a value with a reason."""
-    found = metrics_page.read(body, 7.0)
-    assert isinstance(found, metrics_page.UnreadablePage)
-    assert found.reason
+    result = metrics_page.read(body, 7.0)
+    assert isinstance(result, metrics_page.UnreadablePage)
+    assert result.reason
 
 
 def _pieces():
@@ -314,11 +314,11 @@ def _pieces():
 @hypothesis.settings(max_examples=examples(400), deadline=None)
 def test_any_bytes_give_a_load_or_a_reason(body):
     """Arbitrary bytes never raise, and a load never holds a number that is none."""
-    found = metrics_page.read(body, 7.0)
-    if isinstance(found, Load):
-        for value in (found.waiting, found.running, found.prefix_hits):
+    result = metrics_page.read(body, 7.0)
+    if isinstance(result, Load):
+        for value in (result.waiting, result.running, result.prefix_hits):
             assert value is None or 0 <= value < float("inf")
-        assert found.kv_usage is None or 0 <= found.kv_usage <= 1
+        assert result.kv_usage is None or 0 <= result.kv_usage <= 1
 
 
 @hypothesis.given(st.integers(0, len(LORA)), st.binary(max_size=20), st.integers(0, 200))

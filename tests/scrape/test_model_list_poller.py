@@ -20,7 +20,7 @@ class Engine:
         self.page = PAGE
         self.list = LIST
         self.missed = 0
-        self.asked = []
+        self.requests = []
         self.forgotten = []
         self.facts = []
         self.fleet = store.PoolStore(lambda _: None)
@@ -41,7 +41,7 @@ class Engine:
 
     async def get(self, where):
         path = where.request.split()[1].decode()
-        self.asked.append((where.port, path))
+        self.requests.append((where.port, path))
         return self.list if path == models_page.PATH else self.page
 
     def forget(self, where):
@@ -54,7 +54,7 @@ class Engine:
     @property
     def lists(self):
         """How often the models were asked for."""
-        return sum(path == models_page.PATH for _, path in self.asked)
+        return sum(path == models_page.PATH for _, path in self.requests)
 
     async def at(self, *moments):
         """A scrape at each of these seconds."""
@@ -181,7 +181,7 @@ def test_models_are_asked_for_on_the_port_that_serves():
     async def scene():
         engine = Engine(("metrics-port", "9100"))
         await engine.at(0)
-        assert engine.asked == [(9100, "/metrics"), (8000, "/v1/models")]
+        assert engine.requests == [(9100, "/metrics"), (8000, "/v1/models")]
         async with asyncio.TaskGroup() as tasks:
             await engine.scraper.step(tasks)
             engine.fleet.set_endpoints([], 0.0)

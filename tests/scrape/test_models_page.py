@@ -20,17 +20,17 @@ def test_vllm_lists_base_and_adapters():
     Source: docs/spec/engines.md#models-page.
     """
     card = {"object": "model", "created": 1, "owned_by": "vllm", "permission": [{"id": "p"}]}
-    found = models_page.read(
+    models = models_page.read(
         page(
             {**card, "id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
             {**card, "id": "small", "root": "/models/tiny", "parent": None},
             {**card, "id": "lora-a", "root": "/loras/a", "parent": "tiny", "max_model_len": None},
         )
     )
-    assert found == ServedModels(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
-    assert "tiny" in found
-    assert "lora-a" in found
-    assert "lora-b" not in found
+    assert models == ServedModels(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
+    assert "tiny" in models
+    assert "lora-a" in models
+    assert "lora-b" not in models
 
 
 @pytest.mark.parametrize("parent", ["", "m", 3, [], {}])

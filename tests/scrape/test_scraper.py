@@ -31,12 +31,12 @@ class Fetcher:
     def __init__(self, clock, **answers):
         self.clock = clock
         self.answers = answers
-        self.asked = []
+        self.requests = []
         self.forgotten = []
         self.moved = asyncio.Event()
 
     async def get(self, where):
-        self.asked.append((where.host, where.port))
+        self.requests.append((where.host, where.port))
         self.clock.now += 0.25
         self.moved.set()
         answer = self.answers.get(f"p{where.port}", b"vllm:num_requests_waiting 3\n")
@@ -73,7 +73,11 @@ class Scene:
 
     def hold(self, *endpoints):
         self.fleet.set_endpoints(
-            [one if isinstance(one, Endpoint) else Endpoint(one) for one in endpoints], 0.0
+            [
+                endpoint if isinstance(endpoint, Endpoint) else Endpoint(endpoint)
+                for endpoint in endpoints
+            ],
+            0.0,
         )
 
     def watch(self, at=0):
@@ -106,7 +110,7 @@ def test_the_mark_is_taken_before_the_request():
         begin = scene.fleet.begin_scrape
         scene.fleet.begin_scrape = lambda endpoint: marks.append(begin(endpoint)) or marks[-1]
         step = asyncio.ensure_future(scene.watch().step())
-        await scene.fetcher.until(lambda: scene.fetcher.asked)
+        await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         gate.set()
         await step
@@ -160,7 +164,7 @@ def test_117_each_rank_is_scraped_on_its_own_port():
         scene = Scene("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", *moved)
         for at in range(6):
             await scene.watch(at).step()
-        assert scene.fetcher.asked == [
+        assert scene.fetcher.requests == [
             ("10.0.0.1", 8000),
             ("10.0.0.1", 8001),
             ("fd00::1", 8000),
@@ -219,8 +223,8 @@ def test_one_that_hangs_delays_no_other():
     async def scene():
         scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=asyncio.Event())
         task = asyncio.ensure_future(scene.subject.run())
-        await scene.fetcher.until(lambda: scene.fetcher.asked.count(("10.0.0.2", 2)) >= 20)
-        assert scene.fetcher.asked.count(("10.0.0.1", 1)) == 1
+        await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.2", 2)) >= 20)
+        assert scene.fetcher.requests.count(("10.0.0.1", 1)) == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
@@ -282,7 +286,7 @@ def test_a_scrape_that_outlives_its_endpoint_is_dropped():
         gate = asyncio.Event()
         scene = Scene("10.0.0.1:1", p1=gate)
         step = asyncio.ensure_future(scene.watch().step())
-        await scene.fetcher.until(lambda: scene.fetcher.asked)
+        await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.hold()
         scene.hold("10.0.0.1:1")
         gate.set()
@@ -296,11 +300,11 @@ def test_real_engines_are_scraped_over_sockets(http):
     """The shells together: two addresses of loopback, one page each, into the pool."""
 
     async def scene():
-        one, two = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
-        async with http.serving(one, "127.0.0.1"), http.serving(two, "127.0.0.2"):
+        first, second = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
+        async with http.serving(first, "127.0.0.1"), http.serving(second, "127.0.0.2"):
             fleet_ = store.PoolStore(lambda _: None)
             fleet_.set_endpoints(
-                [Endpoint(f"127.0.0.1:{one.port}"), Endpoint(f"127.0.0.2:{two.port}")], 0.0
+                [Endpoint(f"127.0.0.1:{first.port}"), Endpoint(f"127.0.0.2:{second.port}")], 0.0
             )
             fetch = client.ScrapeClient(timeout_s=60.0, cap_bytes=10_000)
             clock = asyncio.get_running_loop().time
@@ -353,7 +357,7 @@ def test_one_page_that_makes_us_raise_stops_no_other_endpoint(caplog):
         scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=POISON)
         poisoned(scene.fleet)
         task = asyncio.ensure_future(scene.subject.run())
-        await scene.fetcher.until(lambda: scene.fetcher.asked.count(("10.0.0.2", 2)) >= 20)
+        await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.2", 2)) >= 20)
         subject = scene.subject.supervisor
         assert subject.failures["scrape"] >= 1
         assert subject.degraded == ["scrape"]
@@ -382,7 +386,7 @@ def test_a_fact_that_nobody_can_take_stops_no_scraping():
         scene.subject.supervisor = Supervisor(sleep=no_pause)
         scene.subject.on_fact = {}.__getitem__
         task = asyncio.ensure_future(scene.subject.run())
-        await scene.fetcher.until(lambda: len(scene.fetcher.asked) >= 5)
+        await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 5)
         assert scene.load().waiting == 3.0
         assert scene.subject.supervisor.failures["scrape"] >= 4
         task.cancel()

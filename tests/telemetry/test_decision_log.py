@@ -25,7 +25,7 @@ def test_the_oldest_leave_first():
     ring = DecisionLog(2)
     for name in "abc":
         ring.add(name, decided(), 0.0)
-    assert [one.id for one in ring.latest(9)] == ["c", "b"]
+    assert [record.id for record in ring.latest(9)] == ["c", "b"]
     assert ring.find("a") is None
     assert ring.find("b").id == "b"
 
@@ -59,7 +59,7 @@ def test_the_ring_never_exceeds_its_bounds(added):
     ring = DecisionLog(4, most_candidates=12)
     for name, candidates in added:
         ring.add(name, decided(candidates), 0.0)
-        kept = [len(one.decision.candidates) for one in ring.latest(9)]
-        assert len(kept) <= 4
-        assert sum(kept) <= 12 or len(kept) == 1
+        sizes = [len(record.decision.candidates) for record in ring.latest(9)]
+        assert len(sizes) <= 4
+        assert sum(sizes) <= 12 or len(sizes) == 1
         assert msgspec.structs.asdict(ring.find(name).decision)["block_hashes"] == ()

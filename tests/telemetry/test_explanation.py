@@ -44,11 +44,11 @@ def decision(**more):
 
 def test_decision_is_told_whole():
     """Steps, survivors, raw and weighted scores, totals and ranks are all there."""
-    told = explanation.explain(decision())
-    assert told["outcome"] == "decision"
-    assert told["endpoints"] == ["10.0.0.2:8000"]
-    assert [step["dropped"] for step in told["filters"]] == [["10.0.0.3:8000"], []]
-    assert told["scored_candidates"] == [
+    document = explanation.explain(decision())
+    assert document["outcome"] == "decision"
+    assert document["endpoints"] == ["10.0.0.2:8000"]
+    assert [step["dropped"] for step in document["filters"]] == [["10.0.0.3:8000"], []]
+    assert document["scored_candidates"] == [
         {
             "endpoint": "10.0.0.1:8000",
             "raw": [0.25, 0.5],
@@ -64,8 +64,8 @@ def test_decision_is_told_whole():
             "rank": 1,
         },
     ]
-    assert told["candidates"][1]["age_s"] == 0.25
-    assert told["candidates"][1]["adapters"] == ["x", "y"]
+    assert document["candidates"][1]["age_s"] == 0.25
+    assert document["candidates"][1]["adapters"] == ["x", "y"]
 
 
 def test_branches_of_a_tree_are_told():
@@ -76,22 +76,24 @@ def test_branches_of_a_tree_are_told():
         FilterTreeStep("mine", [], "failure", "KeyError"),
         FilterTreeStep("kv-range", [A]),
     ]
-    told = explanation.explain(decision(filters=[FilterResult("tree", [A], branches)]))
-    (step,) = told["filters"]
+    document = explanation.explain(decision(filters=[FilterResult("tree", [A], branches)]))
+    (step,) = document["filters"]
     assert step["dropped"] == ["10.0.0.2:8000", "10.0.0.3:8000"]
-    assert [(one["name"], one["branch"], one["error_type"]) for one in step["branches"]] == [
+    assert [
+        (branch["name"], branch["branch"], branch["error_type"]) for branch in step["branches"]
+    ] == [
         ("drop-request", "either", ""),
         ("low-latency", "success", ""),
         ("mine", "failure", "KeyError"),
         ("kv-range", "", ""),
     ]
-    assert [one["dropped"] for one in step["branches"]] == [
+    assert [branch["dropped"] for branch in step["branches"]] == [
         ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"],
         ["10.0.0.3:8000"],
         ["10.0.0.1:8000", "10.0.0.2:8000"],
         ["10.0.0.2:8000"],
     ]
-    shown = explanation_text.render_table(told)
+    shown = explanation_text.render_table(document)
     assert "\n  drop-request     0  everybody; then either\n" in shown
     assert "\n  low-latency      2  10.0.0.3:8000; then success\n" in shown
     assert "\n  mine             0  everybody, raised KeyError; then failure\n" in shown
@@ -100,10 +102,10 @@ def test_branches_of_a_tree_are_told():
 
 def test_json_has_no_prompt_no_session_and_no_infinity():
     """What is told is plain JSON without the prompt or the session's name."""
-    told = json.dumps(explanation.explain(decision()), allow_nan=False)
-    assert "PROMPT" not in told
-    assert '"S"' not in told
-    assert json.loads(told)["candidates"][0]["age_s"] is None
+    document = json.dumps(explanation.explain(decision()), allow_nan=False)
+    assert "PROMPT" not in document
+    assert '"S"' not in document
+    assert json.loads(document)["candidates"][0]["age_s"] is None
 
 
 def test_whom_a_request_waits_for_is_told():
@@ -114,24 +116,24 @@ def test_whom_a_request_waits_for_is_told():
 
 def test_rejection_is_told():
     """A rejection is told with status, reason and when to try again."""
-    told = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
-    assert told == {
+    document = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
+    assert document == {
         "outcome": "rejection",
         "status": 429,
         "message": "full",
         "reason": "why",
         "retry_after_s": 1,
     }
-    assert explanation_text.render_table(told) == (
+    assert explanation_text.render_table(document) == (
         "refused with 429: full\nreason: why\nretry after: 1 s\n"
     )
 
 
 def test_table_survives_json():
     """The table of an explanation is the same after a trip through JSON."""
-    told = explanation.explain(decision(degraded="scorer x raised KeyError"))
-    shown = explanation_text.render_table(told)
-    assert explanation_text.render_table(json.loads(json.dumps(told))) == shown
+    document = explanation.explain(decision(degraded="scorer x raised KeyError"))
+    shown = explanation_text.render_table(document)
+    assert explanation_text.render_table(json.loads(json.dumps(document))) == shown
     assert shown.endswith(
         "chosen by max-score: 10.0.0.2:8000; runner-up: 10.0.0.1:8000\ndegraded: scorer x raised KeyError\n"
     )
@@ -152,20 +154,24 @@ PRICED = CostResult(
 
 def test_costs_are_told_in_milliseconds():
     """A cost model's terms stand beside its costs, seconds as milliseconds."""
-    told = explanation.explain(decision(scores=[], cost=PRICED, totals=[-0.5, -0.0123]))
-    assert told["cost"] == {"name": "estimated-time", "unit": "ms", "terms": ["queue", "prefill"]}
-    assert told["scored_candidates"][0]["terms"] == [400.0, 100.0]
-    assert told["scored_candidates"][1]["cost"] == 12.3
-    assert told["runner_up"] == "10.0.0.1:8000"
-    shown = explanation_text.render_table(told)
+    document = explanation.explain(decision(scores=[], cost=PRICED, totals=[-0.5, -0.0123]))
+    assert document["cost"] == {
+        "name": "estimated-time",
+        "unit": "ms",
+        "terms": ["queue", "prefill"],
+    }
+    assert document["scored_candidates"][0]["terms"] == [400.0, 100.0]
+    assert document["scored_candidates"][1]["cost"] == 12.3
+    assert document["runner_up"] == "10.0.0.1:8000"
+    shown = explanation_text.render_table(document)
     assert "COST ms" in shown
     assert "runner-up: 10.0.0.1:8000" in shown
 
 
 def test_short_form_fits_a_header():
     """One line of ASCII says who was chosen, at what cost, and who came next."""
-    made = decision(profile="adaptive", scores=[], cost=PRICED, totals=[-0.5, -0.0123])
-    assert explanation.short(made) == (
+    outcome = decision(profile="adaptive", scores=[], cost=PRICED, totals=[-0.5, -0.0123])
+    assert explanation.short(outcome) == (
         "adaptive; chose=10.0.0.2:8000; cost=12.3ms; cached=0/2; next=10.0.0.1:8000; cost=500.0ms"
     )
     assert explanation.short(decision()) == (
@@ -175,16 +181,20 @@ def test_short_form_fits_a_header():
 
 def test_past_decision_is_told_with_what_came_of_it():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
-    kept = decision_log.DecisionLog(10)
-    one = kept.add("id-1", decision(block_hashes=[1, 2]), 5.0)
-    assert (one.decision.request.prompt, one.decision.block_hashes) == (b"", ())
-    one.status, one.seconds, one.usage = "200", 1.5, {"cached": 7}
-    told = explanation.recorded(one, 8.0)
-    assert (told["seconds_ago"], told["status"], told["usage"]) == (3.0, "200", {"cached": 7})
-    assert explanation_text.render_past(told).startswith(
+    ring = decision_log.DecisionLog(10)
+    record = ring.add("id-1", decision(block_hashes=[1, 2]), 5.0)
+    assert (record.decision.request.prompt, record.decision.block_hashes) == (b"", ())
+    record.status, record.seconds, record.usage = "200", 1.5, {"cached": 7}
+    document = explanation.recorded(record, 8.0)
+    assert (document["seconds_ago"], document["status"], document["usage"]) == (
+        3.0,
+        "200",
+        {"cached": 7},
+    )
+    assert explanation_text.render_past(document).startswith(
         "request id-1: 3.0 s ago, status 200, took 1.500 s; tokens reported: 7 cached\n"
     )
-    assert explanation.summary(one, 8.0)["endpoint"] == "10.0.0.2:8000"
+    assert explanation.summary(record, 8.0)["endpoint"] == "10.0.0.2:8000"
 
 
 def fleet():
@@ -200,8 +210,8 @@ def fleet():
 
 def test_pool_state_tells_what_is_known():
     """What is known is told with its age; what is not is left out."""
-    told = explanation.describe_pool(fleet().pool, 12.5)
-    assert told == {
+    document = explanation.describe_pool(fleet().pool, 12.5)
+    assert document == {
         "endpoints": [
             {
                 "address": "a:1",
@@ -247,8 +257,8 @@ def test_pool_state_tells_what_is_known():
 def test_state_comes_back_to_life():
     """A pool that was written down and read again gives the same candidates."""
     pool = fleet()
-    told = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
-    read = msgspec.convert(told, pool_state.PoolState)
+    document = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
+    read = msgspec.convert(document, pool_state.PoolState)
     outcome = offline_explain.decide(
         sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
@@ -266,11 +276,11 @@ def test_who_is_put_aside_is_told_with_the_reason():
         member = pool.pool.find("b:2")
         assert member is not None
         pool.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=12.0, now=12.0)
-    told = explanation.describe_pool(pool.pool, 13.0)["endpoints"][1]
-    assert (told["health"], told["cause"], told["out_s"], told["ejections"]) == (
+    document = explanation.describe_pool(pool.pool, 13.0)["endpoints"][1]
+    assert (document["health"], document["cause"], document["out_s"], document["ejections"]) == (
         ("ejected", "errors", 1.0, 1)
     )
-    assert 3.0 <= told["again_s"] <= 4.0
+    assert 3.0 <= document["again_s"] <= 4.0
     read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
     outcome = offline_explain.decide(
         sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"

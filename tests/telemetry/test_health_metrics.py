@@ -10,7 +10,7 @@ from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import House
 
-ONE, TWO, THREE = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 
 
 def page(house: House) -> dict[tuple[str, str], float]:
@@ -38,31 +38,31 @@ def page(house: House) -> dict[tuple[str, str], float]:
 
 def test_who_is_out_and_how_often():
     """A gauge for each endpoint, ejections by cause, trials by what they came to."""
-    house = House({ONE: None, TWO: None, THREE: None})
-    found = house.fleet.pool.find(ONE)
-    assert found is not None
+    house = House({FIRST: None, SECOND: None, THIRD: None})
+    member = house.fleet.pool.find(FIRST)
+    assert member is not None
     for _ in range(3):
         house.fleet.record_outcome(
-            found.endpoint, RequestOutcome.FAILED, sent_at=house.now, now=house.now
+            member.endpoint, RequestOutcome.FAILED, sent_at=house.now, now=house.now
         )
     shown = page(house)
-    assert shown["extproc_endpoint_ejected", ONE] == 1.0
-    assert shown["extproc_endpoint_ejected", TWO] == 0.0
-    assert shown["extproc_endpoint_up", ONE] == 1.0
+    assert shown["extproc_endpoint_ejected", FIRST] == 1.0
+    assert shown["extproc_endpoint_ejected", SECOND] == 0.0
+    assert shown["extproc_endpoint_up", FIRST] == 1.0
     assert shown["extproc_ejections_total", "errors"] == 1.0
     house.now += 10.0
-    house.fleet.record_sent(found.endpoint, house.now)
+    house.fleet.record_sent(member.endpoint, house.now)
     house.fleet.record_outcome(
-        found.endpoint, RequestOutcome.SERVED, sent_at=house.now, now=house.now
+        member.endpoint, RequestOutcome.SERVED, sent_at=house.now, now=house.now
     )
     shown = page(house)
-    assert shown["extproc_endpoint_ejected", ONE] == 0.0
+    assert shown["extproc_endpoint_ejected", FIRST] == 0.0
     assert shown["extproc_probes_total", "ok"] == 1.0
 
 
 def test_addresses_left_out_are_shown():
     """A pool that is cut at the bound of its size can be alerted on."""
-    house = House({ONE: None})
+    house = House({FIRST: None})
     watched = PoolView(
         house.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), addresses_left_out=3616
     )

@@ -26,9 +26,9 @@ def decision(**more):
 def listed(*models):
     """A house whose endpoints listed these."""
     house = House({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
-    for member, one in zip(house.fleet.pool.members, models, strict=True):
-        if one is not None:
-            house.fleet.observe_models(member.endpoint, one)
+    for member, served in zip(house.fleet.pool.members, models, strict=True):
+        if served is not None:
+            house.fleet.observe_models(member.endpoint, served)
     return house
 
 
@@ -41,67 +41,67 @@ TWO = listed(
 
 def test_the_choice_by_model_is_the_first_step():
     """Who does not serve the model is dropped before the first filter."""
-    told = explanation.explain(decision(excluded_by_model=[B.endpoint]))
-    assert told["filters"][0] == {
+    document = explanation.explain(decision(excluded_by_model=[B.endpoint]))
+    assert document["filters"][0] == {
         "name": "serves-model",
         "survivors": ["10.0.0.1:8000"],
         "dropped": ["10.0.0.2:8000"],
     }
-    assert "serves-model     1  10.0.0.2:8000" in explanation_text.render_table(told)
+    assert "serves-model     1  10.0.0.2:8000" in explanation_text.render_table(document)
     assert explanation.explain(decision())["filters"] == []
 
 
 def test_a_rewrite_is_told():
     """The name the engine is given, the client's, and whether the body has a place for it."""
     edited = decision(model_rewrite="sql", body_edit=BodyEdit(0, 1, b"x"), client_model="llama")
-    told = explanation.explain(edited)
-    assert told["model_rewrite"] == {"name": "sql", "client": "llama", "editable": True}
-    shown = explanation_text.render_table(told)
+    document = explanation.explain(edited)
+    assert document["model_rewrite"] == {"name": "sql", "client": "llama", "editable": True}
+    shown = explanation_text.render_table(document)
     assert "rewrite: the engine is asked for sql in place of llama, in the body\n" in shown
-    told = explanation.explain(decision(model_rewrite="sql"))
-    shown = explanation_text.render_table(told)
+    document = explanation.explain(decision(model_rewrite="sql"))
+    shown = explanation_text.render_table(document)
     assert "the engine is asked for sql, but the body cannot be edited\n" in shown
 
 
 def test_a_priority_is_told():
     """The objective and its priority, where the pool has it."""
     request = InferenceRequest("chat", objective="batch", priority=-1)
-    told = explanation.explain(msgspec.structs.replace(decision(), request=request))
-    assert (told["request"]["objective"], told["request"]["priority"]) == ("batch", -1)
-    assert ", priority -1 by objective batch" in explanation_text.render_table(told)
+    document = explanation.explain(msgspec.structs.replace(decision(), request=request))
+    assert (document["request"]["objective"], document["request"]["priority"]) == ("batch", -1)
+    assert ", priority -1 by objective batch" in explanation_text.render_table(document)
     assert "priority" not in explanation_text.render_table(explanation.explain(decision()))
 
 
 def test_a_model_nobody_lists_is_told():
     """A decision that passed it on says so."""
-    told = explanation.explain(decision(model_unlisted=True))
-    assert told["model_unlisted"] is True
-    assert "no endpoint lists it" in explanation_text.render_table(told)
+    document = explanation.explain(decision(model_unlisted=True))
+    assert document["model_unlisted"] is True
+    assert "no endpoint lists it" in explanation_text.render_table(document)
 
 
 def test_the_ring_keeps_the_rewrite():
     """A decision of the past tells the same."""
-    kept = decision_log.DecisionLog(10)
-    kept.add("id", decision(model_rewrite="sql", excluded_by_model=[B.endpoint]), 1.0)
-    found = kept.find("id")
-    assert found is not None
-    told = explanation.recorded(found, 2.0)
-    assert told["model_rewrite"]["name"] == "sql"
-    assert told["excluded_by_model"] == ["10.0.0.2:8000"]
+    ring = decision_log.DecisionLog(10)
+    ring.add("id", decision(model_rewrite="sql", excluded_by_model=[B.endpoint]), 1.0)
+    record = ring.find("id")
+    assert record is not None
+    document = explanation.recorded(record, 2.0)
+    assert document["model_rewrite"]["name"] == "sql"
+    assert document["excluded_by_model"] == ["10.0.0.2:8000"]
 
 
 def test_models_of_a_state_come_back_to_life():
     """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
-    told = json.loads(json.dumps(explanation.describe_pool(TWO.fleet.pool, 1.0)))
-    first, second, third = told["endpoints"]
+    document = json.loads(json.dumps(explanation.describe_pool(TWO.fleet.pool, 1.0)))
+    first, second, third = document["endpoints"]
     assert (first["models"], first["model_adapters"]) == (["llama"], ["math", "sql"])
     assert (second["models"], second["model_adapters"]) == (["qwen"], [])
     assert "models" not in third
-    read = msgspec.convert(told, pool_state.PoolState)
+    read = msgspec.convert(document, pool_state.PoolState)
     body = b'{"model": "llama_sql", "prompt": "x"}'
     raw = HttpRequest({":path": "/v1/completions"}, body)
     outcome = offline_explain.decide(sections.Settings(), read, raw, where="state")
-    assert [one.endpoint.address for one in outcome.candidates] == [
+    assert [candidate.endpoint.address for candidate in outcome.candidates] == [
         "10.0.0.1:8000",
         "10.0.0.3:8000",
     ]

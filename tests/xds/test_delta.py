@@ -24,18 +24,18 @@ def snapshot(clusters=None, **assignments):
     }
 
 
-def told(said):
+def as_tuples(replies):
     """What we say, in short: type, nonce, versions by name, what is gone."""
     return [
         (
-            one.type_url,
-            one.nonce,
-            {each.name: each.version for each in one.resources},
-            set(one.removed),
+            reply.type_url,
+            reply.nonce,
+            {resource.name: resource.version for resource in reply.resources},
+            set(reply.removed),
         )
-        if isinstance(one, DeltaResponse)
-        else one
-        for one in said
+        if isinstance(reply, DeltaResponse)
+        else reply
+        for reply in replies
     ]
 
 
@@ -47,22 +47,22 @@ class Script:
         if first is not None:
             self.conversation.publish(first)
 
-    def envoy(self, type_url, *subscribe, **said):
-        return told(self.conversation.request(DeltaRequest(type_url, subscribe, **said)))
+    def envoy(self, type_url, *subscribe, **fields):
+        return as_tuples(self.conversation.request(DeltaRequest(type_url, subscribe, **fields)))
 
     def pool(self, *args, **assignments):
-        return told(self.conversation.publish(snapshot(*args, **assignments)))
+        return as_tuples(self.conversation.publish(snapshot(*args, **assignments)))
 
 
 @pytest.fixture
 def script():
     """A stream on which Envoy has taken pools `a` and `b` in their first version."""
-    one = Script(snapshot(a="1", b="1"))
-    assert one.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1", "b": "1"}, set())]
-    assert one.envoy(CLUSTER, nonce="1") == []
-    assert one.envoy(ASSIGNMENT, "a", "b") == [(ASSIGNMENT, "2", {"a": "1", "b": "1"}, set())]
-    assert one.envoy(ASSIGNMENT, nonce="2") == []
-    return one
+    session = Script(snapshot(a="1", b="1"))
+    assert session.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1", "b": "1"}, set())]
+    assert session.envoy(CLUSTER, nonce="1") == []
+    assert session.envoy(ASSIGNMENT, "a", "b") == [(ASSIGNMENT, "2", {"a": "1", "b": "1"}, set())]
+    assert session.envoy(ASSIGNMENT, nonce="2") == []
+    return session
 
 
 def test_only_what_changed_is_told(script):
@@ -121,8 +121,8 @@ def test_a_name_nobody_knows_is_absent(script):
     """Envoy is told that what it asks for does not exist, and told of it when it does."""
     assert script.envoy(ASSIGNMENT, "c") == [(ASSIGNMENT, "3", {}, {"c"})]
     assert script.envoy(ASSIGNMENT, nonce="3") == []
-    said = script.pool(a="1", b="1", c="1")
-    assert said == [(CLUSTER, "4", {"c": "1"}, set()), (ASSIGNMENT, "5", {"c": "1"}, set())]
+    responses = script.pool(a="1", b="1", c="1")
+    assert responses == [(CLUSTER, "4", {"c": "1"}, set()), (ASSIGNMENT, "5", {"c": "1"}, set())]
 
 
 def test_coming_over_with_what_it_holds():
@@ -166,7 +166,7 @@ class Envoy:
 
     def take(self):
         answer = self.inbox.pop(0)
-        versions = {one.name: one.version for one in answer.resources}
+        versions = {resource.name: resource.version for resource in answer.resources}
         bad = "bad" in versions.values()
         mine = self.clusters if answer.type_url == CLUSTER else self.assignments
         before = dict(self.clusters)
@@ -178,7 +178,7 @@ class Envoy:
             DeltaRequest(answer.type_url, nonce=answer.nonce, error="bad" if bad else "")
         )
         if answer.type_url == CLUSTER:
-            changed = {n for n, one in self.clusters.items() if before.get(n) != one}
+            changed = {n for n, version in self.clusters.items() if before.get(n) != version}
             gone = self.watched - self.clusters.keys()
             self.watched = set(self.clusters)
             self.waiting = (self.waiting | changed) & self.watched
@@ -213,8 +213,8 @@ class Line:
         """Either we hear a request, or Envoy takes an answer."""
         envoy = self.envoy
         if step == "hear" and envoy.out:
-            said = self.conversation.request(envoy.out.pop(0))
-            envoy.inbox.extend(one for one in said if isinstance(one, DeltaResponse))
+            replies = self.conversation.request(envoy.out.pop(0))
+            envoy.inbox.extend(reply for reply in replies if isinstance(reply, DeltaResponse))
         elif step == "take" and envoy.inbox:
             envoy.take()
 

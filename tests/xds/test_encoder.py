@@ -37,8 +37,8 @@ def assigned(*places, renderer=None):
 
 def only(policy, kind):
     """The one policy of a list, unpacked."""
-    (one,) = policy.policies
-    config = one.typed_extension_config
+    (entry,) = policy.policies
+    config = entry.typed_extension_config
     package = kind.__module__.rpartition("envoy_data_plane.")[2]
     assert config.typed_config.type_url == f"type.googleapis.com/{package}.{kind.__name__}"
     return kind.parse(config.typed_config.value)
@@ -46,10 +46,10 @@ def only(policy, kind):
 
 def test_a_cluster_takes_endpoints_from_the_same_stream():
     """Its type is EDS over ADS, which Envoy's bootstrap names already."""
-    found = cluster()
-    assert (found.name, found.type) == ("engines", clusters.ClusterDiscoveryType.EDS)
-    assert found.eds_cluster_config.eds_config.ads is not None
-    assert found.ignore_health_on_host_removal
+    decoded = cluster()
+    assert (decoded.name, decoded.type) == ("engines", clusters.ClusterDiscoveryType.EDS)
+    assert decoded.eds_cluster_config.eds_config.ads is not None
+    assert decoded.ignore_health_on_host_removal
 
 
 def test_the_destination_comes_from_header_then_metadata():
@@ -58,8 +58,8 @@ def test_the_destination_comes_from_header_then_metadata():
     header, metadata = override.override_host_sources
     assert header.header == "x-gateway-destination-endpoint"
     assert metadata.metadata.key == override.selected_host_key.key == "envoy.lb"
-    assert [one.key for one in metadata.metadata.path] == ["x-gateway-destination-endpoint"]
-    assert [one.key for one in override.selected_host_key.path] == [
+    assert [segment.key for segment in metadata.metadata.path] == ["x-gateway-destination-endpoint"]
+    assert [segment.key for segment in override.selected_host_key.path] == [
         "x-gateway-destination-endpoint-served"
     ]
     assert only(override.fallback_policy, least_request.LeastRequest) is not None
@@ -68,21 +68,21 @@ def test_the_destination_comes_from_header_then_metadata():
 def test_connections_are_left_before_engines_close_them():
     """VLLM closes idle connections after 5 seconds; HTTP/1.1 is what engines speak."""
     options = cluster().typed_extension_protocol_options
-    found = upstreams.HttpProtocolOptions.parse(options[HTTP].value)
-    assert found.common_http_protocol_options.idle_timeout == dt.timedelta(seconds=2)
-    assert found.explicit_http_config.http_protocol_options is not None
+    decoded = upstreams.HttpProtocolOptions.parse(options[HTTP].value)
+    assert decoded.common_http_protocol_options.idle_timeout == dt.timedelta(seconds=2)
+    assert decoded.explicit_http_config.http_protocol_options is not None
 
 
 def test_engines_that_speak_http2_are_spoken_to_so():
     """Nobody knows what they answer health checks, so there are none; the rest is the same."""
-    found = clusters.Cluster.parse(ResourceEncoder(ClusterOptions()).cluster("engines", h2c=True))
+    decoded = clusters.Cluster.parse(ResourceEncoder(ClusterOptions()).cluster("engines", h2c=True))
     options = upstreams.HttpProtocolOptions.parse(
-        found.typed_extension_protocol_options[HTTP].value
+        decoded.typed_extension_protocol_options[HTTP].value
     )
     assert options.explicit_http_config.http2_protocol_options is not None
     assert options.explicit_http_config.http_protocol_options is None
-    assert found.health_checks == []
-    assert found.outlier_detection == cluster().outlier_detection
+    assert decoded.health_checks == []
+    assert decoded.outlier_detection == cluster().outlier_detection
 
 
 def test_retries_are_not_rationed():
@@ -94,11 +94,11 @@ def test_retries_are_not_rationed():
 def test_health_checks_are_as_configured():
     """Path, pace and patience come from the settings, with or without traffic."""
     check = HealthCheck(path="/live", interval_s=0.5, timeout_s=1.5, unhealthy_threshold=4)
-    (found,) = cluster(ClusterOptions(health_check=check)).health_checks
-    assert found.http_health_check.path == "/live"
-    assert found.interval == found.no_traffic_interval == dt.timedelta(seconds=0.5)
-    assert found.timeout == dt.timedelta(seconds=1.5)
-    assert (found.unhealthy_threshold, found.healthy_threshold) == (4, 1)
+    (check_v3,) = cluster(ClusterOptions(health_check=check)).health_checks
+    assert check_v3.http_health_check.path == "/live"
+    assert check_v3.interval == check_v3.no_traffic_interval == dt.timedelta(seconds=0.5)
+    assert check_v3.timeout == dt.timedelta(seconds=1.5)
+    assert (check_v3.unhealthy_threshold, check_v3.healthy_threshold) == (4, 1)
 
 
 def test_health_checks_can_be_off():
@@ -109,22 +109,22 @@ def test_health_checks_can_be_off():
 def test_outliers_are_engines_that_are_gone_or_refuse():
     """Connections and 502 to 504 count; 500, which bad requests cause, does not."""
     outliers = OutlierDetection(connection_failures=2, gateway_failures=7, most_ejected=0.25)
-    found = cluster(ClusterOptions(outliers=outliers)).outlier_detection
-    assert found.split_external_local_origin_errors
-    assert found.consecutive_local_origin_failure == 2
-    assert found.consecutive_gateway_failure == 7
-    assert found.enforcing_consecutive_gateway_failure == 100
-    assert found.enforcing_consecutive_5xx == found.enforcing_success_rate == 0
-    assert found.max_ejection_percent == 25
-    assert found.successful_active_health_check_uneject_host is False
+    decoded = cluster(ClusterOptions(outliers=outliers)).outlier_detection
+    assert decoded.split_external_local_origin_errors
+    assert decoded.consecutive_local_origin_failure == 2
+    assert decoded.consecutive_gateway_failure == 7
+    assert decoded.enforcing_consecutive_gateway_failure == 100
+    assert decoded.enforcing_consecutive_5xx == decoded.enforcing_success_rate == 0
+    assert decoded.max_ejection_percent == 25
+    assert decoded.successful_active_health_check_uneject_host is False
 
 
 def test_the_longest_ejection_is_not_shorter_than_the_first():
     """Envoy refuses a cluster where it is."""
-    found = cluster(
+    decoded = cluster(
         ClusterOptions(outliers=OutlierDetection(ejection_s=90, max_ejection_time_s=60))
     ).outlier_detection
-    assert found.max_ejection_time >= found.base_ejection_time == dt.timedelta(seconds=90)
+    assert decoded.max_ejection_time >= decoded.base_ejection_time == dt.timedelta(seconds=90)
 
 
 def test_outlier_detection_can_be_off():
@@ -136,32 +136,36 @@ def test_outlier_detection_can_be_off():
 
 def test_every_endpoint_has_its_address_and_health():
     """IPv6 loses its brackets; an endpoint that is down is told as such."""
-    found = assigned(LbEndpoint("10.0.0.1:8000"), LbEndpoint("[fd00::1]:8001", LbHealth.UNHEALTHY))
-    assert found.cluster_name == "engines"
-    (group,) = found.endpoints
+    decoded = assigned(
+        LbEndpoint("10.0.0.1:8000"), LbEndpoint("[fd00::1]:8001", LbHealth.UNHEALTHY)
+    )
+    assert decoded.cluster_name == "engines"
+    (group,) = decoded.endpoints
     assert group.locality is None
     read = [
         (
-            one.endpoint.address.socket_address.address,
-            one.endpoint.address.socket_address.port_value,
-            one.health_status.name,
+            endpoint.endpoint.address.socket_address.address,
+            endpoint.endpoint.address.socket_address.port_value,
+            endpoint.health_status.name,
         )
-        for one in group.lb_endpoints
+        for endpoint in group.lb_endpoints
     ]
     assert read == [("10.0.0.1", 8000, "HEALTHY"), ("fd00::1", 8001, "UNHEALTHY")]
 
 
 def test_endpoints_of_a_zone_stand_together():
     """Each zone is one group, and those without a label are one of their own."""
-    found = assigned(
+    decoded = assigned(
         LbEndpoint("10.0.0.1:8000", zone="a", region="r"),
         LbEndpoint("10.0.0.2:8000"),
         LbEndpoint("10.0.0.3:8000", zone="b", region="r"),
         LbEndpoint("10.0.0.4:8000", zone="a", region="r"),
     )
     groups = {
-        (one.locality.region, one.locality.zone) if one.locality else None: len(one.lb_endpoints)
-        for one in found.endpoints
+        (endpoint.locality.region, endpoint.locality.zone) if endpoint.locality else None: len(
+            endpoint.lb_endpoints
+        )
+        for endpoint in decoded.endpoints
     }
     assert groups == {None: 1, ("r", "a"): 2, ("r", "b"): 1}
 

@@ -11,14 +11,14 @@ from extproc.xds.cluster_options import ClusterOptions, HealthCheck
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, LbEndpoint, LbHealth
 from extproc.xds.snapshot_cache import SnapshotCache
 
-ONE, TWO = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
+FIRST, SECOND = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
 
 
 @pytest.fixture
 def fleet():
-    one = PoolStore(on_gone=lambda _: None)
-    one.set_endpoints([ONE, TWO], 0.0)
-    return one
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([FIRST, SECOND], 0.0)
+    return store
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_scrapes_change_nothing(board, fleet):
     """A pool with other loads needs no look and no other snapshot."""
     board.update({"": fleet.pool})
     before = board.snapshot
-    fleet.observe(mark(fleet, ONE), Load(at=1.0, waiting=3.0, running=1.0), 1.0)
+    fleet.observe(mark(fleet, FIRST), Load(at=1.0, waiting=3.0, running=1.0), 1.0)
     assert not board.is_stale({"": fleet.pool})
     assert not board.update({"": fleet.pool})
     assert board.snapshot is before
@@ -65,7 +65,7 @@ def test_an_endpoint_that_joins_is_another_version(board, fleet):
     other = PoolStore(on_gone=lambda _: None).pool
     board.update({"a": fleet.pool, "b": other})
     before = board.snapshot
-    fleet.set_endpoints([ONE, TWO, Endpoint("10.0.0.3:8000")], 1.0)
+    fleet.set_endpoints([FIRST, SECOND, Endpoint("10.0.0.3:8000")], 1.0)
     pools = {"a": fleet.pool, "b": other}
     assert board.is_stale(pools)
     assert board.update(pools)
@@ -78,7 +78,7 @@ def test_the_order_of_endpoints_does_not_matter(board, fleet):
     """Replicas that were told in another order say the same version."""
     board.update({"": fleet.pool})
     before = board.snapshot
-    fleet.set_endpoints([TWO, ONE], 1.0)
+    fleet.set_endpoints([SECOND, FIRST], 1.0)
     assert board.is_stale({"": fleet.pool})
     assert not board.update({"": fleet.pool})
     assert board.snapshot is before
@@ -97,14 +97,16 @@ def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
     """Two refused scrapes are told to Envoy, and a good one as well."""
     telling.update({"": fleet.pool})
     before = telling.snapshot[ASSIGNMENT]["engines"]
-    fail(fleet, TWO)
+    fail(fleet, SECOND)
     assert telling.is_stale({"": fleet.pool})
     assert telling.update({"": fleet.pool})
-    assert [one.health for one in resources.lb_endpoints(fleet.pool, with_health=True)] == [
+    assert [
+        endpoint.health for endpoint in resources.lb_endpoints(fleet.pool, with_health=True)
+    ] == [
         LbHealth.HEALTHY,
         LbHealth.UNHEALTHY,
     ]
-    fleet.observe(mark(fleet, TWO), Load(at=1.0), 1.0)
+    fleet.observe(mark(fleet, SECOND), Load(at=1.0), 1.0)
     assert telling.update({"": fleet.pool})
     assert telling.snapshot[ASSIGNMENT]["engines"] == before
 
@@ -112,7 +114,7 @@ def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
 def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
     """Nothing that a picker believed stays with an Envoy whose pickers are gone."""
     board.update({"": fleet.pool})
-    fail(fleet, TWO)
+    fail(fleet, SECOND)
     assert fleet.pool.down
     assert not board.is_stale({"": fleet.pool})
     assert not board.update({"": fleet.pool})
@@ -120,10 +122,10 @@ def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
 
 def test_who_is_down_may_change_hands(telling, fleet):
     """One down for another is a change, although as many are up."""
-    fail(fleet, ONE)
+    fail(fleet, FIRST)
     telling.update({"": fleet.pool})
-    fleet.observe(mark(fleet, ONE), Load(at=1.0), 1.0)
-    fail(fleet, TWO)
+    fleet.observe(mark(fleet, FIRST), Load(at=1.0), 1.0)
+    fail(fleet, SECOND)
     assert telling.is_stale({"": fleet.pool})
     assert telling.update({"": fleet.pool})
 
@@ -143,11 +145,11 @@ def test_a_pool_whose_engines_speak_otherwise_is_another_cluster(board, fleet):
 
 def test_when_all_are_down_all_are_healthy(fleet):
     """Then it is rather the scraper that is cut off, and Envoy sees for itself."""
-    fail(fleet, ONE)
-    fail(fleet, TWO)
-    assert {one.health for one in resources.lb_endpoints(fleet.pool, with_health=True)} == {
-        LbHealth.HEALTHY
-    }
+    fail(fleet, FIRST)
+    fail(fleet, SECOND)
+    assert {
+        endpoint.health for endpoint in resources.lb_endpoints(fleet.pool, with_health=True)
+    } == {LbHealth.HEALTHY}
 
 
 def test_labels_tell_where_an_endpoint_is(fleet):
@@ -162,7 +164,7 @@ def test_labels_tell_where_an_endpoint_is(fleet):
 def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
     """The others are posted, it stays as it was, and is posted once that ends."""
     other = PoolStore(on_gone=lambda _: None)
-    other.set_endpoints([ONE], 0.0)
+    other.set_endpoints([FIRST], 0.0)
     board.update({"a": fleet.pool, "b": other.pool})
     real = resources.lb_endpoints
 
@@ -172,8 +174,8 @@ def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
         return real(pool, **more)
 
     before = board.snapshot[ASSIGNMENT]["a"]
-    fleet.set_endpoints([ONE], 1.0)
-    other.set_endpoints([TWO], 1.0)
+    fleet.set_endpoints([FIRST], 1.0)
+    other.set_endpoints([SECOND], 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(resources, "lb_endpoints", raising)
         assert board.update({"a": fleet.pool, "b": other.pool})

@@ -24,13 +24,17 @@ def snapshot(clusters=None, **assignments):
     }
 
 
-def told(said):
+def as_tuples(replies):
     """What we say, in short: type, nonce and versions by name; refusals as they are."""
     return [
-        (one.type_url, one.nonce, {each.name: each.version for each in one.resources})
-        if isinstance(one, SotwResponse)
-        else one
-        for one in said
+        (
+            reply.type_url,
+            reply.nonce,
+            {resource.name: resource.version for resource in reply.resources},
+        )
+        if isinstance(reply, SotwResponse)
+        else reply
+        for reply in replies
     ]
 
 
@@ -43,21 +47,21 @@ class Script:
             self.conversation.publish(first)
 
     def envoy(self, type_url, *names, nonce="", error=""):
-        return told(self.conversation.request(SotwRequest(type_url, names, nonce, error)))
+        return as_tuples(self.conversation.request(SotwRequest(type_url, names, nonce, error)))
 
     def pool(self, *args, **assignments):
-        return told(self.conversation.publish(snapshot(*args, **assignments)))
+        return as_tuples(self.conversation.publish(snapshot(*args, **assignments)))
 
 
 @pytest.fixture
 def script():
     """A stream on which Envoy has taken pool `a` in its first version."""
-    one = Script(snapshot(a="1"))
-    assert one.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1"})]
-    assert one.envoy(CLUSTER, nonce="1") == []
-    assert one.envoy(ASSIGNMENT, "a") == [(ASSIGNMENT, "2", {"a": "1"})]
-    assert one.envoy(ASSIGNMENT, "a", nonce="2") == []
-    return one
+    session = Script(snapshot(a="1"))
+    assert session.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1"})]
+    assert session.envoy(CLUSTER, nonce="1") == []
+    assert session.envoy(ASSIGNMENT, "a") == [(ASSIGNMENT, "2", {"a": "1"})]
+    assert session.envoy(ASSIGNMENT, "a", nonce="2") == []
+    return session
 
 
 def test_a_change_is_told_once(script):
@@ -112,9 +116,9 @@ def test_a_change_during_a_refusal_goes_out(script):
     """A better version that came meanwhile follows the refusal."""
     script.pool(a="bad")
     script.pool(a="2")
-    said = script.envoy(ASSIGNMENT, "a", nonce="3", error="no")
-    assert said[0].error == "no"
-    assert said[1:] == [(ASSIGNMENT, "4", {"a": "2"})]
+    responses = script.envoy(ASSIGNMENT, "a", nonce="3", error="no")
+    assert responses[0].error == "no"
+    assert responses[1:] == [(ASSIGNMENT, "4", {"a": "2"})]
 
 
 def test_an_older_nonce_says_nothing(script):
@@ -223,12 +227,12 @@ class Envoy:
 
     def take(self):
         answer = self.inbox.pop(0)
-        versions = {one.name: one.version for one in answer.resources}
+        versions = {resource.name: resource.version for resource in answer.resources}
         self.nonces[answer.type_url] = answer.nonce
         error = "bad" if self.bad & set(versions.values()) else ""
         if answer.type_url == ASSIGNMENT:
             if not error:
-                mine = {name: one for name, one in versions.items() if name in self.watched}
+                mine = {name: version for name, version in versions.items() if name in self.watched}
                 self.assignments.update(mine)
                 self.warming -= mine.keys()
             self.say(ASSIGNMENT, error)
@@ -240,7 +244,7 @@ class Envoy:
             self.clusters = versions
             self.watched = set(versions)
             self.assignments = {
-                name: one for name, one in self.assignments.items() if name in versions
+                name: version for name, version in self.assignments.items() if name in versions
             }
             if again:
                 self.say(ASSIGNMENT)
@@ -267,8 +271,8 @@ class Line:
         """One of: we hear a request, Envoy takes an answer, Envoy asks again for endpoints."""
         envoy = self.envoy
         if step == "hear" and envoy.out:
-            said = self.conversation.request(envoy.out.pop(0))
-            envoy.inbox.extend(one for one in said if isinstance(one, SotwResponse))
+            replies = self.conversation.request(envoy.out.pop(0))
+            envoy.inbox.extend(reply for reply in replies if isinstance(reply, SotwResponse))
         elif step == "take" and envoy.inbox:
             envoy.take()
         elif step == "again" and envoy.watched:
@@ -309,7 +313,7 @@ def test_envoy_comes_to_hold_the_latest(steps, last):
 
 def test_values_are_values():
     """What is said compares by content."""
-    one = SotwRequest(CLUSTER, ("a",), "1", "")
-    assert one == msgspec.structs.replace(one)
+    request = SotwRequest(CLUSTER, ("a",), "1", "")
+    assert request == msgspec.structs.replace(request)
     assert resources.cluster_name("") == "engines"
     assert resources.cluster_name("llama") == "llama"

@@ -65,8 +65,8 @@ def ref(name="pool", group=POOL_GROUP, kind="InferencePool"):
     return {"group": group, "kind": kind, "name": name}
 
 
-def objective(name="high", namespace="default", *, priority=1, of=None, group="llm-d.ai"):
-    spec = {"poolRef": of or ref()} | ({} if priority is None else {"priority": priority})
+def objective(name="high", namespace="default", *, priority=1, pool_ref=None, group="llm-d.ai"):
+    spec = {"poolRef": pool_ref or ref()} | ({} if priority is None else {"priority": priority})
     return {
         "apiVersion": f"{group}/v1alpha2",
         "kind": "InferenceObjective",
@@ -76,19 +76,19 @@ def objective(name="high", namespace="default", *, priority=1, of=None, group="l
 
 
 def rewrite(name="rewrite", namespace="default", *, rules, created="2026-01-01T00:00:00Z", **more):
-    """Rules: pairs of models and of targets with weights. More: of, group."""
+    """Rules: pairs of models and of targets with weights. More: pool_ref, group."""
     return {
         "apiVersion": f"{more.get('group', 'llm-d.ai')}/v1alpha2",
         "kind": "InferenceModelRewrite",
         "metadata": meta(name, namespace, creationTimestamp=created),
         "spec": {
-            "poolRef": more.get("of") or ref(),
+            "poolRef": more.get("pool_ref") or ref(),
             "rules": [
                 {
-                    "matches": [{"model": {"type": "Exact", "value": one}} for one in models],
+                    "matches": [{"model": {"type": "Exact", "value": model}} for model in models],
                     "targets": [
-                        {"modelRewrite": one} | ({} if weight is None else {"weight": weight})
-                        for one, weight in targets.items()
+                        {"modelRewrite": name} | ({} if weight is None else {"weight": weight})
+                        for name, weight in targets.items()
                     ],
                 }
                 for models, targets in rules

@@ -121,15 +121,15 @@ class ApiServer:
 
     def drop(self, *, last=b""):
         """End all watches without a word, or with some bytes of a last one."""
-        for event, told in self.watchers.items():
-            told.append(("DROP", last))
+        for event, deliveries in self.watchers.items():
+            deliveries.append(("DROP", last))
             event.set()
         self.watchers = {}
 
     def send(self, text):
         """The same bytes on every watch."""
-        for event, told in self.watchers.items():
-            told.append(("SEND", text))
+        for event, deliveries in self.watchers.items():
+            deliveries.append(("SEND", text))
             event.set()
 
     def _wake(self):
@@ -177,22 +177,22 @@ class ApiServer:
         response = web.StreamResponse()
         response.enable_chunked_encoding()
         await response.prepare(request)
-        event, told = asyncio.Event(), collections.deque()
-        self.watchers[event] = told
+        event, deliveries = asyncio.Event(), collections.deque()
+        self.watchers[event] = deliveries
         async with self.moved:
             self.moved.notify_all()
         try:
             while True:
                 event.clear()
-                while told:
-                    kind, text = told.popleft()
+                while deliveries:
+                    kind, text = deliveries.popleft()
                     if text:
                         await response.write(text)
                     if kind == "DROP":
                         if text:
                             request.transport.abort()
                         return response
-                for version, kind, value in [one for one in self.history if one[0] > after]:
+                for version, kind, value in [entry for entry in self.history if entry[0] > after]:
                     after = version
                     line = b"" if matching.path != key_of(value) else matching.line(kind, value)
                     if line:

@@ -24,7 +24,7 @@ class Scene:
     def __init__(self, server, folder, *sources, **wanted):
         self.server = server
         self.pools = {}
-        self.told = []
+        self.reports = []
         self.facts = []
         self.moved = asyncio.Condition()
         self.folder = folder
@@ -41,9 +41,9 @@ class Scene:
             on_fact=self._on_fact,
         )
 
-    def _on_pools(self, found, removed):
-        self.told.append((dict(found), removed))
-        self.pools = {key: one for key, one in self.pools.items() if key not in removed} | found
+    def _on_pools(self, changed, removed):
+        self.reports.append((dict(changed), removed))
+        self.pools = {key: pool for key, pool in self.pools.items() if key not in removed} | changed
         self._news()
 
     def _on_fact(self, fact):
@@ -73,7 +73,9 @@ class Scene:
         return next(fact for fact in self.facts if fact.kind == kind)
 
     def names(self, key=KEY):
-        return [one.name for one in self.pools[key].endpoints] if key in self.pools else None
+        return (
+            [endpoint.name for endpoint in self.pools[key].endpoints] if key in self.pools else None
+        )
 
     def kinds(self):
         return [fact.kind for fact in self.facts]

@@ -38,7 +38,7 @@ def certificate(folder, name):
         encipher_only=False,
         decipher_only=False,
     )
-    made = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -53,7 +53,7 @@ def certificate(folder, name):
         .sign(key, hashes.SHA256())
     )
     path = folder / f"{name}.crt"
-    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     (folder / f"{name}.key").write_bytes(
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -224,9 +224,9 @@ def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
 
         fakes.answers.append(busy)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
-            found = await server.page(PODS, "")
+            error = await server.page(PODS, "")
         await fakes.close()
-        assert found == api_errors.ApiError(429, "slow down", seconds)
+        assert error == api_errors.ApiError(429, "slow down", seconds)
 
     asyncio.run(scene())
 
@@ -242,9 +242,9 @@ def test_an_error_that_is_no_status_is_passed_on(tmp_path):
 
         fakes.answers.append(gateway)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
-            found = await server.page(PODS, "")
+            error = await server.page(PODS, "")
         await fakes.close()
-        assert (found.status, found.message) == (502, "<html>bad gateway</html>")
+        assert (error.status, error.message) == (502, "<html>bad gateway</html>")
 
     asyncio.run(scene())
 

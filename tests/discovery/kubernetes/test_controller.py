@@ -21,12 +21,12 @@ def test_a_pool_is_told_of_when_start_returns(tmp_path):
             builders.objective(),
             builders.rewrite(rules=rules),
         )
-        async with following(tmp_path, *objects) as one:
-            assert one.names() == ["b"]
-            assert one.subject.synced
-            assert one.pools[KEY].policy.priorities == {"high": 1}
-            assert [rule.models for rule in one.pools[KEY].policy.rules] == [("m",)]
-            assert one.kinds() == ["synced"]
+        async with following(tmp_path, *objects) as scene:
+            assert scene.names() == ["b"]
+            assert scene.subject.synced
+            assert scene.pools[KEY].policy.priorities == {"high": 1}
+            assert [rule.models for rule in scene.pools[KEY].policy.rules] == [("m",)]
+            assert scene.kinds() == ["synced"]
 
     asyncio.run(scene())
 
@@ -35,18 +35,18 @@ def test_changes_are_told_of(tmp_path):
     """Pods come, turn unready and go; the pool changes its ports and its selector."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
-            one.server.put(builders.pod("a", ready=False))
-            await one.until_names("b")
-            one.server.delete(builders.pod("b"))
-            await one.until_names()
-            one.server.put(builders.pod("a"), builders.pod("c", app="other", ip="10.0.0.3"))
-            one.server.put(builders.pool(ports=(8000, 8001)))
-            await one.until_names("a-rank-0", "a-rank-1")
-            one.server.put(builders.pool(app="other"))
-            await one.until_names("c")
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
+            scene.server.put(builders.pod("a", ready=False))
+            await scene.until_names("b")
+            scene.server.delete(builders.pod("b"))
+            await scene.until_names()
+            scene.server.put(builders.pod("a"), builders.pod("c", app="other", ip="10.0.0.3"))
+            scene.server.put(builders.pool(ports=(8000, 8001)))
+            await scene.until_names("a-rank-0", "a-rank-1")
+            scene.server.put(builders.pool(app="other"))
+            await scene.until_names("c")
 
     asyncio.run(scene())
 
@@ -55,11 +55,11 @@ def test_a_pool_that_is_deleted_is_told_of_and_may_come_back(tmp_path):
     """Its requests are refused until then."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            one.server.delete(builders.pool())
-            await one.until(lambda: not one.pools[KEY].exists)
-            one.server.put(builders.pool())
-            await one.until_names("a")
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            scene.server.delete(builders.pool())
+            await scene.until(lambda: not scene.pools[KEY].exists)
+            scene.server.put(builders.pool())
+            await scene.until_names("a")
 
     asyncio.run(scene())
 
@@ -68,17 +68,17 @@ def test_while_the_server_is_away_the_pools_stand(tmp_path):
     """One word when it goes, one when it is back; then the changes in between, none twice."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            await one.server.stop()
-            await one.until_fact("disconnected")
-            assert one.names() == ["a"]
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.server.start()
-            await one.until_names("a", "b")
-            await one.until_fact("connected")
-            assert one.kinds() == ["synced", "disconnected", "connected"]
-            assert [len(found) for found, _ in one.told] == [1, 1]
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            await scene.server.stop()
+            await scene.until_fact("disconnected")
+            assert scene.names() == ["a"]
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.server.start()
+            await scene.until_names("a", "b")
+            await scene.until_fact("connected")
+            assert scene.kinds() == ["synced", "disconnected", "connected"]
+            assert [len(changed) for changed, _ in scene.reports] == [1, 1]
 
     asyncio.run(scene())
 
@@ -96,8 +96,10 @@ def test_a_server_that_is_busy_is_left_alone(tmp_path):
 
             server.answers.extend([busy, broken, busy])
 
-        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
-            assert one.names() == ["a"]
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), prepare=prepare
+        ) as scene:
+            assert scene.names() == ["a"]
 
     asyncio.run(scene())
 
@@ -108,18 +110,18 @@ def test_a_start_without_a_server_goes_on_unready(tmp_path):
     async def scene():
         server = await fake.ApiServer().start()
         server.put(builders.pool(), builders.pod("a"))
-        one = Scene(server, tmp_path, start_s=0.1)
+        scene = Scene(server, tmp_path, start_s=0.1)
         await server.stop()
-        await one.subject.start()
-        assert not one.subject.synced
-        fact = await one.until_fact("unsynced")
+        await scene.subject.start()
+        assert not scene.subject.synced
+        fact = await scene.until_fact("unsynced")
         assert f"127.0.0.1:{server.port}" in fact.detail
         assert "pods in namespace default" in fact.detail
-        assert set(one.kinds()) <= {"disconnected", "unsynced"}
-        running = asyncio.ensure_future(one.subject.run())
+        assert set(scene.kinds()) <= {"disconnected", "unsynced"}
+        running = asyncio.ensure_future(scene.subject.run())
         await server.start()
-        await one.until_names("a")
-        await one.until_fact("synced")
+        await scene.until_names("a")
+        await scene.until_fact("synced")
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -138,16 +140,16 @@ def test_everything_in_a_cluster_is_many_pools(tmp_path):
             builders.pool("p", "two"),
             builders.pod("b", "two", ip="10.0.0.2"),
         ]
-        async with following(tmp_path, *objects, sources=(settings.AllPools(),)) as one:
-            assert (one.names("one/p"), one.names("two/p")) == (["a"], ["b"])
-            one.told.clear()
-            one.server.put(builders.pod("c", "two", ip="10.0.0.3"))
-            await one.until_names("b", "c", key="two/p")
-            assert [set(found) for found, _ in one.told] == [{"two/p"}]
-            one.server.delete(builders.pool("p", "one"))
-            await one.until(lambda: "one/p" not in one.pools)
-            assert one.told[-1] == ({}, frozenset({"one/p"}))
-            assert {path for path, _ in one.server.requests if path.endswith("/pods")} == {
+        async with following(tmp_path, *objects, sources=(settings.AllPools(),)) as scene:
+            assert (scene.names("one/p"), scene.names("two/p")) == (["a"], ["b"])
+            scene.reports.clear()
+            scene.server.put(builders.pod("c", "two", ip="10.0.0.3"))
+            await scene.until_names("b", "c", key="two/p")
+            assert [set(changed) for changed, _ in scene.reports] == [{"two/p"}]
+            scene.server.delete(builders.pool("p", "one"))
+            await scene.until(lambda: "one/p" not in scene.pools)
+            assert scene.reports[-1] == ({}, frozenset({"one/p"}))
+            assert {path for path, _ in scene.server.requests if path.endswith("/pods")} == {
                 "/api/v1/pods"
             }
 
@@ -161,13 +163,13 @@ def test_a_service_is_a_pool_of_its_slices(tmp_path):
         backends = [builders.backend(), builders.backend("10.0.0.2", "b", ready=False)]
         sources = (settings.ServiceRef("default", "engines", "http"),)
         objects = [builders.slice_of(backends=backends)]
-        async with following(tmp_path, *objects, sources=sources) as one:
-            assert one.names("default/engines") == ["a"]
-            one.server.put(
+        async with following(tmp_path, *objects, sources=sources) as scene:
+            assert scene.names("default/engines") == ["a"]
+            scene.server.put(
                 builders.slice_of(backends=[*backends, builders.backend("10.0.0.3", "c")])
             )
-            await one.until_names("a", "c", key="default/engines")
-            assert {path for path, _ in one.server.requests} == {
+            await scene.until_names("a", "c", key="default/engines")
+            assert {path for path, _ in scene.server.requests} == {
                 "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
             }
 
@@ -180,12 +182,14 @@ def test_pods_by_label_need_no_crd(tmp_path):
     async def scene():
         sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
         objects = [builders.pod("a"), builders.pod("b", app="other", ip="10.0.0.2")]
-        async with following(tmp_path, *objects, sources=sources) as one:
-            assert one.names("default/sel") == ["a"]
-            one.server.put(builders.pod("b", ip="10.0.0.2"), builders.pod("a", app="other"))
-            await one.until_names("b", key="default/sel")
-            assert {path for path, _ in one.server.requests} == {"/api/v1/namespaces/default/pods"}
-            assert {query["labelSelector"] for _, query in one.server.requests} == {"app=vllm"}
+        async with following(tmp_path, *objects, sources=sources) as scene:
+            assert scene.names("default/sel") == ["a"]
+            scene.server.put(builders.pod("b", ip="10.0.0.2"), builders.pod("a", app="other"))
+            await scene.until_names("b", key="default/sel")
+            assert {path for path, _ in scene.server.requests} == {
+                "/api/v1/namespaces/default/pods"
+            }
+            assert {query["labelSelector"] for _, query in scene.server.requests} == {"app=vllm"}
 
     asyncio.run(scene())
 
@@ -194,12 +198,14 @@ def test_many_changes_make_few_reports(tmp_path):
     """A burst is told of in batches, with the last state."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a"), coalesce_s=0.05) as one:
-            await one.server.until_watched()
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), coalesce_s=0.05
+        ) as scene:
+            await scene.server.until_watched()
             for at in range(200):
-                one.server.put(builders.pod("b", ip=f"10.0.1.{at}"))
+                scene.server.put(builders.pod("b", ip=f"10.0.1.{at}"))
             last = "10.0.1.199:8000"
-            await one.until(lambda: one.pools[KEY].endpoints[-1].address == last)
-            assert len(one.told) < 20
+            await scene.until(lambda: scene.pools[KEY].endpoints[-1].address == last)
+            assert len(scene.reports) < 20
 
     asyncio.run(scene())

@@ -38,14 +38,19 @@ objects = st.one_of(
     st.builds(builders.pool, names, namespaces, app=apps, ports=st.sampled_from([(1,), (1, 2)])),
     st.builds(builders.old_pool, names, namespaces, app=apps),
     st.builds(
-        builders.objective, names, namespaces, priority=st.integers(-1, 1), of=refs, group=groups
+        builders.objective,
+        names,
+        namespaces,
+        priority=st.integers(-1, 1),
+        pool_ref=refs,
+        group=groups,
     ),
     st.builds(
         builders.rewrite,
         names,
         namespaces,
         rules=st.sampled_from([[(["m"], {"n": 1})], [([], {"o": None})]]),
-        of=refs,
+        pool_ref=refs,
         group=groups,
     ),
     st.builds(
@@ -81,23 +86,24 @@ class Play:
     def __init__(self):
         self.truth = {}
         self.subject = store.ObjectStore(settings.KubernetesSettings(sources=SOURCES))
-        self.queues = {one: [] for one in self.subject.collections}
+        self.queues = {collection: [] for collection in self.subject.collections}
         self.readers = {
-            one: watch_events.WatchReader(one.resource) for one in self.subject.collections
+            collection: watch_events.WatchReader(collection.resource)
+            for collection in self.subject.collections
         }
         self.pools = {}
 
     def holders(self, value):
         path, about = fake.key_of(value), value["metadata"]
-        for one in self.subject.collections:
-            group, plural = one.resource.group, one.resource.plural
-            if path != (group, plural) or one.namespace not in {"", about["namespace"]}:
+        for collection in self.subject.collections:
+            group, plural = collection.resource.group, collection.resource.plural
+            if path != (group, plural) or collection.namespace not in {"", about["namespace"]}:
                 continue
             labels = about.get("labels")
             # A broken label leaves the object out of every selection by label.
             service = labels.get(SERVICE) if isinstance(labels, dict) else ""
-            if one.labels in {"", f"{SERVICE}={service}"}:
-                yield one
+            if collection.labels in {"", f"{SERVICE}={service}"}:
+                yield collection
 
     def key(self, value):
         return (*fake.key_of(value), value["metadata"]["namespace"], value["metadata"]["name"])
@@ -105,50 +111,50 @@ class Play:
     def put(self, value):
         self.delete(value)
         self.truth[self.key(value)] = value
-        for one in self.holders(value):
-            self.queues[one].append(builders.line("MODIFIED", value))
+        for collection in self.holders(value):
+            self.queues[collection].append(builders.line("MODIFIED", value))
 
     def delete(self, value):
         old = self.truth.pop(self.key(value), None)
-        for one in self.holders(old) if old else ():
-            self.queues[one].append(builders.line("DELETED", old))
+        for collection in self.holders(old) if old else ():
+            self.queues[collection].append(builders.line("DELETED", old))
 
     def deliver(self, at):
-        waiting = [one for one, queue in self.queues.items() if queue]
+        waiting = [collection for collection, queue in self.queues.items() if queue]
         if waiting:
-            one = waiting[at % len(waiting)]
-            self.take(one, self.readers[one].line(self.queues[one].pop(0)))
+            collection = waiting[at % len(waiting)]
+            self.take(collection, self.readers[collection].line(self.queues[collection].pop(0)))
 
-    def take(self, one, event):
+    def take(self, collection, event):
         match event:
             case watch_events.Applied(value, _):
-                self.subject.put(one, (value.namespace, value.name), value)
+                self.subject.put(collection, (value.namespace, value.name), value)
             case watch_events.Deleted(namespace, name, _) | watch_events.InvalidObject(
                 namespace, name
             ):
-                self.subject.put(one, (namespace, name), None)
+                self.subject.put(collection, (namespace, name), None)
             case _:
                 raise AssertionError(event)
 
     def relist(self, at):
-        one = self.subject.collections[at % len(self.subject.collections)]
-        self.queues[one].clear()
-        mine = [value for value in self.truth.values() if one in self.holders(value)]
-        self.subject.replace(one, self.readers[one].page(builders.page(*mine)).values)
+        collection = self.subject.collections[at % len(self.subject.collections)]
+        self.queues[collection].clear()
+        mine = [value for value in self.truth.values() if collection in self.holders(value)]
+        self.subject.replace(collection, self.readers[collection].page(builders.page(*mine)).values)
 
     def collect(self, _=None):
         changes = self.subject.collect()
         assert not changes.removed & set(changes.discovered)
-        for key, found in changes.discovered.items():
-            assert self.pools.get(key) != found
+        for key, pool in changes.discovered.items():
+            assert self.pools.get(key) != pool
         self.pools = {
-            key: one for key, one in self.pools.items() if key not in changes.removed
+            key: pool for key, pool in self.pools.items() if key not in changes.removed
         } | dict(changes.discovered)
 
     def settle(self):
         """Lists what never was, and delivers the rest."""
-        for at, one in enumerate(self.subject.collections):
-            if self.subject._presence[one] is store.CollectionStatus.UNKNOWN:
+        for at, collection in enumerate(self.subject.collections):
+            if self.subject._presence[collection] is store.CollectionStatus.UNKNOWN:
                 self.relist(at)
         while any(self.queues.values()):
             self.deliver(0)
@@ -173,8 +179,8 @@ def test_any_interleaving_ends_where_a_fresh_list_does(script):
     assert play.subject.synced
     assert not play.subject.dirty
     assert not play.subject._redecreed
-    for found in late.values():
-        addresses = [one.address for one in found.endpoints]
+    for pool in late.values():
+        addresses = [endpoint.address for endpoint in pool.endpoints]
         assert len(set(addresses)) == len(addresses)
 
 

@@ -19,15 +19,17 @@ def test_a_rotated_token_is_read_again(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
-            await one.server.until_watched()
-            one.server.token = "second"
-            one.server.drop()
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_fact("unauthorized")
-            one.server.kubeconfig(tmp_path)
-            await one.until_names("a", "b")
-            await one.until_fact("connected")
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), prepare=prepare
+        ) as scene:
+            await scene.server.until_watched()
+            scene.server.token = "second"
+            scene.server.drop()
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_fact("unauthorized")
+            scene.server.kubeconfig(tmp_path)
+            await scene.until_names("a", "b")
+            await scene.until_fact("connected")
 
     asyncio.run(scene())
 
@@ -40,16 +42,16 @@ def test_missing_rights_are_named(tmp_path):
             server.forbidden.add(("", "pods"))
 
         objects = (builders.pool(), builders.pod("a"))
-        async with following(tmp_path, *objects, prepare=prepare, start_s=0.2) as one:
-            fact = await one.until_fact("forbidden")
+        async with following(tmp_path, *objects, prepare=prepare, start_s=0.2) as scene:
+            fact = await scene.until_fact("forbidden")
             assert 'resources: ["pods"], verbs: ["list", "watch"]' in fact.detail
             assert "in namespace default" in fact.detail
             assert "add to a Role" in fact.detail
-            assert not one.subject.synced
-            assert one.told == []
-            one.server.forbidden.clear()
-            await one.until_names("a")
-            assert one.subject.synced
+            assert not scene.subject.synced
+            assert scene.reports == []
+            scene.server.forbidden.clear()
+            await scene.until_names("a")
+            assert scene.subject.synced
 
     asyncio.run(scene())
 
@@ -62,10 +64,10 @@ def test_missing_rights_to_objectives_leave_priority_0(tmp_path):
             server.forbidden.add(("llm-d.ai", "inferenceobjectives"))
 
         objects = (builders.pool(), builders.pod("a"), builders.objective())
-        async with following(tmp_path, *objects, prepare=prepare) as one:
-            assert one.names() == ["a"]
-            assert one.pools[KEY].policy.priorities == {}
-            assert one.kinds() == ["forbidden", "synced"]
+        async with following(tmp_path, *objects, prepare=prepare) as scene:
+            assert scene.names() == ["a"]
+            assert scene.pools[KEY].policy.priorities == {}
+            assert scene.kinds() == ["forbidden", "synced"]
 
     asyncio.run(scene())
 
@@ -82,11 +84,11 @@ def test_crds_may_be_absent_and_come_later(tmp_path):
         old = builders.objective("old", group=builders.OLD_GROUP, priority=7)
         new = builders.objective("new", priority=5)
         objects = (builders.pool(), builders.pod("a"), old, new)
-        async with following(tmp_path, *objects, prepare=prepare) as one:
-            assert one.kinds() == ["synced"]
-            assert one.pools[KEY].policy.priorities == {"old": 7}
-            one.server.absent.clear()
-            await one.until(lambda: one.pools[KEY].policy.priorities == {"new": 5})
+        async with following(tmp_path, *objects, prepare=prepare) as scene:
+            assert scene.kinds() == ["synced"]
+            assert scene.pools[KEY].policy.priorities == {"old": 7}
+            scene.server.absent.clear()
+            await scene.until(lambda: scene.pools[KEY].policy.priorities == {"new": 5})
 
     asyncio.run(scene())
 
@@ -100,12 +102,12 @@ def test_without_the_crd_of_pools_there_is_no_pool_until_there_is(tmp_path):
         def prepare(server):
             server.absent.add(group)
 
-        async with following(tmp_path, builders.pod("a"), prepare=prepare) as one:
-            assert not one.pools[KEY].exists
-            assert "not-installed" in one.kinds()
-            one.server.absent.clear()
-            one.server.put(builders.pool())
-            await one.until_names("a")
+        async with following(tmp_path, builders.pod("a"), prepare=prepare) as scene:
+            assert not scene.pools[KEY].exists
+            assert "not-installed" in scene.kinds()
+            scene.server.absent.clear()
+            scene.server.put(builders.pool())
+            await scene.until_names("a")
 
     asyncio.run(scene())
 
@@ -115,16 +117,18 @@ def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
 
     async def scene():
         group = (builders.POOL_GROUP, "inferencepools")
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            one.server.absent.add(group)
-            one.server.requests.clear()
-            one.server.drop()
-            await one.server.until(lambda seen: sum("inferencepools" in at for at, _ in seen) > 3)
-            assert one.names() == ["a"]
-            one.server.absent.clear()
-            one.server.put(builders.pool(ports=(9000,)))
-            await one.until(lambda: one.pools[KEY].endpoints[0].address == "10.0.0.1:9000")
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            scene.server.absent.add(group)
+            scene.server.requests.clear()
+            scene.server.drop()
+            await scene.server.until(
+                lambda requests: sum("inferencepools" in at for at, _ in requests) > 3
+            )
+            assert scene.names() == ["a"]
+            scene.server.absent.clear()
+            scene.server.put(builders.pool(ports=(9000,)))
+            await scene.until(lambda: scene.pools[KEY].endpoints[0].address == "10.0.0.1:9000")
 
     asyncio.run(scene())
 
@@ -133,20 +137,20 @@ def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_pat
     """403 where a list was had before is tried again like a 503, and the version is kept."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            await one.server.stop()
-            one.server.forbidden.update({("", "pods"), (builders.POOL_GROUP, "inferencepools")})
-            one.server.requests.clear()
-            await one.server.start()
-            await one.server.until(lambda seen: sum("/pods" in at for at, _ in seen) > 3)
-            assert one.names() == ["a"]
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            one.server.forbidden.clear()
-            await one.until_names("a", "b")
-            await one.until_fact("connected")
-            assert one.kinds() == ["synced", "disconnected", "connected"]
-            assert all("watch" in query for at, query in one.server.requests if "/pods" in at)
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            await scene.server.stop()
+            scene.server.forbidden.update({("", "pods"), (builders.POOL_GROUP, "inferencepools")})
+            scene.server.requests.clear()
+            await scene.server.start()
+            await scene.server.until(lambda requests: sum("/pods" in at for at, _ in requests) > 3)
+            assert scene.names() == ["a"]
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            scene.server.forbidden.clear()
+            await scene.until_names("a", "b")
+            await scene.until_fact("connected")
+            assert scene.kinds() == ["synced", "disconnected", "connected"]
+            assert all("watch" in query for at, query in scene.server.requests if "/pods" in at)
 
     asyncio.run(scene())
 
@@ -156,23 +160,23 @@ def test_rights_that_are_lost_are_the_last_word(tmp_path, monkeypatch):
     monkeypatch.setattr(reflector, "_SURELY_FORBIDDEN_S", 0.05)
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            await one.server.stop()
-            await one.until_fact("disconnected")
-            one.server.forbidden.add(("", "pods"))
-            await one.server.start()
-            await one.until_fact("forbidden")
-            await one.server.until_watched(5)
-            assert "connected" not in one.kinds()
-            assert one.facts[-1].kind == "forbidden"
-            assert "pods in namespace default" in one.facts[-1].detail
-            (pods,) = [status for status in one.subject.statuses if status.stands]
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            await scene.server.stop()
+            await scene.until_fact("disconnected")
+            scene.server.forbidden.add(("", "pods"))
+            await scene.server.start()
+            await scene.until_fact("forbidden")
+            await scene.server.until_watched(5)
+            assert "connected" not in scene.kinds()
+            assert scene.facts[-1].kind == "forbidden"
+            assert "pods in namespace default" in scene.facts[-1].detail
+            (pods,) = [status for status in scene.subject.statuses if status.stands]
             assert (pods.collection.title, pods.state) == ("pods in namespace default", "forbidden")
-            assert one.names() == ["a"]
-            one.server.forbidden.clear()
-            await one.until_fact("connected")
-            assert not any(status.stands for status in one.subject.statuses)
+            assert scene.names() == ["a"]
+            scene.server.forbidden.clear()
+            await scene.until_fact("connected")
+            assert not any(status.stands for status in scene.subject.statuses)
 
     asyncio.run(scene())
 
@@ -184,15 +188,17 @@ def test_a_token_that_expires_in_an_outage_is_named(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
-            await one.server.until_watched()
-            await one.server.stop()
-            await one.until_fact("disconnected")
-            one.server.token = "second"
-            await one.server.start()
-            assert "401 Unauthorized" in (await one.until_fact("unauthorized")).detail
-            one.server.kubeconfig(tmp_path)
-            await one.until_fact("connected")
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), prepare=prepare
+        ) as scene:
+            await scene.server.until_watched()
+            await scene.server.stop()
+            await scene.until_fact("disconnected")
+            scene.server.token = "second"
+            await scene.server.start()
+            assert "401 Unauthorized" in (await scene.until_fact("unauthorized")).detail
+            scene.server.kubeconfig(tmp_path)
+            await scene.until_fact("connected")
 
     asyncio.run(scene())
 
@@ -223,14 +229,16 @@ def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
-            await one.server.until_watched()
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), prepare=prepare
+        ) as scene:
+            await scene.server.until_watched()
             (tmp_path / "kubeconfig").write_text("{")
-            one.server.token = "second"
-            one.server.drop()
-            assert "401 Unauthorized" in (await one.until_fact("misconfigured")).detail
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            one.server.kubeconfig(tmp_path)
-            await one.until_names("a", "b")
+            scene.server.token = "second"
+            scene.server.drop()
+            assert "401 Unauthorized" in (await scene.until_fact("misconfigured")).detail
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            scene.server.kubeconfig(tmp_path)
+            await scene.until_names("a", "b")
 
     asyncio.run(scene())

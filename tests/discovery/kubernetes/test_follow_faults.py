@@ -19,17 +19,17 @@ def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
     async def scene():
         async with following(
             tmp_path, builders.pool(), builders.pod("a"), builders.pod("b")
-        ) as one:
-            await one.server.until_watched()
+        ) as scene:
+            await scene.server.until_watched()
             for _ in range(3):
                 broken = builders.pod("b", ip="10.0.0.2")
                 broken["status"]["podIP"] = 5
-                one.server.put(broken)
-            one.server.put(builders.pod("c", ip="10.0.0.3"))
-            await one.until_names("a", "c")
-            assert one.kinds().count("broken-object") == 1
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b", "c")
+                scene.server.put(broken)
+            scene.server.put(builders.pod("c", ip="10.0.0.3"))
+            await scene.until_names("a", "c")
+            assert scene.kinds().count("broken-object") == 1
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b", "c")
 
     asyncio.run(scene())
 
@@ -41,8 +41,8 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
     async def scene():
         chance = random.Random(seed)
         objects = (builders.pool(), builders.pod("p0"))
-        async with following(tmp_path, *objects, request_s=2.0) as one:
-            server = one.server
+        async with following(tmp_path, *objects, request_s=2.0) as scene:
+            server = scene.server
             await server.until_watched()
 
             async def broken(_):
@@ -75,12 +75,12 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
                 await asyncio.sleep(0)
             server.put(builders.pod("last", ip="10.0.1.1"))
             names = sorted(f"p{number}" for number in alive)
-            await one.until_names("last", *names)
+            await scene.until_names("last", *names)
             uids = {
                 value["metadata"]["name"]: value["metadata"]["uid"]
                 for value in server.objects["", "pods"].values()
             }
-            assert {e.name: e.uid for e in one.pools[KEY].endpoints} == uids
+            assert {e.name: e.uid for e in scene.pools[KEY].endpoints} == uids
 
     asyncio.run(scene())
 
@@ -113,11 +113,11 @@ def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, cap
     async def scene():
         bad = builders.pod("bad", ip="10.0.0.66")
         listed = (bad,) if before else ()
-        async with following(tmp_path, builders.pool(), builders.pod("a"), *listed) as one:
-            assert one.names() == ["a"]
-            one.server.put(*(() if before else (bad,)), builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
-            assert one.subject._supervisor.failures["kubernetes"] >= 1
+        async with following(tmp_path, builders.pool(), builders.pod("a"), *listed) as scene:
+            assert scene.names() == ["a"]
+            scene.server.put(*(() if before else (bad,)), builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
+            assert scene.subject._supervisor.failures["kubernetes"] >= 1
 
     asyncio.run(scene())
     assert SECRET not in caplog.text
@@ -137,13 +137,13 @@ def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
 
     async def scene():
         objects = (builders.pool(app="bad"), builders.pool("other"), builders.pod("a"))
-        async with following(tmp_path, *objects, sources=sources) as one:
-            assert one.names(sources[1].key) == ["a"]
-            assert one.names(sources[0].key) is None
+        async with following(tmp_path, *objects, sources=sources) as scene:
+            assert scene.names(sources[1].key) == ["a"]
+            assert scene.names(sources[0].key) is None
             wrong.clear()
             wrong.append(False)
-            one.server.put(builders.pod("b", app="bad", ip="10.0.0.2"))
-            await one.until_names("b", key=sources[0].key)
+            scene.server.put(builders.pod("b", app="bad", ip="10.0.0.2"))
+            await scene.until_names("b", key=sources[0].key)
 
     asyncio.run(scene())
 
@@ -156,20 +156,20 @@ def test_pools_that_could_not_be_taken_are_told_of_again(tmp_path, monkeypatch):
         wrong = [2]
         real = Scene._on_pools
 
-        def raising(self, found, removed):
+        def raising(self, changed, removed):
             if wrong[0]:
                 wrong[0] -= 1
                 raise OverflowError(SECRET)
-            real(self, found, removed)
+            real(self, changed, removed)
 
         monkeypatch.setattr(Scene, "_on_pools", raising)
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.until_names("a")
-            assert one.subject._supervisor.failures["kubernetes"] == 2
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.until_names("a")
+            assert scene.subject._supervisor.failures["kubernetes"] == 2
             wrong[0] = 1
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
-            await one.until(lambda: not one.subject._supervisor.degraded)
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
+            await scene.until(lambda: not scene.subject._supervisor.degraded)
 
     asyncio.run(scene())
 
@@ -189,8 +189,8 @@ def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
             return await real(self)
 
         monkeypatch.setattr(reflector.Reflector, "step", raising)
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.until_names("a")
-            assert one.subject._supervisor.failures["kubernetes"] == 3
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.until_names("a")
+            assert scene.subject._supervisor.failures["kubernetes"] == 3
 
     asyncio.run(scene())

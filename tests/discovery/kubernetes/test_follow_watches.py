@@ -13,15 +13,15 @@ def test_a_watch_that_breaks_goes_on_where_it_was(tmp_path):
     """Whether the connection ends or breaks within a line, nothing is lost and nothing listed."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            lists = sum("watch" not in query for _, query in one.server.requests)
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            lists = sum("watch" not in query for _, query in scene.server.requests)
             for at, last in enumerate((b"", b'{"type":"MODIFIED","object":{"meta')):
-                one.server.drop(last=last)
-                one.server.put(builders.pod(f"b{at}", ip=f"10.0.1.{at}"))
-                await one.until(lambda name=f"b{at}": name in one.names())
-            assert sum("watch" not in query for _, query in one.server.requests) == lists
-            assert one.names() == ["a", "b0", "b1"]
+                scene.server.drop(last=last)
+                scene.server.put(builders.pod(f"b{at}", ip=f"10.0.1.{at}"))
+                await scene.until(lambda name=f"b{at}": name in scene.names())
+            assert sum("watch" not in query for _, query in scene.server.requests) == lists
+            assert scene.names() == ["a", "b0", "b1"]
 
     asyncio.run(scene())
 
@@ -30,21 +30,21 @@ def test_a_version_the_server_has_forgotten_is_listed_again(tmp_path):
     """410 as an answer and 410 as an event both end in a fresh list."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            one.server.delete(builders.pod("a"))
-            one.server.compact()
-            one.server.drop()
-            await one.until_names("b")
-            one.server.put(builders.pod("c", ip="10.0.0.3"))
-            await one.until_names("b", "c")
-            one.facts.clear()
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            scene.server.delete(builders.pod("a"))
+            scene.server.compact()
+            scene.server.drop()
+            await scene.until_names("b")
+            scene.server.put(builders.pod("c", ip="10.0.0.3"))
+            await scene.until_names("b", "c")
+            scene.facts.clear()
             gone = {"kind": "Status", "status": "Failure", "code": 410, "message": "too old"}
-            one.server.send(builders.line("ERROR", gone) + b"\n")
-            await one.until_fact("relisted")
-            one.server.put(builders.pod("d", ip="10.0.0.4"))
-            await one.until_names("b", "c", "d")
+            scene.server.send(builders.line("ERROR", gone) + b"\n")
+            await scene.until_fact("relisted")
+            scene.server.put(builders.pod("d", ip="10.0.0.4"))
+            await scene.until_names("b", "c", "d")
 
     asyncio.run(scene())
 
@@ -53,17 +53,17 @@ def test_a_bookmark_moves_the_version(tmp_path):
     """After a quiet time the watch goes on from the bookmark, which is not forgotten yet."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            one.server.compact()
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            scene.server.compact()
             mark = {"kind": "Pod", "metadata": {}}
-            one.server.send(builders.line("BOOKMARK", mark, str(one.server.version)) + b"\n")
-            one.server.requests.clear()
-            one.server.drop()
-            await one.server.until_watched()
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
-            assert "relisted" not in one.kinds()
+            scene.server.send(builders.line("BOOKMARK", mark, str(scene.server.version)) + b"\n")
+            scene.server.requests.clear()
+            scene.server.drop()
+            await scene.server.until_watched()
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
+            assert "relisted" not in scene.kinds()
 
     asyncio.run(scene())
 
@@ -72,12 +72,12 @@ def test_a_line_that_is_no_event_is_listed_again(tmp_path):
     """What was missed cannot be known, so everything is asked for."""
 
     async def scene():
-        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
-            await one.server.until_watched()
-            one.server.send(b"<html>gateway</html>\n")
-            await one.until_fact("unreadable")
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
+            await scene.server.until_watched()
+            scene.server.send(b"<html>gateway</html>\n")
+            await scene.until_fact("unreadable")
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
 
     asyncio.run(scene())
 
@@ -89,10 +89,10 @@ def test_long_lists_come_in_pages(tmp_path):
         pods = [builders.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
 
         def prepare(server):
-            seen = []
+            cursors = []
 
             async def expire(request):
-                seen.append(request.query.get("continue"))
+                cursors.append(request.query.get("continue"))
                 return fake.refuse(410, "The provided continue parameter is too old")
 
             async def pages(request):
@@ -107,10 +107,10 @@ def test_long_lists_come_in_pages(tmp_path):
             server.answers.append(pages)
 
         sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
-        async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as one:
-            assert one.names("default/sel") == [f"p{at:02}" for at in range(25)]
-            assert "relisted" in one.kinds()
-            assert {query.get("limit") for _, query in one.server.requests[:3]} == {"10"}
+        async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as scene:
+            assert scene.names("default/sel") == [f"p{at:02}" for at in range(25)]
+            assert "relisted" in scene.kinds()
+            assert {query.get("limit") for _, query in scene.server.requests[:3]} == {"10"}
 
     asyncio.run(scene())
 
@@ -129,14 +129,16 @@ def test_a_server_that_does_not_answer_is_given_up(tmp_path):
 
         hasty = {"request_s": 0.5, "watch_s": 0.01}
         objects = (builders.pool(), builders.pod("a"))
-        async with following(tmp_path, *objects, prepare=prepare, **hasty) as one:
-            assert one.kinds()[0] == "disconnected"
-            assert one.names() == ["a"]
-            await one.server.until_watched()
-            one.server.requests.clear()
-            await one.server.until(lambda seen: sum("watch" in query for _, query in seen) >= 6)
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b")
+        async with following(tmp_path, *objects, prepare=prepare, **hasty) as scene:
+            assert scene.kinds()[0] == "disconnected"
+            assert scene.names() == ["a"]
+            await scene.server.until_watched()
+            scene.server.requests.clear()
+            await scene.server.until(
+                lambda requests: sum("watch" in query for _, query in requests) >= 6
+            )
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b")
             silent.set()
 
     asyncio.run(scene())
@@ -152,13 +154,13 @@ def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
             await silent.wait()
 
         sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
-        async with following(tmp_path, builders.pod("a"), sources=sources, request_s=0.5) as one:
-            await one.server.until_watched(1)
-            one.server.answers.append(hang)
-            one.server.drop()
-            one.server.put(builders.pod("b", ip="10.0.0.2"))
-            await one.until_names("a", "b", key="default/sel")
-            assert "disconnected" in one.kinds()
+        async with following(tmp_path, builders.pod("a"), sources=sources, request_s=0.5) as scene:
+            await scene.server.until_watched(1)
+            scene.server.answers.append(hang)
+            scene.server.drop()
+            scene.server.put(builders.pod("b", ip="10.0.0.2"))
+            await scene.until_names("a", "b", key="default/sel")
+            assert "disconnected" in scene.kinds()
             silent.set()
 
     asyncio.run(scene())
@@ -169,19 +171,19 @@ def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
 
     async def scene():
         sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
-        async with following(tmp_path, builders.pod("a"), sources=sources) as one:
-            await one.server.until_watched(1)
+        async with following(tmp_path, builders.pod("a"), sources=sources) as scene:
+            await scene.server.until_watched(1)
 
             async def broken(_):
                 return fake.refuse(500, "Too large resource version")
 
-            one.server.answers.extend([broken] * 3)
-            one.server.requests.clear()
-            one.server.drop()
-            fact = await one.until_fact("relisted")
+            scene.server.answers.extend([broken] * 3)
+            scene.server.requests.clear()
+            scene.server.drop()
+            fact = await scene.until_fact("relisted")
             assert "Too large resource version" in fact.detail
-            await one.server.until_watched(1)
-            assert ["watch" in query for _, query in one.server.requests] == [
+            await scene.server.until_watched(1)
+            assert ["watch" in query for _, query in scene.server.requests] == [
                 *[True] * 3,
                 False,
                 True,

@@ -14,15 +14,19 @@ def slice_of(**facts):
     return watch_events.WatchReader(resources.SLICES).line(line).value
 
 
-def addresses(found):
-    return [one.address for one in found]
+def addresses(endpoints):
+    return [endpoint.address for endpoint in endpoints]
 
 
 def test_one_port_is_called_like_the_pod():
     """Its labels are the pod's, and where it runs."""
-    (found,) = pod_endpoints.pod_endpoints(pod(name="a", node="n1"), (8000,))
-    assert (found.address, found.name, found.uid) == ("10.0.0.1:8000", "a", "uid-a")
-    assert found.labels == {"namespace": "default", "app": "vllm", "kubernetes.io/hostname": "n1"}
+    (endpoint,) = pod_endpoints.pod_endpoints(pod(name="a", node="n1"), (8000,))
+    assert (endpoint.address, endpoint.name, endpoint.uid) == ("10.0.0.1:8000", "a", "uid-a")
+    assert endpoint.labels == {
+        "namespace": "default",
+        "app": "vllm",
+        "kubernetes.io/hostname": "n1",
+    }
 
 
 def test_every_port_is_a_rank():
@@ -30,8 +34,8 @@ def test_every_port_is_a_rank():
 
     Source: docs/reference/protocol-conformance.md#point-61.
     """
-    found = pod_endpoints.pod_endpoints(pod(name="a"), (8001, 8000))
-    assert [(one.name, one.address) for one in found] == [
+    endpoints = pod_endpoints.pod_endpoints(pod(name="a"), (8001, 8000))
+    assert [(endpoint.name, endpoint.address) for endpoint in endpoints] == [
         ("a-rank-0", "10.0.0.1:8001"),
         ("a-rank-1", "10.0.0.1:8000"),
     ]
@@ -55,10 +59,10 @@ def test_062_active_ports_limit_ranks(annotation, ports):
 
     Source: docs/reference/protocol-conformance.md#point-62.
     """
-    one = pod(name="a", annotations={"llm-d.ai/active-ports": annotation})
-    found = pod_endpoints.pod_endpoints(one, (8000, 8001, 8002))
-    assert addresses(found) == [f"10.0.0.1:{port}" for port in ports]
-    assert [one.name for one in found] == [f"a-rank-{port - 8000}" for port in ports]
+    subject = pod(name="a", annotations={"llm-d.ai/active-ports": annotation})
+    endpoints = pod_endpoints.pod_endpoints(subject, (8000, 8001, 8002))
+    assert addresses(endpoints) == [f"10.0.0.1:{port}" for port in ports]
+    assert [endpoint.name for endpoint in endpoints] == [f"a-rank-{port - 8000}" for port in ports]
 
 
 def test_ipv6_stands_in_brackets():
@@ -80,16 +84,16 @@ def test_a_pod_of_kubeai_names_its_port_and_models():
     Source: docs/spec/prior-systems.md#adapter-names.
     """
     labels = {"model": "llama", "adapter.kubeai.org/sql": "hash", "adapter.kubeai.org/wiki": "h"}
-    one = pod(labels=labels, annotations={"model-pod-port": "8000"})
-    (found,) = pod_endpoints.pod_endpoints(one, ())
-    assert found.address == "10.0.0.1:8000"
-    assert (found.models.bases, found.models.adapters) == ({"llama"}, {"sql", "wiki"})
+    subject = pod(labels=labels, annotations={"model-pod-port": "8000"})
+    (endpoint,) = pod_endpoints.pod_endpoints(subject, ())
+    assert endpoint.address == "10.0.0.1:8000"
+    assert (endpoint.models.bases, endpoint.models.adapters) == ({"llama"}, {"sql", "wiki"})
 
 
 def test_a_label_called_model_alone_says_nothing():
     """Anybody may use that name; KubeAI's pods carry their port as well."""
-    (found,) = pod_endpoints.pod_endpoints(pod(labels={"model": "llama"}), (8000,))
-    assert found.models is None
+    (endpoint,) = pod_endpoints.pod_endpoints(pod(labels={"model": "llama"}), (8000,))
+    assert endpoint.models is None
 
 
 def test_a_pod_without_a_port_is_no_endpoint_where_pods_name_theirs():
@@ -101,26 +105,33 @@ def test_a_pod_without_a_port_is_no_endpoint_where_pods_name_theirs():
 
 def test_the_ip_is_overridden_only_where_that_is_allowed():
     """Whoever may annotate a pod could otherwise draw traffic anywhere."""
-    one = pod(annotations={"model-pod-ip": "127.0.0.1", "model-pod-port": "7000"})
-    assert addresses(pod_endpoints.pod_endpoints(one, ())) == ["10.0.0.1:7000"]
-    assert addresses(pod_endpoints.pod_endpoints(one, (), override_ip=True)) == ["127.0.0.1:7000"]
+    subject = pod(annotations={"model-pod-ip": "127.0.0.1", "model-pod-port": "7000"})
+    assert addresses(pod_endpoints.pod_endpoints(subject, ())) == ["10.0.0.1:7000"]
+    assert addresses(pod_endpoints.pod_endpoints(subject, (), override_ip=True)) == [
+        "127.0.0.1:7000"
+    ]
 
 
 def test_endpoints_come_in_the_order_of_pod_names():
     """So that replicas of the picker agree, whatever the order of events."""
     pods = [pod(name=name, ip=f"10.0.0.{at}") for at, name in enumerate("cab")]
-    found = pod_endpoints.merge([(one, pod_endpoints.pod_endpoints(one, (8000,))) for one in pods])
-    assert [one.name for one in found] == ["a", "b", "c"]
+    merged = pod_endpoints.merge(
+        [(pod_of_pool, pod_endpoints.pod_endpoints(pod_of_pool, (8000,))) for pod_of_pool in pods]
+    )
+    assert [endpoint.name for endpoint in merged] == ["a", "b", "c"]
 
 
 def test_of_two_pods_with_one_address_the_younger_has_it():
     """The IP went on before the last word of the older was heard."""
     old = pod(name="z", created="2026-01-01T00:00:00Z")
     new = pod(name="a", created="2026-01-01T00:00:01Z")
-    found = pod_endpoints.merge(
-        [(one, pod_endpoints.pod_endpoints(one, (8000,))) for one in (old, new)]
+    merged = pod_endpoints.merge(
+        [
+            (pod_of_pool, pod_endpoints.pod_endpoints(pod_of_pool, (8000,)))
+            for pod_of_pool in (old, new)
+        ]
     )
-    assert [one.name for one in found] == ["a"]
+    assert [endpoint.name for endpoint in merged] == ["a"]
 
 
 def test_endpoints_of_slices():
@@ -133,14 +144,14 @@ def test_endpoints_of_slices():
         {"addresses": ["10.0.0.5"]},
         {"addresses": []},
     ]
-    found = pod_endpoints.slice_endpoints([slice_of(backends=backends)], "http")
-    assert [(one.name, one.address) for one in found] == [
+    endpoints = pod_endpoints.slice_endpoints([slice_of(backends=backends)], "http")
+    assert [(endpoint.name, endpoint.address) for endpoint in endpoints] == [
         ("10.0.0.5:8000", "10.0.0.5:8000"),
         ("a", "10.0.0.1:8000"),
         ("d", "10.0.0.4:8000"),
     ]
-    assert found[1].uid == "uid-a"
-    assert found[1].labels == {
+    assert endpoints[1].uid == "uid-a"
+    assert endpoints[1].labels == {
         "namespace": "default",
         "kubernetes.io/hostname": "node-1",
         "topology.kubernetes.io/zone": "zone-1",
@@ -153,15 +164,15 @@ def test_endpoints_of_slices():
 )
 def test_the_port_of_a_service_goes_by_name_or_number(port, number):
     """With several ports, none named is none."""
-    one = slice_of(ports={"http": 8000, "metrics": 9090}, backends=[builders.backend()])
-    found = pod_endpoints.slice_endpoints([one], port)
-    assert addresses(found) == ([f"10.0.0.1:{number}"] if number else [])
+    endpoint_slice = slice_of(ports={"http": 8000, "metrics": 9090}, backends=[builders.backend()])
+    endpoints = pod_endpoints.slice_endpoints([endpoint_slice], port)
+    assert addresses(endpoints) == ([f"10.0.0.1:{number}"] if number else [])
 
 
 def test_the_only_port_of_a_service_need_not_be_named():
     """Without a port that is the one."""
-    one = slice_of(backends=[builders.backend()])
-    assert addresses(pod_endpoints.slice_endpoints([one], "")) == ["10.0.0.1:8000"]
+    endpoint_slice = slice_of(backends=[builders.backend()])
+    assert addresses(pod_endpoints.slice_endpoints([endpoint_slice], "")) == ["10.0.0.1:8000"]
 
 
 def test_a_pod_in_several_slices_is_one_endpoint():
@@ -176,18 +187,22 @@ def test_a_pod_in_several_slices_is_one_endpoint():
 def test_what_a_service_says_of_its_protocol_is_passed_on():
     """The port's appProtocol."""
     port = objects.SlicePort("http", 8000, "kubernetes.io/h2c")
-    one = objects.EndpointSlice(namespace="d", name="s", service="e", family="IPv4", ports=(port,))
-    assert pod_endpoints.app_protocol([one], "http") == "kubernetes.io/h2c"
-    assert pod_endpoints.app_protocol([one], "other") == ""
+    endpoint_slice = objects.EndpointSlice(
+        namespace="d", name="s", service="e", family="IPv4", ports=(port,)
+    )
+    assert pod_endpoints.app_protocol([endpoint_slice], "http") == "kubernetes.io/h2c"
+    assert pod_endpoints.app_protocol([endpoint_slice], "other") == ""
 
 
 @pytest.mark.parametrize(
-    ("port", "found"),
+    ("port", "number"),
     [("65535", 65535), ("65536", 0), ("99999", 0), ("0", 0), ("-1", 0), ("٣", 0), ("9" * 400, 0)],
 )
-def test_a_port_that_is_none_makes_no_endpoint(port, found):
+def test_a_port_that_is_none_makes_no_endpoint(port, number):
     """KubeAI's annotation is free text: only 1 to 65535 is a port."""
-    one = objects.Pod(namespace="n", name="p", uid="u", ip="127.0.0.1", ready=True, model_port=port)
-    assert addresses(pod_endpoints.pod_endpoints(one, ())) == (
-        [f"127.0.0.1:{found}"] if found else []
+    subject = objects.Pod(
+        namespace="n", name="p", uid="u", ip="127.0.0.1", ready=True, model_port=port
+    )
+    assert addresses(pod_endpoints.pod_endpoints(subject, ())) == (
+        [f"127.0.0.1:{number}"] if number else []
     )

@@ -23,36 +23,36 @@ class World:
     def collections(self, value):
         group, plural = fake.key_of(value)
         return [
-            one
-            for one in self.subject.collections
-            if (one.resource.group, one.resource.plural) == (group, plural)
+            collection
+            for collection in self.subject.collections
+            if (collection.resource.group, collection.resource.plural) == (group, plural)
         ]
 
     def list(self, *values):
         """Lists all collections, in which these are all objects there are."""
-        for one in self.subject.collections:
-            mine = [value for value in values if one in self.collections(value)]
-            page = watch_events.WatchReader(one.resource).page(builders.page(*mine))
+        for collection in self.subject.collections:
+            mine = [value for value in values if collection in self.collections(value)]
+            page = watch_events.WatchReader(collection.resource).page(builders.page(*mine))
             assert page.broken == ()
-            self.subject.replace(one, page.values)
+            self.subject.replace(collection, page.values)
         return self.collect()
 
     def put(self, *values):
         for value in values:
-            for one in self.collections(value):
-                found = (
-                    watch_events.WatchReader(one.resource)
+            for collection in self.collections(value):
+                event = (
+                    watch_events.WatchReader(collection.resource)
                     .line(builders.line("MODIFIED", value))
                     .value
                 )
-                self.subject.put(one, (found.namespace, found.name), found)
+                self.subject.put(collection, (event.namespace, event.name), event)
         return self.collect()
 
     def delete(self, *values):
         for value in values:
-            for one in self.collections(value):
+            for collection in self.collections(value):
                 about = value["metadata"]
-                self.subject.put(one, (about["namespace"], about["name"]), None)
+                self.subject.put(collection, (about["namespace"], about["name"]), None)
         return self.collect()
 
     def collect(self):
@@ -63,7 +63,7 @@ class World:
         return set(changes.discovered) | changes.removed
 
     def addresses(self, key="default/pool"):
-        return [one.address for one in self.pools[key].endpoints]
+        return [endpoint.address for endpoint in self.pools[key].endpoints]
 
 
 def test_a_pool_asked_for_that_is_not_there_is_told_of():
@@ -77,10 +77,10 @@ def test_a_pool_asked_for_that_is_not_there_is_told_of():
 def test_nothing_is_told_before_everything_is_listed():
     """A pool without its pods, or without its priorities, would be wrong."""
     world = World(listed=False)
-    for one in world.subject.collections:
+    for collection in world.subject.collections:
         assert world.collect() == set()
         assert not world.subject.synced
-        world.subject.replace(one, ())
+        world.subject.replace(collection, ())
     assert world.subject.synced
     assert world.collect() == {"default/pool"}
 
@@ -97,11 +97,11 @@ def test_nothing_is_told_before_everything_is_listed():
 def test_what_counts_as_an_answer(presence, optional, synced):
     """Nobody can pick from pods nobody may see; priorities may stay unknown."""
     world = World(listed=False)
-    for one in world.subject.collections:
-        if one.resource.optional is optional:
-            world.subject.settle(one, presence)
+    for collection in world.subject.collections:
+        if collection.resource.optional is optional:
+            world.subject.settle(collection, presence)
         else:
-            world.subject.replace(one, ())
+            world.subject.replace(collection, ())
     assert world.subject.synced is synced
 
 
@@ -149,7 +149,7 @@ def test_a_pod_that_takes_over_an_address_is_another_endpoint():
     world = World()
     world.list(builders.pool(), builders.pod("a", uid="one"))
     assert world.put(builders.pod("a", uid="two")) == {"default/pool"}
-    assert [one.uid for one in world.pools["default/pool"].endpoints] == ["two"]
+    assert [endpoint.uid for endpoint in world.pools["default/pool"].endpoints] == ["two"]
 
 
 def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
@@ -167,8 +167,8 @@ def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
     """Between two reports only the last state counts."""
     world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
-    for one in world.collections(builders.pool()):
-        world.subject.put(one, ("default", "pool"), None)
+    for collection in world.collections(builders.pool()):
+        world.subject.put(collection, ("default", "pool"), None)
     assert world.put(builders.pool()) == set()
     assert world.addresses() == ["10.0.0.1:8000"]
 
@@ -208,8 +208,8 @@ def test_what_a_pool_says_of_itself_is_passed_on():
     value["metadata"]["annotations"] = {"a": "b"}
     world = World()
     world.put(value)
-    found = world.pools["default/pool"]
-    assert (found.app_protocol, found.annotations) == ("kubernetes.io/h2c", {"a": "b"})
+    pool = world.pools["default/pool"]
+    assert (pool.app_protocol, pool.annotations) == ("kubernetes.io/h2c", {"a": "b"})
 
 
 def test_only_objectives_of_the_pool_count():
@@ -219,21 +219,23 @@ def test_only_objectives_of_the_pool_count():
         builders.pool(),
         builders.objective("mine", priority=-5),
         builders.objective("unset", priority=None),
-        builders.objective("other", of=builders.ref("other")),
-        builders.objective("group", of=builders.ref(group="x")),
-        builders.objective("kind", of=builders.ref(kind="Service")),
+        builders.objective("other", pool_ref=builders.ref("other")),
+        builders.objective("group", pool_ref=builders.ref(group="x")),
+        builders.objective("kind", pool_ref=builders.ref(kind="Service")),
         builders.objective("namespace", "elsewhere"),
     )
     assert world.pools["default/pool"].policy.priorities == {"mine": -5, "unset": 0}
     assert world.delete(builders.objective("mine")) == {"default/pool"}
-    assert world.put(builders.objective("unset", of=builders.ref("other"))) == {"default/pool"}
+    assert world.put(builders.objective("unset", pool_ref=builders.ref("other"))) == {
+        "default/pool"
+    }
     assert world.pools["default/pool"].policy.priorities == {}
 
 
 def test_the_group_of_a_reference_may_be_left_out():
     """It is that of InferencePool v1 then."""
     world = World()
-    world.put(builders.pool(), builders.objective(priority=3, of={"name": "pool"}))
+    world.put(builders.pool(), builders.objective(priority=3, pool_ref={"name": "pool"}))
     assert world.pools["default/pool"].policy.priorities == {"high": 3}
 
 
@@ -249,20 +251,24 @@ def test_older_rewrites_come_first():
     world.put(builders.pool(), new, twin, old)
     rules = world.pools["default/pool"].policy.rules
     assert [rule.models for rule in rules] == [("1",), ("2",), (), ("3",)]
-    assert [(one.model, one.weight) for one in rules[2].targets] == [("x", 70), ("y", 30)]
+    assert [(target.model, target.weight) for target in rules[2].targets] == [("x", 70), ("y", 30)]
 
 
 def test_where_both_groups_are_installed_the_new_one_counts_alone():
     """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
     world = World(listed=False)
-    for one in world.subject.collections:
-        if one.resource == resources.OBJECTIVES:
-            world.subject.settle(one, store.CollectionStatus.ABSENT)
+    for collection in world.subject.collections:
+        if collection.resource == resources.OBJECTIVES:
+            world.subject.settle(collection, store.CollectionStatus.ABSENT)
         else:
-            world.subject.replace(one, ())
+            world.subject.replace(collection, ())
     world.put(builders.pool(), builders.objective(priority=7, group=builders.OLD_GROUP))
     assert world.pools["default/pool"].policy.priorities == {"high": 7}
-    (new,) = [one for one in world.subject.collections if one.resource == resources.OBJECTIVES]
+    (new,) = [
+        collection
+        for collection in world.subject.collections
+        if collection.resource == resources.OBJECTIVES
+    ]
     world.subject.replace(new, ())
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {}
@@ -274,7 +280,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
 def test_without_policies_nothing_of_them_is_watched():
     """They take rights of their own."""
     world = World(policies=False)
-    assert {one.resource.plural for one in world.subject.collections} == {
+    assert {collection.resource.plural for collection in world.subject.collections} == {
         "inferencepools",
         "pods",
     }
@@ -325,9 +331,11 @@ def test_without_policies_nothing_of_them_is_watched():
 )
 def test_no_more_is_watched_than_needed(sources, paths):
     """As narrow as the sources allow, and no object twice."""
-    found = watch_plan.plan_watches(sources, policies=False)
-    assert {f"{one.path}?{one.labels}{one.fields}" for one in found} == paths
-    assert len(found) == len(paths)
+    plan = watch_plan.plan_watches(sources, policies=False)
+    assert {
+        f"{collection.path}?{collection.labels}{collection.fields}" for collection in plan
+    } == paths
+    assert len(plan) == len(paths)
 
 
 @pytest.mark.parametrize(

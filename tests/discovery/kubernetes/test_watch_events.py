@@ -8,7 +8,7 @@ from extproc.discovery.kubernetes import objects, resources, watch_events
 from tests.discovery.kubernetes import builders
 
 PODS = watch_events.WatchReader(resources.PODS)
-READERS = [watch_events.WatchReader(one) for one in watch_events.decode.FORMS]
+READERS = [watch_events.WatchReader(form) for form in watch_events.decode.FORMS]
 
 KEYS = (
     *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),
@@ -70,8 +70,8 @@ def test_a_pod_is_not_ready(facts):
 
     Source: docs/reference/protocol-conformance.md#point-60.
     """
-    found = PODS.line(builders.line("MODIFIED", builders.pod(**facts)))
-    assert found.value.ready is False
+    event = PODS.line(builders.line("MODIFIED", builders.pod(**facts)))
+    assert event.value.ready is False
 
 
 def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
@@ -105,9 +105,9 @@ def test_a_bookmark_of_a_resource_with_required_fields():
 def test_a_broken_object_is_known_by_name():
     """So that it can count as gone, and its version to go on from."""
     value = builders.pod("a") | {"status": {"podIP": 5}}
-    found = PODS.line(builders.line("MODIFIED", value, "7"))
-    assert (found.namespace, found.name, found.version) == ("default", "a", "7")
-    assert "podIP" in found.reason
+    event = PODS.line(builders.line("MODIFIED", value, "7"))
+    assert (event.namespace, event.name, event.version) == ("default", "a", "7")
+    assert "podIP" in event.reason
 
 
 def test_a_broken_object_is_deleted_like_any_other():
@@ -123,7 +123,7 @@ def test_one_broken_object_does_not_hide_the_others_of_a_list():
     broken = builders.pod("b") | {"metadata": builders.meta("b", labels=["x"])}
     page = PODS.page(builders.page(builders.pod("a"), broken, 5, builders.pod("c"), more="t"))
     assert [value.name for value in page.values] == ["a", "c"]
-    assert [one.name for one in page.broken] == ["b", ""]
+    assert [broken.name for broken in page.broken] == ["b", ""]
     assert (page.version, page.more) == ("1", "t")
 
 
@@ -167,16 +167,16 @@ def test_what_kubectl_leaves_behind_is_no_annotation():
     value = builders.pool()
     noise = "kubectl.kubernetes.io/last-applied-configuration"
     value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
-    found = watch_events.WatchReader(resources.POOLS).line(builders.line("ADDED", value)).value
-    assert found.annotations == {"a": "b"}
+    pool = watch_events.WatchReader(resources.POOLS).line(builders.line("ADDED", value)).value
+    assert pool.annotations == {"a": "b"}
 
 
 def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
     """It must not become one that matches everything."""
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
-    found = watch_events.WatchReader(resources.REWRITES).line(builders.line("ADDED", value)).value
-    assert [(rule.models, rule.targets[0].model) for rule in found.rules] == [((), "o")]
+    rewrite = watch_events.WatchReader(resources.REWRITES).line(builders.line("ADDED", value)).value
+    assert [(rule.models, rule.targets[0].model) for rule in rewrite.rules] == [((), "o")]
 
 
 @hypothesis.given(st.binary(max_size=200))
@@ -196,8 +196,8 @@ def test_no_document_raises(value, kind):
     page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [value, value]}).encode()
     for reader in READERS:
         assert isinstance(reader.line(line), watch_events.WatchEvent)
-        found = reader.page(page)
-        assert len(found.values) + len(found.broken) == 2
+        decoded = reader.page(page)
+        assert len(decoded.values) + len(decoded.broken) == 2
 
 
 def test_deep_nesting_is_a_value():
