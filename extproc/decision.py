@@ -18,7 +18,7 @@ from extproc.request import InferenceRequest
 
 Item = TypeVar("Item")
 
-#: Keys of a decision whose plugins asked for none.
+#: Keys of a decision whose plugins need none.
 NO_KEYS: Mapping[str, str] = {}
 
 
@@ -27,7 +27,7 @@ class FilterTreeStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: Which filter.
-        survivors: Who it left; nobody where it failed, and then what came in goes on.
+        survivors: Candidates it passed; none where it failed, and then its input goes on.
         branch: What follows: the node for `success`, `failure` or `either`; empty where the walk ends.
         error_type: The type of what it raised, which is a failure; empty when it answered.
     """
@@ -39,11 +39,11 @@ class FilterTreeStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class FilterResult(msgspec.Struct, frozen=True, gc=False):
-    """One filter step: who was still in play after it.
+    """One filter step: the candidates still in play after it.
 
     Attributes:
         name: Which filter.
-        survivors: Who it left.
+        survivors: Candidates it passed.
         branches: The way through it in order, where it is a tree.
     """
 
@@ -53,7 +53,7 @@ class FilterResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScorerResult(msgspec.Struct, frozen=True, gc=False):
-    """One scorer's raw scores (0..1, higher is better), aligned with `Decision.scored_candidates`."""
+    """Raw scores of one scorer, 0..1, aligned with `Decision.scored_candidates`."""
 
     name: str
     weight: float
@@ -61,7 +61,7 @@ class ScorerResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence that is made when somebody first looks: about most decisions nobody asks.
+    """Sequence computed at its first use: most decisions are never explained.
 
     Args:
         make: Makes it; called once at most, at any later time, so it must only hold values that
@@ -91,7 +91,7 @@ class LazySequence(Sequence[Item]):
         return self._items[at]
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of items."""
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
@@ -108,7 +108,7 @@ class LazySequence(Sequence[Item]):
 
 
 class CostResult(msgspec.Struct, frozen=True, gc=False):
-    """What each finalist would cost, lower is better, aligned with `Decision.scored_candidates`.
+    """Cost of each finalist, lower is better, aligned with `Decision.scored_candidates`.
 
     Attributes:
         name: Which cost model.
@@ -146,17 +146,17 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
     Attributes:
-        request: What was asked.
+        request: The parsed request.
         endpoints: In order of preference, never empty; the first one serves, the others are
             fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
-        candidates: Who was in play before the first filter.
+        candidates: Endpoints in play before the first filter.
         excluded_by_model: Endpoints that were not, because they do not serve the model.
         excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
             the one that is tried again.
-        model_unlisted: Nobody who could be chosen lists the model; the engine will say.
+        model_unlisted: No endpoint in play lists the model; the engine will answer.
         filters: Each filter step in order.
-        scored_candidates: Who was scored.
+        scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.
         cost: What each finalist would cost, where the profile has a cost model.
         totals: What the picker compared, higher is better, aligned with `scored_candidates`: weighted sums
@@ -212,7 +212,7 @@ class DirectResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class Rejection(msgspec.Struct, frozen=True, gc=False):
-    """A refusal: what the client is told and why.
+    """Refusal of a request: the answer to the client, and the reason.
 
     Attributes:
         status: HTTP status, a member of Envoy's StatusCode enum.
@@ -224,7 +224,7 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
             where waiting changes nothing.
         waits_for: Address of the endpoint it would rather wait for; empty for any.
         closed: Whether no other endpoint has a place either.
-        busy: Addresses of the endpoints that were found without a place; empty where nobody looked,
+        busy: Addresses of the endpoints that were found saturated; empty where none was checked,
             or some have one.
     """
 
@@ -241,10 +241,10 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Decision | Rejection
 
-#: `Rejection.code` of a model that nobody serves, as OpenAI's API has it.
+#: `Rejection.code` of a model that no endpoint serves, as OpenAI's API has it.
 MODEL_NOT_FOUND = "model_not_found"
 
-#: Model names listed in a refusal (count), and characters of the one that was asked for.
+#: Model names listed in a refusal (count), and characters of the requested name.
 MOST_NAMES = 20
 LONGEST_NAME = 128
 
@@ -269,7 +269,7 @@ def bad_request(message: str) -> Rejection:
 
 
 def no_endpoints(*, waits_s: float | None = None) -> Rejection:
-    """Nobody may or can serve: 503 (EPP protocol 004, no endpoint communicated).
+    """No endpoint may or can serve: 503 (EPP protocol 004, no endpoint communicated).
 
     Args:
         waits_s: See `Rejection`.
@@ -284,11 +284,11 @@ def no_endpoints(*, waits_s: float | None = None) -> Rejection:
 
 
 def model_not_found(name: str, known: Iterable[str]) -> Rejection:
-    """Nobody serves the model, and what everybody serves is known: 404.
+    """No endpoint serves the model, and the models of all are known: 404.
 
     Args:
-        name: What was asked for.
-        known: What could be asked for instead.
+        name: The requested model.
+        known: Models that are served.
     """
     names = sorted(known)
     shown = ", ".join(names[:MOST_NAMES])
@@ -319,7 +319,7 @@ def all_busy(
     """A request would wait too long on every endpoint: 429.
 
     Args:
-        waits_s: Until one of them is free, if nothing else happens; infinity where nobody knows.
+        waits_s: Until one of them is free, if nothing else happens; infinity where unknown.
         waits_for: See `Rejection`.
         closed: See `Rejection`.
         busy: See `Rejection`.

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
-#: Labels of an endpoint nobody labelled.
+#: Labels of an endpoint without labels.
 NO_LABELS: Mapping[str, str] = {}
 
 #: Label that says an endpoint's metrics are on another port of the same address.
@@ -32,7 +32,7 @@ class ServedModels(msgspec.Struct, frozen=True, gc=False):
     adapters: frozenset[str] = frozenset()
 
     def __contains__(self, name: str) -> bool:
-        """Whether a request may name this."""
+        """True if a request may use this name."""
         return name in self.bases or name in self.adapters
 
 
@@ -41,13 +41,13 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         address: `ip:port`, IPv6 in brackets: the form EPP protocol 004 puts in the header.
-        name: What people call it; the address when nobody named it.
+        name: Human-readable name; the address when there is none.
         labels: Free labels from discovery (hardware, zone, role).
         incarnation: Grows each time discovery brings an address back, so that accounts and
             beliefs of an earlier life are never charged to the new one.
         models: Names it answers to, where discovery knows; what the engine lists itself beats it.
         uid: Of what stands behind the address, where discovery knows: a pod that takes over the
-            address of another is another engine. Empty: nobody knows.
+            address of another is another engine. Empty: unknown.
     """
 
     address: str
@@ -104,7 +104,7 @@ NO_COUNTERS = EngineCounters()
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """What one scrape of one endpoint said. A value that the page did not carry is None.
+    """Metrics of one scrape of one endpoint. A value that the page did not carry is None.
 
     Attributes:
         at: Monotonic seconds at which the page was received; minus infinity if never.
@@ -152,7 +152,7 @@ NO_LOAD = Load()
 
 
 class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """How fast one engine is: `step_s + prefill_s * P + decode_s * B + context_s * K` seconds a step.
+    """Step time of one engine: `step_s + prefill_s * P + decode_s * B + context_s * K`, in s.
 
     P is the prompt tokens computed in an iteration, B the sequences that decode, K the tokens of
     context they have together (docs/spec/engines.md#iteration-time). The defaults lie between the
@@ -189,7 +189,7 @@ DEFAULT_STEP_TIMES = StepTimeModel()
 
 
 class AdapterResidency(IntEnum):
-    """Whether the adapter a request asks for is on an endpoint's device; higher is better.
+    """Residency of the requested adapter on an endpoint's device; higher is better.
 
     From our own account, because an engine's labels show neither queued nor idle adapters
     (docs/spec/engines.md#lora-info).
@@ -199,7 +199,7 @@ class AdapterResidency(IntEnum):
     FULL = 0
     #: Every slot is taken, and an idle adapter can make room.
     EVICTABLE = 1
-    #: Nobody knows the slots.
+    #: The slots are unknown.
     UNKNOWN = 2
     #: A slot is free.
     ROOM = 3
@@ -252,5 +252,5 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_imputed(self) -> bool:
-        """Whether a part of `load`, and of what follows from it, is the mean of other candidates."""
+        """True if a part of `load` is the mean of other candidates."""
         return self.page is not None

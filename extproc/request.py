@@ -47,14 +47,14 @@ def shorten_id(text: str) -> str:
 
 
 def is_long_name(name: str) -> bool:
-    """Whether a name of a model or an adapter is longer than `MAX_NAME_BYTES`."""
+    """True if a model or adapter name is longer than `MAX_NAME_BYTES`."""
     if 4 * len(name) <= MAX_NAME_BYTES:
         return False
     return len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES
 
 
 class HttpRequest(msgspec.Struct, frozen=True, gc=False):
-    """One HTTP request as the data plane showed it, before anybody understood it.
+    """One HTTP request as the data plane sent it, before parsing.
 
     Attributes:
         headers: Header names in lower case, pseudo headers included; of duplicates the last.
@@ -80,7 +80,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         api: Which surface was called: `chat`, `completions`, `embeddings`, ..., `opaque`, or `grpc`
-            for a gRPC method nobody knows.
+            for an unknown gRPC method.
         model: The LLM name in the body; empty when it names none.
         adapter: The LoRA adapter, where the surface names one apart from the model. vLLM names an
             adapter in `model`, so this is then empty and `target` is the model.
@@ -88,7 +88,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
             equal bytes. It is hashed, never sent, logged or decoded; empty once a request waits.
         prompt_tokens: Estimated prompt length in tokens; exact for tokenized prompts.
         prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
-        stream: Whether the client asked for a streamed answer.
+        stream: Whether the client requested a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.
         session: What ties turns of one conversation together; empty when nothing does.
         subset: See `HttpRequest.subset`.

@@ -1,9 +1,10 @@
-"""The fleet's state: endpoints, their loads, and our own in-flight accounts.
+"""State of the endpoint pool: endpoints, their scraped loads, and our in-flight requests.
 
-What lives here: the immutable `Pool` snapshot, the one writer that replaces it (`PoolStore`), the
-accounts with their tickets, and the `Health` that says who is left out. What must not: choosing,
-scraping, discovery, clocks.
-Who drives it: discovery calls `PoolStore.set_endpoints`, the scraper calls `PoolStore.observe` and
-`PoolStore.scrape_failed`, the dispatcher reads `PoolStore.pool`, opens tickets, and calls `PoolStore.record_outcome` for
-what answers say.
+`snapshot.Pool` is immutable, and `store.PoolStore` is the only writer that replaces it. The package
+also holds the in-flight accounts with their reservations, and `outlier_detection.OutlierDetector`,
+which ejects endpoints. Choosing, scraping, discovery and clocks belong to other packages.
+
+Discovery calls `PoolStore.set_endpoints`, the scraper calls `PoolStore.observe` and
+`PoolStore.scrape_failed`, and routing reads `PoolStore.pool`, opens reservations and reports
+outcomes with `PoolStore.record_outcome`.
 """

@@ -1,4 +1,4 @@
-"""Whether an adapter is on an endpoint's device, from our own account and what was scraped.
+"""Residency of a LoRA adapter on an endpoint, from our in-flight requests and its scrapes.
 
 An engine's labels list adapters with running requests only: one that waits for a slot and one that
 idles in a slot are both absent (docs/spec/engines.md#lora-info). So our open requests say which are
@@ -16,12 +16,12 @@ from extproc.pool.inflight import AdapterSlotState, InflightLoad
 def adapter_residency(
     adapter: str, account: InflightLoad, load: Load, known: frozenset[str]
 ) -> AdapterResidency:
-    """Where an adapter stands on one endpoint.
+    """Residency of an adapter on one endpoint.
 
     Args:
         adapter: Its name.
         account: Our requests there.
-        load: The last scrape, `UNKNOWN` when it is stale.
+        load: The last scrape, `NO_LOAD` when it is stale.
         known: Names that are adapters; others in the account are base models.
     """
     if adapter in account.adapters:
@@ -45,7 +45,7 @@ def adapter_residency(
 def _slot_state(
     account: InflightLoad, load: Load, known: frozenset[str], slots: int
 ) -> AdapterSlotState:
-    """What holds for every adapter that is not in use; the same until something changes."""
+    """Adapter slot state of an endpoint; computed again when its adapters or load change."""
     # The account holds a handful of names, and there may be thousands of known ones.
     in_use = known.intersection(account.adapters)
     if load.adapters:

@@ -1,4 +1,4 @@
-"""How many bytes of prompt make a token, learned for each model.
+"""Mean prompt bytes per token, learned for each model.
 
 A picker sees bytes; what a request costs is counted in tokens. Engines tell how many: in their
 counters, for all requests that finished between two scrapes, and in the `usage` of an answer that
@@ -65,7 +65,7 @@ class _Sums:
 
 
 class _Window(msgspec.Struct, frozen=True, gc=False):
-    """Where a comparison began: the engine's counters, and ours."""
+    """Start of a comparison window: the engine's counters, and ours."""
 
     finished: float
     tokens: float
@@ -73,7 +73,7 @@ class _Window(msgspec.Struct, frozen=True, gc=False):
 
 
 class BytesPerTokenEstimator:
-    """Bytes per token of every model that was seen."""
+    """Bytes per token of every model that requests named."""
 
     def __init__(self) -> None:
         self._all = _Sums()
@@ -108,7 +108,7 @@ class BytesPerTokenEstimator:
         return {model: sums.ratio for model, sums in self._by_model.items() if sums.known}
 
     def observe_usage(self, model: str, *, prompt_bytes: int, tokens: int) -> None:
-        """An answer said how many tokens its prompt had.
+        """Take in the prompt tokens that the `usage` of an answer reports.
 
         Args:
             model: LLM or adapter name.

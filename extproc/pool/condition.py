@@ -1,4 +1,4 @@
-"""How an endpoint is, what a request says of it, and when it is left out: values of `health`."""
+"""Values of outlier detection: settings, request outcomes and health states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class OutlierDetectionSettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """When endpoints that fail are left out, and how they come back.
+    """Outlier detection: when failing endpoints are ejected, and how they return.
 
     Attributes:
         failures: Failed requests in a row after which an endpoint is left out (count); 0 never
@@ -60,7 +60,7 @@ class OutlierDetectionSettings(
 
 
 class RequestOutcome(IntEnum):
-    """What one request says of its endpoint."""
+    """Evidence of one request about the health of its endpoint."""
 
     SERVED = 0
     FAILED = 1
@@ -71,7 +71,7 @@ class RequestOutcome(IntEnum):
 
 
 class HealthState(IntEnum):
-    """Whether an endpoint takes part."""
+    """Participation of an endpoint in scheduling."""
 
     HEALTHY = 0
     SUSPECT = 1
@@ -85,7 +85,7 @@ class HealthState(IntEnum):
 
 
 class HealthStatus(msgspec.Struct, frozen=True, gc=False):
-    """How one endpoint is.
+    """Health of one endpoint.
 
     Attributes:
         state: Whether it takes part.
@@ -107,7 +107,7 @@ HEALTHY = HealthStatus()
 
 
 def classify_status(status: str) -> RequestOutcome:
-    """What a response status says.
+    """Classify a response status.
 
     Args:
         status: `:status` as text; empty when there was none.

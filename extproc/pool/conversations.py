@@ -1,8 +1,8 @@
-"""Which prompts go on from which, and where the one before went.
+"""Conversations: prompts that continue earlier ones, and the endpoint of the last turn.
 
 A conversation is known by the deepest block of its latest prompt, which every later prompt of it
 contains. Engines forget prefixes, and so does the index that follows them; this does not, so that a
-conversation whose prefix is lost can still be told from one that is new.
+conversation whose prefix is lost can still be distinguished from a new one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ConversationTracker:
         return len(self._went)
 
     def last_endpoint(self, chain: Sequence[int]) -> InflightLoad | None:
-        """Where the latest prompt went that this one goes on from; None if new or freed.
+        """Endpoint of the latest prompt that this one continues; None if new or freed.
 
         Args:
             chain: The prompt's block hashes, root first.
@@ -107,7 +107,7 @@ class ConversationTracker:
             now: Monotonic seconds.
 
         Returns:
-            What wants to know when the request ends; None where it could not be known again.
+            The turn, to be marked when the request ends; None where no later prompt can match it.
         """
         if not chain:
             return None
@@ -125,7 +125,7 @@ class ConversationTracker:
         return visit
 
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
-        """Where and when the latest prompt went that this one goes on from."""
+        """The latest turn that this prompt continues; None for a new conversation."""
         went = self._went
         for block in reversed(chain):
             last_turn = went.get(block)

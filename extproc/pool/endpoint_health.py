@@ -1,4 +1,4 @@
-"""What is held against one endpoint; `health` writes and weighs it."""
+"""Health evidence of one endpoint; `outlier_detection` writes and weighs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from extproc.pool.condition import UNREACHABLE_AFTER, HealthStatus
 
 
 class HealthRecord:
-    """What is held against one endpoint in one life.
+    """Health evidence of one endpoint incarnation.
 
     Attributes:
         condition: As of the last change.
@@ -17,12 +17,12 @@ class HealthRecord:
         bad: Failed ones, fading.
         at: When they faded last.
         ejection_cause: Why it should be left out for its requests; empty when it should not.
-        last_failed: Whether the last request that said anything failed.
+        last_failed: Whether the last request with a clear outcome failed.
         misses: Scrapes in a row that did not connect.
         missed_at: When the first of them was seen.
         scrape_unreliable: Requests are served though scrapes fail: then those say nothing until one succeeds.
         ever_scraped: Whether a scrape ever connected.
-        refused: Whether nobody listened at its own port when it was last looked for.
+        refused: Whether its port refused the last scrape.
         sign_at: Last sign of life, or of having nothing to do.
         probe_at: When the last probe was sent.
         back_at: When it came back from the last ejection.
@@ -58,12 +58,12 @@ class HealthRecord:
 
     @property
     def unreachable(self) -> bool:
-        """Whether scrapes say that it is gone, and no request says otherwise."""
+        """True when scrapes cannot connect, and no served request contradicts them."""
         return self.misses >= UNREACHABLE_AFTER and not self.scrape_unreliable
 
     @property
     def certain(self) -> bool:
-        """Whether it is surely gone: nobody listens, or scrapes and requests agree."""
+        """True when scrapes cannot connect, and the port refuses or requests fail as well."""
         return (self.last_failed or self.refused) and self.unreachable
 
     def reset(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What an engine has done, read off its pages: the ends of the windows that speed is learned from."""
+"""Work counters of an engine: the ends of the windows from which step times are learned."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from extproc.pool import slots
 
 
 class WorkCounters(msgspec.Struct, frozen=True, gc=False):
-    """What a window is made of, at one end of it.
+    """Work counters of an engine at one end of a window.
 
     Attributes:
         at: Monotonic seconds.
         steps: Iterations.
         computed: Prompt tokens computed.
         generated: Tokens generated.
-        context: Tokens of context that running requests have; None when nobody knows.
+        context: Tokens of context that running requests have; None when unknown.
         loads: Adapters that came onto the device.
         loading_s: Seconds of adapter loads where the engine tells them, else 0.
         idled: How often our account had no open request left.

@@ -1,4 +1,4 @@
-"""What other pickers do, as far as the engines' pages show it.
+"""Load that other EPPs put on our endpoints, estimated from scraped metrics.
 
 Pickers of the same fleet do not talk. Each knows from scrapes how much of the engines' work is not
 its own, and how much of all prompts the engines find in their caches.
@@ -16,13 +16,15 @@ _ALPHA = 0.02
 #: well pickers agree.
 _ALPHA_HITS = 0.002
 
-#: Pages without a hit that the hit ratio begins with (count): some seconds of a small fleet. What
-#: nobody has seen found in a cache is not believed to be in one.
+#: Pages without a hit that the hit ratio begins with (count): some seconds of a small fleet. A
+#: prefix counts as cached only after hits.
 _FIRST_PAGES = 50
 
 
 class ForeignTraffic:
-    """The work of others. Mutable; the fleet owns it.
+    """Moving averages of foreign requests and of the prefix hit ratio, over the pool.
+
+    Mutable; owned by `PoolStore`.
 
     Attributes:
         hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1; the mean of all
@@ -44,7 +46,7 @@ class ForeignTraffic:
         return self._others / together if together else 0.0
 
     def update(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
-        """A scrape was taken in.
+        """Fold one scrape of one endpoint into the averages.
 
         Args:
             own: Our requests there (count).

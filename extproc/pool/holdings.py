@@ -1,4 +1,4 @@
-"""What open requests hold in an engine's cache, what several of them begin with counted once."""
+"""KV tokens of the open requests on an endpoint, shared prefixes counted once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STRIDE = 4
 
 
 class ContextShare(msgspec.Struct, frozen=True, gc=False):
-    """What one request holds.
+    """Prompt blocks that one open request holds.
 
     Attributes:
         blocks: Those that are followed.
@@ -27,7 +27,7 @@ class ContextShare(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedContext:
-    """All that open requests hold on one endpoint. Mutable; its account owns it.
+    """Prompt tokens of all open requests on one endpoint. Mutable; its account owns it.
 
     Attributes:
         tokens: Prompt tokens, and what young conversations among them will grow by.
@@ -41,13 +41,13 @@ class SharedContext:
         self.shared = 0
         self._users: dict[int, int] = {}
         # Tokens a block was counted for: the last one of a prompt stands for fewer than the same one
-        # of a prompt that goes on from it, and nobody knows which of the two leaves first.
+        # of a prompt that goes on from it, and the order in which they end is unknown.
         self._counted: dict[int, int] = {}
         self._depths: Sequence[int] = ()
         self._sizes: Sequence[int] = ()
 
     def open(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> ContextShare:
-        """A request was opened.
+        """Add an opened request.
 
         Args:
             blocks: Its prompt's chain of block hashes, root first; not empty.
@@ -81,7 +81,7 @@ class SharedContext:
         return ContextShare(followed, prompt_tokens, growth)
 
     def close(self, share: ContextShare) -> None:
-        """A request is over.
+        """Remove a request that ended.
 
         Args:
             share: From `open`; once.

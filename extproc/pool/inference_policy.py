@@ -1,4 +1,4 @@
-"""What people have decreed about a pool's requests: priorities and other model names. Values."""
+"""Policy of a pool: priorities of objectives, and model rewrite rules. Values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TargetModel(msgspec.Struct, frozen=True):
 
     Attributes:
         model: The name to put into the body.
-        weight: Its part among the targets of a rule; None when nobody set one.
+        weight: Its part among the targets of a rule; None when unset.
     """
 
     model: str
@@ -43,7 +43,7 @@ class InferencePolicy(msgspec.Struct, frozen=True):
     rules: Sequence[RewriteRule] = ()
 
 
-#: Nobody decreed anything.
+#: Policy of a pool without objectives and rewrites.
 EMPTY_POLICY = InferencePolicy()
 
 

@@ -1,4 +1,4 @@
-"""In-flight accounts: what this picker has open on each endpoint, and what of it still queues.
+"""In-flight accounts: open requests of this EPP on each endpoint, and their queued tokens.
 
 An account belongs to one incarnation of one endpoint. It is changed only by tickets and by scrapes,
 and a ticket is closed exactly once, so the counters return to zero when the last stream ends and
@@ -35,7 +35,7 @@ _BUDGET_TOKENS = 2048
 
 
 class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
-    """What one endpoint's adapters come to, as long as neither its account nor its load changes.
+    """Adapter slot state of one endpoint, valid until its account or load changes.
 
     Attributes:
         load: Of which it was worked out.
@@ -58,10 +58,10 @@ class InflightLoad:
     Attributes:
         endpoint: Whose account it is.
         in_flight: Open requests (count).
-        from_peers: Of these, other pickers' (count), where pickers tell each other.
+        from_peers: Of these, other pickers' (count), where EPP replicas exchange them.
         prompt_tokens: Estimated prompt tokens of the open requests.
         active_context_tokens: The same, what several of them begin with counted once, and what young
-            conversations among them will grow by; 0 while nobody needs it.
+            conversations among them will grow by; 0 while no plugin needs it.
         opened: Tickets ever opened (count).
         answered: Of these, closed with an answer.
         served: Of these, those with a prompt that this picker sent itself.
@@ -188,7 +188,7 @@ class InflightLoad:
     def add_pending(
         self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
     ) -> holdings.ContextShare:
-        """Count what a request will hold that waits to be sent here; arguments as of `track_context`."""
+        """Count the context of a request queued for this endpoint; arguments as `track_context`."""
         share = self._context.open(blocks, tokens, growth=growth)
         self.active_context_tokens = self._context.tokens
         return share
@@ -205,7 +205,7 @@ class InflightLoad:
 
     @property
     def shared_tokens(self) -> int:
-        """Prompt tokens of open requests that others of them have too; 0 while nobody needs it."""
+        """Prompt tokens of open requests that others of them have too; 0 while no plugin needs it."""
         return self._context.shared
 
     @property
@@ -235,7 +235,7 @@ class InflightLoad:
         """Correct the queue by what a scrape shows.
 
         Args:
-            sent: `sent` when the scrape was asked for.
+            sent: `sent` when the scrape was requested.
             written: `kv_tokens_sent` then.
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
             now: Monotonic seconds.
@@ -292,7 +292,7 @@ class InflightLoad:
             self.done = min(self.done + ticket.uncached_tokens, self.sent)
 
     def _remember(self, ticket: Reservation) -> None:
-        """Note what learning wants to know of an answer; bounded, as nobody may ever ask."""
+        """Keep the facts of an answer that estimators read; bounded."""
         self.answered += 1
         if ticket.prompt_tokens:
             self.works.add(ticket.uncached_tokens)
@@ -325,8 +325,8 @@ class Reservation(msgspec.Struct, eq=False):
         blocks: The prompt's chain while it may have to be taken back; empty when it stands.
         sole_endpoint: Whether no other endpoint was named that may answer in its place.
         refused: Whether it was answered, and not served.
-        context: What it holds of the cache; None while nobody needs it.
-        last_turn: Told when it ends; None where nobody wants to know.
+        context: Its share of the cache; None while no plugin needs it.
+        last_turn: Marked when it ends; None where no plugin needs it.
         from_peers: Whether another picker sent it.
     """
 

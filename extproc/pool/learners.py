@@ -1,4 +1,4 @@
-"""How fast the engines of a pool are: one learner each, that leans on what all of them show."""
+"""Step time estimators of a pool: per engine, with the mean of the pool as prior."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STANDS_S = 1.0
 
 
 class PoolStepTimeEstimators:
-    """The learners of one pool, by incarnation. Mutable; its fleet owns it."""
+    """Step time estimators of one pool, by incarnation. Mutable; owned by `PoolStore`."""
 
     __slots__ = ("_at", "_by_incarnation", "_pooled")
 
@@ -22,16 +22,16 @@ class PoolStepTimeEstimators:
         self._pooled = DEFAULT_STEP_TIMES
 
     def on_endpoint_added(self, incarnation: int) -> StepTimeEstimator:
-        """An endpoint came: it is believed to be like the others."""
+        """Start the estimator of a new endpoint at the mean of the pool."""
         learner = self._by_incarnation[incarnation] = StepTimeEstimator(self._now())
         return learner
 
     def on_endpoint_removed(self, incarnation: int) -> None:
-        """An endpoint left."""
+        """Drop the estimator of an endpoint."""
         del self._by_incarnation[incarnation]
 
     def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
-        """The learner of an endpoint, told what the pool has shown, a second ago at most.
+        """Estimator of an endpoint, its prior the pool mean, at most a second old.
 
         Args:
             incarnation: Of the endpoint.

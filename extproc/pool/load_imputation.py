@@ -1,8 +1,8 @@
-"""The one place where what nobody knows of an endpoint is filled in.
+"""Imputation of unknown load: missing and stale metrics take the mean of the pool.
 
 What is unknown or stale counts as the mean of what is known of the other candidates, for every
 strategy alike: neither the best nor full. What a page provably claims too little of counts as the
-mean where that is more. While nothing is known of anybody, own requests are all that counts.
+mean where that is more. While no endpoint has a known load, only our own requests count.
 
 All of it follows from pages alone, and so it stands until another page is read or one gets too old:
 it is worked out once for each snapshot, not for each request.
@@ -32,7 +32,7 @@ _UNSOUND = plausibility.TOO_LITTLE | plausibility.VOID
 
 
 class CountedPage(msgspec.Struct, frozen=True, gc=False):
-    """A page as it counts; of the same shape as `EndpointSnapshot`, which stands for its own page.
+    """A page as it counts; same shape as `EndpointSnapshot`, which stands for its own page.
 
     Attributes:
         load: The page; `NO_LOAD` where neither it nor any other one says anything.
@@ -109,10 +109,10 @@ class Imputer:
 def impute(
     members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
 ) -> Imputation | None:
-    """Fill in what nobody knows of some endpoints; None where every page counts as it is.
+    """Fill in unknown load; None where every page counts as it is.
 
     Args:
-        members: Who is in play.
+        members: Endpoints in play.
         oldest: Monotonic seconds; a page from then or before is void.
         is_patchy: As of the pool.
     """
@@ -143,7 +143,7 @@ def impute(
 
 
 class _Means(msgspec.Struct, frozen=True, gc=False):
-    """What is known, averaged over those of whom it is known; None where it is of nobody.
+    """Means over the endpoints that report a value; None where no endpoint does.
 
     Attributes:
         waiting: Requests that wait (count).

@@ -1,4 +1,4 @@
-"""Who serves which model, as far as engines listed it.
+"""Index of the models that endpoints serve, as engines listed them.
 
 One `ModelIndex` stands for as long as neither the endpoints nor their lists change, which is much
 longer than a snapshot: what is worked out for a name is looked up from then on.
@@ -22,10 +22,10 @@ _LONGEST_ALIAS: Final = 1025
 
 
 class ModelMatch(msgspec.Struct, frozen=True, gc=False):
-    """The endpoints of a pool, split by whether they may serve a request.
+    """Endpoints of a pool that may serve a request, and the others.
 
     Attributes:
-        positions: Of those that list what is asked for or whose list nobody knows, ascending.
+        positions: Of those that list the name or whose list is unknown, ascending.
         others: Those whose list lacks it.
     """
 
@@ -34,14 +34,14 @@ class ModelMatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Alias(msgspec.Struct, frozen=True, gc=False):
-    """What a name stands for that holds a base model and its adapter."""
+    """Base model and adapter that one combined name stands for."""
 
     base: str
     adapter: str
 
 
 class ModelIndex:
-    """Answers who serves a name.
+    """Endpoints that serve a model or adapter name.
 
     Args:
         listed: The endpoints in pool order, each with the names it listed; None for unknown.
@@ -53,9 +53,9 @@ class ModelIndex:
         self._aliases: dict[str, Alias] = {}
 
     def match(self, model: str, adapter: str = "") -> ModelMatch | None:
-        """Split the endpoints by who may serve a request.
+        """Split the endpoints by their ability to serve a request.
 
-        An adapter that nobody lists says nothing, because engines that take it in a field of its
+        An adapter that no engine lists says nothing, because engines that take it in a field of its
         own need not list it: then the model decides.
 
         Args:
@@ -63,7 +63,7 @@ class ModelIndex:
             adapter: The adapter, where it is named apart from the model.
 
         Returns:
-            None when everybody may.
+            None when every endpoint may.
         """
         try:
             return self._known[(model, adapter) if adapter else model]
@@ -73,7 +73,7 @@ class ModelIndex:
     def parse_kubeai_name(self, name: str) -> Alias | None:
         """Read a name as KubeAI's `model_adapter` (docs/spec/prior-systems.md#adapter-names).
 
-        It is one if nobody lists it as it stands, and somebody lists the part before an underscore
+        It is one if no engine lists it as it stands, and an engine lists the part before an underscore
         as a base model and the part behind it as an adapter; the first such underscore counts.
 
         Args:
@@ -100,7 +100,7 @@ class ModelIndex:
     def parse_sglang_name(self, name: str) -> Alias | None:
         """Read a name as SGLang's `model:adapter`, which engines of that kind take as it is.
 
-        It is one if nobody lists it as it stands, and the part before the first colon is a base
+        It is one if no engine lists it as it stands, and the part before the first colon is a base
         model; SGLang need not list its adapters.
 
         Args:
@@ -127,7 +127,7 @@ class ModelIndex:
 
     @cached_property
     def _unlisted(self) -> ModelMatch | None:
-        """For what nobody lists: those of whom nothing is known; everybody where that is all."""
+        """Match for a name that no engine lists: endpoints without a list, or all of them."""
         return self._split([served is None for _, served in self._listed])
 
     def _work_out(self, model: str, adapter: str) -> ModelMatch | None:
@@ -157,7 +157,7 @@ class ModelIndex:
 
 
 def _lists(models: ServedModels | None, model: str, adapter: str) -> bool:
-    """Whether one engine lists an adapter, and the base model if there is one."""
+    """True if an engine lists an adapter, and the base model where the request names it."""
     return (
         models is not None and adapter in models.adapters and (not model or model in models.bases)
     )

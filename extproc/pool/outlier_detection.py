@@ -1,4 +1,4 @@
-"""Which endpoints fail, who of them is left out for it, and when they are tried again.
+"""Outlier detection: ejects endpoints that fail, and probes them again.
 
 Evidence comes from requests, the strongest there is, and from scrapes, which only say whether an
 engine can be reached and whether it moves. What was measured with Envoy 1.40, and what follows:
@@ -11,7 +11,7 @@ engine can be reached and whether it moves. What was measured with Envoy 1.40, a
 - With retries in the data plane the answer may be another endpoint's; `served` metadata says whose.
 
 An endpoint is left out while it wants to be and the rest of the pool can spare it. With n endpoints,
-c of them surely gone (nobody listens, or scrapes and requests agree), at most min(floor(s * (n - c)), n - c - 1) of
+c of them surely gone (the port refuses, or scrapes and requests agree), at most min(floor(s * (n - c)), n - c - 1) of
 the others are left out, s being `max_ejection_share`, the worst first.
 """
 
@@ -51,7 +51,7 @@ _DOWN = HealthState.DOWN
 
 
 class OutlierDetector:
-    """The health of one pool's endpoints. Mutable; its fleet owns it.
+    """Health of the endpoints of one pool. Mutable; owned by `PoolStore`.
 
     Args:
         settings: When endpoints are left out; may be replaced at any time.
@@ -74,7 +74,7 @@ class OutlierDetector:
         self.probes: Counter[str] = Counter()
 
     def condition(self, incarnation: int) -> HealthStatus:
-        """How an endpoint is."""
+        """Health of an endpoint."""
         return self._records[incarnation].condition
 
     def on_endpoint_added(self, incarnation: int, now: float, *, late: bool) -> None:
@@ -116,7 +116,7 @@ class OutlierDetector:
         cause: str = "errors",
         sole: bool = True,
     ) -> None:
-        """A request says something of its endpoint.
+        """Take in the outcome of a request.
 
         Args:
             incarnation: Of the endpoint when the request was sent.
@@ -124,7 +124,7 @@ class OutlierDetector:
             sent_at: When it was sent.
             now: Monotonic seconds.
             cause: Why it failed.
-            sole: Whether nobody else can have answered in its place.
+            sole: Whether no other endpoint can have answered in its place.
         """
         record = self._records.get(incarnation)
         if record is None:
@@ -153,7 +153,7 @@ class OutlierDetector:
             idle: Whether it has nothing to do.
         """
         record = self._records[incarnation]
-        # Where nobody listened, somebody does now: what failed meanwhile was nobody's answer.
+        # The port refused before and listens now: failures in between were no answers of the engine.
         back = record.unreachable or record.refused
         record.refused = False
         record.misses, record.missed_at = 0, math.inf
@@ -187,7 +187,7 @@ class OutlierDetector:
             incarnation: Whose.
             now: Monotonic seconds.
             connected: Something answered, only not with a page: that says nothing.
-            refused: Nobody listens at the endpoint's own port.
+            refused: The endpoint's own port refused the connection.
         """
         record = self._records[incarnation]
         before = record.unreachable, record.certain
@@ -201,7 +201,7 @@ class OutlierDetector:
             self.update_ejections(now)
 
     def update_ejections(self, now: float) -> None:
-        """Decide again who is out."""
+        """Decide again which endpoints are ejected."""
         records = self._records.values()
         suspects = [
             record
@@ -308,7 +308,7 @@ class OutlierDetector:
             self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
 
     def _hung(self, record: HealthRecord, sent_at: float, now: float) -> bool:
-        """Whether the endpoint gave no sign of life while a request was there, and that was long.
+        """True when the endpoint gave no sign of life during a long request.
 
         Twice as long as where counters stand still: an engine that has none may be at one answer.
         """
@@ -355,7 +355,7 @@ class OutlierDetector:
         self.version += 1
 
     def _until(self, record: HealthRecord, times: int, now: float) -> float:
-        """When a request may try an endpoint: after `base_s` * 2^(times - 1), at most `cap_s`.
+        """Time of the next probe: after `base_s` * 2^(times - 1) seconds, at most `cap_s`.
 
         One that scrapes could reach and cannot any more is left to them: a request could only fail.
         """
@@ -367,5 +367,5 @@ class OutlierDetector:
 
 
 def _out(record: HealthRecord) -> HealthState:
-    """The state of an endpoint that is left out."""
+    """State of an ejected endpoint."""
     return _DOWN if record.unreachable else HealthState.EJECTED

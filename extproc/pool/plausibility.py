@@ -1,8 +1,8 @@
-"""What a metrics page lacks, and what our own account proves wrong in it.
+"""Flaws of a metrics page: missing values, and values our own requests prove wrong.
 
 A picker cannot see through a page that hides the work of others. What it can prove is little:
 
-- Requests that were sent after a page was read and answered before the next one was asked for have
+- Requests that were sent after a page was read and answered before the next one was requested have
   moved every engine's counters. A page whose counters did not move stands still.
 - Requests of ours that have been open for seconds are in the engine, running or waiting. A page that
   shows less than half of them claims too little.
@@ -52,7 +52,7 @@ _FEWEST_SETTLED: Final = 4
 
 
 def reason(flaws: int) -> str:
-    """Why a page is not believed: `stands-still`, `claims-too-little`; empty where it is."""
+    """Name of the reason to distrust a page: `stands-still`, `claims-too-little`, or empty."""
     if flaws & VOID:
         return "stands-still"
     return "claims-too-little" if flaws & TOO_LITTLE else ""
@@ -94,13 +94,13 @@ def advanced(
 
 
 def flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, served: int) -> int:
-    """Bits of what is wrong with a page.
+    """Flaws of a page, as a bit mask.
 
     Args:
         load: The page.
         account: Our requests there.
         progress: With this page.
-        served: `InflightLoad.served` when the page was asked for.
+        served: `InflightLoad.served` when the page was requested.
     """
     bits = 0
     waiting, running = load.waiting, load.running

@@ -1,4 +1,4 @@
-"""Which adapters came onto an engine's device."""
+"""Adapters that an engine loaded onto its device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from extproc.endpoint import Load
 
 
 class AdapterSlotTracker:
-    """The adapters believed on one device, from what was seen to run there.
+    """Adapters believed on one device, from the adapters that ran there.
 
     An engine lists adapters with running requests; one that ran and is in no slot was loaded. Of
     idle ones the least recently used makes room, as in vLLM.

@@ -27,7 +27,7 @@ from extproc.pool.model_index import ModelIndex, ModelMatch
 _DOUBTED = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
 
-#: Who comes first where nobody is in.
+#: Order of preference where no endpoint is in.
 _RANKS = {
     HealthState.HEALTHY: 0,
     HealthState.SUSPECT: 1,
@@ -41,7 +41,7 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
     """One endpoint with what is known of it.
 
     Attributes:
-        endpoint: Which one.
+        endpoint: Its address and labels.
         account: Our own open requests there; the one part that moves between snapshots.
         load: The last scrape.
         foreign: Requests of others at that scrape: max(0, scraped - own).
@@ -72,22 +72,22 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def serves(self) -> ServedModels | None:
-        """What it listed; until it has, what discovery says; None while nobody knows."""
+        """Models it listed; those of discovery until it has; None while unknown."""
         return self.endpoint.models if self.models is None else self.models
 
     @property
     def reachable(self) -> bool:
-        """Whether its last scrapes could connect; True while nothing was tried."""
+        """True when its last scrapes could connect, or none was tried."""
         return self.failures < UNREACHABLE_AFTER
 
     @property
     def up(self) -> bool:
-        """Whether it may be there: scrapes reach it, or requests do, or nothing was tried."""
+        """True when scrapes or requests reach it, or nothing was tried."""
         return self.condition.state is not _DOWN
 
     @property
     def ejected(self) -> bool:
-        """Whether it is left out: its requests fail, or it is out of reach."""
+        """True when it is ejected: its requests fail, or it is out of reach."""
         return self.condition.state > _DOUBTED
 
 
@@ -102,7 +102,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         newest: Monotonic seconds at which the last member came or came back; minus infinity when
             all were there from the start.
         adapters: Names known to be LoRA adapters.
-        serving: Who serves which model; the same object until endpoints or their models change.
+        serving: Index of the models that members serve; the same object until endpoints or their models change.
         is_patchy: Whether pages differ in what they lack, or some are void however young they are.
     """
 
@@ -142,8 +142,8 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
         Args:
             subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
-                (all its ports) tokens; a token that names nobody is ignored.
-            split: Who may serve what it asks for, from `serving`; None for everybody.
+                (all its ports) tokens; a token that matches no endpoint is ignored.
+            split: Endpoints that serve the model, from `serving`; None for all.
         """
         members: Sequence[EndpointSnapshot] = self.members
         if split is not None:
@@ -159,7 +159,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
 
 def healthiest(members: Sequence[EndpointSnapshot]) -> Sequence[EndpointSnapshot]:
-    """Those that are in; where nobody is, the least bad: suspect, ejected, out of reach."""
+    """Members that are in; where none is, the best of suspect, ejected, out of reach."""
     best = min((_RANKS[member.condition.state] for member in members), default=0)
     return [member for member in members if _RANKS[member.condition.state] == best]
 
@@ -177,7 +177,7 @@ def build_candidates(
     """Turn members into candidates.
 
     Args:
-        members: Who is in play.
+        members: Endpoints in play.
         matched_tokens: Per member, prompt tokens believed cached there.
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
@@ -196,7 +196,7 @@ def build_candidates(
     for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
         account, foreign_tokens = member.account, counts.foreign_tokens
         if adapter:
-            # The first question of `adapter_residency`, asked here: on a busy fleet it is mostly the last.
+            # The first question of `adapter_residency`, inlined: on a busy fleet it is mostly the last.
             place = resident
             if adapter not in account.adapters:
                 is_stale = imputation is not None and imputation.stale[len(candidates)]

@@ -1,4 +1,4 @@
-"""How fast an engine is, learned from its own counters.
+"""Step times of an engine, learned from its own counters.
 
 An iteration takes `a + b P + c B + d K` seconds (docs/spec/engines.md#iteration-time): P prompt
 tokens computed, B sequences that decode, K tokens of context they have together. Some also bring an
@@ -36,7 +36,7 @@ _KEEP = 0.98
 #: of an iteration is within 15 % again after 20 to 30 rows, with 0.9 after 40 to 60.
 _KEEP_LESS = 0.8
 
-#: Weight of a prior against rows, whose squares are below 1 each: of one that nobody has shown, and
+#: Weight of a prior against rows, whose squares are below 1 each: of a default, and
 #: of what the rest of the pool has shown. What the rows do not tell apart stays with the prior:
 #: engines of a pool mostly are alike, and a difference that is noise would send one of them more
 #: than its share.
@@ -63,7 +63,7 @@ _LOADING = 4
 
 
 class StepTimeEstimator:
-    """Learns the rates of one engine.
+    """Estimates the step times of one engine.
 
     Args:
         prior: What to believe until the engine shows otherwise.
@@ -178,12 +178,12 @@ class StepTimeEstimator:
         )
 
     def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
-        """Add a row, having seen how far it is from what was foretold.
+        """Add a row, weighted by its distance from the prediction.
 
         Args:
             row: Counts.
             seconds: The time they took.
-            rest: What was not foretold of it.
+            rest: Seconds beyond the prediction.
         """
         off = rest / seconds
         usual = abs(off) <= _USUAL
@@ -217,7 +217,7 @@ class StepTimeEstimator:
 
     @property
     def pooled_rates(self) -> StepTimeModel:
-        """What was learned where it differs from the pool, and the pool's where it hardly does."""
+        """Learned step times where they differ from the pool's, else the pool's."""
         own = self.rates
         if self._weight is _WEAK:
             return own
@@ -233,7 +233,7 @@ class StepTimeEstimator:
 
     @property
     def _loading_known(self) -> bool:
-        """Whether this engine has shown how long adapters take."""
+        """True when adapter load times of this engine are known."""
         return self._shown or len(self._loads) >= _ENOUGH_LOADS
 
     def _learn_output(self, totals: EngineCounters) -> None:
@@ -272,7 +272,7 @@ class StepTimeEstimator:
 
 
 def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
-    """What to expect of an engine nobody knows: the mean of those that showed something.
+    """Mean step times of the engines with evidence: the prior of a new engine.
 
     Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
     """
@@ -290,7 +290,7 @@ def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
 
 
 def engine_restarted(before: Load, after: Load) -> bool:
-    """Whether the engine is another process than at the last scrape.
+    """True if the engine is another process than at the last scrape.
 
     Args:
         before: The scrape before.

@@ -1,4 +1,4 @@
-"""The one writer of the pool."""
+"""Writer of the pool: the only place that replaces its snapshot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
-    """What was true when a scrape was sent.
+    """Our own counts at the time a scrape was sent.
 
     Attributes:
         endpoint: The endpoint in its life then.
@@ -59,7 +59,7 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScrapeObserver(Protocol):
-    """Whoever wants to know what scrapes show."""
+    """Callback for every scrape taken in."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class ScrapeObserver(Protocol):
         """A scrape was taken in.
 
         Args:
-            endpoint: Of whom.
+            endpoint: The endpoint scraped.
             before: The load until then.
             after: The load from now on.
             rates: How fast the engine is.
@@ -84,7 +84,7 @@ class ScrapeObserver(Protocol):
 def _ignore_scrape(
     endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
 ) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 class PoolStore:
@@ -94,12 +94,12 @@ class PoolStore:
         on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
             dropped.
         on_observed: Called after every scrape that was taken in.
-        wellbeing: Decides who is left out; None for the defaults and chance without a seed.
+        wellbeing: Decides which endpoints are ejected; None for the defaults and chance without a seed.
 
     Attributes:
         bytes_per_token: Bytes per token of every model, learned.
-        foreign_traffic: What other pickers of these endpoints do.
-        outlier_detector: Which endpoints fail.
+        foreign_traffic: Load that other EPPs put on these endpoints.
+        outlier_detector: Health of the endpoints.
     """
 
     def __init__(
@@ -127,26 +127,26 @@ class PoolStore:
 
     @property
     def pool(self) -> Pool:
-        """The current picture; it stays as it is, a later change makes a new one."""
+        """Current snapshot; immutable, a later change makes another."""
         return self._pool
 
     @property
     def synced(self) -> bool:
-        """Whether discovery has spoken at least once."""
+        """True once discovery has listed endpoints."""
         return self._synced
 
     @property
     def policy(self) -> inference_policy.InferencePolicy:
-        """What discovery says was decreed about requests to this pool."""
+        """Inference policy of this pool, from discovery."""
         return self._policy
 
     def set_policy(self, policy: inference_policy.InferencePolicy) -> None:
-        """Take discovery's objectives and rewrites as the whole truth."""
+        """Replace all objectives and rewrites by those of discovery."""
         if policy != self._policy:
             self._policy = policy
 
     def set_endpoints(self, endpoints: Sequence[Endpoint], now: float) -> None:
-        """Take discovery's list as the whole truth.
+        """Replace all endpoints by those of discovery.
 
         An endpoint that stays keeps its account and load; its labels are updated. One that comes
         back, or whose address belongs to another pod now, gets a new incarnation and a clean
@@ -215,7 +215,7 @@ class PoolStore:
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
             self.foreign_traffic.update(own, foreign, before=member.load, after=load)
-        # Who waits nobody says. Others first: what is ours drains between pages, and an engine on which
+        # Pages do not say whose requests wait. Others first: what is ours drains between pages, and an engine on which
         # we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
@@ -290,7 +290,7 @@ class PoolStore:
         cause: str = "errors",
         sole: bool = True,
     ) -> None:
-        """A request says something of the endpoint it was sent to.
+        """Take in the outcome of a request.
 
         Args:
             endpoint: In its life when the request was sent.
@@ -298,7 +298,7 @@ class PoolStore:
             sent_at: Monotonic seconds when it was sent.
             now: Monotonic seconds.
             cause: Why it failed.
-            sole: Whether nobody else can have answered in its place.
+            sole: Whether no other endpoint can have answered in its place.
         """
         self.outlier_detector.record_outcome(
             endpoint.incarnation, verdict, sent_at=sent_at, now=now, cause=cause, sole=sole
@@ -310,7 +310,7 @@ class PoolStore:
         """Take in which names an engine answers to; they stand until it restarts.
 
         Args:
-            endpoint: In its life when it was asked.
+            endpoint: In its incarnation when its models were requested.
             models: What it listed.
         """
         member = self._pool.find(endpoint.address)
@@ -437,7 +437,7 @@ class PoolStore:
 
 
 def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
-    """Whether an engine computed anything between two pages.
+    """True if an engine computed anything between two pages.
 
     None where it has no counter that moves with every iteration: others stand still for as long as
     one answer takes.
@@ -449,7 +449,7 @@ def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
 
 
 def _patchy(members: Sequence[EndpointSnapshot]) -> bool:
-    """Whether what is unknown of some is known of others, or not to be believed."""
+    """True if pages differ in the values they lack, or some are not plausible."""
     flaws = {member.flaws for member in members}
     return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
 

@@ -1,4 +1,4 @@
-"""The usual work of a request, by which requests of others are priced."""
+"""Typical uncached prompt length, which estimates the work of foreign requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TypicalWork:
 
     A median, because pages say how many requests of others wait and nothing of their length: a mean
     is whatever the one longest prompt makes of it. Requests that were refused or abandoned do not
-    count, since nobody knows what of them ran.
+    count, since the part of them that ran is unknown.
 
     Args:
         on_change: Called when `typical` changed.
@@ -57,7 +57,7 @@ class TypicalWork:
             self._on_change()
 
     def price(self, requests: float, kv_tokens: int | None) -> float:
-        """Uncached prompt tokens of requests that nobody has seen.
+        """Uncached prompt tokens of requests whose length is unknown.
 
         Args:
             requests: How many (count).

@@ -1,10 +1,10 @@
-"""What of a prompt each endpoint is believed to hold in its prefix cache.
+"""Prefix cache prediction: the leading blocks of a prompt that each endpoint holds.
 
-Here live: `blocks`, the cutting of a prompt into chained block hashes; `index`, who holds which
-block; `runs`, the tree it is kept in; `radix_tree`, the bounded part of that tree one endpoint holds;
-`calibration`, how well predictions of cached tokens come true.
+`blocks` cuts a prompt into chained block hashes, `index` maps blocks to endpoints, `runs` is its
+radix tree and `radix_tree` the bounded part of that tree that one endpoint holds. `cache_model`
+sizes these parts by the capacity of the engine, and `calibration` by its hit counters.
 
-Not here: what a match is worth (scheduling), when a request is recorded (dispatch), what an engine
-says of its own cache (scrape). The dispatcher drives this room: chain, match, and after the pick
-record. Nothing here waits, reads a clock or draws chance; everything happens on one thread.
+The value of a match belongs to scheduling, the time to record a request to routing, and reading
+the counters of an engine to scrape. Routing calls `chain`, `match`, and after the pick
+`record_sent`. Nothing here waits, reads a clock or draws chance; everything runs on one thread.
 """

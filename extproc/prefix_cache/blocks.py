@@ -1,4 +1,4 @@
-"""A prompt as a chain of block hashes: two prompts share a block if all before it is equal too.
+"""Chain of block hashes of a prompt: a hash covers every byte up to the end of its block.
 
 The hash of block k is the first word of MurmurHash3 x64 128 over the seed and every byte up to the
 end of block k. One incremental hasher carries the full 128-bit state from block to block, so the
@@ -26,7 +26,7 @@ HASH_MASK = (1 << 60) - 1
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where blocks end.
+    """Block sizes by offset in the prompt.
 
     Blocks are `block_bytes` long up to offset `fine_bytes`, then `growth` times as long up to
     `fine_bytes * span`, then `growth` squared times as long up to `limit_bytes`. The defaults give
@@ -99,7 +99,7 @@ def _tokens(schedule: Schedule, bytes_per_token: float) -> tuple[int, ...]:
     return tuple(int(cut / bytes_per_token) for cut in _cuts(schedule))
 
 
-#: The schedule nobody configured.
+#: The schedule without a configuration.
 DEFAULT = Schedule()
 
 

@@ -15,7 +15,7 @@ _ALPHA = 0.05
 
 
 class EndpointCacheState:
-    """What is known of one endpoint's cache.
+    """Capacity and calibration of the prefix cache of one endpoint.
 
     Attributes:
         calibration: Predictions against counters.
@@ -60,7 +60,7 @@ class CacheModel:
         self._states: dict[Key, EndpointCacheState] = {}
 
     def state_of(self, endpoint: Endpoint) -> EndpointCacheState:
-        """What is known of an endpoint's cache; made at the first call."""
+        """Cache state of an endpoint; created at the first call."""
         known = self._states.get(index_key(endpoint))
         if known is None:
             known = self._states[index_key(endpoint)] = EndpointCacheState(float(self._tokens[1]))
@@ -78,7 +78,7 @@ class CacheModel:
         """A request was committed to an endpoint.
 
         Args:
-            endpoint: To whom.
+            endpoint: Its endpoint.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
             cached_tokens: Of these, believed cached there.
@@ -136,7 +136,7 @@ class CacheModel:
         """A scrape was taken in.
 
         Args:
-            endpoint: Of whom.
+            endpoint: The endpoint scraped.
             before: The load until then.
             after: The load from now on.
             rates: How fast it is; answers take room in the cache as well.
@@ -156,7 +156,7 @@ class CacheModel:
     def observe_usage(
         self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int
     ) -> None:
-        """An answer of an endpoint of the pool said how much of its prompt was found."""
+        """Take in the cached tokens that the `usage` of an answer reports."""
         belief = self.state_of(endpoint)
         if belief.calibration.observe_usage(prompt_tokens, predicted, cached):
             self._resize(endpoint, belief, DEFAULT_STEP_TIMES)
@@ -182,7 +182,7 @@ class CacheModel:
 
 
 def index_key(endpoint: Endpoint) -> Key:
-    """What the prefix index calls an endpoint in one of its lives."""
+    """Key of an endpoint incarnation in the prefix index."""
     return endpoint.address, endpoint.incarnation
 
 

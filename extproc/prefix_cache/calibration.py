@@ -109,7 +109,7 @@ class Calibration:
         return self._correct()
 
     def observe_usage(self, prompt_tokens: int, predicted: int, cached: int) -> bool:
-        """An answer said how many prompt tokens were found (usage.prompt_tokens_details).
+        """Take in the cached tokens that an answer reports (`usage.prompt_tokens_details`).
 
         Args:
             prompt_tokens: Prompt length by the engine.

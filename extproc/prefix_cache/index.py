@@ -1,12 +1,12 @@
-"""Who is believed to hold which block: a tree of runs of blocks, each with a bit mask of endpoints.
+"""Prefix index: a radix tree of block runs, with a bit mask of endpoints for every run.
 
 One walk along a chain answers for all endpoints at once: from run to run the masks shrink, and the
 depth at which an endpoint's bit drops out is its unbroken run from the root. A block behind a gap
 never counts.
 
-The index believes what it was told to record. It does not see what the engine evicts or generates;
+The index holds what `record` adds to it. It does not see what the engine evicts or generates;
 `resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint. Beyond a
-bound of bytes over all endpoints it gives up what was used longest ago, whose ever it is.
+bound of bytes over all endpoints it gives up what was used longest ago, on any endpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PrefixIndex:
         return slot
 
     def match(self, blocks: Sequence[int]) -> list[int]:
-        """How many leading blocks each endpoint holds.
+        """Count the leading blocks that each endpoint holds.
 
         Args:
             blocks: A chain, root first.
@@ -269,7 +269,7 @@ class PrefixIndex:
         return upper
 
     def _release(self, slot: int) -> None:
-        """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
+        """Let an endpoint give up what is above its bound, and drop runs without a holder."""
         for run, keep in self._caches[slot].shrink():
             self._detach(run, self._bits[slot], keep)
 
@@ -303,7 +303,7 @@ class PrefixIndex:
                 self._detach(run, bit, remaining)
 
     def _detach(self, run: RadixNode, bit: int, keep: int) -> None:
-        """An endpoint holds only so many blocks of a run any more: drop what nobody holds."""
+        """Truncate an endpoint's part of a run, and drop blocks without a holder."""
         run.holders &= ~bit
         run.partly = run.partly | bit if keep else run.partly & ~bit
         if run.holders:
@@ -318,7 +318,7 @@ class PrefixIndex:
         self._blocks -= held
 
     def _shorten(self, run: RadixNode) -> None:
-        """Cut a leaf that nobody holds all of to what is still held by somebody."""
+        """Cut a leaf to the longest part that an endpoint still holds."""
         keeps = [(self._caches[slot].held_blocks(run), slot) for slot in _slots(run.partly)]
         longest = max(keep for keep, _ in keeps)
         run.shorten(longest)

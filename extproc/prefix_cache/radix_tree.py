@@ -1,4 +1,4 @@
-"""What one endpoint is believed to hold: its bounded part of the tree of runs.
+"""Cached blocks of one endpoint: its bounded part of the radix tree.
 
 Of a run an endpoint holds the first so many blocks, and all of it if it holds anything behind it.
 Its parts stand in a ring by the time of their last touch, and of the parts of one path the root
@@ -40,7 +40,7 @@ class Totals:
 
 
 class CachedSpan:
-    """What one endpoint holds of a run, between two neighbours in the endpoint's ring.
+    """Part of a run that one endpoint holds, between its neighbors in the LRU ring.
 
     Attributes:
         run: Of which.
@@ -78,7 +78,7 @@ class EndpointCache:
         self.capacity = capacity
         self.held = 0
         self._totals = totals
-        #: Parts of runs that somebody else owns.
+        #: Parts of runs that another cache owns.
         self._shared: dict[RadixNode, CachedSpan] = {}
         # The sentinel: its newer neighbour is the oldest part.
         self._ring = CachedSpan(RadixNode(b"", None), 0, 0)
@@ -90,7 +90,7 @@ class EndpointCache:
         return None if part is self._ring else part.age
 
     def held_blocks(self, run: RadixNode) -> int:
-        """How many blocks of a run are held, from its start."""
+        """Number of leading blocks of a run that are held."""
         part = run.span if run.owner is self else self._shared.get(run)
         return 0 if part is None else part.held_blocks
 
@@ -181,7 +181,7 @@ class EndpointCache:
             part.newer.older = part.older
 
     def _enter(self, part: CachedSpan) -> None:
-        """Keep a part where it is found: in its run, unless somebody else is there."""
+        """Store a part in its run if it has no owner yet, else in the shared table."""
         self._totals.parts += 1
         run = part.run
         if run.owner is None:

@@ -1,4 +1,4 @@
-"""The tree of all blocks that anybody holds, in runs.
+"""Radix tree of all blocks that endpoints hold, in runs.
 
 A run is a stretch of blocks in which no chain parts from another, so a path from the root is one
 run after another. A block takes eight bytes, however many endpoints hold it; everything else is
@@ -25,7 +25,7 @@ def packed(blocks: Sequence[int]) -> bytes:
 
 
 class RadixNode:
-    """A stretch of blocks, and who holds it.
+    """Run of blocks, and the endpoints that hold it.
 
     Attributes:
         hashes: The blocks, packed; none only for the root.
@@ -51,7 +51,7 @@ class RadixNode:
 
     @property
     def size(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
         return len(self.hashes) // WIDTH
 
     @property
@@ -95,7 +95,7 @@ class RadixNode:
         return upper
 
     def common(self, chain: bytes, depth: int) -> int:
-        """How many blocks of this run a chain goes along with.
+        """Count the blocks that this run and a chain have in common.
 
         Args:
             chain: Packed blocks from the root.

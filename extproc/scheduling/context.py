@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.request import InferenceRequest
 
-#: Headers of a request nobody showed any of.
+#: Headers of a request without any.
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -18,16 +18,16 @@ def _unread(_: InferenceRequest) -> str:
 
 
 class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
-    """What every plugin is given besides the candidates.
+    """Input of every plugin besides the candidates.
 
     Attributes:
-        request: What is asked for.
+        request: The parsed request.
         now: Monotonic seconds, the same from the first filter to the pick.
         rng: The only source of chance; the same seed gives the same picks.
         headers: Headers of the request, names in lower case.
-        blocks: The prompt's chain of prefix-block hashes, root first; empty where nobody reads it.
+        blocks: The prompt's chain of prefix-block hashes, root first; empty where no plugin reads it.
         first_user_message_reader: Reads the beginning of the first user message out of the request.
-        adapter: The adapter asked for, named apart from its model or known to be one; empty for a
+        adapter: The requested adapter, named apart from its model or known to be one; empty for a
             base model. Where `request.adapter` is empty, this is `request.model` or empty.
         continuation_ratio: Share of requests that go on from an earlier one, 0..1; 0 unless a plugin needs
             `Signal.HOMES`.
@@ -53,6 +53,6 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
     def first_user_message(self) -> str:
         """Beginning of the first user message; empty unless a plugin needs `Signal.OPENING`.
 
-        Read when it is asked for: most decisions need no tie broken.
+        Read at first use: most decisions need no tie broken.
         """
         return self.first_user_message_reader(self.request)

@@ -1,4 +1,4 @@
-"""Which prompt lengths an endpoint is for: a label with a range of tokens, `0-2048`."""
+"""Context length label: the range of prompt tokens an endpoint is for, such as `0-2048`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Range(msgspec.Struct, frozen=True):
     high: int
 
     def __contains__(self, length: int) -> bool:
-        """Whether a prompt of that length is meant."""
+        """True if the range includes a prompt length."""
         return self.low <= length <= self.high
 
     @property
@@ -37,7 +37,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Range | None:
-    """A range from its label; None when it is none."""
+    """Parse a range from its label; None when the label is no range."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return None

@@ -33,7 +33,7 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     When every queue is longer: queue range, then holders and those with a slot, then KV range.
     Sheddable requests: candidates with `waiting <= sheddable_waiting_requests` and
     `kv_usage <= sheddable_kv_usage`, of these queue range, holders and those with a slot, KV range;
-    nobody, which is a 429, when there are none. Requests for the base model are held to be of no
+    the request is refused with 429 when there are none. Requests for the base model are held to be of no
     adapter: they too avoid full slots.
 
     With `affinity_share` below 1, holders and those with a slot are chosen between by chance, in
@@ -108,5 +108,5 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def walk(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
-        """See `plugins.Branching`."""
+        """See `framework.TracedFilter`."""
         return self.tree.walk(turn, candidates)

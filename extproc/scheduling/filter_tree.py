@@ -1,4 +1,4 @@
-"""A tree of filters: which one comes next depends on whether anybody was left.
+"""Decision tree of filters: the next filter depends on the success of the one before.
 
 A filter that runs others stands here and not among the filters, which do not know each other.
 """
@@ -28,8 +28,8 @@ class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     Attributes:
         filter: A ready filter.
-        on_success: Next, if it left anybody; None for `on_either`.
-        on_failure: Next, if it left nobody or raised; None for `on_either`.
+        on_success: Next, if it left a candidate; None for `on_either`.
+        on_failure: Next, if it left none or raised; None for `on_either`.
         on_either: Next, where the one above says nothing; None ends the walk.
     """
 
@@ -39,7 +39,7 @@ class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     on_either: FilterTreeNode | None = None
 
     def next(self, *, left_anybody: bool) -> tuple[str, FilterTreeNode | None]:
-        """What follows and by which name; an empty name and None at the end of the walk."""
+        """Name of the branch and the node it leads to; empty and None at the end of the walk."""
         named = self.on_success if left_anybody else self.on_failure
         if named is not None:
             return ("success" if left_anybody else "failure"), named
@@ -56,7 +56,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     A filter succeeds when it leaves at least one candidate. Then what it left goes on to the next
     node; when it fails, what came in goes on. Where there is no next node the walk ends with what
-    the last filter left: nobody, if it failed, and the client is told 429. A filter that raises has
+    the last filter left: none, if it failed, and the client gets 429. A filter that raises has
     failed; at the end of the walk its exception is the tree's.
 
     In a configuration a node is `kind`, `params`, `on_success`, `on_failure` and `on_either`, or
@@ -90,7 +90,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def walk(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
-        """See `plugins.Branching`."""
+        """See `framework.TracedFilter`."""
         node: FilterTreeNode | None = self.root
         remaining: Sequence[Candidate] = candidates
         branches: list[FilterTreeStep] = []
@@ -110,13 +110,13 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return remaining, branches
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """Tell the filters that remember."""
+        """Pass a committed decision to the filters that keep state."""
         for plugin in self.filters:
             if isinstance(plugin, Observer):
                 plugin.on_committed(decision, now)
 
     def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
-        """What its filters want to remember the request by."""
+        """Keys by which its filters remember the request."""
         keys: dict[str, str] = {}
         for plugin in self.filters:
             if isinstance(plugin, RequestKeyProvider):
@@ -126,7 +126,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def answer_headers(
         self, turn: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
-        """What its filters tell the client."""
+        """Response headers that its filters add."""
         return [
             header
             for plugin in self.filters

@@ -1,4 +1,4 @@
-"""What a filter, a scorer and a picker are.
+"""Plugin interfaces: filters, scorers, cost models, pickers and their optional roles.
 
 Plugins are structural: a class with these members fits, wherever it comes from. Its parameters are
 its own fields, frozen, with units in their names and defaults with a reason. Scorers, filters and
@@ -17,7 +17,7 @@ from extproc.scheduling.context import SchedulingContext
 
 
 class Signal(Enum):
-    """What a plugin reads of a candidate; `extproc check` holds it against what is scraped."""
+    """Part of a candidate that a plugin reads; `extproc check` compares it with the scrapes."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -35,11 +35,11 @@ class Signal(Enum):
 
 
 class BypassedError(Exception):
-    """A plugin is not asked for a while, because it took too long before."""
+    """A plugin is bypassed for a while, because it overran its time before."""
 
 
 class Plugin(Protocol):
-    """What all plugins share."""
+    """Common interface of all plugins."""
 
     @property
     def kind(self) -> str:
@@ -51,7 +51,7 @@ class Plugin(Protocol):
 
 
 class Filter(Plugin, Protocol):
-    """Decides who may serve."""
+    """Removes candidates that must not serve."""
 
     def filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
@@ -66,7 +66,7 @@ class TracedFilter(Protocol):
     def walk(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
-        """What `filter` keeps, and the way there."""
+        """Filter as `filter` does, and return the branches taken as well."""
 
 
 class Scorer(Plugin, Protocol):
@@ -96,7 +96,7 @@ class RequestKeyProvider(Protocol):
     """An observer that remembers by something a decision does not hold, such as a header."""
 
     def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
-        """What it will want to know when the decision is committed; becomes `Decision.plugin_keys`."""
+        """Keys it needs when the decision is committed; they become `Decision.plugin_keys`."""
 
 
 @runtime_checkable
@@ -114,11 +114,11 @@ class SaturationDetector(Protocol):
     """A filter that knows when an endpoint is full: then requests below priority 0 are dropped."""
 
     def is_saturated(self, candidate: Candidate) -> bool:
-        """Whether it has no room; False where nobody knows."""
+        """True if the endpoint has no room; False where unknown."""
 
 
 class Picker(Plugin, Protocol):
-    """Chooses."""
+    """Chooses the endpoint, and its fallbacks, among the scored candidates."""
 
     def pick(
         self,

@@ -12,7 +12,7 @@ PREFIX = "adapter.kubeai.org/"
 
 
 def adapter(turn: SchedulingContext, candidates: Sequence[Candidate]) -> str:
-    """The adapter a request asks for; empty for the base model.
+    """The adapter of a request; empty for the base model.
 
     A surface that names the adapter in the model field does not say whether it is one: it is, where
     the turn knows it or some candidate is labelled with that name.
@@ -32,10 +32,10 @@ def capable(wanted: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]
 
     Args:
         wanted: From `adapter`.
-        candidates: Who is in play.
+        candidates: Endpoints in play.
 
     Returns:
-        Everybody for the base model, and where no candidate carries a label of that kind.
+        All for the base model, and where no candidate carries a label of that kind.
     """
     if not wanted:
         return candidates

@@ -29,10 +29,10 @@ def free(candidates: Sequence[Candidate]) -> Sequence[float] | None:
 
 
 def none_reported(candidates: Sequence[Candidate]) -> bool:
-    """Whether no engine says which adapters are in its batch."""
+    """True if no engine says which adapters are in its batch."""
     return all(c.load.adapters is None for c in candidates)
 
 
 def is_loaded(candidate: Candidate, target: str) -> bool:
-    """Whether an adapter is in the batch; False where the engine does not say."""
+    """True if an adapter is in the batch; False where the engine does not say."""
     return candidate.load.adapters is not None and target in candidate.load.adapters

@@ -8,11 +8,11 @@ from extproc.scheduling import unknown
 
 
 def min_max_inverted(values: Sequence[float | None]) -> list[float]:
-    """`(high - v) / (high - low)`, low and high the least and greatest value; all equal scores 1.
+    """`(high - v) / (high - low)`, low and high the extremes of the values; all equal scores 1.
 
     Args:
         values: One for each candidate, lower is better. Unknown ones count as the mean of the known
-            ones; when none is known everybody scores `unknown.NEUTRAL`.
+            ones; when none is known all score `unknown.NEUTRAL`.
     """
     known = unknown.impute_mean(values)
     if not known:
@@ -25,5 +25,5 @@ def min_max_inverted(values: Sequence[float | None]) -> list[float]:
 
 
 def share(part: float, total: float) -> float:
-    """`part / whole`, cut to 0..1; 0 of nothing is 0."""
+    """`part / total`, cut to 0..1; 0 where the total is 0."""
     return min(1.0, max(0.0, part / total)) if total > 0 else 0.0

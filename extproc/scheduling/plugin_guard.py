@@ -1,6 +1,6 @@
-"""What stands between a profile and a plugin somebody else wrote.
+"""Guard around a third-party plugin: time budget, exceptions, copies of inputs.
 
-A plugin that overruns its time is not asked for a while, and whatever it raises is counted. Python
+A plugin that overruns its time is bypassed for a while, and whatever it raises is counted. Python
 cannot interrupt a plugin that runs: the first slow calls are paid for in full, and one that never
 returns holds everything.
 """
@@ -29,11 +29,11 @@ _VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 class PluginExitError(Exception):
-    """A plugin tried to end the process or its task; told apart from an exit that is meant."""
+    """A plugin tried to end the process or its task; distinct from an intended exit."""
 
 
 class GuardLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much time a plugin may take.
+    """Time budget of a plugin, and the rule that bypasses it.
 
     Attributes:
         budget_s: Seconds one call may take. 2 ms are several decisions of the built-in plugins
@@ -52,11 +52,11 @@ class GuardLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginCounters:
-    """What happened, by role and kind of the plugin; outlives the plugins of one configuration.
+    """Counts of plugin faults, by role and kind; they outlive a configuration.
 
     Attributes:
         overruns: Calls above the budget.
-        bypasses: Times a plugin was put aside.
+        bypasses: Times a plugin was bypassed.
         exceptions: Calls that raised.
     """
 
@@ -67,7 +67,7 @@ class PluginCounters:
 
 
 class GuardFactory(msgspec.Struct, frozen=True):
-    """What the guards of one process share.
+    """Clock, counters and limits that the guards of one process share.
 
     Attributes:
         stopwatch: Seconds from any start, never going back.
@@ -86,7 +86,7 @@ class GuardedPlugin:
     A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
     a plugin's own exceptions. The plugin is given tuples, so that it cannot reorder what others
     read, and its answers are copied into plain numbers and text, which it cannot change afterwards
-    and everybody can print. The account of time is per instance and also kept in dry runs: it says
+    and which always print. The account of time is per instance and also kept in dry runs: it says
     what the plugin costs, not what was decided.
 
     Args:
@@ -127,17 +127,17 @@ class GuardedPlugin:
     def filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See `plugins.Filter`."""
+        """See `framework.Filter`."""
         plugin, inputs = self.plugin, tuple(candidates)
         return self._run("filter", turn.now, lambda: list(plugin.filter(turn, inputs)))
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See `plugins.Scorer`."""
+        """See `framework.Scorer`."""
         plugin, inputs = self.plugin, tuple(candidates)
         return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, inputs))))
 
     def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
-        """See `plugins.Cost`."""
+        """See `framework.CostModel`."""
         plugin, inputs = self.plugin, tuple(candidates)
         return self._run("cost", turn.now, lambda: _plain(plugin.cost(turn, inputs), len(inputs)))
 
@@ -149,7 +149,7 @@ class GuardedPlugin:
         *,
         count: int,
     ) -> list[int]:
-        """See `plugins.Picker`."""
+        """See `framework.Picker`."""
         plugin, inputs, sums = self.plugin, tuple(candidates), tuple(totals)
         return self._run(
             "picker",
@@ -158,7 +158,7 @@ class GuardedPlugin:
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """See `plugins.Observer`; what it raises is counted and goes no further."""
+        """See `framework.Observer`; what it raises is counted and goes no further."""
         remember = self._chosen
         if remember is None:
             return
@@ -166,7 +166,7 @@ class GuardedPlugin:
             self._run("observer", now, lambda: remember(decision, now))
 
     def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
-        """See `plugins.Keyed`."""
+        """See `framework.RequestKeyProvider`."""
         remember = self._keys
         if remember is None:
             return {}
@@ -175,7 +175,7 @@ class GuardedPlugin:
     def answer_headers(
         self, turn: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
-        """See `plugins.Answerer`."""
+        """See `framework.ResponseHeaderProvider`."""
         tell = self._answer
         if tell is None:
             return ()
@@ -214,7 +214,7 @@ class GuardedPlugin:
                 self._note(role, now, overran=overran)
 
     def _note(self, role: str, now: float, *, overran: bool) -> None:
-        """Remember a call, and put the plugin aside when it is time."""
+        """Remember a call, and bypass the plugin after too many overruns."""
         counts, limits = self._guards.counts, self._guards.limits
         self._recent = (self._recent << 1 | overran) & ((1 << limits.calls) - 1)
         if overran:

@@ -15,10 +15,10 @@ three points.
 - lora-affinity 6: where the adapter is loaded beats where there is room by 1.2 points, about the
   load of 4 requests on an idle endpoint, and beats full slots by 6, so an adapter is forced into a
   full endpoint only when its holders drown. It must outweigh a KV difference of one half
-  (docs/reference/protocol-conformance.md#point-118). It is the same for everybody when the base
-  model is asked for.
+  (docs/reference/protocol-conformance.md#point-118). It is the same for all candidates when the base
+  model is requested.
 
-The weights of `weighted` are those the upstream picker takes when it is told nothing: queue 2, KV 2
+The weights of `weighted` are those the upstream picker takes without a configuration: queue 2, KV 2
 and prefix 3, since with 1 each two load signals outvote a cached prompt.
 """
 

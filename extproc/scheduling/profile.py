@@ -1,7 +1,7 @@
 """Filter, score, pick: one profile run over the candidates of one turn.
 
 A plugin that raises, or answers something that cannot be right, costs its own contribution and
-nothing else: the filter passes everybody, the scorer is left out, the pick goes to the fewest
+nothing else: the filter passes all candidates, the scorer is left out, the pick goes to the fewest
 requests in flight. The decision then says so in `degraded`.
 """
 
@@ -50,7 +50,7 @@ class InvalidPluginResultError(Exception):
 
 
 class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
-    """A way to choose.
+    """Scheduling profile: filters, weighted scorers or a cost model, and a picker.
 
     Totals are sums of weight times score; only ratios of weights matter. Where there is a cost
     model, totals are its negated costs, and scorers are recorded without counting.
@@ -126,7 +126,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def max_endpoints(self) -> int:
-        """How many endpoints its picker was told to name (upstream's `maxNumOfEndpoints`)."""
+        """Number of endpoints its picker names (upstream's `maxNumOfEndpoints`)."""
         width: int = getattr(self.picker, "max_num_of_endpoints", 1)
         return width
 
@@ -137,16 +137,16 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         *,
         count: int = 1,
     ) -> Outcome:
-        """Choose.
+        """Choose an endpoint and its fallbacks.
 
         Args:
             turn: The turn.
-            candidates: Who is in play; may be empty.
+            candidates: Endpoints in play; may be empty.
             count: How many endpoints to name at most, the first one and its fallbacks; `max_endpoints`
                 where that is more.
 
         Returns:
-            A decision; or 503 when nobody was in play, or 429 when the filters left nobody.
+            A decision; or 503 without candidates, or 429 when the filters left none.
         """
         if not candidates:
             return decision.no_endpoints()
@@ -186,7 +186,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     def _filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
     ) -> tuple[Sequence[Candidate], Sequence[FilterResult]]:
-        """Run the filters in order, until nobody is left."""
+        """Run the filters in order, until no candidate is left."""
         steps: list[FilterResult] = []
         for plugin, tree in zip(self.filters, self.trees, strict=True):
             branches: Sequence[FilterTreeStep] = ()
@@ -269,7 +269,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     def _notify_observers(
         self, turn: SchedulingContext, chosen: Endpoint, faults: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
-        """What plugins want to remember the request by, and what they tell the client."""
+        """Collect the keys and the response headers of plugins."""
         keys: dict[str, str] = {}
         headers: dict[str, str] = {}
         for keyed in self.request_key_providers:
@@ -296,7 +296,7 @@ def _fault(what: str, plugin: object, error: Exception) -> str:
 def _checked(
     remaining: Sequence[Candidate], candidates: Sequence[Candidate]
 ) -> Sequence[Candidate]:
-    """What a filter kept; it may not bring in anybody."""
+    """Check that a filter returned only candidates of its input."""
     if remaining is candidates:
         return candidates
     remaining = list(remaining)
@@ -317,7 +317,7 @@ def _cut(scores: Sequence[float], length: int) -> list[float]:
 
 
 def _check_picked(order: Sequence[int], candidates: Sequence[Candidate], count: int) -> None:
-    """A pick names at least one, nobody twice, nobody who is not there."""
+    """Check that a pick is not empty, has no duplicates, and only valid positions."""
     if len(order) == 1 and 0 <= order[0] < len(candidates):
         return
     inside = all(0 <= i < len(candidates) for i in order)

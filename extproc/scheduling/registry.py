@@ -109,7 +109,7 @@ class PluginRegistry(msgspec.Struct, frozen=True):
         scorers: Kind to class.
         costs: Kind to class.
         pickers: Kind to class.
-        external: Classes that others wrote, with the file or package they are from.
+        external: Classes of third parties, with the file or package they are from.
         guards: What outsiders are guarded with; None leaves them bare, which is for looking at
             them and not for routing.
     """
@@ -137,7 +137,7 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
 
     Args:
         table: One of the tables of `PluginRegistry`.
-        kind: The kind asked for.
+        kind: The kind to look up.
         where: File and path the kind was read from, for the error.
 
     Raises:

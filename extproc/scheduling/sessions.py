@@ -1,4 +1,4 @@
-"""Where a session stays: parameters and memory of the session affinity filter and scorer.
+"""Session affinity: parameters and session table of the filter and the scorer.
 
 Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
 endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
@@ -81,7 +81,7 @@ class SessionId(
 
 
 class SessionTable:
-    """Which endpoint each session was sent to last.
+    """Endpoint of the last request of each session.
 
     Args:
         ttl_s: Seconds a session is remembered unused.
@@ -112,7 +112,7 @@ class SessionTable:
 
 
 class SessionAffinity:
-    """What the filter and the scorer have in common: one of the two strategies.
+    """Session lookup of the filter and the scorer, by one of the two strategies.
 
     Args:
         strategy: Which.
@@ -134,29 +134,29 @@ class SessionAffinity:
         return self.memory.find(session, turn.now) if session else ""
 
     def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
-        """See `plugins.Keyed`."""
+        """See `framework.RequestKeyProvider`."""
         return keys(turn, self._sources) if self._remembering else {}
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """See `plugins.Observer`."""
+        """See `framework.Observer`."""
         session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
         if session:
             self.memory.bind(session, decision.endpoints[0].address, now)
 
     def answer_headers(self, chosen: Endpoint) -> Sequence[tuple[str, str]]:
-        """See `plugins.Answerer`."""
+        """See `framework.ResponseHeaderProvider`."""
         return () if self._remembering else ((self._header, token(chosen)),)
 
 
 def token(endpoint: Endpoint) -> str:
-    """What names an endpoint to a client: its address in URL-safe base64, unsigned."""
+    """Token of an endpoint for clients: its address in URL-safe base64, unsigned."""
     return base64.urlsafe_b64encode(endpoint.address.encode()).decode()
 
 
 def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
     """The address of the candidate a token names, by address, name or `namespace/name`.
 
-    The last two are what tokens of the upstream picker hold. Empty when it names nobody.
+    The last two are what tokens of the upstream picker hold. Empty when it names no candidate.
     """
     try:
         text = base64.b64decode(session.encode(), altchars=b"-_", validate=True).decode()
@@ -171,7 +171,7 @@ def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
 
 
 def keys(turn: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
-    """What a request is remembered by: the session under one name, or nothing."""
+    """Keys of a request for `Decision.plugin_keys`: its session, or none."""
     for source in sources:
         header = source.header.lower()
         session = turn.headers.get(header, "") if header else turn.request.session

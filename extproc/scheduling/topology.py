@@ -1,4 +1,4 @@
-"""How near two machines are, by the labels of endpoints.
+"""Topology distance between machines, by the labels of endpoints.
 
 A peer is written as the upstream picker's coordinator writes it: `host=n12,rack=r7,zone=a`.
 """
@@ -25,14 +25,14 @@ DISTANCES: Mapping[str, int] = {level: at for at, level in enumerate(LEVELS)}
 
 
 def parse(text: str) -> Mapping[str, str]:
-    """A peer from its header; what is not a known level with a value is left out."""
+    """Parse a peer from its header; unknown levels and empty values are left out."""
     pairs = (part.partition("=") for part in text.split(","))
     levels = {key.strip(): value.strip() for key, _, value in pairs}
     return {level: levels[level] for level in LEVELS if levels.get(level)}
 
 
 def location_of(endpoint: Endpoint) -> Mapping[str, str]:
-    """Where an endpoint is, as far as its labels say."""
+    """Location of an endpoint, from its labels."""
     labels = endpoint.labels
     where = {
         level: next((labels[name] for name in names if labels.get(name)), "")

@@ -1,10 +1,10 @@
-"""The one rule for values nobody knows: they count as the mean of those that are known."""
+"""Imputation of unknown values: they count as the mean of the known ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: The score of everybody when nothing is known of anybody.
+#: Score of every candidate when no value is known.
 NEUTRAL = 0.5
 
 

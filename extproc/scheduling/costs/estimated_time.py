@@ -1,4 +1,4 @@
-"""Seconds a request costs on each endpoint: its own wait, and what others wait because of it."""
+"""Estimated time cost: seconds a request waits on an endpoint, and delays other requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TERMS = (
 _ITERATIONS = 1.5
 
 #: Shares of an adapter's load time by residency, in the order of `AdapterResidency`: loading is due
-#: unless it is there; nobody knows is half.
+#: unless it is there; half where that is unknown.
 _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 
 #: Weight of a request in the mean of uncached tokens. At 0.01 it follows a change of traffic within a
@@ -42,7 +42,7 @@ _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, Adap
 
 
 class _RequestTerms(NamedTuple):
-    """What terms depend on besides the candidate.
+    """Inputs of the cost terms besides the candidate.
 
     Tokens, the answer's limit, r, growth, 1 + w, m*, waste and 1/v.
     """
@@ -80,7 +80,7 @@ class _MeanUncachedTokens:
 class EstimatedTime(
     msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """`queue + prefill + iteration + adapter + memory + slowdown + waiting + waste + crowding`, in s.
+    """Sum in s: queue, prefill, iteration, adapter, memory, slowdown, waiting, waste, crowding.
 
     For a request of L prompt tokens, m of them cached on the candidate, with p = `prefill_s`,
     d = `decode_s` and the time of the usual context, both of one sequence and iteration, and o expected
@@ -120,8 +120,8 @@ class EstimatedTime(
       conversations whose users read or think for each open request: what they go on from has to stay
       as well.
 
-    The form of an iteration is that of docs/spec/engines.md#iteration-time. What nobody knows costs
-    nothing, for everybody alike.
+    The form of an iteration is that of docs/spec/engines.md#iteration-time. An unknown value costs
+    nothing, on every endpoint alike.
 
     Attributes:
         own_share: Seconds of a slower answer that weigh as much as one second of a later first
@@ -129,8 +129,8 @@ class EstimatedTime(
             0.05 full engines answer 5 % less, as their batches grow unlike.
         others_share: Seconds of this request that weigh as much as one second of all requests
             beside it. Waits spread over running answers hurt less than a late first token.
-        waiting_share: The same for those who wait for their first token. 1: a second is a second,
-            whoever waits. Simulated, 0 brings first tokens of prompts that share nothing 2 % later on
+        waiting_share: The same for those who wait for their first token. 1: a second is a second
+            in every request. Simulated, 0 brings first tokens of prompts that share nothing 2 % later on
             average and 5 % later at p99.
         waste_share: The same for work that another endpoint has done already. 0.4 keeps
             conversations with their prefixes where hundreds wait (simulated throughput rises by a
@@ -234,7 +234,7 @@ class EstimatedTime(
                             returning, tokens + growth, conversations_per_open, c
                         )
             add(cost)
-        # Not the turn: whoever keeps the decision would keep the prompt.
+        # Not the turn: a reference to the decision would keep the prompt in memory.
         request_terms = _RequestTerms(
             tokens, most, returning, growth, conversations_per_open, best, wasted, per_request
         )
@@ -266,7 +266,7 @@ class EstimatedTime(
     def _terms(
         self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
-        """What costs are made of; only computed when somebody asks why."""
+        """Terms of the costs, by name; computed only when a decision is explained."""
         parts = [self._parts(request_terms, c) for c in candidates]
         return [(name, [values[i] for values in parts]) for i, name in enumerate(_TERMS)]
 
@@ -309,7 +309,7 @@ class EstimatedTime(
         if c.conversation_local or not capacity or c.load.kv_usage is None:
             return 0.0
         if not c.load.prefix_hits:
-            return 0.0  # it does not cache prefixes, or nobody knows
+            return 0.0  # it does not cache prefixes, or that is unknown
         uncached = max(1.0, tokens - c.matched_tokens)
         # Requests of other pickers hold as much each as ours do, but what many begin with once: so
         # no more than the page says.

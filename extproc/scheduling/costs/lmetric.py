@@ -16,7 +16,7 @@ from extproc.scheduling.framework import Signal
 
 
 class _HotPrefixes:
-    """What the detector remembers: recent traffic by class, and who is shut out of which class."""
+    """State of the hot-prefix detector: recent traffic, and endpoints shut out, by class."""
 
     def __init__(self) -> None:
         self.recent: deque[int] = deque()
@@ -32,7 +32,7 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
     The product stands for TTFT times TPOT and has no unit and no weight.
 
     The detector: the requests that share a beginning of `class_blocks` blocks are a class x, its
-    holders are the set M, everybody else M'. When its share of recent traffic x / x' exceeds
+    holders are the set M, the other endpoints M'. When its share of recent traffic x / x' exceeds
     |M| / |M'| and then 2 |M| requests in a row still go to M, M is shut out of the class until one
     goes elsewhere and so makes a new copy.
 

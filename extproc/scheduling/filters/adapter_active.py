@@ -14,12 +14,12 @@ from extproc.scheduling.framework import Signal
 
 
 class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps the candidates whose batch holds the requested adapter; nobody when none does.
+    """Keeps the candidates whose batch holds the requested adapter; none when none does.
 
     The "LoRA affinity" of docs/spec/prior-systems.md#filter-tree, for the nodes of a tree, where
-    nobody left means the failure branch. On its own in a profile it refuses every request whose
+    no candidate left means the failure branch. On its own in a profile it refuses every request whose
     adapter is nowhere, the base model's among them: `lora-affinity` is the filter that lets
-    everybody pass then. While no engine says which adapters it holds, everybody stays.
+    every candidate pass then. While no engine says which adapters it holds, all stay.
     """
 
     kind: ClassVar[str] = "adapter-active"

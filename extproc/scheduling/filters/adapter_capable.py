@@ -16,7 +16,7 @@ from extproc.scheduling.framework import Signal
 class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps the candidates with the label `adapter.kubeai.org/NAME` of the requested adapter.
 
-    Everybody for the base model, and where no candidate carries such a label; nobody when others
+    All for the base model, and where no candidate carries such a label; none when others
     are labelled and this adapter is nowhere, because an engine without it answers 404
     (docs/spec/prior-systems.md#adapter-names).
     """

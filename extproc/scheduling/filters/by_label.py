@@ -33,7 +33,7 @@ class ByLabel(
     allows_no_label: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a filter that keeps nobody.
+        """Refuse a filter that keeps no candidate.
 
         Raises:
             ValueError: There are no valid values, and the label must be there.

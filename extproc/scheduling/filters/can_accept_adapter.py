@@ -17,7 +17,7 @@ class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Keeps a candidate when `active < slots`, adapters in its batch against adapters that fit.
 
     The "can accept new LoRA" of docs/spec/prior-systems.md#filter-tree. An engine that does not say
-    has the mean room of those that do; while no engine says, everybody stays. An engine without
+    has the mean room of those that do; while no engine says, all stay. An engine without
     LoRA has no slots.
     """
 

@@ -15,7 +15,7 @@ from extproc.scheduling.framework import Signal
 class ConcurrencyDetector(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """Keeps a candidate when `n < maxConcurrency * (1 + headroom)`; nobody left refuses with 429.
+    """Keeps a candidate when `n < maxConcurrency * (1 + headroom)`; none left refuses with 429.
 
     n is the requests this picker has open there. In tokens mode it is the uncached prompt tokens
     not yet computed, held against `maxTokenConcurrency`; hybrid wants both. Bounds are whole
@@ -43,7 +43,7 @@ class ConcurrencyDetector(
         return [c for c in candidates if not self.is_saturated(c)]
 
     def is_saturated(self, candidate: Candidate) -> bool:
-        """See `plugins.Detector`."""
+        """See `framework.SaturationDetector`."""
         mode = self.concurrency_mode
         if mode != "tokens":
             requests = int(self.max_concurrency * (1.0 + self.headroom))

@@ -1,4 +1,4 @@
-"""Drops endpoints that are not meant for prompts of this length."""
+"""Drops endpoints that are not for prompts of this length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ContextLengthAwareFilter(
 
 
 def _fits(length: int, label: str | None) -> bool:
-    """Whether an endpoint with that label takes such a prompt."""
+    """True if an endpoint with that label takes such a prompt."""
     if label is None:
         return True
     lengths = context_length.parse(label)

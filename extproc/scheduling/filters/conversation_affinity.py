@@ -17,9 +17,9 @@ class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
     The estimate is `(Q + u) p`: queued tokens and uncached ones of this request at the learned
     seconds per prompt token; the budget is `base_s + per_token_s L` (SMetric: 1 s and 62.5 ms for
-    each thousand tokens). When nobody holds so much, or no holder is within the budget, everybody
-    stays. A conversation that leaves makes a second copy of its history, which pushes somebody
-    else's out of a cache; that is why a holder may be slower than others and still be kept.
+    each thousand tokens). When none holds so much, or no holder is within the budget, all
+    stay. A conversation that leaves makes a second copy of its history, which evicts another
+    from a cache; that is why a holder may be slower than others and still be kept.
 
     Attributes:
         share: Of the prompt's tokens that make a holder, 0..1. Half: below it most of the prompt

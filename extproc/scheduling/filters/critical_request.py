@@ -1,4 +1,4 @@
-"""Tells requests that must be served from those that may be refused."""
+"""Separates critical requests from those that may be refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from extproc.scheduling.framework import Signal
 
 
 class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps everybody for a critical request and nobody for a sheddable one.
+    """Keeps all candidates of a critical request and none of a sheddable one.
 
     A question for the root of a tree. A request that names an objective of the pool is sheddable
-    when its priority is below 0. Another one is sheddable when it says so in a header; nothing said
-    is critical, because to refuse what nobody called sheddable would be a surprise.
+    when its priority is below 0. Another one is sheddable when it says so in a header; without the
+    header it is critical, because a request is refused only if its client allows that.
 
     Attributes:
         header: The header, in lower case. The default is the one by which clients of the upstream

@@ -16,7 +16,7 @@ ROLES = frozenset({"decode", "prefill-decode", "both", "encode-prefill-decode"})
 
 
 class DecodeFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate whose label `llm-d.ai/role` is one of `ROLES`, and a candidate without that label."""
+    """Keeps candidates whose label `llm-d.ai/role` is one of `ROLES`, or is missing."""
 
     kind: ClassVar[str] = "decode-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})

@@ -1,4 +1,4 @@
-"""Refuses."""
+"""Refuses the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from extproc.scheduling.framework import Signal
 
 
 class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps nobody, which the client is told as 429: the end of a tree's branch.
+    """Keeps no candidate, so that the client gets 429: the end of a tree's branch.
 
     In the middle of a branch it is a failure like any other, and the walk goes on.
     """

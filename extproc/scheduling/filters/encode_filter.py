@@ -16,7 +16,7 @@ ROLES = frozenset({"encode", "encode-prefill", "encode-prefill-decode"})
 
 
 class EncodeFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate whose label `llm-d.ai/role` is one of `ROLES`, not one without that label."""
+    """Keeps candidates whose label `llm-d.ai/role` is one of `ROLES`, none without that label."""
 
     kind: ClassVar[str] = "encode-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})

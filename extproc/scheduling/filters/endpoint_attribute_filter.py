@@ -26,11 +26,11 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 class Threshold(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """What the number is compared with.
+    """Bound of an endpoint attribute.
 
     Attributes:
-        operator: How.
-        value: With what.
+        operator: Comparison of the attribute with `value`.
+        value: The bound.
     """
 
     operator: Literal[
@@ -42,11 +42,11 @@ class Threshold(
 class AttributeFilterAlgorithm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """How candidates are chosen.
+    """Comparison by which candidates are kept.
 
     Attributes:
         type: By comparison.
-        threshold: With what.
+        threshold: The bound.
     """
 
     type: Literal["threshold"]
@@ -65,7 +65,7 @@ class EndpointAttributeFilter(
         algorithm: The threshold.
         on_missing: Whether a candidate whose own page lacks the number passes. `Pass` is the upstream
             default.
-        fallback_on_empty: Keep all when nobody passes. False, the upstream default, refuses the
+        fallback_on_empty: Keep all when none passes. False, the upstream default, refuses the
             request.
     """
 
@@ -77,7 +77,7 @@ class EndpointAttributeFilter(
     fallback_on_empty: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a number nobody knows.
+        """Refuse an unknown attribute.
 
         Raises:
             ValueError: See `attributes.find`.
@@ -86,7 +86,7 @@ class EndpointAttributeFilter(
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """What the number is made of."""
+        """Signals from which the attribute is read."""
         return frozenset({attributes.find(self.attribute).signal})
 
     def filter(
@@ -107,5 +107,5 @@ class EndpointAttributeFilter(
 
 
 def _as_scraped(c: Candidate) -> Candidate:
-    """A candidate with nothing but its own page: what is missing is somebody's explicit choice."""
+    """A candidate with nothing but its own page: a missing value is the subject of `on_missing`."""
     return c if c.page is None else msgspec.structs.replace(c, load=c.page)

@@ -15,7 +15,7 @@ from extproc.scheduling.framework import Signal
 class HeaderBasedTestingFilter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """Keeps candidates that the header `test-epp-endpoint-selection` names; nobody without it.
+    """Keeps candidates that the header `test-epp-endpoint-selection` names; none without it.
 
     Tokens are `ip:port` or a bare `ip`, separated by commas. Any client can choose its endpoint
     with it, so it has no place in production. The candidates stay in their order, where the

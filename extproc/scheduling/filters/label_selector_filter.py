@@ -42,7 +42,7 @@ class Requirement(
             )
 
     def met(self, labels: Mapping[str, str]) -> bool:
-        """Whether the labels meet it."""
+        """True if the labels meet the requirement."""
         match self.operator:
             case "In":
                 return labels.get(self.key) in self.values
@@ -59,7 +59,7 @@ class LabelSelectorFilter(
 ):
     """Keeps a candidate when every label and every expression matches.
 
-    An empty selector matches everybody. Labels are those of discovery.
+    An empty selector matches every endpoint. Labels are those of discovery.
 
     Attributes:
         match_labels: Labels and the values they must have.

@@ -14,9 +14,9 @@ from extproc.scheduling.framework import Signal
 
 
 class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate when `waiting < below_waiting_requests`; nobody when no queue is so short.
+    """Keeps a candidate when `waiting < below_waiting_requests`; none when no queue is so short.
 
-    For the nodes of a tree, where nobody left means the failure branch. An unknown queue counts as
+    For the nodes of a tree, where no candidate left means the failure branch. An unknown queue counts as
     the mean of the known ones.
 
     Attributes:

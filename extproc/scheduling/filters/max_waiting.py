@@ -13,10 +13,10 @@ from extproc.scheduling.framework import Signal
 
 
 class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate when `waiting <= max_waiting_requests`, or when waiting is unknown of all.
+    """Keeps candidates with `waiting <= max_waiting_requests`; all if no queue is known.
 
-    When every candidate is over the bound it keeps none, and the client is told to come back later
-    (429): a bound that gives way when it is needed is no bound. Use a scorer to merely prefer short
+    When every candidate is over the bound it keeps none, and the client gets 429
+    (retry later): a bound that gives way when it is needed is no bound. Use a scorer to merely prefer short
     queues.
 
     Attributes:

@@ -16,7 +16,7 @@ ROLES = frozenset({"prefill", "encode-prefill", "prefill-decode", "both", "encod
 
 
 class PrefillFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate whose label `llm-d.ai/role` is one of `ROLES`, not one without that label."""
+    """Keeps candidates whose label `llm-d.ai/role` is one of `ROLES`, none without that label."""
 
     kind: ClassVar[str] = "prefill-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})

@@ -17,7 +17,7 @@ ShareT = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class PrefixCacheAffinityFilter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """Keeps the sticky candidates, those with `m / t >= affinityThreshold`; all when there are none.
+    """Keeps sticky candidates, those with `m / t >= affinityThreshold`; all if there are none.
 
     m is the candidate's matched tokens, t the prompt's. All are kept, too, when the best sticky one
     would take `maxTTFTPenaltyMs` longer than the best other one, where the time is
@@ -30,7 +30,7 @@ class PrefixCacheAffinityFilter(
         max_ttft_penalty_ms: Milliseconds a cached prompt may cost; 0 for any.
         peak_prefill_throughput: Prompt tokens an idle engine computes in a second. 15928, the
             upstream default, is a Qwen3-32B on two H100; it has to be measured for others.
-        ttft_source: Without effect: no latency predictor is asked, so either word estimates by
+        ttft_source: Without effect: there is no latency predictor, so either word estimates by
             throughput.
     """
 

@@ -16,7 +16,7 @@ from extproc.scheduling.framework import Signal
 class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps a candidate when `waiting <= max_waiting_requests` and `kv_usage <= max_kv_usage`.
 
-    It asks nothing of the request: a tree sends it those that may be refused. An unknown value
+    It reads nothing of the request: a tree sends it those that may be refused. An unknown value
     counts as the mean of the known ones, and passes where none is known.
 
     Attributes:

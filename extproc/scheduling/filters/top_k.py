@@ -14,10 +14,10 @@ from extproc.scheduling.framework import Signal
 
 
 class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps the `k` candidates with the least value, and everybody equal to the last of them.
+    """Keeps the `k` candidates with the least value, and all equal to the last of them.
 
-    Equals stay because a filter has no chance to draw by: who of them serves is the picker's
-    business. An unknown value counts as the mean of the known ones.
+    Equals stay because a filter has no chance to draw by: the picker chooses
+    among them. An unknown value counts as the mean of the known ones.
 
     Attributes:
         by: The value: waiting requests, or KV usage.

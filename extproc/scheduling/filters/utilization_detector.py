@@ -15,7 +15,7 @@ from extproc.scheduling.framework import Signal
 class UtilizationDetector(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """Keeps a candidate when `w < Q * (1 + h)` and `u < min(1, K * (1 + h))`; all when nobody passes.
+    """Keeps candidates with `w < Q * (1 + h)` and `u < min(1, K * (1 + h))`; all if none passes.
 
     w is the engine's waiting requests and u the share of KV blocks held by live requests. Unknown
     values count as the mean of the known ones, and pass where none is known; the upstream detector takes them for full, so that a late scrape stops an endpoint.
@@ -40,7 +40,7 @@ class UtilizationDetector(
         return [c for c in candidates if not self.is_saturated(c)] or candidates
 
     def is_saturated(self, candidate: Candidate) -> bool:
-        """See `plugins.Detector`."""
+        """See `framework.SaturationDetector`."""
         load = candidate.load
         if load.waiting is not None:
             queue = self.queue_depth_threshold * (1.0 + self.headroom)

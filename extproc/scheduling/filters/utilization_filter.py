@@ -51,11 +51,11 @@ class UtilizationFilter(
 ):
     """Keeps a candidate when `value <= maxValue` in every condition.
 
-    An unknown value counts as the mean of the known ones, and passes where nobody's is known.
+    An unknown value counts as the mean of the known ones, and passes where none is known.
 
     Attributes:
         conditions: The bounds, at least one.
-        fallback_on_empty: Keep all when nobody passes. False, the upstream default, refuses the
+        fallback_on_empty: Keep all when none passes. False, the upstream default, refuses the
             request.
     """
 
@@ -66,7 +66,7 @@ class UtilizationFilter(
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """What the conditions are about."""
+        """Signals that the conditions read."""
         return frozenset(_READ[condition.metric].signal for condition in self.conditions)
 
     def filter(

@@ -31,7 +31,7 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     full_scan: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a draw of nobody.
+        """Refuse a draw of no candidate.
 
         Raises:
             ValueError: `choices` is below one.

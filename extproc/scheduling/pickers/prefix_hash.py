@@ -1,4 +1,4 @@
-"""Takes the endpoint a prompt's beginning hashes to, unless it is too busy: KubeAI's PrefixHash."""
+"""Takes the endpoint that a prompt's prefix hashes to, unless it is overloaded (KubeAI)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         in_flight <= max(min_load_requests, mean_load_factor / 100 * (total + 1) / n)
 
     or anything while `total`, all requests in flight, is 0; n counts candidates, also those without
-    the adapter. Where nobody passes, the first that serves the adapter does. Fallbacks are those
+    the adapter. Where none passes, the first that serves the adapter does. Fallbacks are those
     that pass in the order of the walk, then the others. Requests without such a text (embeddings,
     rerank, audio) share one key, as they do there. Scrapes and totals of scores are not looked at.
 

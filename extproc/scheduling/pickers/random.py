@@ -1,4 +1,4 @@
-"""Takes anybody."""
+"""Takes any candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes anybody, under the upstream name."""
+"""Takes any candidate, under the upstream name."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     from turn to turn of a conversation: the session hint, else the opening of its first user
     message, else the end of the prompt. A request without any of these is drawn at random, because
     one key for all of them would send them all to one endpoint. Beside requests of others, of
-    equals that hold as much of the prompt, whoever has more than 1.25 m + 1 of this picker's open
+    equals that hold as much of the prompt, a candidate with more than 1.25 m + 1 of this picker's open
     requests, m their mean, is passed over: where much is there already, dozens of requests are within
     `tie_share`, and hashes are uneven.
 

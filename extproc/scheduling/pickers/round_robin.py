@@ -58,7 +58,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return order[:count]
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """The walk goes on from who got the request."""
+        """Continue the walk behind the endpoint that got the request."""
         target = decision.request.target
         self._last[target] = decision.endpoints[0].address
         self._last.move_to_end(target)

@@ -1,4 +1,4 @@
-"""Takes anybody, better ones more often."""
+"""Takes any candidate, better ones more often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes anybody, better ones more often, under the upstream name."""
+"""Takes any candidate, better ones more often, under the upstream name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefers endpoints that are meant for prompts of this length."""
+"""Prefers endpoints that are for prompts of this length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from extproc.scheduling.framework import Signal
 class ContextLengthAwareScorer(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """Inside a candidate's range `0.3 + 0.7 * (0.7 / (1 + width/10000) + 0.3 * headroom / width)`.
+    """`0.3 + 0.7 * (0.7 / (1 + width/10000) + 0.3 * headroom / width)` inside the range.
 
     width is the length of the range and headroom the tokens up to its end; a range of one length
     scores 1. Outside `0.3 / (1 + distance/1000)`, distance to the nearer end, so any match beats

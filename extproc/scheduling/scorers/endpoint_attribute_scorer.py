@@ -43,7 +43,7 @@ class AdaptiveRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Normalization(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """What the range is; the adaptive one when neither is given.
+    """Range for normalization; the adaptive one when neither is set.
 
     Attributes:
         adaptive_range: From the candidates.
@@ -57,7 +57,7 @@ class Normalization(
         """Refuse two ranges.
 
         Raises:
-            ValueError: Both are given.
+            ValueError: Both are set.
         """
         if self.adaptive_range is not None and self.fixed_range is not None:
             raise ValueError("expected at most one of adaptiveRange and fixedRange, got both")
@@ -66,11 +66,11 @@ class Normalization(
 class AttributeScorerAlgorithm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """How a value becomes a score.
+    """Conversion of a value into a score.
 
     Attributes:
         type: Which end is better.
-        normalization: What the ends are.
+        normalization: The range.
     """
 
     type: Literal["linear_lower_is_better", "linear_higher_is_better"]
@@ -82,15 +82,15 @@ class EndpointAttributeScorer(
 ):
     """`score = (v - min) / (max - min)` cut to 0..1, or 1 minus that where lower is better.
 
-    In an adaptive range of one value everybody scores 1. Unknown v counts as the mean of the known
-    ones, nobody known scores 0.5; the upstream picker gives 0 for unknown. Numbers there are:
+    In an adaptive range of one value all score 1. Unknown v counts as the mean of the known
+    ones, none known scores 0.5; the upstream picker gives 0 for unknown. Numbers there are:
     `WaitingQueueSize`, `RunningRequestsSize`, `KVCacheUsagePercent`, the engine's own names of
     these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`
     and `matched_tokens`.
 
     Attributes:
         attribute_key: Which number.
-        algorithm: How it becomes a score.
+        algorithm: Its conversion into a score.
     """
 
     kind: ClassVar[str] = "endpoint-attribute-scorer"
@@ -99,7 +99,7 @@ class EndpointAttributeScorer(
     algorithm: AttributeScorerAlgorithm
 
     def __post_init__(self) -> None:
-        """Refuse a number nobody knows.
+        """Refuse an unknown attribute.
 
         Raises:
             ValueError: See `attributes.find`.
@@ -108,7 +108,7 @@ class EndpointAttributeScorer(
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """What the number is made of."""
+        """Signals from which the attribute is read."""
         return frozenset({attributes.find(self.attribute_key).signal})
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Prefers endpoints with the label a header asks for."""
+"""Prefers endpoints whose label equals a request header."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HeaderLabelAffinityScorer(
     """1 where the label equals the header's value, 0 elsewhere; 0 everywhere without the header.
 
     Attributes:
-        header_name: Request header with the value asked for.
+        header_name: Request header with the wanted value.
         label_key: Label of endpoints it is compared with.
-        stamp_response_header: Tell the client the label of the endpoint that served, in a header of
+        stamp_response_header: Send the client the label of the endpoint that served, in a header of
             the same name. True, the upstream default, lets a caller carry it to the next request.
     """
 

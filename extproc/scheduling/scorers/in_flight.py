@@ -22,7 +22,7 @@ class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     request the full weight. Dead reckoning makes it right between two scrapes and without any.
 
     Attributes:
-        soft_requests: Requests an engine batches without anybody noticing. 8 is small against the
+        soft_requests: Requests an engine batches without a noticeable delay. 8 is small against the
             256 sequences of a vLLM batch, and large enough that a lead of one or two requests on
             idle endpoints does not outweigh a cached prompt.
     """

@@ -16,7 +16,7 @@ from extproc.scheduling.framework import Signal
 class KvCacheUtilization(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`score = 1 - u`, with u the share of KV blocks held by live requests, cut to 0..1.
 
-    Unknown u counts as the mean of the known ones; nobody known scores 0.5.
+    Unknown u counts as the mean of the known ones; none known scores 0.5.
     """
 
     kind: ClassVar[str] = "kv-utilization"

@@ -18,8 +18,8 @@ class KvCacheUtilizationScorer(
 ):
     """`score = 1 - u`, with u the share of KV blocks held by live requests, cut to 0..1.
 
-    Unknown u counts as the mean of the known ones, nobody known scores 0.5; the upstream picker
-    takes 0 for unknown, which makes an endpoint nobody scraped look free.
+    Unknown u counts as the mean of the known ones, none known scores 0.5; the upstream picker
+    takes 0 for unknown, which makes an endpoint without a scrape look free.
     """
 
     kind: ClassVar[str] = "kv-cache-utilization-scorer"

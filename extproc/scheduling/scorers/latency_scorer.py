@@ -24,8 +24,8 @@ class LatencyScorer(
     u is the share of KV blocks held by live requests, w the engine's waiting requests and high the
     most among the candidates (a high of 0 gives all of them 1), m the matched tokens and t the
     prompt's. a, b and c are the three composite weights; when all are 0, a counts as 1. It is what
-    the upstream scorer does while no prediction is there; here it is all, since no latency
-    predictor is asked. Unknown u or w counts as the mean of the known ones; upstream takes 0.
+    the upstream scorer does while no prediction is there; here it is all, since there is no
+    latency predictor. Unknown u or w counts as the mean of the known ones; upstream takes 0.
 
     Attributes:
         composite_kv_weight: a.

@@ -19,7 +19,7 @@ class LoadAwareScorer(
     """`score = 0.5 * (1 - min(w, threshold) / threshold)`, with w the engine's waiting requests.
 
     An empty queue scores 0.5, `threshold` or more 0. Unknown w counts as the mean of the known
-    ones, nobody known scores 0.5; the upstream picker takes 0 for unknown.
+    ones, none known scores 0.5; the upstream picker takes 0 for unknown.
 
     Attributes:
         threshold: Waiting requests at which an engine counts as overloaded. 128 is the upstream

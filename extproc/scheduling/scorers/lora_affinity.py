@@ -47,7 +47,7 @@ class LoraAffinityTiers(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 def _listed(target: str, candidates: Sequence[Candidate]) -> bool:
-    """Whether any endpoint names the adapter."""
+    """True if any endpoint lists the adapter."""
     for candidate in candidates:
         load = candidate.load
         if load.adapters and target in load.adapters:

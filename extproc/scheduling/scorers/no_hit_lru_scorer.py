@@ -1,4 +1,4 @@
-"""Spreads prompts that nobody has cached."""
+"""Spreads prompts that no endpoint has cached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NoHitLruScorer(
 
     Ranked first are the candidates that never got such a prompt, by address, then the others by
     when they last got one, longest ago first. Alone, a candidate scores 1. So caches grow evenly:
-    a prompt that is new to everybody goes where the last new one is oldest.
+    a prompt that is new to all goes where the last new one is oldest.
 
     Attributes:
         lru_size: Endpoints whose last new prompt is remembered. 1024 is the upstream default.
@@ -56,7 +56,7 @@ class NoHitLruScorer(
         return [1.0 - ranks[address] / (len(addresses) - 1) for address in addresses]
 
     def on_committed(self, decision: Decision, now: float) -> None:
-        """Remember who got a prompt that was new to everybody."""
+        """Remember the endpoint of a prompt that was new to all."""
         if any(c.matched_tokens for c in decision.scored_candidates):
             return
         self._last[decision.endpoints[0].address] = None

@@ -16,7 +16,7 @@ class PrefixCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """`score = min(1, m / t)`, with m the candidate's matched tokens and t the prompt's tokens.
 
     A share, not a yes or no: a short beginning that every prompt has in common scores little, so
-    it does not draw all traffic to whoever served first. An empty prompt scores 0 everywhere.
+    it does not draw all traffic to the endpoint that served first. An empty prompt scores 0 everywhere.
     """
 
     kind: ClassVar[str] = "prefix-cache"

@@ -18,7 +18,7 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     low and high are the smallest and largest w among the candidates; all equal scores 1. With
     min_span 1 this is the (max - w)/(max - min) of the reference picker. Unknown w counts as the
-    mean of the known ones; nobody known scores 0.5.
+    mean of the known ones; none known scores 0.5.
 
     Attributes:
         min_span_requests: Spread of queues below which differences fade. 1 keeps the reference

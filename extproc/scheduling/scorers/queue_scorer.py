@@ -14,10 +14,10 @@ from extproc.scheduling.framework import Signal
 
 
 class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`score = (high - x) / (high - low)`, with x the engine's waiting requests; all equal scores 1.
+    """`score = (high - x) / (high - low)`, x the engine's waiting requests; all equal scores 1.
 
     low and high are the least and greatest x among the candidates. Unknown x counts as the mean of
-    the known ones, nobody known scores 0.5; the upstream picker takes 0 for unknown.
+    the known ones, none known scores 0.5; the upstream picker takes 0 for unknown.
     """
 
     kind: ClassVar[str] = "queue-scorer"

@@ -20,7 +20,7 @@ SCORES = (1.0, 0.20, 0.05, 0.02, 0.0)
 class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Same host 1, same rack 0.20, same zone 0.05, same region 0.02, otherwise 0.
 
-    The other machine is named by the request header `x-peer-topology`; without it everybody scores
+    The other machine is named by the request header `x-peer-topology`; without it all score
     0. The upstream picker knows it from having picked the decode endpoint in the same turn, which
     this one does not do. Where an endpoint is stands in its labels: `kubernetes.io/hostname`,
     `topology.kubernetes.io/rack`, `.../zone` and `.../region`, or `host`, `rack`, `zone` and
