@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).parent
 
@@ -55,6 +56,9 @@ LONG = (
     "e2e/test_conformance.py",
     "e2e/test_feedback.py",
 )
+
+#: Files of tests/kubernetes that take half of its time: most of them restart the API server.
+RESTARTING = ("test_scaling.py", "test_election.py", "test_outage.py")
 
 # Examples are derived from the test's own name and code, so that a run on one machine says the same as
 # on another; `--hypothesis-profile=thorough`, which CI gives, tries more of them. `make fuzz` searches
@@ -119,6 +123,24 @@ def pytest_xdist_auto_num_workers(config):
     linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     return min(math.ceil(PER_CORE * cores), MOST)
+
+
+class Scheduling(LoadFileScheduling):
+    """Files stay on a worker, and all files that need an API server on two of them.
+
+    Each worker that runs some of them starts an API server of its own.
+    """
+
+    def _split_scope(self, nodeid):
+        path = super()._split_scope(nodeid)
+        if not path.startswith("tests/kubernetes/"):
+            return path
+        return f"tests/kubernetes, {path.endswith(RESTARTING)}"
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Of `--dist loadfile`."""
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)  # after hypothesis marked what tries examples

@@ -20,6 +20,10 @@ CHAT = json.dumps(
 
 CLIENTS = 12
 
+#: A simulated engine. One that stood still longer than it keeps connections closes them when it goes
+#: on, those with a request that it has not read yet among them.
+ENGINE = ("--speed", "20", "--keepalive-s", "600")
+
 #: Seconds each client pauses: what is waited for takes as long at a tenth of the requests.
 PAUSE_S = 0.05
 
@@ -172,7 +176,7 @@ def engines(live, children):
     """
 
     async def start():
-        started = [children.engine("--speed", "20") for _ in range(4)]
+        started = [children.engine(*ENGINE) for _ in range(4)]
         return {address: child for child, address in await asyncio.gather(*started)}
 
     return live.run(start())
@@ -205,7 +209,7 @@ async def killed_under_load(place, engines):
 
 async def revived(place, children, engines, victim):
     """Start an engine again where it was, and see it serve."""
-    child, _ = await children.engine("--speed", "20", "--port", victim.rpartition(":")[2])
+    child, _ = await children.engine(*ENGINE, "--port", victim.rpartition(":")[2])
     engines[victim] = child
     await place.until(
         lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim) == 0
