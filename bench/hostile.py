@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -62,7 +63,8 @@ class Row(msgspec.Struct):
         cpu_s: CPU seconds for a request.
         before_bytes: Memory before the first request.
         peak_bytes: Memory at its peak.
-        grown_bytes: Memory after all, less memory after three quarters of the requests.
+        grown_bytes: Median of the memory in the last quarter of the requests, less that in the
+            quarter before: what an allocator holds back comes and goes.
         is_alive: Whether the process went on.
         accounts: Accounts that did not go back to zero.
         missed: Bars that were missed.
@@ -154,29 +156,32 @@ async def measured(
     one.reset_peak()
     loop = asyncio.get_running_loop()
 
-    async def part(clients: int, share: float) -> None:
+    async def part(clients: int, share: float) -> float:
+        """Do a share of it; the median of the memory after each step."""
         ends = loop.time() + share * bounds.seconds
+        held_bytes = []
 
         async def client() -> None:
             for _ in range(max(1, round(share * bounds.requests / clients))):
                 if not one.is_alive or loop.time() > ends:
                     return
                 answers[await step()] += 1
+                held_bytes.append(one.memory_bytes())
 
         await asyncio.gather(*(client() for _ in range(clients)))
+        return median(held_bytes or [0.0])
 
     async with hostile_watch.Probe(one.pages) as probe:
         await part(first, 0.5)
         row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
-    await part(at_once, 0.25)
-    early_bytes = one.memory_bytes()
-    await part(at_once, 0.25)
+    early_bytes = await part(at_once, 0.25)
+    late_bytes = await part(at_once, 0.25)
     row.wait_s, row.peak_bytes = probe.longest_s, one.memory_bytes("VmHWM")
     row.is_alive = one.is_alive
     row.requests, row.answers = answers.total(), dict(answers)
     row.cpu_s = (one.cpu_s() - used_s) / max(1, row.requests)
     row.accounts = await one.accounts() if one.is_alive else {"ended": 1.0}
-    row.grown_bytes = one.memory_bytes() - early_bytes if one.is_alive else 0
+    row.grown_bytes = round(late_bytes - early_bytes)
     return row
 
 
