@@ -73,15 +73,15 @@ def once(
     until_s = until_s or whole.until_s
     whole = msgspec.structs.replace(whole, until_s=until_s)
     run = simulation.Simulation(whole, settings, seed=seed).run()
-    done = [trip for trip in run.trips if not trip.failure]
+    done = [trip for trip in run.requests if not trip.failure]
     counted = [trip for trip in done if trip.sent_at + trip.took_s >= SINCE_S]
     span_s = until_s - SINCE_S
     told: dict[str, Any] = {
         "output_tokens_per_s": sum(trip.work.output_tokens for trip in counted) / span_s,
         "requests_per_s": len(counted) / span_s,
     }
-    for tenant in sorted({trip.work.tenant for trip in run.trips}):
-        ended = [trip for trip in run.trips if trip.work.tenant == tenant]
+    for tenant in sorted({trip.work.tenant for trip in run.requests}):
+        ended = [trip for trip in run.requests if trip.work.tenant == tenant]
         first = run_metrics.spread([trip.first_s for trip in ended if not trip.failure])
         told[tenant] = {
             "ended": len(ended),

@@ -1,6 +1,6 @@
 """`extproc simulate`: compare strategies on simulated fleets in virtual time.
 
-The same dispatcher that serves is run over simulated engines. Every strategy meets the same
+The scheduling code of the server runs over simulated engines. Every strategy meets the same
 requests with the same seed; results are means over seeds with 95 % intervals.
 """
 

@@ -34,7 +34,7 @@ class SimulationColumn(msgspec.Struct, frozen=True):
         settings: Configuration of its pickers; None for the clairvoyant one.
         client: How its requests are offered; None for the scenario's client.
         autoscaling: How many engines are up; None for what the scenario says.
-        warnings: What its configuration says and nobody acts on.
+        warnings: Parts of its configuration that have no effect.
     """
 
     name: str

@@ -304,7 +304,7 @@ class Stack:
         return child
 
     async def stop(self) -> None:
-        """End all children: the last started is told first, and none waits for another's end."""
+        """Stop all children at once, in reverse order of their start."""
         await asyncio.gather(*(child.stop() for child in reversed(self._children)))
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -93,7 +93,7 @@ async def play(
         url: Base URL of Envoy.
         talks: The conversations.
         at_once: How many are held at the same time.
-        on_answer: Told of every answer.
+        on_answer: Called with every answer.
     """
     samples: list[AnswerSample] = []
     places = asyncio.Semaphore(at_once)

@@ -1,6 +1,6 @@
 """The simulated vLLM engine: one step-based core, and an OpenAI HTTP server around it.
 
-Pure, driven by whoever owns the clock (the HTTP engine here, or an offline simulator):
+Pure, driven by the owner of the clock (the HTTP engine here, or an offline simulator):
 
 - `profiles`: what a machine is: times per step, KV tokens, limits.
 - `engine_request`: what goes into an engine and comes out.
@@ -11,7 +11,7 @@ Pure, driven by whoever owns the clock (the HTTP engine here, or an offline simu
 - `api_requests`, `api_responses`: request and answer bodies of the HTTP APIs.
 - `faults`: what can go wrong on demand.
 
-- `fleet`: whole fleets of them with the real dispatcher under virtual time.
+- `fleet`: whole fleets of them with the production director in virtual time.
 
 Shells, the only modules here that know asyncio, sockets and the clock: `http*`.
 

@@ -92,7 +92,7 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
 
     Args:
         size: How many.
-        known: False for one where nobody was ever scraped.
+        known: False for candidates that were never scraped.
         seed: Of what they are.
     """
     rng = Random(seed)
@@ -120,7 +120,7 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
 
     Args:
         size: How many; every fifth was never scraped.
-        known: False for one where nobody was ever scraped.
+        known: False for candidates that were never scraped.
         seed: Of what they are.
     """
     rng = Random(seed)

@@ -70,7 +70,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
     """A scorer gives each candidate a finite number of 0 to 1, in whatever order they come.
 
     The same again for the same turn, whatever the seed. Of candidates that differ in scraped
-    values only, one nobody knows is neither best nor worst.
+    values only, an unknown one is neither best nor worst.
 
     Raises:
         AssertionError: It does not.

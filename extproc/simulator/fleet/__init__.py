@@ -20,7 +20,7 @@ From Python:
     summary = simulation.run(whole, settings.Settings(), seed=1)
     print(summary.ttft_s.mean, summary.requests_per_s)
 
-`simulation.Simulation(whole, settings, seed=1)` is the same in steps: `run()` returns the tally, whose `trips`
+`simulation.Simulation(whole, settings, seed=1)` is the same in steps: `run()` returns the tally, whose `requests`
 are all requests with their times, and `nodes` and `pickers` can be looked at after. Settings of
 None mean the oracle picker. `report.report(whole, runs)` puts several runs together.
 

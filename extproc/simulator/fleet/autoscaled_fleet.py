@@ -44,8 +44,8 @@ class Acts(msgspec.Struct, frozen=True):
 
     Attributes:
         listed: These sites are up.
-        go: A trip may go to a site.
-        over: A trip went nowhere; its `failure` says why.
+        go: A request may go to a site.
+        over: A request went nowhere; its `failure` says why.
         rates: How fast engines are, as far as pickers know.
     """
 
@@ -82,7 +82,7 @@ class AutoscaledFleet:
         self._born = [0.0] * len(sites)
         self._loads = [0] * len(sites)
         acts_ = controller.FlowCallbacks(
-            decide=lambda trip, _: self._room(trip),
+            decide=lambda sim_request, _: self._room(sim_request),
             waits=lambda _, __: None,
             go=self._go,
             refuse=self._refuse,
@@ -113,33 +113,33 @@ class AutoscaledFleet:
         here = sum(kind is not _Is.DOWN for kind in self._is)
         return not self._gate.queue.count and here <= self._config.min
 
-    def arrived(self, trip: SimRequest) -> None:
+    def arrived(self, sim_request: SimRequest) -> None:
         """Admit, queue or reject a new request."""
         self._charts.arrived(self._timeline.now)
-        self._count(arrived=1, prompt_tokens=trip.work.prompt_tokens)
-        room, gate = self._room(trip), self._gate
-        refused = gate.admit(trip, room)
+        self._count(arrived=1, prompt_tokens=sim_request.work.prompt_tokens)
+        room, gate = self._room(sim_request), self._gate
+        refused = gate.admit(sim_request, room)
         if refused is not None:
-            self._refuse(trip, refused)
-        elif not gate.is_queued(trip):
-            self._go(trip, _Room())
+            self._refuse(sim_request, refused)
+        elif not gate.is_queued(sim_request):
+            self._go(sim_request, _Room())
         elif not self._spec:
             self._look()
 
-    def left(self, trip: SimRequest) -> bool:
+    def left(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
-        return self._gate.cancel(trip)
+        return self._gate.cancel(sim_request)
 
-    def ended(self, trip: SimRequest) -> None:
+    def ended(self, sim_request: SimRequest) -> None:
         """Release the replica of a request that ended."""
-        n = trip.node
+        n = sim_request.node
         self._loads[n] -= 1
-        tokens = 0 if trip.failure else trip.work.output_tokens
-        self._count(in_flight=-1, answered=0 if trip.failure else 1, answer_tokens=tokens)
+        tokens = 0 if sim_request.failure else sim_request.work.output_tokens
+        self._count(in_flight=-1, answered=0 if sim_request.failure else 1, answer_tokens=tokens)
         if self._is[n] is _Is.LEAVING and not self._loads[n]:
             self._gone(n)
-        if not trip.failure:
-            self._gate.charge(trip)
+        if not sim_request.failure:
+            self._gate.charge(sim_request)
         self._gate.pump()
 
     def close(self, over_at: float) -> ScalingSummary:
@@ -155,7 +155,7 @@ class AutoscaledFleet:
 
     # Requests.
 
-    def _room(self, _trip: SimRequest) -> _Room | Rejection:
+    def _room(self, _sim_request: SimRequest) -> _Room | Rejection:
         """Capacity on a replica, or the rejection."""
         most = self._config.hold.per_replica
         up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
@@ -165,15 +165,15 @@ class AutoscaledFleet:
             return _Room()
         return all_busy(math.inf)
 
-    def _go(self, trip: SimRequest, _room: _Room) -> None:
-        self._acts.go(trip)
-        if trip.node >= 0:
-            self._loads[trip.node] += 1
+    def _go(self, sim_request: SimRequest, _room: _Room) -> None:
+        self._acts.go(sim_request)
+        if sim_request.node >= 0:
+            self._loads[sim_request.node] += 1
             self._count(in_flight=1)
 
-    def _refuse(self, trip: SimRequest, why: Rejection) -> None:
-        trip.refused(why, self._timeline.now)
-        self._acts.over(trip)
+    def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
+        sim_request.refused(why, self._timeline.now)
+        self._acts.over(sim_request)
 
     def _count(self, **more: float) -> None:
         counters = self._counters

@@ -75,7 +75,7 @@ class Sender:
         adapters: LoRA adapters users are spread over; 0 for none.
         timeline: The clock.
         rng: Chance, for arrivals.
-        send: Sends a request; `finished` is called with its trip once it ended.
+        send: Sends a request; `finished` is called with its request once it ended.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class Sender:
             when = self._client.ramp_s * user / users
             self._timeline.at(when, lambda user=user: self._begin(user))  # type: ignore[misc]
 
-    def finished(self, trip: SimRequest) -> None:
+    def finished(self, sim_request: SimRequest) -> None:
         """Handle the end of a request."""
-        run = self._runs.pop(trip.id)
+        run = self._runs.pop(sim_request.id)
         self._open -= 1
         if self._held:
             held, since = self._held.popleft()
             self._go(held, since=since)
         client = self._client
-        pause = client.retry_after_s if trip.failure else client.turnaround_s
+        pause = client.retry_after_s if sim_request.failure else client.turnaround_s
         if run.next < len(run.works):
             if run.session.think_s:
                 pause += run.session.think_s[run.next - 1]
@@ -188,6 +188,6 @@ class Sender:
         work = run.works[run.next]
         run.next += 1
         self._open += 1
-        trip = self._send(work)
-        trip.held_s = trip.sent_at - since
-        self._runs[trip.id] = run
+        sim_request = self._send(work)
+        sim_request.held_s = sim_request.sent_at - since
+        self._runs[sim_request.id] = run

@@ -9,7 +9,7 @@ from extproc.simulator import core, engine_request, profiles
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import SimRequest
 
-#: Called when a trip's first token came, and when it ended.
+#: Called when a request's first token came, and when it ended.
 OnFinished = Callable[[SimRequest], None]
 #: Called with seconds between tokens and how many tokens came so.
 OnGaps = Callable[[float, int], None]
@@ -21,8 +21,8 @@ class EngineNode:
     Args:
         timeline: The clock.
         profile: The machine.
-        finished: Told of every trip that ended, with or without failure.
-        gaps: Told of the time between tokens.
+        finished: Called with every request that ended, with or without failure.
+        gaps: Called with the time between tokens.
 
     Attributes:
         up: Whether the process is there.
@@ -44,7 +44,7 @@ class EngineNode:
         self._timeline = timeline
         self._finished = finished
         self._gaps = gaps
-        self.trips: dict[str, SimRequest] = {}
+        self.requests: dict[str, SimRequest] = {}
         self.start()
         self.up = False
 
@@ -72,45 +72,45 @@ class EngineNode:
         """The process dies, and with it everything it was working on."""
         self.up = False
         self._due = None
-        lost = list(self.trips.values())
-        self.trips.clear()
+        lost = list(self.requests.values())
+        self.requests.clear()
         self.preemptions += self.engine.preemptions
         self.engine.preemptions = 0
-        for trip in lost:
-            trip.failure = "engine died"
-            self._finished(trip)
+        for sim_request in lost:
+            sim_request.failure = "engine died"
+            self._finished(sim_request)
 
-    def submit(self, trip: SimRequest) -> None:
+    def submit(self, sim_request: SimRequest) -> None:
         """Accept a request, or end it with a failure."""
         if not self.up:
-            trip.failure = "connection refused"
+            sim_request.failure = "connection refused"
         elif self.refusing:
-            trip.failure = "answered 503"
+            sim_request.failure = "answered 503"
         else:
-            work = trip.work
+            work = sim_request.work
             refusal = self.engine.submit(
                 engine_request.EngineRequest(
-                    trip.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter
+                    sim_request.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter
                 ),
                 self._timeline.now,
             )
             if refusal is not None:
-                trip.failure = refusal.name.lower().replace("_", " ")
-        if trip.failure:
+                sim_request.failure = refusal.name.lower().replace("_", " ")
+        if sim_request.failure:
             # Not at once: whoever sends again on failure would recurse.
-            self._timeline.after(0.0, lambda: self._finished(trip))
+            self._timeline.after(0.0, lambda: self._finished(sim_request))
             return
-        self.trips[trip.id] = trip
+        self.requests[sim_request.id] = sim_request
         self._kick()
 
-    def cancel(self, trip: SimRequest, why: str) -> None:
+    def cancel(self, sim_request: SimRequest, why: str) -> None:
         """Abort the request of a client that disconnected."""
-        if self.trips.pop(trip.id, None) is None:
+        if self.requests.pop(sim_request.id, None) is None:
             return
-        self.engine.cancel(trip.id, self._timeline.now)
-        trip.failure = why
+        self.engine.cancel(sim_request.id, self._timeline.now)
+        sim_request.failure = why
         self._kick()
-        self._finished(trip)
+        self._finished(sim_request)
 
     def page(self, now: float) -> Load:
         """Its metrics page, as the scraper would have read it."""
@@ -165,13 +165,13 @@ class EngineNode:
             self._gaps(done.duration_s / done.steps, done.decoding * done.steps)
         for gap in done.resumed_s:
             self._gaps(gap, 1)
-        trips = self.trips
+        sim_requests = self.requests
         for first in done.first_tokens:
-            trips[first.id].first_s = due - trips[first.id].sent_at
+            sim_requests[first.id].first_s = due - sim_requests[first.id].sent_at
         for finished in done.finished:
-            trip = trips.pop(finished.job.id)
-            trip.took_s = due - trip.sent_at
-            trip.cached_tokens = finished.cached_tokens
-            trip.preemptions = finished.preemptions
-            self._finished(trip)
+            sim_request = sim_requests.pop(finished.job.id)
+            sim_request.took_s = due - sim_request.sent_at
+            sim_request.cached_tokens = finished.cached_tokens
+            sim_request.preemptions = finished.preemptions
+            self._finished(sim_request)
         self._kick()

@@ -24,7 +24,7 @@ class SimFlowController(Generic[GrantT]):
     Args:
         holding: How requests wait; what tenants may take is not simulated.
         timeline: The clock.
-        acts: What is done to trips.
+        acts: What is done to requests.
     """
 
     def __init__(
@@ -54,52 +54,52 @@ class SimFlowController(Generic[GrantT]):
         return self._turnstile.outcomes
 
     def admit(
-        self, trip: SimRequest, outcome: GrantT | Rejection, *, toward: str = ""
+        self, sim_request: SimRequest, outcome: GrantT | Rejection, *, toward: str = ""
     ) -> Rejection | None:
         """Dispatch, queue or reject a new request.
 
         Args:
-            trip: Which.
+            sim_request: The request.
             outcome: What would come of it if nobody else waited.
             toward: Address of the endpoint it would go to; empty where that is not known.
 
         Returns:
             Why it is refused. None where it waits, or may go where `outcome` says.
         """
-        why = self._turnstile.check(outcome, priority=trip.work.priority, toward=toward)
-        return None if why is None else self.enqueue(trip, why)
+        why = self._turnstile.check(outcome, priority=sim_request.work.priority, toward=toward)
+        return None if why is None else self.enqueue(sim_request, why)
 
-    def is_queued(self, trip: SimRequest) -> bool:
+    def is_queued(self, sim_request: SimRequest) -> bool:
         """True while a request is queued."""
-        return trip.id in self._waiters
+        return sim_request.id in self._waiters
 
-    def enqueue(self, trip: SimRequest, why: Rejection) -> Rejection | None:
+    def enqueue(self, sim_request: SimRequest, why: Rejection) -> Rejection | None:
         """Begin to wait.
 
         Args:
-            trip: Which.
+            sim_request: The request.
             why: Why it cannot go on.
 
         Returns:
             Why not, where that changes nothing, or there is no room or no time.
         """
-        now, work = self._timeline.now, trip.work
+        now, work = self._timeline.now, sim_request.work
         want = EnqueueRequest(
-            tenant=self._tenant(trip),
+            tenant=self._tenant(sim_request),
             priority=work.priority,
             target=work.adapter,
             tokens=work.prompt_tokens,
         )
-        waiter = self._turnstile.enqueue(trip, want, why, now)
+        waiter = self._turnstile.enqueue(sim_request, want, why, now)
         if isinstance(waiter, Rejection):
             return waiter
-        self._waiters[trip.id] = waiter
+        self._waiters[sim_request.id] = waiter
         self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
         return None
 
-    def cancel(self, trip: SimRequest) -> bool:
+    def cancel(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
-        waiter = self._waiters.pop(trip.id, None)
+        waiter = self._waiters.pop(sim_request.id, None)
         return waiter is not None and self._turnstile.cancel(waiter)
 
     def notify_capacity(self) -> None:
@@ -109,10 +109,10 @@ class SimFlowController(Generic[GrantT]):
             self._soon = True
             self._timeline.after(0.0, self.pump)
 
-    def charge(self, trip: SimRequest) -> None:
+    def charge(self, sim_request: SimRequest) -> None:
         """Charge a completed request to its tenant."""
-        tokens = self.queue.settings.output_weight * trip.work.output_tokens
-        self.queue.charge(self._tenant(trip), tokens, self._timeline.now)
+        tokens = self.queue.settings.output_weight * sim_request.work.output_tokens
+        self.queue.charge(self._tenant(sim_request), tokens, self._timeline.now)
 
     def pump(self) -> None:
         """Dispatch queued requests and reject expired ones."""
@@ -123,16 +123,16 @@ class SimFlowController(Generic[GrantT]):
         else:
             self._wake(wait_s)
 
-    def _go(self, trip: SimRequest, way: GrantT) -> None:
-        del self._waiters[trip.id]
-        self._acts.go(trip, way)
+    def _go(self, sim_request: SimRequest, way: GrantT) -> None:
+        del self._waiters[sim_request.id]
+        self._acts.go(sim_request, way)
 
-    def _refuse(self, trip: SimRequest, why: Rejection) -> None:
-        del self._waiters[trip.id]
-        self._acts.refuse(trip, why)
+    def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
+        del self._waiters[sim_request.id]
+        self._acts.refuse(sim_request, why)
 
-    def _tenant(self, trip: SimRequest) -> str:
-        work = trip.work
+    def _tenant(self, sim_request: SimRequest) -> str:
+        work = sim_request.work
         return work.tenant or self._manners.tenant({}, work.adapter)
 
     def _wake(self, wait_s: float | None) -> None:

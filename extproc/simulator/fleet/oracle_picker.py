@@ -23,7 +23,7 @@ from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequ
 #: What the adaptive strategy weighs its terms with.
 _WEIGHTS = EstimatedTime()
 
-#: Keys of a prompt of which one is a block of the chain; 64 tokens, as the dispatcher's first blocks.
+#: Keys of a prompt of which one is a block of the chain; 64 tokens, as the director's first blocks.
 _CHAIN = 4
 
 
@@ -68,23 +68,23 @@ class OraclePicker:
         """See `SimPicker`."""
         self._listed = up
 
-    def pick(self, trip: SimRequest) -> int:
+    def pick(self, sim_request: SimRequest) -> int:
         """See `SimPicker`."""
-        work = trip.work
+        work = sim_request.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
         candidates = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
         if not candidates:
-            trip.failure = "rejected 503"
+            sim_request.failure = "rejected 503"
             return -1
         most = max(candidate.cached for candidate in candidates)
         growth = self._recurrence.expected_growth_tokens(work.prompt_tokens)
         best = min(candidates, key=lambda candidate: self._price(candidate, most, growth))
         where = next(n for n in self._listed if self._sites[n] is best.site)
-        trip.predicted_tokens = best.cached
-        self._uncached[trip.id] = work.prompt_tokens - best.cached
+        sim_request.predicted_tokens = best.cached
+        self._uncached[sim_request.id] = work.prompt_tokens - best.cached
         account = self._accounts[where]
-        ticket = self._tickets[trip.id] = account.open(
+        ticket = self._tickets[sim_request.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
         )
         self._recurrence.record_sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
@@ -95,15 +95,15 @@ class OraclePicker:
             )
         return where
 
-    def cancel(self, trip: SimRequest) -> bool:
+    def cancel(self, sim_request: SimRequest) -> bool:
         """See `SimPicker`; no request is ever queued."""
-        del trip
+        del sim_request
         return False
 
-    def ended(self, trip: SimRequest) -> None:
+    def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
-        del self._uncached[trip.id]
-        self._tickets.pop(trip.id).close(0.0)
+        del self._uncached[sim_request.id]
+        self._tickets.pop(sim_request.id).close(0.0)
 
     def rates(self) -> None:
         """See `SimPicker`; it needs no estimate."""

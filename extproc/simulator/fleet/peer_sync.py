@@ -14,20 +14,20 @@ class PeerSyncBus:
     """Delivers the events of every picker to all others, without loss.
 
     Args:
-        dispatchers: One of each picker.
+        directors: The director of every picker.
         timeline: The clock.
         delay_s: Seconds from the first fact that waits to its being taken in with those after it.
     """
 
     def __init__(
-        self, dispatchers: Sequence[Director], *, timeline: EventQueue, delay_s: float
+        self, directors: Sequence[Director], *, timeline: EventQueue, delay_s: float
     ) -> None:
         self._timeline = timeline
         self._mirrors: list[peer_sync.PeerReplica] = []
-        for n, dispatcher in enumerate(dispatchers):
-            self._join(str(n), dispatcher, delay_s)
+        for n, director in enumerate(directors):
+            self._join(str(n), director, delay_s)
 
-    def _join(self, name: str, dispatcher: Director, delay_s: float) -> None:
+    def _join(self, name: str, director: Director, delay_s: float) -> None:
         def deliver() -> None:
             message = outbox.take()
             if message is not None:
@@ -35,6 +35,6 @@ class PeerSyncBus:
                     mirror.take(message, self._timeline.now)
 
         outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
-        peer_sync.connect([("", dispatcher)], outbox)
-        # Nobody here is ever gone: an outage of a picker is not simulated.
-        self._mirrors.append(peer_sync.PeerReplica(name, lambda _: dispatcher, silent_s=math.inf))
+        peer_sync.connect([("", director)], outbox)
+        # No replica ever leaves: an outage of a picker is not simulated.
+        self._mirrors.append(peer_sync.PeerReplica(name, lambda _: director, silent_s=math.inf))

@@ -41,16 +41,16 @@ class SimPicker(Protocol):
     def listed(self, up: Sequence[int]) -> None:
         """Replace the discovered endpoints (indices of engines)."""
 
-    def pick(self, trip: SimRequest) -> int:
+    def pick(self, sim_request: SimRequest) -> int:
         """Index of the chosen engine; -1 if queued, -1 and `failure` set if rejected.
 
         The outcome of a queued request is reported later through `went`.
         """
 
-    def cancel(self, trip: SimRequest) -> bool:
+    def cancel(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
 
-    def ended(self, trip: SimRequest) -> None:
+    def ended(self, sim_request: SimRequest) -> None:
         """Handle the end of a routed request."""
 
     def rates(self) -> StepTimeModel | None:
@@ -67,7 +67,7 @@ class ExtprocPicker:
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
         models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.
-        went: Told of a trip that waited and goes to its `site`, or is refused with a `failure`; None
+        went: Called with a request that waited and goes to its `site`, or is refused with a `failure`; None
             where nobody waits, whatever the settings say.
     """
 
@@ -114,8 +114,8 @@ class ExtprocPicker:
             acts = controller.FlowCallbacks(
                 decide=self._decide_again,
                 waits=self._promise,
-                go=lambda trip, outcome: self._grant(trip, outcome, went),
-                refuse=lambda trip, why: self._refuse(trip, why, went),
+                go=lambda sim_request, outcome: self._grant(sim_request, outcome, went),
+                refuse=lambda sim_request, why: self._refuse(sim_request, why, went),
                 bits=self._endpoint_bits,
             )
             self.gate = flow_control.SimFlowController(
@@ -138,28 +138,28 @@ class ExtprocPicker:
             watch = self._watches[n]
             self._timeline.after(spread, lambda n=n, watch=watch: self._scrape(n, watch))  # type: ignore[misc]
 
-    def pick(self, trip: SimRequest) -> int:
+    def pick(self, sim_request: SimRequest) -> int:
         """See `SimPicker`."""
-        outcome, gate = self._decide(trip), self.gate
+        outcome, gate = self._decide(sim_request), self.gate
         if gate is not None:
             toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
-            refused = gate.admit(trip, outcome, toward=toward)
-            if gate.is_queued(trip):
+            refused = gate.admit(sim_request, outcome, toward=toward)
+            if gate.is_queued(sim_request):
                 return -1
             outcome = refused or outcome
         if isinstance(outcome, Decision):
-            return self._commit(trip, outcome)
-        trip.refused(outcome, self._timeline.now)
+            return self._commit(sim_request, outcome)
+        sim_request.refused(outcome, self._timeline.now)
         return -1
 
-    def cancel(self, trip: SimRequest) -> bool:
+    def cancel(self, sim_request: SimRequest) -> bool:
         """See `SimPicker`."""
-        self._take_back(trip)
-        return self.gate is not None and self.gate.cancel(trip)
+        self._take_back(sim_request)
+        return self.gate is not None and self.gate.cancel(sim_request)
 
-    def _decide_again(self, trip: SimRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
-        self._take_back(trip)  # nobody waits behind itself
-        return self._decide(trip, patient=patient)
+    def _decide_again(self, sim_request: SimRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+        self._take_back(sim_request)  # a request must not wait behind its own promise
+        return self._decide(sim_request, patient=patient)
 
     def _endpoint_bits(self) -> EndpointBits:
         """Endpoint sets in the form of flow control; targets are adapters."""
@@ -172,18 +172,18 @@ class ExtprocPicker:
             )
         return self._bits
 
-    def _promise(self, trip: SimRequest, address: str) -> None:
+    def _promise(self, sim_request: SimRequest, address: str) -> None:
         promise = self.parts.director.pending_load.add(
-            address, self._chain(trip.work), prompt_tokens=trip.work.prompt_tokens
+            address, self._chain(sim_request.work), prompt_tokens=sim_request.work.prompt_tokens
         )
         if promise is not None:
-            self._promises[trip.id] = promise
+            self._promises[sim_request.id] = promise
 
-    def _take_back(self, trip: SimRequest) -> None:
-        pending_load.remove(self._promises.pop(trip.id, None))
+    def _take_back(self, sim_request: SimRequest) -> None:
+        pending_load.remove(self._promises.pop(sim_request.id, None))
 
-    def _decide(self, trip: SimRequest, *, patient: bool = True) -> Outcome:
-        work = trip.work
+    def _decide(self, sim_request: SimRequest, *, patient: bool = True) -> Outcome:
+        work = sim_request.work
         request = InferenceRequest(
             api="completions",
             model=work.adapter or MODEL,
@@ -202,21 +202,23 @@ class ExtprocPicker:
         )
 
     def _grant(
-        self, trip: SimRequest, outcome: Decision, went: Callable[[SimRequest], None]
+        self, sim_request: SimRequest, outcome: Decision, went: Callable[[SimRequest], None]
     ) -> None:
-        trip.node = self._commit(trip, outcome)
-        went(trip)
+        sim_request.node = self._commit(sim_request, outcome)
+        went(sim_request)
 
-    def _refuse(self, trip: SimRequest, why: Rejection, went: Callable[[SimRequest], None]) -> None:
-        self._take_back(trip)
-        trip.refused(why, self._timeline.now)
-        went(trip)
+    def _refuse(
+        self, sim_request: SimRequest, why: Rejection, went: Callable[[SimRequest], None]
+    ) -> None:
+        self._take_back(sim_request)
+        sim_request.refused(why, self._timeline.now)
+        went(sim_request)
 
-    def _commit(self, trip: SimRequest, outcome: Decision) -> int:
+    def _commit(self, sim_request: SimRequest, outcome: Decision) -> int:
         """Charge a decision; returns the site."""
-        work = trip.work
-        self._tickets[trip.id] = self.parts.director.reserve(outcome, self._timeline.now)
-        trip.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
+        work = sim_request.work
+        self._tickets[sim_request.id] = self.parts.director.reserve(outcome, self._timeline.now)
+        sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._sites_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1
         self._touched.add(n)
@@ -230,22 +232,22 @@ class ExtprocPicker:
         full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
         return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
 
-    def ended(self, trip: SimRequest) -> None:
+    def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
-        ticket = self._tickets.pop(trip.id)
-        dispatcher, now = self.parts.director, self._timeline.now
-        status = _status(trip)
+        ticket = self._tickets.pop(sim_request.id)
+        director, now = self.parts.director, self._timeline.now
+        status = _status(sim_request)
         if status:
-            dispatcher.on_response_headers(ticket, status, now)
-        dispatcher.release(ticket, now, answered=bool(status))
-        if self.gate is not None and not trip.failure:
-            self.gate.charge(trip)
+            director.on_response_headers(ticket, status, now)
+        director.release(ticket, now, answered=bool(status))
+        if self.gate is not None and not sim_request.failure:
+            self.gate.charge(sim_request)
         self._changed()
-        left = self._busy[trip.node] - 1
+        left = self._busy[sim_request.node] - 1
         if left:
-            self._busy[trip.node] = left
+            self._busy[sim_request.node] = left
         else:
-            del self._busy[trip.node]
+            del self._busy[sim_request.node]
 
     def rates(self) -> StepTimeModel | None:
         """See `SimPicker`."""
@@ -306,10 +308,10 @@ class ExtprocPicker:
         return self._endpoints[n] if member is None else member.endpoint
 
 
-def _status(trip: SimRequest) -> str:
+def _status(sim_request: SimRequest) -> str:
     """HTTP status a proxy would have returned; empty if the client left before it."""
-    if not trip.failure or not math.isnan(trip.first_s):
+    if not sim_request.failure or not math.isnan(sim_request.first_s):
         return "200"
-    if trip.failure == "timeout":
+    if sim_request.failure == "timeout":
         return ""
-    return "503" if trip.failure in _LOST else "400"
+    return "503" if sim_request.failure in _LOST else "400"

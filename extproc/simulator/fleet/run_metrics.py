@@ -56,7 +56,7 @@ class RejectionSummary(msgspec.Struct, frozen=True):
     Attributes:
         rejected: Those with a Retry-After (count).
         latest_s: Seconds until the last of them was refused; 0 where none was.
-        retry_after_s: What they were told.
+        retry_after_s: Values of `Retry-After`, in seconds.
         retry_after_most_s: The longest of it; 0 where there is none.
     """
 
@@ -91,7 +91,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
             nothing was answered.
         scaling: What became of replicas; None where they are always there.
-        refusals: What those were told that were refused; None where nobody was.
+        refusals: Rejected requests; None where there are none.
     """
 
     duration_s: float
@@ -120,22 +120,22 @@ class RunMetrics:
     """Collects ended requests. Mutable; one owner.
 
     Args:
-        since_s: Trips sent before are left out.
+        since_s: Requests sent before are left out.
     """
 
     def __init__(self, since_s: float = 0.0) -> None:
         self._since_s = since_s
-        self.trips: list[SimRequest] = []
+        self.requests: list[SimRequest] = []
         self._bins: Counter[int] = Counter()
         self._gap_sum = 0.0
         self._gaps = 0
         self._preemptions: list[int] = []
         self._scaling: ScalingSummary | None = None
 
-    def add(self, trip: SimRequest) -> None:
+    def add(self, sim_request: SimRequest) -> None:
         """Add an ended request."""
-        if trip.sent_at >= self._since_s:
-            self.trips.append(trip)
+        if sim_request.sent_at >= self._since_s:
+            self.requests.append(sim_request)
 
     def gaps(self, seconds: float, count: int) -> None:
         """Count `count` inter-token gaps of the same length."""
@@ -156,13 +156,15 @@ class RunMetrics:
 
     def summary(self) -> RunSummary:
         """The run in numbers; `close` comes first."""
-        done = [trip for trip in self.trips if not trip.failure]
-        failed = Counter(trip.failure for trip in self.trips if trip.failure)
-        begin = min((trip.sent_at for trip in self.trips), default=0.0)
-        end = max((trip.sent_at + trip.took_s for trip in done), default=begin)
+        done = [sim_request for sim_request in self.requests if not sim_request.failure]
+        failed = Counter(
+            sim_request.failure for sim_request in self.requests if sim_request.failure
+        )
+        begin = min((sim_request.sent_at for sim_request in self.requests), default=0.0)
+        end = max((sim_request.sent_at + sim_request.took_s for sim_request in done), default=begin)
         duration = max(end - begin, 1e-9)
-        outputs = sum(trip.work.output_tokens for trip in done)
-        prompts = sum(trip.work.prompt_tokens for trip in done)
+        outputs = sum(sim_request.work.output_tokens for sim_request in done)
+        prompts = sum(sim_request.work.prompt_tokens for sim_request in done)
         endpoints = self._endpoints()
         return RunSummary(
             duration_s=duration,
@@ -171,36 +173,43 @@ class RunMetrics:
             requests_per_s=len(done) / duration,
             output_tokens_per_s=outputs / duration,
             total_tokens_per_s=(outputs + prompts) / duration,
-            ttft_s=spread([trip.first_s for trip in done]),
+            ttft_s=spread([sim_request.first_s for sim_request in done]),
             tpot_s=spread(
                 [
-                    (trip.took_s - trip.first_s) / (trip.work.output_tokens - 1)
-                    for trip in done
-                    if trip.work.output_tokens > 1
+                    (sim_request.took_s - sim_request.first_s)
+                    / (sim_request.work.output_tokens - 1)
+                    for sim_request in done
+                    if sim_request.work.output_tokens > 1
                 ]
             ),
             itl_s=self._between(),
-            e2e_s=spread([trip.took_s for trip in done]),
-            token_s=spread([trip.took_s / trip.work.output_tokens for trip in done]),
-            hit_ratio=_share(sum(trip.cached_tokens for trip in done), prompts),
-            predicted_ratio=_share(sum(trip.predicted_tokens for trip in done), prompts),
+            e2e_s=spread([sim_request.took_s for sim_request in done]),
+            token_s=spread(
+                [sim_request.took_s / sim_request.work.output_tokens for sim_request in done]
+            ),
+            hit_ratio=_share(sum(sim_request.cached_tokens for sim_request in done), prompts),
+            predicted_ratio=_share(
+                sum(sim_request.predicted_tokens for sim_request in done), prompts
+            ),
             requests_max_over_mean=_over_mean([endpoint.requests for endpoint in endpoints]),
             tokens_max_over_mean=_over_mean([endpoint.prompt_tokens for endpoint in endpoints]),
             endpoints=endpoints,
-            held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
-            ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
+            held_s=math.fsum(sim_request.held_s for sim_request in done) / len(done)
+            if done
+            else math.nan,
+            ttft_quantiles_s=quantiles([sim_request.first_s for sim_request in done]),
             scaling=self._scaling,
-            refusals=_refusals(self.trips),
+            refusals=_refusals(self.requests),
         )
 
     def _endpoints(self) -> list[PerEndpoint]:
         size = len(self._preemptions)
         requests, prompts, cached = [0] * size, [0] * size, [0] * size
-        for trip in self.trips:
-            if trip.node >= 0:
-                requests[trip.node] += 1
-                prompts[trip.node] += trip.work.prompt_tokens
-                cached[trip.node] += trip.cached_tokens
+        for sim_request in self.requests:
+            if sim_request.node >= 0:
+                requests[sim_request.node] += 1
+                prompts[sim_request.node] += sim_request.work.prompt_tokens
+                cached[sim_request.node] += sim_request.cached_tokens
         return [
             PerEndpoint(requests[n], prompts[n], _share(cached[n], prompts[n]), again)
             for n, again in enumerate(self._preemptions)
@@ -219,14 +228,14 @@ class RunMetrics:
         return DistributionSummary(self._gap_sum / self._gaps, *quantiles)
 
 
-def _refusals(trips: Sequence[SimRequest]) -> RejectionSummary | None:
-    refused = [trip for trip in trips if not math.isnan(trip.refused_s)]
+def _refusals(sim_requests: Sequence[SimRequest]) -> RejectionSummary | None:
+    refused = [sim_request for sim_request in sim_requests if not math.isnan(sim_request.refused_s)]
     if not refused:
         return None
-    delays = [trip.retry_after_s for trip in refused if trip.retry_after_s]
+    delays = [sim_request.retry_after_s for sim_request in refused if sim_request.retry_after_s]
     return RejectionSummary(
         rejected=len(delays),
-        latest_s=max(trip.refused_s for trip in refused),
+        latest_s=max(sim_request.refused_s for sim_request in refused),
         retry_after_s=spread([float(seconds) for seconds in delays]),
         retry_after_most_s=max(delays, default=0),
     )

@@ -18,13 +18,13 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         prompt_tokens: Prompt length, at least 1.
-        output_tokens: Length of the answer, at least 1. Pickers are not told.
+        output_tokens: Length of the answer, at least 1. Pickers do not know it.
         keys: One key per full block of `KEY_TOKENS`, root first, continued over the answer where
             a later prompt repeats it. Equal keys are equal prompts up to there.
         adapter: LoRA adapter; empty for the base model.
         session: What ties turns of a conversation together; empty when nothing does.
         opening: Beginning of the first user message, as text.
-        tenant: Who sends it; empty where nobody says.
+        tenant: Tenant of the request; empty for none.
         priority: Of its objective.
     """
 
@@ -57,7 +57,7 @@ class SimRequest:
     """Request that was sent. Mutable; owned by the simulation.
 
     Attributes:
-        id: Unique in its world.
+        id: Unique in the simulation.
         work: What it is.
         held_s: Seconds it waited in the client for its turn.
         sent_at: When it left the client, virtual seconds.
@@ -69,7 +69,7 @@ class SimRequest:
         preemptions: How often the engine recomputed it.
         failure: Why it failed; empty while it did not.
         refused_s: Seconds until it was refused; NaN while it was not.
-        retry_after_s: Seconds after which it is then told to try again; 0 for none.
+        retry_after_s: Value of `Retry-After` of the rejection, in seconds; 0 for none.
     """
 
     __slots__ = (

@@ -54,7 +54,7 @@ class Simulation:
         self._picker_of: dict[str, SimPicker] = {}
         self._client = client or scenario.client
         scaled = autoscaling or scenario.autoscaling
-        #: Trips their clients left, and engines go on with.
+        #: Requests their clients left, and engines go on with.
         self._left: set[str] = set()
         for engines in scenario.fleet:
             profile = engines.resolved()
@@ -185,65 +185,65 @@ class Simulation:
 
     def _send(self, work: RequestSpec) -> SimRequest:
         self._served += 1
-        trip = SimRequest(f"r{self._served}", work, self.timeline.now)
+        sim_request = SimRequest(f"r{self._served}", work, self.timeline.now)
         replicas = self._replicas
         if replicas is None:
-            self._go(trip)
+            self._go(sim_request)
         else:
-            # On the next event: the sender must know the trip before it can end.
-            self.timeline.after(0.0, lambda: replicas.arrived(trip))
-        if self._client.timeout_s is not None and not trip.failure:
-            self.timeline.after(self._client.timeout_s, lambda: self._give_up(trip))
-        return trip
+            # On the next event: the sender must know the request before it can end.
+            self.timeline.after(0.0, lambda: replicas.arrived(sim_request))
+        if self._client.timeout_s is not None and not sim_request.failure:
+            self.timeline.after(self._client.timeout_s, lambda: self._give_up(sim_request))
+        return sim_request
 
-    def _go(self, trip: SimRequest) -> None:
+    def _go(self, sim_request: SimRequest) -> None:
         """Send a request to the endpoint of its picker."""
         pickers = self.pickers
         picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
-        self._picker_of[trip.id] = picker
-        trip.node = picker.pick(trip)
-        if trip.node >= 0 or trip.failure:
-            self._went(trip)
+        self._picker_of[sim_request.id] = picker
+        sim_request.node = picker.pick(sim_request)
+        if sim_request.node >= 0 or sim_request.failure:
+            self._went(sim_request)
 
-    def _went(self, trip: SimRequest) -> None:
+    def _went(self, sim_request: SimRequest) -> None:
         """Handle the late decision of a picker for a queued request."""
-        if trip.node >= 0:
-            self.nodes[trip.node].submit(trip)
+        if sim_request.node >= 0:
+            self.nodes[sim_request.node].submit(sim_request)
             return
-        del self._picker_of[trip.id]
+        del self._picker_of[sim_request.id]
         # On the next event, as above.
-        self.timeline.after(0.0, lambda: self._over(trip))
+        self.timeline.after(0.0, lambda: self._over(sim_request))
 
-    def _give_up(self, trip: SimRequest) -> None:
+    def _give_up(self, sim_request: SimRequest) -> None:
         """Handle the timeout of a client."""
-        if trip.node < 0:
-            picker = self._picker_of.get(trip.id)
-            if picker is not None and picker.cancel(trip):
-                del self._picker_of[trip.id]
-                trip.failure = "timeout"
-                self._over(trip)
-            elif self._replicas and self._replicas.left(trip):
-                trip.failure = "timeout"
-                self._over(trip)
+        if sim_request.node < 0:
+            picker = self._picker_of.get(sim_request.id)
+            if picker is not None and picker.cancel(sim_request):
+                del self._picker_of[sim_request.id]
+                sim_request.failure = "timeout"
+                self._over(sim_request)
+            elif self._replicas and self._replicas.left(sim_request):
+                sim_request.failure = "timeout"
+                self._over(sim_request)
         elif not self._client.abandons:
-            self.nodes[trip.node].cancel(trip, "timeout")
-        elif trip.id in self._picker_of:
-            self._left.add(trip.id)
-            trip.failure = "timeout"
-            self._over(trip)
+            self.nodes[sim_request.node].cancel(sim_request, "timeout")
+        elif sim_request.id in self._picker_of:
+            self._left.add(sim_request.id)
+            sim_request.failure = "timeout"
+            self._over(sim_request)
 
-    def _ended(self, trip: SimRequest) -> None:
-        self._picker_of.pop(trip.id).ended(trip)
+    def _ended(self, sim_request: SimRequest) -> None:
+        self._picker_of.pop(sim_request.id).ended(sim_request)
         if self._replicas:
-            self._replicas.ended(trip)
-        if trip.id in self._left:
-            self._left.remove(trip.id)
+            self._replicas.ended(sim_request)
+        if sim_request.id in self._left:
+            self._left.remove(sim_request.id)
         else:
-            self._over(trip)
+            self._over(sim_request)
 
-    def _over(self, trip: SimRequest) -> None:
-        self.tally.add(trip)
-        self._sender.finished(trip)
+    def _over(self, sim_request: SimRequest) -> None:
+        self.tally.add(sim_request)
+        self._sender.finished(sim_request)
 
 
 def run(

@@ -74,7 +74,7 @@ def work(prompt=64, output=4, *, base=0, adapter="") -> RequestSpec:
     return RequestSpec(prompt, output, range(base, base + prompt // 16), adapter)
 
 
-def trip(name="r1", now=0.0, **facts) -> SimRequest:
+def sim_request(name="r1", now=0.0, **facts) -> SimRequest:
     """A request on its way."""
     return SimRequest(name, work(**facts), now)
 

@@ -92,9 +92,13 @@ def test_an_abandoned_request_keeps_the_engine_busy():
     for abandons in (False, True):
         offered = client.Client(rate_per_s=1.0, evenly=True, timeout_s=4.0, abandons=abandons)
         whole = a_scenario(independent(20, output=exactly(160)), fleet=fleet, client=offered)
-        trips = simulation.Simulation(whole, settings("least-request"), seed=1).run().trips
-        given_up = [trip for trip in trips if trip.failure == "timeout"]
-        finished[abandons] = [trip for trip in given_up if not math.isnan(trip.took_s)]
+        sim_requests = (
+            simulation.Simulation(whole, settings("least-request"), seed=1).run().requests
+        )
+        given_up = [sim_request for sim_request in sim_requests if sim_request.failure == "timeout"]
+        finished[abandons] = [
+            sim_request for sim_request in given_up if not math.isnan(sim_request.took_s)
+        ]
     assert finished[True]
     assert not finished[False]
 
@@ -103,10 +107,10 @@ def test_requests_are_given_out_one_by_one():
     """One at a time for each replica: the first come is the first answered."""
     whole = scaled(10, every_s=0.1, hold=HoldSpec(per_replica=1), start=1)
     made = simulation.Simulation(whole, settings("least-request"), seed=1).run()
-    ids = [trip.id for trip in made.trips]
+    ids = [sim_request.id for sim_request in made.requests]
     assert ids == [f"r{n}" for n in range(1, 11)]
-    begun = [trip.sent_at + trip.first_s for trip in made.trips]
-    ended = [trip.sent_at + trip.took_s for trip in made.trips]
+    begun = [sim_request.sent_at + sim_request.first_s for sim_request in made.requests]
+    ended = [sim_request.sent_at + sim_request.took_s for sim_request in made.requests]
     assert all(begin > end for begin, end in zip(begun[1:], ended, strict=False))
 
 

@@ -33,26 +33,26 @@ class Door:
         self.refused = []
         acts = FlowCallbacks(
             decide=self.decide,
-            waits=lambda _trip, _address: None,
+            waits=lambda _sim_request, _address: None,
             go=self.grant,
-            refuse=lambda trip, why: self.refused.append((trip.id, why.status)),
+            refuse=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
         asked = flow_control.FlowControlSection(enabled=True, **facts)
         self.gate = SimFlowController(asked, timeline=self.timeline, acts=acts)
 
-    def decide(self, _trip, _patient):
+    def decide(self, _sim_request, _patient):
         if self.refusal is not None:
             return self.refusal
         return GOES if self.free else outcomes.all_busy(self.waits_s)
 
-    def grant(self, trip, _outcome):
+    def grant(self, sim_request, _outcome):
         self.free -= 1
-        self.went.append(trip.id)
+        self.went.append(sim_request.id)
 
     def hold(self, name, why=None, **facts):
-        trip = SimRequest(name, RequestSpec(100, 10, (), **facts), self.timeline.now)
-        assert not self.gate.enqueue(trip, why or outcomes.all_busy(self.waits_s))
-        return trip
+        sim_request = SimRequest(name, RequestSpec(100, 10, (), **facts), self.timeline.now)
+        assert not self.gate.enqueue(sim_request, why or outcomes.all_busy(self.waits_s))
+        return sim_request
 
     def opens(self, places):
         self.free += places
@@ -106,9 +106,9 @@ def test_the_deadline_ends_a_wait():
 def test_a_client_that_left_waits_no_longer():
     """Only once, and nothing happens to it later."""
     door = Door(timeout_s=2.0)
-    trip = door.hold("a")
-    assert door.gate.cancel(trip)
-    assert not door.gate.cancel(trip)
+    sim_request = door.hold("a")
+    assert door.gate.cancel(sim_request)
+    assert not door.gate.cancel(sim_request)
     door.opens(1)
     advance(door.timeline, 3.0)
     assert not door.went
@@ -165,13 +165,13 @@ def waited(groups, chosen):
     )
     world = Simulation(whole, chosen, seed=1)
     world.run()
-    assert not [trip.failure for trip in world.tally.trips if trip.failure]
+    assert not [sim_request.failure for sim_request in world.tally.requests if sim_request.failure]
     for picker in world.pickers:
         assert not picker.gate or not picker.gate.queue.count
         assert all(not m.account.in_flight for m in picker.parts.store.pool.members)
     found = {}
-    for trip in world.tally.trips:
-        found.setdefault(trip.work.tenant, []).append(trip.first_s)
+    for sim_request in world.tally.requests:
+        found.setdefault(sim_request.work.tenant, []).append(sim_request.first_s)
     return {tenant: sorted(values) for tenant, values in found.items()}
 
 
@@ -207,10 +207,10 @@ def p95_s(*tenants) -> float:
         client=client.Client(),
         until_s=30.0,
     )
-    trips = Simulation(whole, held(), seed=1).run().trips
-    mine = [trip for trip in trips if trip.work.tenant == "small"]
-    assert not [trip for trip in mine if trip.failure]
-    return spread([trip.first_s for trip in mine]).p95
+    sim_requests = Simulation(whole, held(), seed=1).run().requests
+    mine = [sim_request for sim_request in sim_requests if sim_request.work.tenant == "small"]
+    assert not [sim_request for sim_request in mine if sim_request.failure]
+    return spread([sim_request.first_s for sim_request in mine]).p95
 
 
 @pytest.mark.proof
@@ -231,8 +231,8 @@ def test_requests_wait_for_the_first_engine_or_give_up():
     assert set(summary.failed) == {"timeout"}
     assert summary.ttft_s.p99 > 3.0
     assert not world.pickers[0].gate.queue.count
-    early = [trip for trip in world.tally.trips if trip.sent_at < 3.0]
-    assert {trip.failure for trip in early} == {"timeout"}
+    early = [sim_request for sim_request in world.tally.requests if sim_request.sent_at < 3.0]
+    assert {sim_request.failure for sim_request in early} == {"timeout"}
     assert len(early) == world.pickers[0].gate.outcomes["left"]
 
 

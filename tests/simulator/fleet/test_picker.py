@@ -7,7 +7,7 @@ from extproc.simulator import profiles
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.picker import ExtprocPicker
-from tests.simulator.fleet.builders import advance, settings, trip
+from tests.simulator.fleet.builders import advance, settings, sim_request
 
 
 class Watching(EngineNode):
@@ -73,7 +73,7 @@ def test_busy_endpoints_are_scraped_at_the_fast_beat():
     """The engine a long answer comes from is asked every 0.2 s, the other one is not."""
     desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
     desk.until(1.0)
-    busy = desk.send(trip(output=700)).node
+    busy = desk.send(sim_request(output=700)).node
     before = len(desk.sites[busy].read)
     desk.until(4.0)
     assert len(desk.sites[busy].read) - before >= 10
@@ -98,7 +98,7 @@ def test_a_dead_engine_is_found_out_by_scraping():
     desk.sites[0].stop()
     desk.until(20.0)
     assert desk.picker.parts.store.pool.down == 1
-    assert {desk.send(trip(f"r{n}")).node for n in range(6)} == {1}
+    assert {desk.send(sim_request(f"r{n}")).node for n in range(6)} == {1}
 
 
 @pytest.mark.parametrize("gone_s", [5.0, 60.0])
@@ -109,11 +109,11 @@ def test_an_engine_that_comes_back_has_traffic_within_two_seconds(gone_s, strate
     desk.until(1.0)
     desk.sites[0].stop()
     for n in range(6):
-        desk.send(trip(f"lost {n}"))
+        desk.send(sim_request(f"lost {n}"))
     desk.until(1.0 + gone_s)
     desk.sites[0].start()
     desk.until(3.1 + gone_s)
-    assert 0 in {desk.send(trip(f"r{n}")).node for n in range(12)}
+    assert 0 in {desk.send(sim_request(f"r{n}")).node for n in range(12)}
 
 
 def test_listing_again_does_not_scrape_twice():
@@ -129,10 +129,10 @@ def test_listing_again_does_not_scrape_twice():
 
 
 def test_nobody_listed_is_a_rejection():
-    """Without endpoints a trip is refused, and leaves nothing behind."""
+    """Without endpoints a request is refused, and leaves nothing behind."""
     desk = Desk()
     desk.picker.listed([])
-    one = desk.send(trip())
+    one = desk.send(sim_request())
     assert (one.node, one.failure) == (-1, "rejected 503")
 
 
@@ -140,18 +140,18 @@ def test_what_was_routed_is_believed_cached():
     """A repeated prompt is foreseen where it went before, and goes there again."""
     desk = Desk(count=4)
     desk.until(1.0)
-    first = desk.send(trip("r1", prompt=1600))
+    first = desk.send(sim_request("r1", prompt=1600))
     desk.until(3.0)
-    second = desk.send(trip("r2", prompt=1600))
+    second = desk.send(sim_request("r2", prompt=1600))
     assert second.node == first.node
     assert 1000 <= second.predicted_tokens <= 1600
 
 
 def test_accounts_end_at_zero():
-    """Every ticket is closed when its trip ends."""
+    """Every ticket is closed when its request ends."""
     desk = Desk()
     for n in range(20):
-        desk.send(trip(f"r{n}", base=1000 * n))
+        desk.send(sim_request(f"r{n}", base=1000 * n))
     members = desk.picker.parts.store.pool.members
     assert sum(member.account.in_flight for member in members) == 20
     desk.until(30.0)

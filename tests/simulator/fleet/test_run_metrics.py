@@ -4,7 +4,7 @@ import random
 import pytest
 
 from extproc.simulator.fleet import run_metrics
-from tests.simulator.fleet.builders import trip
+from tests.simulator.fleet.builders import sim_request
 
 
 class Machine:
@@ -39,14 +39,14 @@ def test_nothing_is_not_a_number():
 
 
 def finished(name, *, sent=0.0, first=1.0, took=3.0, site=0, output=5, cached=0):
-    one = trip(name, now=sent, prompt=64, output=output)
+    one = sim_request(name, now=sent, prompt=64, output=output)
     one.first_s, one.took_s, one.node, one.cached_tokens = first, took, site, cached
     return one
 
 
-def tallied(trips, *, since=0.0, engines=2):
+def tallied(sim_requests, *, since=0.0, engines=2):
     made = run_metrics.RunMetrics(since)
-    for one in trips:
+    for one in sim_requests:
         made.add(one)
     made.close([Machine() for _ in range(engines)])
     return made
@@ -80,7 +80,7 @@ def test_failures_are_counted_by_reason_and_have_no_times():
     """A failed request is in no latency."""
     bad = finished("r1", first=100.0, took=100.0)
     bad.failure = "engine died"
-    refused = trip("r2")
+    refused = sim_request("r2")
     refused.failure = "rejected 503"
     made = tallied([bad, refused, finished("r3")]).summary()
     assert made.failed == {"engine died": 1, "rejected 503": 1}
@@ -119,7 +119,7 @@ def test_gaps_of_the_warm_up_can_be_forgotten():
 def test_trips_before_the_measurement_are_left_out():
     """They were sent too early."""
     made = tallied([finished("r1", sent=1.0), finished("r2", sent=2.0)], since=2.0)
-    assert [one.id for one in made.trips] == ["r2"]
+    assert [one.id for one in made.requests] == ["r2"]
 
 
 def test_an_empty_run_is_no_trouble():

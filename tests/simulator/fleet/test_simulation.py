@@ -36,8 +36,8 @@ def test_every_strategy_meets_the_same_requests():
     """What is asked does not depend on where it goes."""
     asked = []
     for strategy in ("random", "round-robin", "clairvoyant"):
-        trips = a_world(lively(), strategy, seed=5).run().trips
-        asked.append(sorted((t.work.opening, t.work.prompt_tokens) for t in trips))
+        sim_requests = a_world(lively(), strategy, seed=5).run().requests
+        asked.append(sorted((t.work.opening, t.work.prompt_tokens) for t in sim_requests))
     assert asked[0] == asked[1] == asked[2]
     assert len(asked[0]) == 160
 
@@ -45,9 +45,9 @@ def test_every_strategy_meets_the_same_requests():
 def lost_nothing(one):
     """Run a world; everything sent has ended, and nobody's account is open."""
     tally = one.run()
-    done = [trip for trip in tally.trips if not trip.failure]
-    failed = [trip for trip in tally.trips if trip.failure]
-    assert len({trip.id for trip in tally.trips}) == len(tally.trips)
+    done = [sim_request for sim_request in tally.requests if not sim_request.failure]
+    failed = [sim_request for sim_request in tally.requests if sim_request.failure]
+    assert len({sim_request.id for sim_request in tally.requests}) == len(tally.requests)
     assert len(done) + len(failed) == one._served
     for picker in one.pickers:
         for member in picker.parts.store.pool.members:
@@ -84,7 +84,7 @@ def test_an_engine_that_came_back_serves_again():
     """After it is back it gets requests, with an empty cache at first."""
     outage = scenario.Outage(engine=0, at_s=1.0, back_s=3.0)
     tally = a_world(lively(outages=[outage]), "round-robin").run()
-    later = [t for t in tally.trips if t.node == 0 and t.sent_at > 4.1 and not t.failure]
+    later = [t for t in tally.requests if t.node == 0 and t.sent_at > 4.1 and not t.failure]
     assert later
 
 
@@ -102,8 +102,8 @@ def test_engines_come_up_when_they_are_ready():
         scenario.EngineGroup(count=1, profile="demo", ready_s=5.0),
     ]
     whole = msgspec.structs.replace(lively(), fleet=fleet)
-    trips = a_world(whole, "round-robin").run().trips
-    first = min(trip.sent_at for trip in trips if trip.node == 1)
+    sim_requests = a_world(whole, "round-robin").run().requests
+    first = min(sim_request.sent_at for sim_request in sim_requests if sim_request.node == 1)
     assert 5.0 <= first < 6.0
 
 
@@ -152,8 +152,10 @@ def test_adapters_are_loaded_and_shared():
     """Requests name adapters, and engines have them resident."""
     whole = a_scenario(independent(60, adapters=3), client=client.Client(users=6))
     one = a_world(whole)
-    trips = one.run().trips
-    assert {trip.work.adapter for trip in trips} == {f"adapter-{n}" for n in range(3)}
+    sim_requests = one.run().requests
+    assert {sim_request.work.adapter for sim_request in sim_requests} == {
+        f"adapter-{n}" for n in range(3)
+    }
     assert {name for site in one.nodes for name in site.engine.slots.resident} == {
         f"adapter-{n}" for n in range(3)
     }
@@ -168,8 +170,15 @@ def test_a_trace_is_run_at_its_times():
     whole = a_scenario(
         workloads.TraceWorkload(format="mooncake", file="t", rate_scale=0.5), client=client.Client()
     )
-    trips = a_world(whole, rows=rows).run().trips
-    assert sorted(trip.sent_at for trip in trips) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    sim_requests = a_world(whole, rows=rows).run().requests
+    assert sorted(sim_request.sent_at for sim_request in sim_requests) == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+    ]
 
 
 def test_the_scenario_says_how_often_engines_are_scraped():
