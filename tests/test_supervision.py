@@ -89,19 +89,19 @@ def test_a_failure_that_repeats_does_not_fill_the_log(scene, caplog):
 
 def test_degraded_until_a_step_works(scene, caplog):
     """The loop is degraded from its failure to its next good step, which is logged once."""
-    seen = []
+    degraded = []
     turns = iter(range(10))
 
     async def run():
         if next(turns) < 2:
             raise LookupError
-        seen.append(scene.subject.degraded)
+        degraded.append(scene.subject.degraded)
         scene.subject.works("discovery", "a")
-        seen.append(scene.subject.degraded)
+        degraded.append(scene.subject.degraded)
         scene.subject.works("discovery", "a")
 
     asyncio.run(scene.subject.keep("discovery", run, instance="a"))
-    assert seen == [["discovery"], []]
+    assert degraded == [["discovery"], []]
     assert caplog.messages[-1] == "loop discovery works again"
     assert len(caplog.messages) == 2
 
@@ -275,7 +275,7 @@ def unsupervised(tree):
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        kept = {
+        supervised = {
             target.id
             for node in ast.walk(function)
             if isinstance(node, ast.Assign) and is_kept(node.value)
@@ -284,19 +284,19 @@ def unsupervised(tree):
         }
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "create_task":
-                made = node.args[0]
-                if not is_kept(made) and getattr(made, "id", "") not in kept:
+                argument = node.args[0]
+                if not is_kept(argument) and getattr(argument, "id", "") not in supervised:
                     yield node.lineno
 
 
 def test_every_task_is_supervised():
     """A loop that is started some other way could end the process, or end without a word."""
     root = Path(supervision.__file__).parent
-    found = {}
+    places = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if not name.startswith(("simulator/", "cli/", "demo/")):
             lines = list(unsupervised(ast.parse(path.read_text())))
             if lines:
-                found[name] = lines
-    assert {name: len(lines) for name, lines in found.items()} == dict.fromkeys(SHORT, 1)
+                places[name] = lines
+    assert {name: len(lines) for name, lines in places.items()} == dict.fromkeys(SHORT, 1)

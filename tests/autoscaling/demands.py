@@ -37,14 +37,14 @@ class Plant:
         """One step, and what it says is done."""
         self.due = [at for at in self.due if at > self.now]
         available = self.spec - len(self.due)
-        seen = Demand(
+        demand = Demand(
             **(
                 {"now": self.now, "spec": self.spec, "available": available}
                 | {"cold_start_s": self.cold_s or 60.0}
                 | facts
             )
         )
-        desired = self.scaler.step(seen)
+        desired = self.scaler.step(demand)
         more = desired.replicas - self.spec
         if more > 0:
             self.due += [self.now + self.cold_s] * more

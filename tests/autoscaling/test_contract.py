@@ -45,11 +45,11 @@ moments = st.builds(
 
 def in_order(steps):
     """One after the other, so many seconds apart."""
-    now, found = 17.0, []
-    for one, pause_s in steps:
-        found.append(msgspec.structs.replace(one, now=now))
+    now, series = 17.0, []
+    for demand, pause_s in steps:
+        series.append(msgspec.structs.replace(demand, now=now))
         now += pause_s
-    return found
+    return series
 
 
 def demands():
@@ -66,77 +66,77 @@ def tried(count):
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
-@given(seen=demands(), within=bounds())
-def test_bounds_are_always_kept(kind, seen, within):
+@given(series=demands(), within=bounds())
+def test_bounds_are_always_kept(kind, series, within):
     """Never fewer than `min` nor more than `max`."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
-    for one in seen:
-        assert within.min <= scaler.step(one).replicas <= within.max
+    for demand in series:
+        assert within.min <= scaler.step(demand).replicas <= within.max
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
-@given(seen=demands(), within=bounds())
-def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
+@given(series=demands(), within=bounds())
+def test_no_fewer_while_a_picker_could_not_be_read(kind, series, within):
     """Counters that are missing are no reason to take a replica away."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
-    for one in seen:
-        desired = scaler.step(one)
-        if not one.complete:
-            assert desired.replicas >= within.clamp(one.spec)
+    for demand in series:
+        desired = scaler.step(demand)
+        if not demand.complete:
+            assert desired.replicas >= within.clamp(demand.spec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
-@given(seen=demands(), within=bounds())
-def test_no_fewer_before_it_has_watched(kind, seen, within):
+@given(series=demands(), within=bounds())
+def test_no_fewer_before_it_has_watched(kind, series, within):
     """Never fewer replicas within a window of the first step."""
     policy = registry.POLICIES[kind]()
     scaler = PolicyRunner(policy, within)
-    for one in seen:
-        desired = scaler.step(one)
-        if one.now - seen[0].now < policy.watch_s:
-            assert desired.replicas >= within.clamp(one.spec)
+    for demand in series:
+        desired = scaler.step(demand)
+        if demand.now - series[0].now < policy.watch_s:
+            assert desired.replicas >= within.clamp(demand.spec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
-@given(seen=demands(), within=bounds())
-def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
+@given(series=demands(), within=bounds())
+def test_a_request_that_waits_at_zero_gets_a_replica(kind, series, within):
     """Nobody waits for a fleet of none."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
-    for one in seen:
-        desired = scaler.step(one)
-        if one.held:
+    for demand in series:
+        desired = scaler.step(demand)
+        if demand.held:
             assert desired.replicas >= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
-@given(seen=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
-def test_a_restart_changes_nothing(kind, seen, within, split, shift):
+@given(series=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
+def test_a_restart_changes_nothing(kind, series, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
     first = PolicyRunner(registry.POLICIES[kind](), within)
-    for one in seen[:split]:
-        first.step(one)
+    for demand in series[:split]:
+        first.step(demand)
     second = PolicyRunner(registry.POLICIES[kind](), within)
     written = msgspec.json.encode(first.state())
-    if seen[:split]:
+    if series[:split]:
         assert second.restore(msgspec.json.decode(written, type=RunnerState), shift_s=float(shift))
-    for one in seen[split:]:
-        moved = msgspec.structs.replace(one, now=one.now + shift)
-        assert second.step(moved) == first.step(one)
+    for demand in series[split:]:
+        moved = msgspec.structs.replace(demand, now=demand.now + shift)
+        assert second.step(moved) == first.step(demand)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @tried(10)
-@given(seen=demands(), within=bounds())
-def test_memory_does_not_grow_with_time(kind, seen, within):
+@given(series=demands(), within=bounds())
+def test_memory_does_not_grow_with_time(kind, series, within):
     """What is kept is bounded by the window, not by how long it ran."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for n in range(300):
-        one = seen[n % len(seen)]
-        scaler.step(msgspec.structs.replace(one, now=2000.0 + 5 * n))
+        demand = series[n % len(series)]
+        scaler.step(msgspec.structs.replace(demand, now=2000.0 + 5 * n))
     assert len(msgspec.json.encode(scaler.state())) < 20_000
 
 
@@ -164,14 +164,14 @@ def test_a_policy_is_made_from_its_parameters():
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "told"),
+    ("kind", "params", "message"),
     [
         ("queue-deep", {}, "one of adaptive, kubeai, queue-depth"),
         ("kubeai", {"targets": 1}, "target_requests"),
         ("kubeai", {"target_requests": 0}, "> 0"),
     ],
 )
-def test_a_wrong_policy_is_refused(kind, params, told):
+def test_a_wrong_policy_is_refused(kind, params, message):
     """The error says what there is."""
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         registry.make(kind, params, where="autoscaling")

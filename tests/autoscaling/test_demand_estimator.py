@@ -14,18 +14,18 @@ from extproc.endpoint import StepTimeModel
 
 #: One request at a time, 10 ms for each token of its answer.
 SERIAL = StepTimeModel(step_s=0.01, prefill_s=0.0, decode_s=0.0, context_s=0.0)
-ONE = EstimatorSettings(concurrency=1.0)
+SERIAL_SETTINGS = EstimatorSettings(concurrency=1.0)
 TARGET = TargetObservation(spec=1, available=1, rates=SERIAL)
 
 
-def read(meter, now, seen=TARGET, **counters):
+def read(meter, now, observation=TARGET, **counters):
     """What one picker makes of it."""
-    return meter.read(now, {"a": PickerCounters(**counters)}, seen)
+    return meter.read(now, {"a": PickerCounters(**counters)}, observation)
 
 
 def test_work_that_arrives_is_requests_times_what_they_take():
     """Ten requests in 20 s, 30 s each as long as nothing is known: 15 seconds of work per second."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
     demand = read(meter, 20.0, arrived=10.0, in_flight=10)
     assert demand.request_work == pytest.approx(30)
@@ -34,7 +34,7 @@ def test_work_that_arrives_is_requests_times_what_they_take():
 
 def test_answers_tell_how_long_they_are():
     """Fifty answers of 100 tokens are 1 s each, less what is left of the prior."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
     demand = read(meter, 60.0, arrived=50.0, answered=50.0, answer_tokens=5000.0)
     # The prior of 3,000 tokens has 0.98^50 = 0.36 of an answer's weight.
@@ -43,23 +43,25 @@ def test_answers_tell_how_long_they_are():
 
 def test_prompts_take_their_time():
     """1,000 tokens at 1 ms are a second more."""
-    meter = DemandEstimator(ONE)
-    seen = msgspec.structs.replace(TARGET, rates=msgspec.structs.replace(SERIAL, prefill_s=1e-3))
-    read(meter, 0.0, seen)
-    demand = read(meter, 10.0, seen, arrived=1.0, prompt_tokens=1000.0)
+    meter = DemandEstimator(SERIAL_SETTINGS)
+    observation = msgspec.structs.replace(
+        TARGET, rates=msgspec.structs.replace(SERIAL, prefill_s=1e-3)
+    )
+    read(meter, 0.0, observation)
+    demand = read(meter, 10.0, observation, arrived=1.0, prompt_tokens=1000.0)
     assert demand.arriving == pytest.approx((1.0 + 30) / 10, rel=0.01)
 
 
 def test_pickers_are_summed():
     """Requests wait and run at all of them."""
     both = {"a": PickerCounters(held=2, in_flight=1), "b": PickerCounters(held=3, in_flight=4)}
-    demand = DemandEstimator(ONE).read(0.0, both, TARGET)
+    demand = DemandEstimator(SERIAL_SETTINGS).read(0.0, both, TARGET)
     assert (demand.held, demand.in_flight, demand.complete) == (5, 5, True)
 
 
 def test_a_picker_that_cannot_be_read_counts_as_last_for_a_while():
     """Its last counters stand for a minute; the demand is not complete from the first moment on."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     meter.read(0.0, {"a": PickerCounters(held=1), "b": PickerCounters(held=3)}, TARGET)
     demand = meter.read(60.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
     assert (demand.held, demand.complete) == (4, False)
@@ -71,14 +73,14 @@ def test_a_picker_that_cannot_be_read_counts_as_last_for_a_while():
 
 def test_a_picker_that_began_again_brought_what_it_counts_now():
     """Totals that are lower than before are of a new process."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0, arrived=100.0)
     assert read(meter, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
 
 
 def test_the_past_of_a_picker_met_first_is_not_of_now():
     """A thousand requests before the first reading did not arrive in the last interval."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
     demand = meter.read(10.0, {"a": PickerCounters(), "b": PickerCounters(arrived=1000.0)}, TARGET)
     assert demand.arriving == 0
@@ -86,7 +88,7 @@ def test_the_past_of_a_picker_met_first_is_not_of_now():
 
 def test_throughput_is_learned_from_replicas_that_have_enough_to_do():
     """An engine that answers half as fast as its rates say is worth half."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     for n in range(200):
         demand = read(
             meter,
@@ -103,7 +105,7 @@ def test_throughput_is_learned_from_replicas_that_have_enough_to_do():
 
 def test_idle_replicas_teach_nothing():
     """What is not asked for is not done."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     for n in range(100):
         demand = read(meter, 60.0 * n)
     assert demand.throughput == 1
@@ -111,7 +113,7 @@ def test_idle_replicas_teach_nothing():
 
 def test_a_cold_start_is_learned():
     """From the reading that saw the number raised to the one that saw the replica answer."""
-    meter = DemandEstimator(ONE)
+    meter = DemandEstimator(SERIAL_SETTINGS)
     for now, spec, available in ((0, 0, 0), (5, 1, 0), (100, 1, 0), (205, 1, 1)):
         demand = read(meter, float(now), TargetObservation(spec=spec, available=available))
     # From 0 s on it was asked for; half of the way from 60 to 205.
@@ -120,7 +122,7 @@ def test_a_cold_start_is_learned():
 
 def test_what_was_learned_survives_a_restart():
     """Another meter reads the same from JSON, on another clock."""
-    first, second = DemandEstimator(ONE), DemandEstimator(ONE)
+    first, second = DemandEstimator(SERIAL_SETTINGS), DemandEstimator(SERIAL_SETTINGS)
     read(first, 100.0, arrived=5.0, answered=4.0, answer_tokens=400.0)
     read(first, 110.0, arrived=9.0, answered=8.0, answer_tokens=800.0)
     written = msgspec.json.encode(first.state)

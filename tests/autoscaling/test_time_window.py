@@ -5,7 +5,7 @@ import pytest
 from extproc.autoscaling.time_window import TimeWindow
 
 
-def seen(*samples, span_s=60.0):
+def window_of(*samples, span_s=60.0):
     """A window that saw these."""
     window = TimeWindow()
     for at, value in samples:
@@ -15,12 +15,14 @@ def seen(*samples, span_s=60.0):
 
 def test_values_count_by_the_time_they_speak_for():
     """4 for the last 10 s, 1 for the 30 before."""
-    assert seen((0, 99), (30, 1), (40, 4)).mean(40, 60) == pytest.approx((30 * 1 + 10 * 4) / 40)
+    assert window_of((0, 99), (30, 1), (40, 4)).mean(40, 60) == pytest.approx(
+        (30 * 1 + 10 * 4) / 40
+    )
 
 
 def test_what_is_older_counts_for_nothing():
     """Only the part of a value's time that is within."""
-    window = seen((0, 0), (50, 7), (100, 1))
+    window = window_of((0, 0), (50, 7), (100, 1))
     assert window.mean(100, 60) == pytest.approx((10 * 7 + 50 * 1) / 60)
     assert window.max(100, 50) == 1
     assert window.max(100, 60) == 7
@@ -29,13 +31,13 @@ def test_what_is_older_counts_for_nothing():
 
 def test_one_value_alone_is_the_mean():
     """There is nothing else; and nothing at all is 0."""
-    assert seen((5, 3)).mean(5, 60) == 3
+    assert window_of((5, 3)).mean(5, 60) == 3
     assert TimeWindow().mean(5, 60) == TimeWindow().max(5, 60) == TimeWindow().min(5, 60) == 0
 
 
 def test_it_keeps_what_the_window_needs():
     """And one value more, that says where the time of the next begins."""
-    window = seen(*((at, 1) for at in range(0, 1000, 10)))
+    window = window_of(*((at, 1) for at in range(0, 1000, 10)))
     assert [at for at, _ in window.samples] == [930, 940, 950, 960, 970, 980, 990]
     assert window.begun == 0
     assert window.watched_s(990) == 990
@@ -43,7 +45,7 @@ def test_it_keeps_what_the_window_needs():
 
 def test_another_clock_shifts_everything():
     """Nothing but the times is different."""
-    window = seen((0, 1), (10, 2)).shift_time(100)
+    window = window_of((0, 1), (10, 2)).shift_time(100)
     assert window.samples == ((100, 1), (110, 2))
     assert window.begun == 100
     assert TimeWindow().shift_time(100) == TimeWindow()

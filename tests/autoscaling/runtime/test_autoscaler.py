@@ -46,10 +46,10 @@ class Place:
         self.gone = []
         self.subject.on_gone = lambda loop: self.gone.append(loop.name)
 
-    def bring(self, *keys, **said):
-        annotations = {f"extproc/scale-{name}": text for name, text in said.items()}
-        found = DiscoveredPool((Endpoint("127.0.0.1:9"),), annotations=annotations)
-        self.sites.on_pools_changed(dict.fromkeys(keys, found), ())
+    def bring(self, *keys, **texts):
+        annotations = {f"extproc/scale-{name}": text for name, text in texts.items()}
+        pool = DiscoveredPool((Endpoint("127.0.0.1:9"),), annotations=annotations)
+        self.sites.on_pools_changed(dict.fromkeys(keys, pool), ())
 
     def take_away(self, *keys):
         self.sites.on_pools_changed({}, keys)
@@ -149,7 +149,7 @@ async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     place.bring("a/y", max="many")
     place.bring("a/y", max="2")
     assert place.scaled == ["a/y"]
-    refusals = {name: one.refusals for name, one in place.subject.figures().items()}
+    refusals = {name: metrics.refusals for name, metrics in place.subject.figures().items()}
     assert refusals == {"a/x": 1, "a/y": 1}
     await place.subject.report(cluster)
     ((about, reason, note, warning),) = cluster.written
@@ -218,13 +218,13 @@ async def test_loops_run_and_end_with_their_pools(remembered):
     place.bring("a/y")
     while await asyncio.wait_for(looked.get(), 60.0) != "a/y":
         pass
-    assert not {one for one in asyncio.all_tasks() if "a/x" in one.get_name()}
+    assert not {task for task in asyncio.all_tasks() if "a/x" in task.get_name()}
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
 
 
-class Kept:
+class StateStoreFixture:
     """What was kept, and cannot be read."""
 
     async def load(self):
@@ -237,7 +237,7 @@ class Kept:
 async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
     """Every replica reads it: none would start."""
     place = Place()
-    place.subject._memory, place.subject._cluster = Kept(), None
+    place.subject._memory, place.subject._cluster = StateStoreFixture(), None
     await place.subject.start()
     assert place.subject._supervisor.failures["autoscaling"] == 1
     assert "what was kept" not in caplog.text
@@ -246,7 +246,7 @@ async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
 async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
     """Its annotations may raise, and so may its loop: the other pool is looked at."""
     place = Place()
-    place.subject._memory = Kept()
+    place.subject._memory = StateStoreFixture()
     place.subject._save_s = 0.001
     real, looked = ControlLoop.step, asyncio.Event()
 

@@ -17,7 +17,7 @@ TARGET = ScaleTarget(name="vllm", namespace="n").filled
 
 def listed(*names, target="vllm", kind="Deployment"):
     reference = {"kind": kind, "name": target}
-    items = [{"metadata": {"name": one}, "spec": {"scaleTargetRef": reference}} for one in names]
+    items = [{"metadata": {"name": name}, "spec": {"scaleTargetRef": reference}} for name in names]
     return json.dumps({"kind": "List", "items": items}).encode()
 
 

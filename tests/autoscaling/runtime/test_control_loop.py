@@ -34,7 +34,7 @@ class Hands:
         self.spec = spec
         self.acts = True
         self.fails = ""
-        self.asked = []
+        self.requested = []
         self.recalled = None
 
     def restore(self, replicas):
@@ -44,7 +44,7 @@ class Hands:
         return ActuatorError(self.fails) if self.fails == "look" else self.spec
 
     async def scale(self, desired, spec):
-        self.asked.append((desired.replicas, desired.reason))
+        self.requested.append((desired.replicas, desired.reason))
         if self.fails:
             return ActuatorError(self.fails)
         self.spec = desired.replicas
@@ -57,16 +57,16 @@ class Others:
     identity = "me"
 
     def __init__(self):
-        self.told = {}
+        self.reports = {}
         self.pushed = 0
         self.reads = 0
 
     def last(self, pool):
-        return self.told
+        return self.reports
 
     async def read(self, pool):
         self.reads += 1
-        return self.told
+        return self.reports
 
     async def push(self):
         self.pushed += 1
@@ -128,7 +128,7 @@ async def test_nothing_is_decided_before_the_pool_is_known():
     """Endpoints that nobody has listed yet are no reason to scale."""
     place = Place(spec=2)
     assert await place.loop.step() < 1.0
-    assert (place.loop.desired, place.hands.asked) == (None, [])
+    assert (place.loop.desired, place.hands.requested) == (None, [])
 
 
 async def test_a_waiting_request_wakes_the_loop():
@@ -140,9 +140,9 @@ async def test_a_waiting_request_wakes_the_loop():
         await asyncio.sleep(0)
     reads = place.others.reads
     place.ask()
-    while not place.hands.asked:
+    while not place.hands.requested:
         await asyncio.sleep(0)
-    assert place.hands.asked == [(1, ScalingReason.WAKE)]
+    assert place.hands.requested == [(1, ScalingReason.WAKE)]
     while not place.others.pushed:
         await asyncio.sleep(0)
     assert place.others.reads == reads
@@ -150,7 +150,7 @@ async def test_a_waiting_request_wakes_the_loop():
     place.ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(place.hands.asked) == 1
+    assert len(place.hands.requested) == 1
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -164,7 +164,7 @@ async def test_only_who_may_act_does():
     place.ask()
     assert await place.loop.step(hurry=True) == 1.0
     assert place.loop.active
-    assert (place.hands.asked, place.others.pushed) == ([], 1)
+    assert (place.hands.requested, place.others.pushed) == ([], 1)
     place.loop.wake()
     assert place.loop._woken.is_set()
 
@@ -173,18 +173,18 @@ async def test_a_peer_that_cannot_be_read_keeps_replicas():
     """Nothing is taken away while it is so, and something is added as ever."""
     place = Place(spec=3)
     place.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    place.others.told = {"other": None}
+    place.others.reports = {"other": None}
     await place.pass_s(300.0)
-    assert place.hands.asked == []
+    assert place.hands.requested == []
     assert place.loop.desired.reason == ScalingReason.INCOMPLETE_DATA
-    place.others.told = {"other": PickerCounters(in_flight=0)}
+    place.others.reports = {"other": PickerCounters(in_flight=0)}
     await place.pass_s(70.0)
-    assert place.hands.asked[0][0] == 2
+    assert place.hands.requested[0][0] == 2
     busy = Place(spec=1)
     busy.come("127.0.0.1:1")
-    busy.others.told = {"other": None, "third": PickerCounters(in_flight=9)}
+    busy.others.reports = {"other": None, "third": PickerCounters(in_flight=9)}
     await busy.pass_s(120.0)
-    assert (2, ScalingReason.UP) in busy.hands.asked
+    assert (2, ScalingReason.UP) in busy.hands.requested
 
 
 @pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
@@ -193,7 +193,7 @@ async def test_no_replica_goes_before_a_window_was_watched(policy):
     place = Place(spec=3, policy=policy)
     place.come("127.0.0.1:1")
     await place.pass_s(min(50.0, place.loop._scaler.policy.watch_s - 5.0))
-    assert place.hands.asked == []
+    assert place.hands.requested == []
 
 
 @pytest.mark.parametrize("scales", [True, False])
@@ -230,8 +230,8 @@ async def test_what_fails_is_tried_again_and_said_once(caplog):
 async def test_a_loop_goes_on_where_another_stopped():
     """With the same policy; another one's memory is not read."""
     place, other = Place(spec=2), Place(spec=2)
-    for one in (place, other):
-        one.come("127.0.0.1:1", "127.0.0.1:2")
+    for scene in (place, other):
+        scene.come("127.0.0.1:1", "127.0.0.1:2")
     await place.pass_s(60.0)
     other.now = 1000.0
     assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)

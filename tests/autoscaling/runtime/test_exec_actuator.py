@@ -22,9 +22,9 @@ async def test_the_program_is_told_the_number(tmp_path):
 
 async def test_who_comes_after_asks_for_what_was_asked_for():
     """Engines that are still starting were asked for, though nobody sees them."""
-    for one in (ExecActuator(["true", "{replicas}"], timeout_s=60.0), AdvisoryActuator()):
-        one.restore(3)
-        assert await one.current_replicas(1) == 3
+    for subject in (ExecActuator(["true", "{replicas}"], timeout_s=60.0), AdvisoryActuator()):
+        subject.restore(3)
+        assert await subject.current_replicas(1) == 3
 
 
 async def test_a_program_that_fails_changes_nothing():
@@ -50,7 +50,7 @@ async def test_a_program_that_is_missing_is_told():
 
 async def test_what_was_told_is_what_is_asked_for():
     """Where others act; before anything was told, that is what is there."""
-    told = AdvisoryActuator()
-    assert (told.acts, await told.current_replicas(2)) == (True, 2)
-    await told.scale(UP, 2)
-    assert await told.current_replicas(2) == 3
+    subject = AdvisoryActuator()
+    assert (subject.acts, await subject.current_replicas(2)) == (True, 2)
+    await subject.scale(UP, 2)
+    assert await subject.current_replicas(2) == 3

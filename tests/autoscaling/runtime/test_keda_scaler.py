@@ -22,12 +22,14 @@ def messages():
     )
 
     def message(name, *fields):
-        made = file.message_type.add(name=name)
+        descriptor = file.message_type.add(name=name)
         for number, (field, kind, *rest) in enumerate(fields, 1):
             label = 3 if "repeated" in rest else 1
             type_name = f".externalscaler.{rest[0]}" if kind == MESSAGE else None
-            made.field.add(name=field, number=number, type=kind, label=label, type_name=type_name)
-        return made
+            descriptor.field.add(
+                name=field, number=number, type=kind, label=label, type_name=type_name
+            )
+        return descriptor
 
     ref = message(
         "ScaledObjectRef",
@@ -59,7 +61,7 @@ def messages():
 KEDA = messages()
 
 
-def of(name):
+def message_class(name):
     return KEDA[f"externalscaler.{name}"]
 
 
@@ -68,35 +70,37 @@ class Client:
 
     def __init__(self, channel, **metadata):
         self._channel = channel
-        self.ref = of("ScaledObjectRef")(
+        self.ref = message_class("ScaledObjectRef")(
             name="engines", namespace="models", scalerMetadata=metadata
         )
 
     def stream(self):
         return self._channel.unary_stream(
             "/externalscaler.ExternalScaler/StreamIsActive",
-            request_serializer=of("ScaledObjectRef").SerializeToString,
-            response_deserializer=of("IsActiveResponse").FromString,
+            request_serializer=message_class("ScaledObjectRef").SerializeToString,
+            response_deserializer=message_class("IsActiveResponse").FromString,
         )(self.ref)
 
     async def active(self):
         return (await self._ask("IsActive", self.ref, "IsActiveResponse")).result
 
     async def spec(self):
-        (one,) = (await self._ask("GetMetricSpec", self.ref, "GetMetricSpecResponse")).metricSpecs
-        return one.metricName, one.targetSize, one.targetSizeFloat
+        (metric,) = (
+            await self._ask("GetMetricSpec", self.ref, "GetMetricSpecResponse")
+        ).metricSpecs
+        return metric.metricName, metric.targetSize, metric.targetSizeFloat
 
     async def value(self, name):
-        request = of("GetMetricsRequest")(scaledObjectRef=self.ref, metricName=name)
-        (one,) = (await self._ask("GetMetrics", request, "GetMetricsResponse")).metricValues
-        assert one.metricName == name
-        return one.metricValue, one.metricValueFloat
+        request = message_class("GetMetricsRequest")(scaledObjectRef=self.ref, metricName=name)
+        (metric,) = (await self._ask("GetMetrics", request, "GetMetricsResponse")).metricValues
+        assert metric.metricName == name
+        return metric.metricValue, metric.metricValueFloat
 
     async def _ask(self, method, request, answer):
         call = self._channel.unary_unary(
             f"/externalscaler.ExternalScaler/{method}",
             request_serializer=type(request).SerializeToString,
-            response_deserializer=of(answer).FromString,
+            response_deserializer=message_class(answer).FromString,
         )
         return await call(request)
 

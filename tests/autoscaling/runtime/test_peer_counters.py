@@ -46,29 +46,29 @@ async def test_pickers_tell_each_other_what_they_count():
     ports = [stack.free_port() for _ in range(2)]
     written = [f"127.0.0.1:{port}" for port in ports]
     async with (
-        picker("a", *written, held=1, port=ports[0]) as one,
+        picker("a", *written, held=1, port=ports[0]) as subject,
         picker("b", *written, held=2, port=ports[1]) as other,
     ):
-        assert await one.read("p") == {"b": PickerCounters(held=2, arrived=2.0)}
+        assert await subject.read("p") == {"b": PickerCounters(held=2, arrived=2.0)}
         assert await other.read("p") == {"a": PickerCounters(held=1, arrived=1.0)}
-        assert one.last("p") == {"b": PickerCounters(held=2, arrived=2.0)}
-        assert one.last("other pool") == {"b": None}
+        assert subject.last("p") == {"b": PickerCounters(held=2, arrived=2.0)}
+        assert subject.last("other pool") == {"b": None}
 
 
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as somebody of whom nothing is known."""
     async with picker("b", held=1) as other:
-        one = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
-        assert await one.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
+        subject = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
+        assert await subject.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
-        assert await one.read("p") == {"b": None}
-        one.close()
+        assert await subject.read("p") == {"b": None}
+        subject.close()
 
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    one = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
-    assert await one.read("p") == {"no-such-name.invalid:9090": None}
+    subject = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
+    assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
 
 async def test_others_are_told_when_a_request_waits():
@@ -76,41 +76,41 @@ async def test_others_are_told_when_a_request_waits():
     ports = [stack.free_port() for _ in range(2)]
     written = [f"127.0.0.1:{port}" for port in ports]
     async with (
-        picker("a", *written, port=ports[0]) as one,
+        picker("a", *written, port=ports[0]) as subject,
         picker("b", *written, held=3, port=ports[1]) as other,
     ):
-        await one.read("p")
+        await subject.read("p")
         await other.read("p")
         other._own = lambda: {"p": PickerCounters(held=9), "q": PickerCounters()}
         await other.push()
-        assert one.heard == ["p"]
-        assert one.last("p") == {"b": PickerCounters(held=9)}
+        assert subject.heard == ["p"]
+        assert subject.last("p") == {"b": PickerCounters(held=9)}
         assert other.heard == []
 
 
 async def test_what_strangers_push_is_not_believed():
     """It is reason to look, and no number."""
-    async with picker("a") as one:
+    async with picker("a") as subject:
         other = PeerCounterClient(
             "stranger",
-            [f"127.0.0.1:{one.port}"],
+            [f"127.0.0.1:{subject.port}"],
             timeout_s=60.0,
             own=lambda: {"p": PickerCounters(held=5)},
         )
         await other.read("p")
         await other.push()
-        assert (one.heard, one.last("p")) == (["p"], {})
+        assert (subject.heard, subject.last("p")) == (["p"], {})
         other.close()
 
 
 async def test_strange_bodies_are_refused():
     """With 400, and a page that is none is unknown."""
-    async with picker("a") as one, aiohttp.ClientSession() as http:
-        async with http.post(f"http://127.0.0.1:{one.port}{PATH}", data=b"[1]") as answer:
+    async with picker("a") as subject, aiohttp.ClientSession() as http:
+        async with http.post(f"http://127.0.0.1:{subject.port}{PATH}", data=b"[1]") as answer:
             assert answer.status == 400
-        async with http.get(f"http://127.0.0.1:{one.port}{PATH}") as answer:
-            told = msgspec.json.decode(await answer.read(), type=PeerReport)
-        assert told.picker == "a"
+        async with http.get(f"http://127.0.0.1:{subject.port}{PATH}") as answer:
+            report = msgspec.json.decode(await answer.read(), type=PeerReport)
+        assert report.picker == "a"
 
 
 @pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
@@ -147,16 +147,16 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
     monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    one = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
+    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
     async with asyncio.timeout(60.0):
-        assert await one.read("p") == {"extproc-peers:9090": None}
-        assert not await one.is_peer("127.0.0.1")
+        assert await subject.read("p") == {"extproc-peers:9090": None}
+        assert not await subject.is_peer("127.0.0.1")
 
 
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    one = PeerCounterClient("a", ["a..b:9090"], timeout_s=60.0, own=dict)
-    assert await one.read("p") == {"a..b:9090": None}
+    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=60.0, own=dict)
+    assert await subject.read("p") == {"a..b:9090": None}
 
 
 async def test_connections_to_peers_that_left_are_closed(monkeypatch):
@@ -168,13 +168,13 @@ async def test_connections_to_peers_that_left_are_closed(monkeypatch):
             return list(addresses)
 
         monkeypatch.setattr(peer_counters, "_addresses", resolved)
-        one = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
-        await one.read("p")
-        assert len(one._asking._idle_connections) == 1
+        subject = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
+        await subject.read("p")
+        assert len(subject._asking._idle_connections) == 1
         addresses.clear()
-        await one.read("p")
-        assert len(one._asking._idle_connections) == 0
-        one.close()
+        await subject.read("p")
+        assert len(subject._asking._idle_connections) == 0
+        subject.close()
 
 
 async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
@@ -187,18 +187,18 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         return answers[0]
 
     monkeypatch.setattr(peer_counters, "_addresses", addresses)
-    one = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
-    assert await one.is_peer("10.0.0.1")
-    assert await one.is_peer("fd00::2")
+    subject = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
+    assert await subject.is_peer("10.0.0.1")
+    assert await subject.is_peer("fd00::2")
     for _ in range(100):
-        assert not await one.is_peer("10.0.0.9")
+        assert not await subject.is_peer("10.0.0.9")
     assert looks == [("others", 9090)]
     answers[0] = []
-    await one._resolve()
-    assert await one.is_peer("10.0.0.1")
+    await subject._resolve()
+    assert await subject.is_peer("10.0.0.1")
     answers[0] = ["10.0.0.9:9090"]
-    await one._resolve()
-    assert await one.is_peer("10.0.0.9")
-    assert not await one.is_peer("10.0.0.1")
-    one.close()
+    await subject._resolve()
+    assert await subject.is_peer("10.0.0.9")
+    assert not await subject.is_peer("10.0.0.1")
+    subject.close()
     assert not await PeerCounterClient("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")

@@ -44,9 +44,9 @@ async def pick(running):
     async with running.channel() as channel:
         stream = serving.Stream(channel)
         await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
-        (said,) = await stream.hear()
+        (response,) = await stream.hear()
         stream.call.cancel()
-    return dict(said.sets).get(peer.DESTINATION, str(said.status))
+    return dict(response.sets).get(peer.DESTINATION, str(response.status))
 
 
 async def test_the_first_request_starts_an_engine():
@@ -130,7 +130,7 @@ async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
     async with picker(command, min=1):
         async with asyncio.timeout(serving.LIMIT_S):
-            while sum("ended: no GPU" in said for said in caplog.messages) < 2:
+            while sum("ended: no GPU" in message for message in caplog.messages) < 2:
                 await asyncio.sleep(0.02)
 
 
@@ -139,7 +139,7 @@ async def test_a_program_that_is_missing_is_told(caplog):
     async with picker(["/no/such/engine"], min=1) as running:
         async with asyncio.timeout(serving.LIMIT_S):
             while not any(
-                "there is no program /no/such/engine" in said for said in caplog.messages
+                "there is no program /no/such/engine" in message for message in caplog.messages
             ):
                 await asyncio.sleep(0.02)
         assert not running.picker.sites.pools()[""].members
@@ -153,8 +153,8 @@ async def test_an_engine_that_goes_finishes_first(caplog):
         async with running.channel() as channel:
             stream = serving.Stream(channel)
             await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
-            (said,) = await stream.hear()
-            address = dict(said.sets)[peer.DESTINATION]
+            (response,) = await stream.hear()
+            address = dict(response.sets)[peer.DESTINATION]
             await engines.scale(ScalingDecision(0, ScalingReason.IDLE), 1)
             async with asyncio.timeout(serving.LIMIT_S):
                 while running.picker.sites.pools()[""].members:
@@ -167,7 +167,7 @@ async def test_an_engine_that_goes_finishes_first(caplog):
             async with asyncio.timeout(serving.LIMIT_S):
                 while engines._engines:
                     await asyncio.sleep(0.01)
-    assert not any("ended:" in said for said in caplog.messages)
+    assert not any("ended:" in message for message in caplog.messages)
 
 
 async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):

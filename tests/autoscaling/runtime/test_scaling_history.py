@@ -14,8 +14,12 @@ def test_the_four_charts():
     assert charts.figures().gauges == {}
     for now, held in ((0.0, 0), (30.0, 6), (60.0, 12)):
         demand = Demand(now=now, spec=3, available=2, held=held)
-        told = {"a": PickerCounters(arrived=now * 2), "b": PickerCounters(arrived=now), "c": None}
-        charts.record(demand, ScalingDecision(3, ScalingReason.UP), told)
+        counters = {
+            "a": PickerCounters(arrived=now * 2),
+            "b": PickerCounters(arrived=now),
+            "c": None,
+        }
+        charts.record(demand, ScalingDecision(3, ScalingReason.UP), counters)
     charts.changed(ScalingReason.UP)
     shown = charts.figures()
     assert shown.gauges["queue_depth"] == 6.0

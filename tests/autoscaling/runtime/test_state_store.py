@@ -37,12 +37,12 @@ def test_states_come_back_on_another_clock():
     """Monotonic clocks differ; the time of day says by how much."""
     watched = Watched()
     text = state_store.write({"p": watched.state}, 60.0, 1000.0)
-    found, shift_s = state_store.read(text, 7.0, 1010.0)
+    states, shift_s = state_store.read(text, 7.0, 1010.0)
     # 10 s later by the time of day: what was at 60 is at -3 on this clock.
     assert shift_s == -63.0
     other = Watched(until=-1)
-    assert other.scaler.restore(found["p"].scaler, shift_s=shift_s)
-    other.meter.restore(found["p"].learned, shift_s=shift_s)
+    assert other.scaler.restore(states["p"].scaler, shift_s=shift_s)
+    other.meter.restore(states["p"].learned, shift_s=shift_s)
     # It has watched for a whole window: the decision is the one that the first would take.
     assert other.look(7.0) == watched.look(70.0)
 
@@ -67,11 +67,11 @@ class Cluster:
 
     def __init__(self, *refusals):
         self.data = None
-        self.asked = []
+        self.methods = []
         self._refusals = dict(refusals)
 
     async def send(self, method, path, body=None):
-        self.asked.append(method)
+        self.methods.append(method)
         if method in self._refusals:
             return api_errors.ApiError(self._refusals[method], "no")
         if method == "GET":
@@ -84,7 +84,7 @@ class Cluster:
         return b"{}"
 
 
-def kept(cluster):
+def config_map_store(cluster):
     return state_store.ConfigMapStateStore(
         cluster, namespace="n", name="m", clock=lambda: 60.0, time=lambda: 1000.0
     )
@@ -93,47 +93,47 @@ def kept(cluster):
 async def test_the_map_is_made_when_it_is_missing():
     """First created, then patched, then read."""
     cluster = Cluster()
-    one = kept(cluster)
-    assert await one.load() == ({}, 0.0)
-    await one.save({"p": Watched().state})
-    await one.save({"p": Watched().state})
-    assert cluster.asked == ["GET", "PATCH", "POST", "PATCH"]
-    found, shift_s = await one.load()
-    assert (list(found), shift_s) == (["p"], 0.0)
+    subject = config_map_store(cluster)
+    assert await subject.load() == ({}, 0.0)
+    await subject.save({"p": Watched().state})
+    await subject.save({"p": Watched().state})
+    assert cluster.methods == ["GET", "PATCH", "POST", "PATCH"]
+    states, shift_s = await subject.load()
+    assert (list(states), shift_s) == (["p"], 0.0)
 
 
 async def test_missing_rights_are_said_once(caplog):
     """With what to grant."""
-    one = kept(Cluster(("PATCH", 403), ("GET", 403)))
-    await one.save({})
-    await one.save({})
-    (said,) = caplog.messages
-    assert 'resources: ["configmaps"], verbs: ["patch"]' in said
-    assert await one.load() is None
+    subject = config_map_store(Cluster(("PATCH", 403), ("GET", 403)))
+    await subject.save({})
+    await subject.save({})
+    (message,) = caplog.messages
+    assert 'resources: ["configmaps"], verbs: ["patch"]' in message
+    assert await subject.load() is None
 
 
 async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
     """Written whole or not at all; nothing is there at first."""
     clock = [60.0, 1000.0]
     path = tmp_path / "state.json"
-    kept = state_store.FileStateStore(path, clock=lambda: clock[0], time=lambda: clock[1])
-    assert await kept.load() == ({}, 0.0)
+    subject = state_store.FileStateStore(path, clock=lambda: clock[0], time=lambda: clock[1])
+    assert await subject.load() == ({}, 0.0)
     state = Watched().state
-    await kept.save({"p": state})
+    await subject.save({"p": state})
     clock[:] = [7.0, 1010.0]
-    found, shift_s = await kept.load()
-    assert (found["p"].scaler.at, shift_s) == (state.scaler.at, -63.0)
-    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+    states, shift_s = await subject.load()
+    assert (states["p"].scaler.at, shift_s) == (state.scaler.at, -63.0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
 async def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     """Scaling goes on without it."""
-    kept = state_store.FileStateStore(
+    subject = state_store.FileStateStore(
         tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0
     )
     for _ in range(2):
-        await kept.save({})
+        await subject.save({})
     assert caplog.text.count("cannot be written: No such file or directory") == 1
-    kept = state_store.FileStateStore(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
-    assert await kept.load() is None
+    subject = state_store.FileStateStore(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
+    assert await subject.load() is None
     assert "cannot be read: Is a directory" in caplog.text
