@@ -49,7 +49,7 @@ def test_what_is_written_beats_what_the_kind_says():
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "found"),
+    ("text", "where", "actual"),
     [
         ("min: 3", "min", "3"),
         ("policy: what", "policy", "'what'"),
@@ -65,12 +65,12 @@ def test_what_is_written_beats_what_the_kind_says():
         ("max: 0", "max", "0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text, where, found):
+def test_what_cannot_be_meant_is_refused(text, where, actual):
     """With the place and what was found there."""
     with pytest.raises(ConfigError) as refused:
         scaling(text)
     assert where in str(refused.value)
-    assert found in str(refused.value)
+    assert actual in str(refused.value)
 
 
 def test_engines_that_are_started_here_are_a_source():
@@ -86,8 +86,8 @@ def test_zero_without_waiting_is_worth_a_word():
     text = (
         "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nflow_control: {enabled: ON}"
     )
-    told = list(lint.find_warnings(read(text.replace("MIN", "0").replace("ON", "false"))))
-    assert any("flow_control.enabled" in one for one in told)
+    warnings = list(lint.find_warnings(read(text.replace("MIN", "0").replace("ON", "false"))))
+    assert any("flow_control.enabled" in warning for warning in warnings)
     for low, on in (("1", "false"), ("0", "true")):
         assert not list(lint.find_warnings(read(text.replace("MIN", low).replace("ON", on))))
 
@@ -102,14 +102,14 @@ def test_zero_without_waiting_is_worth_a_word():
 )
 def test_check_says_who_acts(text, line):
     """One line for each pool that is scaled."""
-    told = list(check_pools.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
-    assert f"replicas    {line}" in told
+    lines = list(check_pools.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
+    assert f"replicas    {line}" in lines
 
 
 def test_check_says_which_object_is_scaled(monkeypatch):
     """And by whom, without saying that readiness is the leader's."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"
-    told = "\n".join(check_pools.lines(read(text)))
-    assert "patches statefulsets/scale of x in namespace n, by the holder of a Lease" in told
-    assert "ready " not in told
+    lines = "\n".join(check_pools.lines(read(text)))
+    assert "patches statefulsets/scale of x in namespace n, by the holder of a Lease" in lines
+    assert "ready " not in lines

@@ -73,9 +73,9 @@ def test_claims_of_annotations_are_read(annotations, claim):
 )
 def test_claims_lie_within_a_rule_or_are_ignored(rule, annotations, holds):
     """Each kind that the rule names limits the claim; what is too much is ignored as a whole."""
-    found = granted(f"[{{pools: ['team-a/*'], {rule}}}]", **annotations)
-    assert found.claim.empty is not holds
-    assert bool(found.refused) is not holds
+    grant = granted(f"[{{pools: ['team-a/*'], {rule}}}]", **annotations)
+    assert grant.claim.empty is not holds
+    assert bool(grant.refused) is not holds
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ def read(rules):
 
 
 def scaling(rules, key=KEY, **annotations):
-    said = {f"extproc/scale-{name}": text for name, text in annotations.items()}
-    return discovered_scaling.resolve_scaling(read(rules).autoscaling.discovered_pools, key, said)
+    annotations = {f"extproc/scale-{name}": text for name, text in annotations.items()}
+    return discovered_scaling.resolve_scaling(
+        read(rules).autoscaling.discovered_pools, key, annotations
+    )
 
 
 def test_without_a_rule_nothing_is_scaled():
@@ -67,7 +69,7 @@ def test_a_pool_names_its_object(text, path):
 
 
 @pytest.mark.parametrize(
-    ("said", "bounds"),
+    ("annotations", "bounds"),
     [
         ({}, (1, 4)),
         ({"max": "3"}, (1, 3)),
@@ -76,16 +78,16 @@ def test_a_pool_names_its_object(text, path):
         ({"min": "9"}, (4, 4)),
     ],
 )
-def test_a_pool_asks_for_replicas_within_the_rule(said, bounds):
+def test_a_pool_asks_for_replicas_within_the_rule(annotations, bounds):
     """What engines may cost is said by whoever runs the picker."""
-    wanted = scaling("[{min: 1, max: 4}]", **said)
+    wanted = scaling("[{min: 1, max: 4}]", **annotations)
     assert (wanted.min, wanted.max) == bounds
 
 
-@pytest.mark.parametrize("said", [{"target": "none"}, {"max": "0"}])
-def test_a_pool_says_that_it_is_left_alone(said):
+@pytest.mark.parametrize("annotations", [{"target": "none"}, {"max": "0"}])
+def test_a_pool_says_that_it_is_left_alone(annotations):
     """Also where a rule names its object."""
-    assert scaling("[{target: {name: vllm}}]", **said) is None
+    assert scaling("[{target: {name: vllm}}]", **annotations) is None
 
 
 def test_annotations_can_be_left_out_of_account():
@@ -95,7 +97,7 @@ def test_annotations_can_be_left_out_of_account():
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("annotations", "expected"),
     [
         ({"target": "Fleet/x"}, "target.kind"),
         ({"target": "a/b/c"}, "'a/b/c'"),
@@ -114,12 +116,12 @@ def test_annotations_can_be_left_out_of_account():
         ({"target": "apps/v1/deployments%2Fx/Deployment/x"}, "target.resource"),
     ],
 )
-def test_what_cannot_be_read_is_told(said, told):
+def test_what_cannot_be_read_is_told(annotations, expected):
     """The pool and the annotation are named."""
     with pytest.raises(ConfigError) as refused:
-        scaling("[{}]", **said)
+        scaling("[{}]", **annotations)
     assert f"annotation of {KEY}" in str(refused.value)
-    assert told in str(refused.value) or "scale-target" in str(refused.value)
+    assert expected in str(refused.value) or "scale-target" in str(refused.value)
 
 
 def test_a_long_annotation_makes_no_long_error():
@@ -200,7 +202,7 @@ def test_somebody_has_to_hold_the_lease_where_objects_may_be_scaled():
 def test_check_says_what_becomes_of_found_pools(monkeypatch):
     """Who, how many, by what, and who acts."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    told = list(check_pools.lines(read("[{max: 4, target: {name: '{name}'}}]")))
-    line = next(line for line in told if line.startswith("replicas"))
+    lines = list(check_pools.lines(read("[{max: 4, target: {name: '{name}'}}]")))
+    line = next(line for line in lines if line.startswith("replicas"))
     assert "of *: 0 to 4 by adaptive" in line
     assert "deployments/scale of {name}" in line

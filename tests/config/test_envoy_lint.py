@@ -27,7 +27,7 @@ def manager(tree):
 
 def processor(tree):
     filters = manager(tree)["http_filters"]
-    return next(one for one in filters if one["name"].endswith("ext_proc"))["typed_config"]
+    return next(entry for entry in filters if entry["name"].endswith("ext_proc"))["typed_config"]
 
 
 def route(tree):
@@ -35,21 +35,25 @@ def route(tree):
 
 
 def cluster(tree, name):
-    return next(one for one in tree["static_resources"]["clusters"] if one["name"] == name)
+    return next(
+        cluster for cluster in tree["static_resources"]["clusters"] if cluster["name"] == name
+    )
 
 
 def mutations(tree):
     """What the shipped files do to clients' headers in front of the picker."""
     filters = manager(tree)["http_filters"]
-    one = next(one for one in filters if one["name"].endswith("header_mutation"))
-    return one["typed_config"]["mutations"]["request_mutations"]
+    mutation = next(
+        mutation for mutation in filters if mutation["name"].endswith("header_mutation")
+    )
+    return mutation["typed_config"]["mutations"]["request_mutations"]
 
 
-def found(tree, configured=HOLDING):
+def findings(tree, configured=HOLDING):
     return [
-        one
-        for one in envoy_lint.read(tree, configured, where="envoy.yaml")
-        if one.severity != "fine"
+        finding
+        for finding in envoy_lint.read(tree, configured, where="envoy.yaml")
+        if finding.severity != "fine"
     ]
 
 
@@ -57,7 +61,7 @@ def found(tree, configured=HOLDING):
 @pytest.mark.parametrize("configured", [settings.Settings(), HOLDING], ids=["usual", "holding"])
 def test_shipped_files_cut_nothing(path, configured):
     """Whatever is shipped lets requests wait as long as they may, and answers take their time."""
-    assert found(yaml.safe_load(path.read_text()), configured) == []
+    assert findings(yaml.safe_load(path.read_text()), configured) == []
 
 
 def without(owner, key):
@@ -112,8 +116,8 @@ def test_what_cuts_is_named(name):
     change, text = CUTS[name]
     tree = load()
     change(tree)
-    (one,) = [each for each in found(tree) if text in each.text]
-    assert one.severity == "cut"
+    (finding,) = [finding for finding in findings(tree) if text in finding.text]
+    assert finding.severity == "cut"
 
 
 WARNINGS = {
@@ -183,8 +187,8 @@ def test_what_may_surprise_is_a_warning(name):
     change, text = WARNINGS[name]
     tree = load()
     change(tree)
-    (one,) = [each for each in found(tree) if text in each.text]
-    assert one.severity == "warning"
+    (finding,) = [finding for finding in findings(tree) if text in finding.text]
+    assert finding.severity == "warning"
 
 
 def test_early_header_mutation_counts_as_removal():
@@ -195,7 +199,7 @@ def test_early_header_mutation_counts_as_removal():
     kind = "early_header_mutation.header_mutation.v3.HeaderMutation"
     config = {"@type": f"type.googleapis.com/envoy.extensions.http.{kind}", "mutations": wanted}
     manager(tree)["early_header_mutation_extensions"] = [{"name": "early", "typed_config": config}]
-    assert found(tree) == []
+    assert findings(tree) == []
 
 
 def test_trusted_clients_are_named():
@@ -204,7 +208,7 @@ def test_trusted_clients_are_named():
 
     def shown():
         read = envoy_lint.read(tree, HOLDING, where="envoy.yaml")
-        return [one.text for one in read if "clients" in one.text]
+        return [finding.text for finding in read if "clients" in finding.text]
 
     assert shown() == ["clients cannot say whose turn it is"]
     mutations(tree).remove({"remove": "x-llm-d-inference-objective"})
@@ -217,16 +221,16 @@ def test_failing_open_in_full_duplex_is_named():
     """It has no effect once a piece of a body was sent."""
     tree = load("original-dst.yaml")
     processor(tree)["failure_mode_allow"] = True
-    assert any("failure_mode_allow has no effect" in one.text for one in found(tree))
+    assert any("failure_mode_allow has no effect" in finding.text for finding in findings(tree))
 
 
 def test_without_holding_short_limits_are_fine_or_warnings():
     """What nobody waits for cuts no wait."""
     tree = load()
     processor(tree)["message_timeout"] = "120s"
-    assert found(tree, settings.Settings()) == []
+    assert findings(tree, settings.Settings()) == []
     processor(tree)["message_timeout"] = "0.2s"
-    assert [one.severity for one in found(tree, settings.Settings())] == ["warning"]
+    assert [finding.severity for finding in findings(tree, settings.Settings())] == ["warning"]
 
 
 def test_the_longest_wait_counts():
@@ -252,7 +256,7 @@ def test_what_is_no_such_file_is_an_error(change, wanted):
     tree = load()
     change(tree)
     with pytest.raises(ConfigError) as refused:
-        found(tree)
+        findings(tree)
     assert wanted in refused.value.wanted
 
 
@@ -263,7 +267,8 @@ def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):
     dump["configs"].append(
         {
             "static_clusters": [
-                {"cluster": one} for one in copy.deepcopy(tree["static_resources"]["clusters"])
+                {"cluster": cluster}
+                for cluster in copy.deepcopy(tree["static_resources"]["clusters"])
             ]
         }
     )

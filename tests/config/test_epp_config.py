@@ -66,11 +66,11 @@ def test_both_files_have_one_grammar():
     """The same plugins and profiles mean the same in their file and in ours."""
     theirs, _ = read(THEIRS + PROFILE)
     ours, _ = read(OURS + "scheduling:\n" + indented(PROFILE))
-    made = [profiles.build_profile(settings, where="x") for settings in (theirs, ours)]
-    assert made[0] == made[1]
-    assert made[0].name == "mine"
-    assert [(scorer.kind, weight) for scorer, weight in made[0].scorers] == [("queue-scorer", 0.5)]
-    assert made[0].picker.choices == 3
+    built = [profiles.build_profile(settings, where="x") for settings in (theirs, ours)]
+    assert built[0] == built[1]
+    assert built[0].name == "mine"
+    assert [(scorer.kind, weight) for scorer, weight in built[0].scorers] == [("queue-scorer", 0.5)]
+    assert built[0].picker.choices == 3
 
 
 def test_the_old_group_is_read_with_a_warning():
@@ -89,7 +89,7 @@ def test_what_is_not_acted_on_is_told():
         THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )
     assert any("saturationDetector is not acted on" in warning for warning in warnings)
-    assert any("always-disagg-pd-decider" in told for told in lint.find_warnings(settings))
+    assert any("always-disagg-pd-decider" in warning for warning in lint.find_warnings(settings))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_not_acted_on_is_told():
 def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):
     """A file that relies on KV events, tokenizers or certificates does not start without a word."""
     settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
-    assert any(text in told for told in lint.find_warnings(settings))
+    assert any(text in warning for warning in lint.find_warnings(settings))
 
 
 def test_gpu_attributes_name_what_would_measure_them():
@@ -130,9 +130,9 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
     settings, _ = read(
         THEIRS + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
     )
-    made = profiles.build_profile(settings, where="x")
-    assert [scorer.kind for scorer, _ in made.scorers] == ["prefix-cache-scorer"]
-    assert any("prefix-cache-scorer" in told for told in lint.find_warnings(settings))
+    built = profiles.build_profile(settings, where="x")
+    assert [scorer.kind for scorer, _ in built.scorers] == ["prefix-cache-scorer"]
+    assert any("prefix-cache-scorer" in warning for warning in lint.find_warnings(settings))
 
 
 @pytest.mark.parametrize(
@@ -154,19 +154,19 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
 )
 def test_old_filters_keep_their_parameters(text, wanted):
     """Filters of the gateway's picker mean the same under the names and parameters of today."""
-    (made,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
-    assert wanted in repr(made)
+    (built,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
+    assert wanted in repr(built)
 
 
 def test_a_decision_tree_is_a_tree():
     """The gateway's default becomes a tree with the filters it refers to."""
     (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
     profile = profiles.build_profile(loader.settings(loader.read(sample)), where="x")
-    (made,) = profile.filters
+    (built,) = profile.filters
     rest = "adapter-soft-affinity (then queue-range (then kv-range))"
     other = "queue-range (then adapter-soft-affinity (then kv-range))"
-    assert repr(made.root) == f"utilization-filter (yes {rest}, no {other})"
-    assert made.root.filter.conditions[0].max_value == 128
+    assert repr(built.root) == f"utilization-filter (yes {rest}, no {other})"
+    assert built.root.filter.conditions[0].max_value == 128
 
 
 def test_a_decision_tree_may_go_on_with_another():
@@ -190,7 +190,7 @@ schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
 
 
 @pytest.mark.parametrize(
-    ("parameters", "spot", "told"),
+    ("parameters", "spot", "hint"),
     [
         ("{current: {pluginRef: x}}", "current.pluginRef", "extproc check --plugins"),
         ("{current: {pluginRef: idle}}", "current.pluginRef", "utilization-filter"),
@@ -200,12 +200,12 @@ schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
         ("{current: {pluginRef: t}}", "", "in a circle"),
     ],
 )
-def test_mistakes_in_decision_trees_are_named(parameters, spot, told):
+def test_mistakes_in_decision_trees_are_named(parameters, spot, hint):
     """References and nodes that cannot be, and trees without an end."""
     with pytest.raises(ConfigError) as raised:
         resolved(THEIRS + TREE % parameters)
     assert raised.value.where.startswith(f"file.yaml: plugins[1].parameters{spot and '.' + spot}")
-    assert told in raised.value.fix
+    assert hint in raised.value.fix
 
 
 def test_a_predicted_latency_file_routes_without_predictions():

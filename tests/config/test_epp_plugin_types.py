@@ -10,30 +10,30 @@ TABLES = {
     "picker": registry.PICKERS,
     "detector": registry.FILTERS,
 }
-EACH = [pytest.param(each, id=name) for name, each in TYPES.items()]
+ROWS = [pytest.param(row, id=name) for name, row in TYPES.items()]
 
 
-@pytest.mark.parametrize("each", EACH)
-def test_built_types_are_in_the_catalogue(each):
+@pytest.mark.parametrize("row", ROWS)
+def test_built_types_are_in_the_catalogue(row):
     """A built type has a class of its role, and the parameters it ignores are no fields of it."""
-    if not each.kind:
-        assert each.status != "built"
+    if not row.kind:
+        assert row.status != "built"
         return
-    assert each.status == "deprecated" or each.kind == each.name
-    fields = msgspec.structs.fields(TABLES[each.role][each.kind])
-    assert not {field.encode_name for field in fields} & set(each.parameters)
+    assert row.status == "deprecated" or row.kind == row.name
+    fields = msgspec.structs.fields(TABLES[row.role][row.kind])
+    assert not {field.encode_name for field in fields} & set(row.parameters)
 
 
-@pytest.mark.parametrize("each", EACH)
-def test_what_is_not_built_is_explained(each):
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_not_built_is_explained(row):
     """Whoever writes a type that does nothing, or is old, is told in one sentence."""
-    assert bool(each.note) == (each.status != "built")
-    assert "\n" not in each.note
-    assert not each.note.endswith(".")
-    if each.status == "deprecated":
+    assert bool(row.note) == (row.status != "built")
+    assert "\n" not in row.note
+    assert not row.note.endswith(".")
+    if row.status == "deprecated":
         ours = {**registry.FILTERS, **registry.SCORERS}
-        assert each.instead in ours or TYPES[each.instead].status != "deprecated"
-        assert each.note.startswith(f"{each.name} is deprecated: ")
+        assert row.instead in ours or TYPES[row.instead].status != "deprecated"
+        assert row.note.startswith(f"{row.name} is deprecated: ")
 
 
 @pytest.mark.parametrize("table", [upstream.FILTERS, upstream.SCORERS, upstream.PICKERS])

@@ -153,17 +153,17 @@ def test_built_parts_route():
 
 def test_subset_may_be_ignored():
     """With respect_subset off, an endpoint the hint excludes may still serve."""
-    for honor, kept in ((True, False), (False, True)):
+    for honor, is_decided in ((True, False), (False, True)):
         parts = factory.build(scheduling(scheduling={"respect_subset": honor}))
         parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
         raw = HttpRequest(CHAT.headers, CHAT.body, subset=("10.9.9.9",))
-        assert isinstance(parts.director.route(raw, 0.0), Decision) is kept
+        assert isinstance(parts.director.route(raw, 0.0), Decision) is is_decided
 
 
 def test_same_seed_same_chance():
     """A seed fixes every draw."""
-    one, other = (factory.build(sections.Settings(seed=4)).rng.random() for _ in range(2))
-    assert one == other
+    first, second = (factory.build(sections.Settings(seed=4)).rng.random() for _ in range(2))
+    assert first == second
 
 
 def test_gone_endpoint_loses_its_beliefs_before_others_hear():

@@ -46,7 +46,7 @@ def kinds(node):
     """A tree as nested lists of its kinds: own, success, failure, either."""
     if node is None:
         return None
-    below = [kinds(each) for each in (node.on_success, node.on_failure, node.on_either)]
+    below = [kinds(child) for child in (node.on_success, node.on_failure, node.on_either)]
     return [node.filter.kind, *below] if any(below) else node.filter.kind
 
 
@@ -102,7 +102,7 @@ def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "expected"),
     [
         ({}, "expected the key root"),
         ({"root": "low-latency"}, "params.root"),
@@ -121,10 +121,10 @@ def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
         ({"root": {"kind": "kv-range"}, "rot": 1}, "unknown key rot"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_with_its_place(params, said):
+def test_what_cannot_be_read_is_an_error_with_its_place(params, expected):
     """A misspelt key, kind or value names the node it stands in."""
     message = refused(params)
-    assert said in message
+    assert expected in message
     assert message.startswith("extproc.yaml: scheduling.profile.filters[0].params")
 
 

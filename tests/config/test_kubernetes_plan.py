@@ -21,7 +21,7 @@ def test_nothing_of_kubernetes_is_nothing_to_follow():
 
 def test_every_source_has_its_word():
     """An InferencePool, a selector and a Service, in the namespace of the process if none is said."""
-    found = plan(
+    watched = plan(
         """
 cluster: {kubeconfig: k, context: c, policies: false, override_ip: true}
 pools:
@@ -32,7 +32,7 @@ pools:
 """,
         NAMESPACE="here",
     )
-    assert found.watching == watching.KubernetesSettings(
+    assert watched.watching == watching.KubernetesSettings(
         sources=[
             watching.InferencePoolRef("y", "x"),
             watching.PodSelector("here", {"l": "v"}, (80,), "b"),
@@ -43,7 +43,7 @@ pools:
         policies=False,
         override_ip=True,
     )
-    assert found.pools == {"y/x": "a", "here/b": "b", "here/s": "c"}
+    assert watched.pools == {"y/x": "a", "here/b": "b", "here/s": "c"}
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ pools:
 )
 def test_all_pools_of_a_place(text, namespace):
     """Of the cluster, of the own namespace, or of another."""
-    found = plan(text, NAMESPACE="here")
-    assert found.watching.sources == [watching.AllPools(namespace)]
-    assert found.pools == {}
+    watched = plan(text, NAMESPACE="here")
+    assert watched.watching.sources == [watching.AllPools(namespace)]
+    assert watched.pools == {}
 
 
 def test_an_object_is_in_one_pool():

@@ -139,21 +139,21 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_error_names_place_wanted_found_and_fix(name):
     """What is wrong in a file is refused with its place and all three parts."""
-    text, (where, wanted, found, fix) = WRONG[name]
+    text, (where, wanted, actual, fix) = WRONG[name]
     with pytest.raises(ConfigError) as raised:
         settings(text)
     error = raised.value
     assert error.where.startswith("pool.yaml")
     assert where in error.where
     assert wanted in error.wanted
-    assert found in error.found
+    assert actual in error.found
     assert fix in error.fix
     for part in (error.where, error.wanted, error.found, error.fix):
         assert part in str(error)
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted", "found", "fix"),
+    ("text", "wanted", "actual", "fix"),
     [
         ("", "apiVersion and kind", "null", "begin with"),
         ("[]", "a mapping", "a list of 0", "begin with"),
@@ -164,12 +164,12 @@ def test_error_names_place_wanted_found_and_fix(name):
         ('{"kind": 1, "kind": 2}', "every key once", "kind twice", "keep one"),
     ],
 )
-def test_file_says_what_it_is(text, wanted, found, fix):
+def test_file_says_what_it_is(text, wanted, actual, fix):
     """A file without version and kind, or of another program, is not read any further."""
     with pytest.raises(ConfigError) as raised:
         settings(text, head="")
     assert wanted in raised.value.wanted
-    assert found in raised.value.found
+    assert actual in raised.value.found
     assert fix in raised.value.fix
 
 

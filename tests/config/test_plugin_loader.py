@@ -87,9 +87,9 @@ class Worth(msgspec.Struct, frozen=True):
         return None
 """
     )
-    found = brought(path)
-    assert [cls.__name__ for cls in found.classes] == ["Last", "Both", "Worth"]
-    tables = plugin_loader.combine([found])
+    plugins = brought(path)
+    assert [cls.__name__ for cls in plugins.classes] == ["Last", "Both", "Worth"]
+    tables = plugin_loader.combine([plugins])
     assert tables.scorers["last"].__name__ == "Last"
     assert tables.filters["both"] is tables.pickers["both"]
     assert "worth" in tables.costs
@@ -100,9 +100,9 @@ class Worth(msgspec.Struct, frozen=True):
 
 def test_no_files_are_the_built_in_tables():
     """Without plugins of others there are the kinds of the catalogue."""
-    made = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
-    assert made.external == {}
-    assert "queue-depth" in made.scorers
+    tables = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+    assert tables.external == {}
+    assert "queue-depth" in tables.scorers
 
 
 def test_a_file_is_read_anew_each_time(write):
@@ -148,7 +148,7 @@ def test_a_broken_reload_leaves_the_module_of_before(write):
 
 
 @pytest.mark.parametrize(
-    ("body", "line", "found"),
+    ("body", "line", "actual"),
     [
         ("x = 1\n1 / 0\n", 2, "ZeroDivisionError: division by zero"),
         ("def f():\n    return 1 / 0\nf()\n", 2, "ZeroDivisionError"),
@@ -157,13 +157,13 @@ def test_a_broken_reload_leaves_the_module_of_before(write):
         ("import no_such_module\n", 1, "ModuleNotFoundError"),
     ],
 )
-def test_a_file_that_raises(write, body, line, found):
+def test_a_file_that_raises(write, body, line, actual):
     """The error names the line of the file, what was raised and what to do."""
     path = write(body)
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + line}"
     assert error.wanted == "a Python file that can be imported"
-    assert error.found.startswith(found)
+    assert error.found.startswith(actual)
     assert "plugin_files" in error.fix
 
 
@@ -195,7 +195,7 @@ STRUCT = "msgspec.Struct, frozen=True"
 
 
 @pytest.mark.parametrize(
-    ("bases", "lines", "wanted", "found"),
+    ("bases", "lines", "wanted", "actual"),
     [
         ("", ["kind = 'a'", "needs = frozenset()"], "msgspec struct", "class Odd(object)"),
         (STRUCT, ["kind: str = 'a'", NEEDS], "a kind of Odd", "a field"),
@@ -210,14 +210,14 @@ STRUCT = "msgspec.Struct, frozen=True"
         ),
     ],
 )
-def test_a_class_that_is_no_plugin(write, bases, lines, wanted, found):
+def test_a_class_that_is_no_plugin(write, bases, lines, wanted, actual):
     """Each wrong class is refused with its line, what was wanted and what to write."""
     body = "\n    ".join([f"class Odd({bases}):", *lines, "def score(self, turn, c): ..."])
     path = write(f"\n{body}\n")
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + 2}"
     assert wanted in error.wanted
-    assert error.found == found
+    assert error.found == actual
     assert error.fix
 
 
@@ -232,11 +232,11 @@ def test_kinds_clash_with_the_catalogue(write):
 
 def test_kinds_clash_with_another_file(write):
     """Two files cannot have one kind for one role; for two roles they can."""
-    one, other = write(SCORER), write(SCORER, "other.py")
+    first, second = write(SCORER), write(SCORER, "other.py")
     with pytest.raises(ConfigError, match=r"got last, which Last of .*mine\.py has"):
-        plugin_loader.tables(scheduling(one, other), where="x")
-    other = write(SCORER.replace("def score", "def filter"), "other.py")
-    plugin_loader.tables(scheduling(one, other), where="x")
+        plugin_loader.tables(scheduling(first, second), where="x")
+    second = write(SCORER.replace("def score", "def filter"), "other.py")
+    plugin_loader.tables(scheduling(first, second), where="x")
 
 
 def test_one_file_named_twice(write):
@@ -271,7 +271,7 @@ def test_entry_points_bring_plugins(package, value):
 
 
 @pytest.mark.parametrize(
-    ("body", "value", "found"),
+    ("body", "value", "actual"),
     [
         ("1 / 0", "fleetwise", "ZeroDivisionError: division by zero"),
         ("raise SystemExit(1)", "fleetwise", "SystemExit: 1"),
@@ -280,13 +280,13 @@ def test_entry_points_bring_plugins(package, value):
         ("x = 5", "fleetwise:y", "AttributeError: module 'fleetwise' has no attribute 'y'"),
     ],
 )
-def test_broken_entry_points(package, body, value, found):
+def test_broken_entry_points(package, body, value, actual):
     """The error names the entry point and its package."""
     package(body, value)
     with pytest.raises(ConfigError) as raised:
         plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
     assert raised.value.where == "entry point wise of fleetwise"
-    assert raised.value.found == found
+    assert raised.value.found == actual
 
 
 def configured(path, tree):
@@ -351,12 +351,12 @@ def test_built_in_plugins_are_never_guarded(write):
 
 def test_the_budget_is_a_setting(write):
     """Milliseconds in the file, seconds inside, the other limits as they are."""
-    made = plugin_loader.tables(
+    tables = plugin_loader.tables(
         scheduling(write(SCORER), plugin_budget_ms=5.0),
         where="x",
         guards=GuardFactory(lambda: 0.0, PluginCounters()),
     )
-    assert made.guards.limits == plugin_guard.GuardLimits(budget_s=0.005)
+    assert tables.guards.limits == plugin_guard.GuardLimits(budget_s=0.005)
 
 
 def test_parameters_are_as_strict_as_built_in_ones(write):

@@ -60,8 +60,8 @@ def test_the_sections_become_a_policy():
 
 def test_requests_are_routed_by_it():
     """Priority and name, without Kubernetes."""
-    made = decision(built(POOL), "other")
-    assert (made.request.priority, made.model_rewrite) == (10, "small")
+    outcome = decision(built(POOL), "other")
+    assert (outcome.request.priority, outcome.model_rewrite) == (10, "small")
 
 
 def test_every_pool_has_its_own():
@@ -71,7 +71,9 @@ def test_every_pool_has_its_own():
         "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
         "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
     )
-    first, second = (factory.build(one.settings) for one in pools.pool_plans(configured))
+    first, second = (
+        factory.build(pool_plan.settings) for pool_plan in pools.pool_plans(configured)
+    )
     assert first.director.routing.policy == InferencePolicy({"gold": 1})
     assert second.director.routing.policy == InferencePolicy(
         rules=(RewriteRule((), (TargetModel("m"),)),)
@@ -84,8 +86,8 @@ def test_it_changes_without_a_restart():
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
     routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
     parts.director.reconfigure(routing)
-    made = decision(parts, "other")
-    assert (made.request.priority, made.model_rewrite) == (3, "tiny")
+    outcome = decision(parts, "other")
+    assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")
     assert list(reloading.pending(settings(POOL), wanted)) == []
 
 
@@ -150,5 +152,5 @@ def test_what_is_probably_not_meant_is_remarked(rewrites: str, remark: str):
 
 def test_what_is_meant_is_not_remarked():
     """A usual canary, and one that is switched off."""
-    told = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
-    assert not [each for each in told if "rewrites" in each]
+    warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
+    assert not [warning for warning in warnings if "rewrites" in warning]

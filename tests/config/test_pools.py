@@ -15,8 +15,8 @@ def read(text):
 
 def test_one_pool_takes_all_requests():
     """Without `pools` the section `pool` is the only one, by its name or none."""
-    (one,) = pools.pool_plans(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
-    assert (one.name, one.claim) == ("p", PoolMatch())
+    (pool_plan,) = pools.pool_plans(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
+    assert (pool_plan.name, pool_plan.claim) == ("p", PoolMatch())
     assert pools.pool_plans(read(""))[0].name == ""
 
 
@@ -54,7 +54,7 @@ def test_kubernetes_may_bring_all_pools():
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "wanted", "found"),
+    ("text", "where", "wanted", "actual"),
     [
         (
             "pool: {endpoints: ['10.0.0.1:80'], kubernetes: {service: x}}",
@@ -115,11 +115,11 @@ def test_kubernetes_may_bring_all_pools():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(text, where, wanted, found):
+def test_what_does_not_go_together_is_refused(text, where, wanted, actual):
     """The error names the place, what was wanted, what was there and what to do."""
     with pytest.raises(ConfigError) as refused:
         read(text)
     assert where in refused.value.where
     assert wanted in refused.value.wanted + str(refused.value)
-    assert found in str(refused.value)
+    assert actual in str(refused.value)
     assert refused.value.fix

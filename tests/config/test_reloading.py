@@ -26,7 +26,7 @@ def other(kind, value):
     """A value of a type that is not the given one; ranges and patterns are not looked at."""
     match kind:
         case inspect.UnionType():
-            rest = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+            rest = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
             return other(rest[0], value) if value is None or len(rest) == 1 else None
         case inspect.BoolType():
             return not value
@@ -35,7 +35,7 @@ def other(kind, value):
         case inspect.StrType():
             return f"{value or ''}x"
         case inspect.LiteralType():
-            return next((one for one in kind.values if one != value), value)
+            return next((choice for choice in kind.values if choice != value), value)
         case inspect.StructType():
             return sample(kind)
         case inspect.DictType():
@@ -74,8 +74,8 @@ def every_field():
     several = Settings(pools=(pool,))
     for path, changed in leaves(PoolSection, pool, ()):
         if path != ("name",):
-            told = "pools[a]." + ".".join(path)
-            yield told, ("pools", path[0]), several, Settings(pools=(changed,))
+            changed_path = "pools[a]." + ".".join(path)
+            yield changed_path, ("pools", path[0]), several, Settings(pools=(changed,))
 
 
 FIELDS = list(every_field())
@@ -91,8 +91,10 @@ def test_every_section_and_field_has_its_place():
             listed = [(field.name, ROWS[""])]
         else:
             row = ROWS.get(field.name, reloading.ReloadRow(field.name))
-            listed = [(one.name, row) for one in msgspec.structs.fields(kind)]
-            assert {*row.live, *row.restart} <= {one.name for one in msgspec.structs.fields(kind)}
+            listed = [(member.name, row) for member in msgspec.structs.fields(kind)]
+            assert {*row.live, *row.restart} <= {
+                member.name for member in msgspec.structs.fields(kind)
+            }
         for name, row in listed:
             if name not in (*row.live, *row.restart):
                 missing.append(f"{row.section}.{name}")
@@ -102,16 +104,18 @@ def test_every_section_and_field_has_its_place():
 
 
 @pytest.mark.parametrize(
-    ("told", "place", "started", "wanted"), FIELDS, ids=[told for told, *_ in FIELDS]
+    ("changed_path", "place", "started", "wanted"),
+    FIELDS,
+    ids=[changed_path for changed_path, *_ in FIELDS],
 )
-def test_every_field_is_live_or_waits_for_a_restart(told, place, started, wanted):
+def test_every_field_is_live_or_waits_for_a_restart(changed_path, place, started, wanted):
     """A live field is taken over whole, any other changes nothing; both are named by their path."""
     section, name = place if len(place) == 2 else ("", place[0])
     row = ROWS.get(section) or ROWS[""]
-    encoded = {one.encode_name: one.name for one in msgspec.structs.fields(row_kind(section))}
+    encoded = {field.encode_name: field.name for field in msgspec.structs.fields(row_kind(section))}
     is_live = encoded[name] in row.live
     (change,) = reloading.changes(started, wanted)
-    assert change.path == told or change.path.startswith(f"{told}.")
+    assert change.path == changed_path or change.path.startswith(f"{changed_path}.")
     assert change.is_live is is_live
     assert reloading.in_force(started, wanted) == (wanted if is_live else started)
     assert list(reloading.pending(started, wanted)) == ([] if is_live else [change.path])
@@ -133,7 +137,7 @@ def test_pools_are_told_apart_by_name():
         "- {name: b, endpoints: ['10.0.0.3:1'], match: {hosts: [b]}}\n"
         "- {name: c, endpoints: ['10.0.0.2:1']}\n"
     )
-    assert [(one.path, one.is_live) for one in reloading.changes(old, new)] == [
+    assert [(change.path, change.is_live) for change in reloading.changes(old, new)] == [
         ("pools", False),
         ("pools[b].endpoints", False),
         ("pools[b].match.hosts", True),
@@ -157,8 +161,8 @@ def test_changes_are_told_as_deep_as_they_go():
         "pool: {objectives: {gold: 2, free: -1}}\npeer_sync: {url: 'redis://:other@h:1/0'}\n"
         "cluster: {lease: {name: b}}\nseed: 3\n"
     )
-    told = [(one.path, one.before, one.after) for one in reloading.changes(old, new)]
-    assert told == [
+    listed = [(change.path, change.before, change.after) for change in reloading.changes(old, new)]
+    assert listed == [
         ("pool.objectives.gold", "1", "2"),
         ("pool.objectives.free", "none", "-1"),
         ("cluster.lease.name", '"a"', '"b"'),

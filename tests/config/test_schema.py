@@ -14,12 +14,12 @@ def test_the_published_schema_is_current():
 
 def test_fields_carry_their_reasons():
     """Descriptions are the Attributes of the settings; unknown keys are refused."""
-    told = schema.schema()["$defs"]
-    assert told["ScrapeSection"]["properties"]["busy_interval_s"]["description"].startswith(
+    definitions = schema.schema()["$defs"]
+    assert definitions["ScrapeSection"]["properties"]["busy_interval_s"]["description"].startswith(
         "Seconds"
     )
-    assert told["SchedulingSection"]["additionalProperties"] is False
-    assert "adaptive" in told["SchedulingSection"]["properties"]["strategy"]["examples"]
+    assert definitions["SchedulingSection"]["additionalProperties"] is False
+    assert "adaptive" in definitions["SchedulingSection"]["properties"]["strategy"]["examples"]
 
 
 def test_every_field_of_every_section_is_described():

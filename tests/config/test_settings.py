@@ -107,8 +107,8 @@ ADVISED = {
 def test_advice(name):
     """A setting that is probably not meant draws exactly one sentence that names it."""
     settings, word = ADVISED[name]
-    (said,) = lint.find_warnings(settings)
-    assert word in said
+    (warning,) = lint.find_warnings(settings)
+    assert word in warning
 
 
 def test_defaults_need_no_advice():

@@ -34,7 +34,7 @@ def test_a_tag_says_which_struct_it_is():
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "message"),
     [
         ({"pet": {"lives": 3}}, "h: pet: expected the key kind: one of cat, dog, got .* add kind"),
         (
@@ -50,7 +50,7 @@ def test_a_tag_says_which_struct_it_is():
         ({"pet": 3}, "h: pet: expected a mapping"),
     ],
 )
-def test_errors_stay_within_the_struct_that_was_meant(tree, said):
+def test_errors_stay_within_the_struct_that_was_meant(tree, message):
     """A key is unknown to the member the tag names, and nearest names are that member's."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         convert(tree)

@@ -46,14 +46,14 @@ def swift():
 )
 def test_two_never_lead_at_once(chosen, starts, ended):
     """Whatever is lost, late, crashed or resigned, and wherever clocks start: one leader at most."""
-    one = world(chosen)
+    cluster = world(chosen)
     for name, (at, offset) in zip(NAMES, starts, strict=False):
-        one.add(name, PATIENCE, at=at, offset=offset)
+        cluster.add(name, PATIENCE, at=at, offset=offset)
     for at, name, how in ended:
-        for candidate in one.candidates:
+        for candidate in cluster.candidates:
             if candidate.name == name:
-                one.at(at, getattr(candidate, how))
-    one.run(150.0)
+                cluster.at(at, getattr(candidate, how))
+    cluster.run(150.0)
 
 
 @few
@@ -63,10 +63,10 @@ def test_two_never_lead_at_once(chosen, starts, ended):
 )
 def test_clocks_may_run_a_little_differently(chosen, rates):
     """Rates that differ by less than duration over renewal change nothing."""
-    one = world(chosen)
+    cluster = world(chosen)
     for name, rate in zip(NAMES, rates, strict=False):
-        one.add(name, PATIENCE, rate=rate)
-    one.run(150.0)
+        cluster.add(name, PATIENCE, rate=rate)
+    cluster.run(150.0)
 
 
 @few
@@ -76,27 +76,27 @@ def test_clocks_may_run_a_little_differently(chosen, rates):
 )
 def test_replicas_with_other_times(chosen, times):
     """A rollout that changes the times: the duration that counts stands in the Lease."""
-    one = world([fate for part in chosen for fate in part])
+    cluster = world([fate for part in chosen for fate in part])
     for name, (duration, share) in zip(NAMES, times, strict=True):
         patience = ElectionSettings(
             duration_s=duration, renew_s=duration * share, retry_s=duration / 10
         )
-        one.add(name, patience)
-    one.run(120.0)
+        cluster.add(name, patience)
+    cluster.run(120.0)
 
 
 @few
 @given(st.lists(good, min_size=1, max_size=30), st.floats(1.0, 60.0))
 def test_a_crashed_leader_is_replaced_in_time(chosen, at):
     """Without losses another leads within the duration, a pause and the way of four messages."""
-    one = world(chosen)
+    cluster = world(chosen)
     for name in NAMES[:3]:
-        one.add(name, PATIENCE)
-    one.run(at)
-    (first,) = one.leaders
+        cluster.add(name, PATIENCE)
+    cluster.run(at)
+    (first,) = cluster.leaders
     first.crash()
-    one.run(at + PATIENCE.duration_s + PATIENCE.retry_s + 4 * 0.1)
-    (second,) = one.leaders
+    cluster.run(at + PATIENCE.duration_s + PATIENCE.retry_s + 4 * 0.1)
+    (second,) = cluster.leaders
     assert second is not first
 
 
@@ -104,16 +104,16 @@ def test_a_crashed_leader_is_replaced_in_time(chosen, at):
 @given(st.lists(good, min_size=1, max_size=30), st.floats(1.0, 60.0))
 def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
     """Its Lease is free for whoever looks next."""
-    one = world(chosen)
+    cluster = world(chosen)
     for name in NAMES[:3]:
-        one.add(name, PATIENCE)
-    one.run(at)
-    (first,) = one.leaders
+        cluster.add(name, PATIENCE)
+    cluster.run(at)
+    (first,) = cluster.leaders
     first.resign()
-    assert one.leaders == []
-    one.run(at + PATIENCE.retry_s + 8 * 0.1)
-    assert [second.name for second in one.leaders] != [first.name]
-    assert len(one.leaders) == 1
+    assert cluster.leaders == []
+    cluster.run(at + PATIENCE.retry_s + 8 * 0.1)
+    assert [second.name for second in cluster.leaders] != [first.name]
+    assert len(cluster.leaders) == 1
 
 
 @few
@@ -121,48 +121,48 @@ def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
 def test_there_is_a_leader_again_once_the_network_is_well(chosen):
     """After any trouble somebody leads within the longest wait."""
     trouble = iter(chosen)
-    one = World(lambda: next(trouble, Fate(0.01, 0.01)))
+    cluster = World(lambda: next(trouble, Fate(0.01, 0.01)))
     for name in NAMES[:3]:
-        one.add(name, PATIENCE)
-    one.run(5.0 * len(chosen) + 40.0 + 2 * PATIENCE.duration_s)
-    assert len(one.leaders) == 1
+        cluster.add(name, PATIENCE)
+    cluster.run(5.0 * len(chosen) + 40.0 + 2 * PATIENCE.duration_s)
+    assert len(cluster.leaders) == 1
 
 
 def test_the_leader_stays():
     """Nobody takes a Lease that is renewed: an hour has one leader, and one transition."""
-    one = swift()
+    cluster = swift()
     for name in NAMES:
-        one.add(name, PATIENCE)
-    one.run(3600.0)
-    assert len(one.history) == 1
-    assert one.store.record.transitions == 0
+        cluster.add(name, PATIENCE)
+    cluster.run(3600.0)
+    assert len(cluster.history) == 1
+    assert cluster.store.record.transitions == 0
 
 
 def test_a_leader_without_answers_gives_up_before_another_leads():
     """It stops at `renew_s` after its last renewal; others wait for `duration_s`."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.add("b", PATIENCE, at=0.5)
-    one.run(20.0)
-    assert one.leaders == [first]
-    one._fate = lambda: Fate(None, None)
-    one.run(20.0 + PATIENCE.renew_s)
-    assert one.leaders == []
-    one._fate = lambda: Fate(0.01, 0.01)
-    one.run(60.0)
-    assert len(one.leaders) == 1
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.add("b", PATIENCE, at=0.5)
+    cluster.run(20.0)
+    assert cluster.leaders == [first]
+    cluster._fate = lambda: Fate(None, None)
+    cluster.run(20.0 + PATIENCE.renew_s)
+    assert cluster.leaders == []
+    cluster._fate = lambda: Fate(0.01, 0.01)
+    cluster.run(60.0)
+    assert len(cluster.leaders) == 1
 
 
 def test_a_leader_comes_back_where_nobody_took_over():
     """An outage of the store costs the lead for as long as it lasts, not more."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.run(20.0)
-    one._fate = lambda: Fate(None, None)
-    one.run(60.0)
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.run(20.0)
+    cluster._fate = lambda: Fate(None, None)
+    cluster.run(60.0)
     assert not first.leads()
-    one._fate = lambda: Fate(0.01, 0.01)
-    one.run(70.0)
+    cluster._fate = lambda: Fate(0.01, 0.01)
+    cluster.run(70.0)
     assert first.leads()
     kinds = [fact.kind for fact in first.facts]
     assert kinds == ["elected", "failed", "lost", "recovered", "elected"]
@@ -204,79 +204,79 @@ def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
 
 def test_one_that_cannot_do_the_work_does_not_stand():
     """It leaves a free Lease alone, and keeps one that it has."""
-    one = swift()
-    idle, fit = one.add("a", PATIENCE), one.add("b", PATIENCE, at=5.0)
+    cluster = swift()
+    idle, fit = cluster.add("a", PATIENCE), cluster.add("b", PATIENCE, at=5.0)
     idle.stands = False
-    one.run(20.0)
-    assert one.leaders == [fit]
+    cluster.run(20.0)
+    assert cluster.leaders == [fit]
     fit.stands = False
-    one.run(60.0)
-    assert one.leaders == [fit]
+    cluster.run(60.0)
+    assert cluster.leaders == [fit]
 
 
 def test_a_record_that_somebody_deletes():
     """Whoever knew its holder waits as if it were there; the holder writes it anew."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.add("b", PATIENCE, at=0.5)
-    one.run(20.0)
-    one.store.record = None
-    one.run(40.0)
-    assert one.leaders == [first]
-    assert one.store.record.holder == "a"
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.add("b", PATIENCE, at=0.5)
+    cluster.run(20.0)
+    cluster.store.record = None
+    cluster.run(40.0)
+    assert cluster.leaders == [first]
+    assert cluster.store.record.holder == "a"
 
 
 def test_a_record_of_somebody_else():
     """A Lease that another program took, or a person edited, ends the lead at the next look."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.run(20.0)
-    taken = one.store.do(first.elector._term._put(acquired=True))
-    one.store.record = type(taken)("person", 15, 7, "x")
-    one.run(23.0)
-    assert one.leaders == []
-    one.run(60.0)
-    assert one.leaders == [first]
-    assert one.store.record.transitions == 8
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.run(20.0)
+    taken = cluster.store.do(first.elector._term._put(acquired=True))
+    cluster.store.record = type(taken)("person", 15, 7, "x")
+    cluster.run(23.0)
+    assert cluster.leaders == []
+    cluster.run(60.0)
+    assert cluster.leaders == [first]
+    assert cluster.store.record.transitions == 8
 
 
 def test_a_frozen_process_knows_when_it_wakes():
     """A leader whose process stood still for long does not believe what it last heard."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.run(20.0)
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.run(20.0)
     assert first.leads()
-    one.now += PATIENCE.renew_s
+    cluster.now += PATIENCE.renew_s
     assert not first.leads()
 
 
 def test_an_answer_that_comes_late_counts_from_the_question():
     """A leader whose renewal was confirmed late leads only for what is left of the time."""
-    one = swift()
-    first = one.add("a", PATIENCE)
-    one.run(20.0)
-    one._fate = lambda: Fate(0.0, 4.9)
-    one.run(30.0)
-    one._fate = lambda: Fate(None, None)
+    cluster = swift()
+    first = cluster.add("a", PATIENCE)
+    cluster.run(20.0)
+    cluster._fate = lambda: Fate(0.0, 4.9)
+    cluster.run(30.0)
+    cluster._fate = lambda: Fate(None, None)
     last = first.elector._term._until
     assert first.leads()
-    one.run(last)
+    cluster.run(last)
     assert not first.leads()
     assert last < 30.0 + PATIENCE.renew_s
 
 
 def test_the_duration_that_counts_stands_in_the_lease():
     """An impatient replica waits as long as the holder said, not as long as it would say."""
-    one = swift()
-    patient = one.add("a", ElectionSettings(duration_s=30, renew_s=25.0))
-    one.add("b", ElectionSettings(duration_s=3, renew_s=2.0, retry_s=0.5), at=1.0)
-    one.run(10.0)
-    assert one.leaders == [patient]
+    cluster = swift()
+    patient = cluster.add("a", ElectionSettings(duration_s=30, renew_s=25.0))
+    cluster.add("b", ElectionSettings(duration_s=3, renew_s=2.0, retry_s=0.5), at=1.0)
+    cluster.run(10.0)
+    assert cluster.leaders == [patient]
     patient.crash()
-    one.run(37.0)
-    assert one.leaders == []
-    one.run(41.0)
-    assert [other.name for other in one.leaders] == ["b"]
+    cluster.run(37.0)
+    assert cluster.leaders == []
+    cluster.run(41.0)
+    assert [other.name for other in cluster.leaders] == ["b"]
 
 
 def test_running_ends_with_a_release():
@@ -306,16 +306,16 @@ def test_running_ends_with_a_release():
             facts.append(fact.kind)
             elected.set()
 
-        one = leader_elector.LeaderElector(
+        cluster = leader_elector.LeaderElector(
             "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_fact=note
         )
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            tasks.create_task(one.run())
+            tasks.create_task(cluster.run())
             await elected.wait()
-            assert one.is_leader
-            one.resign()
-            assert not one.is_leader
-            await one.resigned(5.0)
+            assert cluster.is_leader
+            cluster.resign()
+            assert not cluster.is_leader
+            await cluster.resigned(5.0)
         assert near.store.record.holder == ""
         assert near.closed
         assert facts == ["elected", "resigned"]

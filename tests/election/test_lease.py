@@ -42,9 +42,9 @@ def written(put, before=None):
 
 def test_a_lease_is_read():
     """Holder, duration, transitions and version; the object comes along for the next write."""
-    record, whole = lease.read(json.dumps(HELD).encode())
+    record, stored = lease.read(json.dumps(HELD).encode())
     assert record == LeaseRecord("other", 20, 2, "7")
-    assert whole == HELD
+    assert stored == HELD
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}])
@@ -58,8 +58,8 @@ def test_a_lease_without_a_holder(spec):
 @given(st.binary(max_size=200) | st.sampled_from([b"[]", b"{}", b'{"metadata":{}}', b"\xff"]))
 def test_garbage_is_a_value(text):
     """Nothing that a server could send raises."""
-    found = lease.read(text)
-    assert isinstance(found, lease.UnreadableLease)
+    result = lease.read(text)
+    assert isinstance(result, lease.UnreadableLease)
 
 
 def test_a_first_write_creates():
@@ -81,15 +81,15 @@ def test_a_first_write_creates():
 
 def test_taking_over_keeps_what_others_wrote():
     """Labels and fields we do not know stay; the version guards the write."""
-    made = written(TAKE, HELD)
-    assert made["metadata"] == {
+    stored = written(TAKE, HELD)
+    assert stored["metadata"] == {
         "name": "l",
         "namespace": "n",
         "resourceVersion": "7",
         "uid": "u",
         "labels": {"team": "a"},
     }
-    assert made["spec"] == {
+    assert stored["spec"] == {
         "holderIdentity": "me",
         "leaseDurationSeconds": 15,
         "leaseTransitions": 3,
@@ -101,9 +101,9 @@ def test_taking_over_keeps_what_others_wrote():
 
 def test_a_renewal_keeps_the_time_of_acquisition():
     """Only the renewal is new."""
-    made = written(LeaseWrite("other", 20, 2, acquired=False, version="7"), HELD)
-    assert made["spec"]["acquireTime"] == HELD["spec"]["acquireTime"]
-    assert made["spec"]["renewTime"] == NOW
+    stored = written(LeaseWrite("other", 20, 2, acquired=False, version="7"), HELD)
+    assert stored["spec"]["acquireTime"] == HELD["spec"]["acquireTime"]
+    assert stored["spec"]["renewTime"] == NOW
 
 
 def test_a_version_goes_along_whatever_is_kept():

@@ -149,10 +149,10 @@ class World:
 
     def add(self, name, settings, *, at=0.0, **clock):
         """A candidate that starts at some time."""
-        one = Candidate(self, name, settings, **clock)
-        self.candidates.append(one)
-        self.at(at, one.start)
-        return one
+        candidate = Candidate(self, name, settings, **clock)
+        self.candidates.append(candidate)
+        self.at(at, candidate.start)
+        return candidate
 
     def at(self, when, what):
         """Something happens at a time."""
@@ -162,30 +162,30 @@ class World:
         """Something happens later."""
         self.at(self.now + seconds, what)
 
-    def send(self, one, call, serial, *, last):
+    def send(self, candidate, call, serial, *, last):
         """A request leaves; it may be executed after the sender has given up."""
         fate = self._fate()
         if fate.there is not None:
-            self.after(fate.there, lambda: self._execute(one, call, serial, fate, last=last))
+            self.after(fate.there, lambda: self._execute(candidate, call, serial, fate, last=last))
         gave_up = leader_elector.LeaseRequestFailed("no answer")
-        self.after(self._limit_s, lambda: one.hear(gave_up, serial, last=last))
+        self.after(self._limit_s, lambda: candidate.hear(gave_up, serial, last=last))
 
-    def _execute(self, one, call, serial, fate, *, last):
+    def _execute(self, candidate, call, serial, fate, *, last):
         answer = self.store.do(call)
         if fate.back is not None:
-            self.after(fate.back, lambda: one.hear(answer, serial, last=last))
+            self.after(fate.back, lambda: candidate.hear(answer, serial, last=last))
 
     @property
     def leaders(self):
         """Everyone who believes to lead."""
-        return [one for one in self.candidates if one.leads()]
+        return [candidate for candidate in self.candidates if candidate.leads()]
 
     def run(self, until):
         """Let time pass; belief begins at events only, so that is when to look."""
         while self._events and self._events[0][0] <= until:
             self.now, _, what = heapq.heappop(self._events)
             what()
-            leaders = [one.name for one in self.leaders]
+            leaders = [candidate.name for candidate in self.leaders]
             assert len(leaders) <= 1, f"{leaders} at {self.now}"
             if leaders and leaders != self.history[-1:]:
                 self.history += leaders
