@@ -4,7 +4,7 @@ from extproc.endpoint import Load
 from extproc.pool.slots import AdapterSlotTracker
 
 
-def seen(slots, *running, ran=(), size=2):
+def count_loads(slots, *running, ran=(), size=2):
     before = slots.loads
     slots.update(Load(adapters=frozenset(running), adapter_slots=size), ran)
     return slots.loads - before
@@ -13,31 +13,31 @@ def seen(slots, *running, ran=(), size=2):
 def test_an_adapter_that_runs_and_was_not_there_was_loaded():
     """What ran before anybody looked is no load; what stays idle in a slot is none either."""
     slots = AdapterSlotTracker()
-    assert seen(slots, "a") == 0
-    assert seen(slots, "a", "b") == 1
-    assert seen(slots) == 0
-    assert seen(slots, "a") == 0
-    assert seen(slots, "b") == 0
+    assert count_loads(slots, "a") == 0
+    assert count_loads(slots, "a", "b") == 1
+    assert count_loads(slots) == 0
+    assert count_loads(slots, "a") == 0
+    assert count_loads(slots, "b") == 0
 
 
 def test_the_least_recently_used_makes_room():
     """Of two slots with a and then b, c takes that of a."""
     slots = AdapterSlotTracker()
-    seen(slots)
-    assert seen(slots, "a") == 1
-    assert seen(slots, "b") == 1
-    assert seen(slots, "c") == 1
-    assert seen(slots, "b", "c") == 0
-    assert seen(slots, "a") == 1
+    count_loads(slots)
+    assert count_loads(slots, "a") == 1
+    assert count_loads(slots, "b") == 1
+    assert count_loads(slots, "c") == 1
+    assert count_loads(slots, "b", "c") == 0
+    assert count_loads(slots, "a") == 1
 
 
 def test_requests_that_ended_between_scrapes_ran_too():
     """An adapter that came and went within a scrape interval was loaded."""
     slots = AdapterSlotTracker()
-    seen(slots)
-    assert seen(slots, ran={"a"}) == 1
-    assert seen(slots, "a", ran={"a"}) == 0
-    assert seen(slots, "b", ran={"a", "c"}) == 2
+    count_loads(slots)
+    assert count_loads(slots, ran={"a"}) == 1
+    assert count_loads(slots, "a", ran={"a"}) == 0
+    assert count_loads(slots, "b", ran={"a", "c"}) == 2
 
 
 def test_engines_without_slots_say_nothing():

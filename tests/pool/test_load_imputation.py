@@ -57,35 +57,35 @@ def test_what_is_stale_or_was_never_read_counts_as_the_mean(lost):
     """Requests, queue, memory and the size of the cache are as those of the others on average."""
     more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
     fleet = fleet_of(FULL, more, lost, own=2)
-    one, two, three = candidates(fleet)
-    assert (three.estimated_requests, three.in_flight) == (2 + 10, 2)
+    first, second, third = candidates(fleet)
+    assert (third.estimated_requests, third.in_flight) == (2 + 10, 2)
     queued = [
         c.queued_tokens - m.account.queued(NOW)
-        for c, m in zip((one, two, three), fleet.pool.members, strict=True)
+        for c, m in zip((first, second, third), fleet.pool.members, strict=True)
     ]
     assert queued == [4 * 500, 8 * 500, 6 * 500]
-    load = three.load
+    load = third.load
     assert (load.waiting, load.running, load.kv_tokens) == (6.0, 6.0, 1600)
     assert load.kv_usage == pytest.approx(0.6)
-    assert three.page is NO_LOAD
-    assert one.page is two.page is None
+    assert third.page is NO_LOAD
+    assert first.page is second.page is None
 
 
 def test_while_nothing_is_known_own_requests_are_all_that_counts():
     """Pages that are lost everywhere leave nothing behind, however long the queues on them were."""
     lost = [change(FULL, at=0.0, waiting=float(waiting)) for waiting in (0, 4, 13, 19)]
-    made = candidates(fleet_of(*lost, own=1))
-    assert [c.load for c in made] == [NO_LOAD] * 4
-    assert [(c.estimated_requests, c.queued_tokens) for c in made] == [(1.0, 100.0)] * 4
+    imputed = candidates(fleet_of(*lost, own=1))
+    assert [c.load for c in imputed] == [NO_LOAD] * 4
+    assert [(c.estimated_requests, c.queued_tokens) for c in imputed] == [(1.0, 100.0)] * 4
 
 
 def test_a_value_that_a_page_lacks_counts_as_the_mean():
     """Of a fresh page only the gap is filled, and its own values stay."""
     partial = change(FULL, waiting=None, running=3.0, kv_usage=None, kv_blocks=None)
-    _, two = candidates(fleet_of(FULL, partial))
-    assert (two.load.waiting, two.load.running, two.load.kv_usage) == (4.0, 3.0, 0.5)
-    assert (two.load.kv_tokens, two.estimated_requests) == (1600, 12.0)
-    assert two.page == partial
+    _, second = candidates(fleet_of(FULL, partial))
+    assert (second.load.waiting, second.load.running, second.load.kv_usage) == (4.0, 3.0, 0.5)
+    assert (second.load.kv_tokens, second.estimated_requests) == (1600, 12.0)
+    assert second.page == partial
 
 
 def test_pages_that_all_lack_the_same_stay_as_they_are():
@@ -99,10 +99,10 @@ def test_pages_that_all_lack_the_same_stay_as_they_are():
 def test_what_every_page_lacks_is_imputed_to_none():
     """A stale page beside pages that do not name the cache's size leaves those as they are."""
     bare = change(FULL, kv_blocks=None, block_tokens=None)
-    one, two, three = candidates(fleet_of(bare, bare, None))
-    assert one.page is two.page is None
-    assert one.load is two.load
-    assert (three.load.waiting, three.load.kv_tokens) == (4.0, None)
+    first, second, third = candidates(fleet_of(bare, bare, None))
+    assert first.page is second.page is None
+    assert first.load is second.load
+    assert (third.load.waiting, third.load.kv_tokens) == (4.0, None)
 
 
 def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
@@ -113,10 +113,10 @@ def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
         liar.account.open("m", 100, cached_tokens=0, now=NOW - 9.0)
     claim = change(FULL, waiting=0.0, running=0.0, kv_usage=0.9)
     fleet.observe(fleet.begin_scrape(liar.endpoint), claim, NOW)
-    one, _, three = candidates(fleet)
-    assert (one.load.waiting, one.load.running, one.load.kv_usage) == (4.0, 8.0, 0.9)
-    assert (one.estimated_requests, one.page) == (9 + 12, claim)
-    assert three.load.kv_usage == 0.5
+    first, _, third = candidates(fleet)
+    assert (first.load.waiting, first.load.running, first.load.kv_usage) == (4.0, 8.0, 0.9)
+    assert (first.estimated_requests, first.page) == (9 + 12, claim)
+    assert third.load.kv_usage == 0.5
 
 
 def test_a_page_that_stands_still_counts_as_the_mean():
@@ -127,8 +127,8 @@ def test_a_page_that_stands_still_counts_as_the_mean():
     for _ in range(3):
         member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
     fleet.observe(fleet.begin_scrape(member.endpoint), still, NOW)
-    one, _ = candidates(fleet)
-    assert (one.load.waiting, one.load.running, one.estimated_requests) == (4.0, 8.0, 12.0)
+    first, _ = candidates(fleet)
+    assert (first.load.waiting, first.load.running, first.estimated_requests) == (4.0, 8.0, 12.0)
     alone = fleet_of(change(still, at=NOW - 5.0))
     member = alone.pool.members[0]
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_page_that_stands_still_counts_as_the_mean():
 @given(st.lists(st.none() | pages, min_size=1, max_size=6), st.integers(0, 3))
 def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
     """Whatever is filled in lies within what pages of others say."""
-    made = candidates(fleet_of(*loads, own=own))
+    imputed = candidates(fleet_of(*loads, own=own))
     for read in (
         lambda load: load.waiting,
         lambda load: load.running,
@@ -151,13 +151,13 @@ def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
             for load in loads
             if load is not None and load.at > 94.0 and (value := read(load)) is not None
         ]
-        for c in made:
+        for c in imputed:
             value = read(c.load)
             assert (value is None) == (not known)
             if value is not None:
                 assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
-    assert all(c.estimated_requests >= c.in_flight for c in made)
-    assert all(c.queued_tokens >= 0.0 for c in made)
+    assert all(c.estimated_requests >= c.in_flight for c in imputed)
+    assert all(c.queued_tokens >= 0.0 for c in imputed)
 
 
 def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():

@@ -17,8 +17,8 @@ def serving(*listed: ServedModels | None) -> ModelIndex:
     return ModelIndex([(Endpoint(f"10.0.0.{at}:1"), one) for at, one in enumerate(listed)])
 
 
-def positions(found: ModelIndex, model: str, adapter: str = "") -> list[int] | None:
-    split = found.match(model, adapter)
+def positions(index: ModelIndex, model: str, adapter: str = "") -> list[int] | None:
+    split = index.match(model, adapter)
     return None if split is None else list(split.positions)
 
 
@@ -30,10 +30,10 @@ def test_without_any_list_everybody_may_serve():
 
 def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
     """Known holders and those of whom nothing is known stay in, in pool order."""
-    found = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
-    assert positions(found, "a") == [0, 1, 3]
-    assert positions(found, "lora") == [1, 2, 3]
-    split = found.match("b")
+    index = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
+    assert positions(index, "a") == [0, 1, 3]
+    assert positions(index, "lora") == [1, 2, 3]
+    split = index.match("b")
     assert split is not None
     assert [one.address for one in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
 
@@ -56,17 +56,17 @@ def test_what_everybody_serves_costs_nobody():
 
 def test_an_adapter_apart_from_the_model_needs_both():
     """Adapters of two base models may share a name."""
-    found = serving(models("a", "sql"), models("b", "sql"), models("a"))
-    assert positions(found, "a", "sql") == [0]
-    assert positions(found, "b", "sql") == [1]
-    assert positions(found, "", "sql") == [0, 1]
+    index = serving(models("a", "sql"), models("b", "sql"), models("a"))
+    assert positions(index, "a", "sql") == [0]
+    assert positions(index, "b", "sql") == [1]
+    assert positions(index, "", "sql") == [0, 1]
 
 
 def test_an_adapter_nobody_lists_is_left_to_the_model():
     """Engines that take a path in `lora_path` do not list it."""
-    found = serving(models("a"), models("b"))
-    assert positions(found, "a", "/loras/x") == [0]
-    assert found.match("", "/loras/x") is None
+    index = serving(models("a"), models("b"))
+    assert positions(index, "a", "/loras/x") == [0]
+    assert index.match("", "/loras/x") is None
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_an_adapter_nobody_lists_is_left_to_the_model():
 )
 def test_kubeai_names_are_split_where_both_parts_are_known(name: str, alias: Alias | None):
     """The first underscore between a base model and an adapter of one engine counts."""
-    found = serving(
+    index = serving(
         models("llama", "sql", "sql_v2"), models("qwen_2", "math"), None, models("named_so", "so")
     )
-    assert found.parse_kubeai_name(name) == alias
-    assert found.parse_kubeai_name(name) == alias
+    assert index.parse_kubeai_name(name) == alias
+    assert index.parse_kubeai_name(name) == alias
 
 
 def test_fleet_carries_models_and_wipes_them_with_the_engine():
@@ -146,15 +146,15 @@ def test_splits_agree_with_a_plain_walk():
             rng.choice([None, models(rng.choice(names), *rng.sample(names, rng.randrange(3)))])
             for _ in range(rng.randrange(8))
         ]
-        found = serving(*listed)
+        index = serving(*listed)
         for name in "abcdx":
             wanted = [at for at, one in enumerate(listed) if one is None or name in one]
-            got = positions(found, name)
+            got = positions(index, name)
             assert got == (None if len(wanted) == len(listed) else wanted)
 
 
 def test_a_known_name_is_looked_up():
     """The second question about a name takes no walk."""
-    found = serving(models("a"), models("b"))
-    assert found.match("a") is found.match("a")
-    assert found.match("x") is found.match("y")
+    index = serving(models("a"), models("b"))
+    assert index.match("a") is index.match("a")
+    assert index.match("x") is index.match("y")

@@ -21,39 +21,47 @@ class Ward:
     def __init__(self, size: int = 4, settings: OutlierDetectionSettings = ERRORS) -> None:
         self.health = OutlierDetector(settings, random.Random(1))
         self.now = 0.0
-        for one in range(1, size + 1):
-            self.health.on_endpoint_added(one, 0.0, late=False)
+        for incarnation in range(1, size + 1):
+            self.health.on_endpoint_added(incarnation, 0.0, late=False)
 
-    def told(
-        self, one: int, verdict: RequestOutcome, sent_at: float | None = None, **more: object
+    def record_outcome(
+        self,
+        incarnation: int,
+        verdict: RequestOutcome,
+        sent_at: float | None = None,
+        **more: object,
     ) -> None:
         at = self.now if sent_at is None else sent_at
-        self.health.record_outcome(one, verdict, sent_at=at, now=self.now, **more)  # type: ignore[arg-type]
+        self.health.record_outcome(incarnation, verdict, sent_at=at, now=self.now, **more)  # type: ignore[arg-type]
 
-    def fail(self, one: int, times: int = 3) -> None:
+    def fail(self, incarnation: int, times: int = 3) -> None:
         for _ in range(times):
-            self.told(one, RequestOutcome.FAILED)
+            self.record_outcome(incarnation, RequestOutcome.FAILED)
 
-    def serve(self, one: int, times: int = 1) -> None:
+    def serve(self, incarnation: int, times: int = 1) -> None:
         for _ in range(times):
-            self.told(one, RequestOutcome.SERVED)
+            self.record_outcome(incarnation, RequestOutcome.SERVED)
 
-    def miss(self, one: int, times: int = 2, *, refused: bool = False) -> None:
+    def miss(self, incarnation: int, times: int = 2, *, refused: bool = False) -> None:
         for _ in range(times):
-            self.health.record_scrape_failure(one, self.now, connected=False, refused=refused)
+            self.health.record_scrape_failure(
+                incarnation, self.now, connected=False, refused=refused
+            )
 
-    def reach(self, one: int, **facts: bool | None) -> None:
+    def reach(self, incarnation: int, **facts: bool | None) -> None:
         said: dict[str, bool | None] = {"restarted": False, "moved": None, "idle": True, **facts}
-        self.health.record_scrape(one, self.now, **said)  # type: ignore[arg-type]
+        self.health.record_scrape(incarnation, self.now, **said)  # type: ignore[arg-type]
 
-    def state(self, one: int) -> HealthState:
-        return self.health.condition(one).state
+    def state(self, incarnation: int) -> HealthState:
+        return self.health.condition(incarnation).state
 
     @property
     def out(self) -> set[int]:
         known = self.health._records
         return {
-            one for one in range(1, 9) if one in known and self.state(one) > HealthState.SUSPECT
+            incarnation
+            for incarnation in range(1, 9)
+            if incarnation in known and self.state(incarnation) > HealthState.SUSPECT
         }
 
 
@@ -105,7 +113,7 @@ def test_one_failure_is_doubted():
     ward.fail(1, 1)
     known = ward.health.condition(1)
     assert (known.state, known.until) == (HealthState.SUSPECT, 1.0)
-    ward.told(1, RequestOutcome.SERVED, sent_at=-1.0)
+    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=-1.0)
     assert ward.state(1) is HealthState.HEALTHY
     ward.fail(1, 1)
     ward.now = 1.5
@@ -117,9 +125,9 @@ def test_one_failure_is_doubted():
 def test_doubts_keep_to_the_share():
     """While half of the pool is out or doubted, a further failure changes nothing."""
     ward = Ward()
-    for one in (1, 2, 3, 4):
-        ward.fail(one, 1)
-    assert [ward.state(one) for one in (1, 2, 3, 4)] == [
+    for incarnation in (1, 2, 3, 4):
+        ward.fail(incarnation, 1)
+    assert [ward.state(incarnation) for incarnation in (1, 2, 3, 4)] == [
         *(HealthState.SUSPECT, HealthState.SUSPECT),
         *(HealthState.HEALTHY, HealthState.HEALTHY),
     ]
@@ -129,7 +137,7 @@ def test_refusals_of_requests_neither_harm_nor_heal():
     """4xx and 429 between failures change nothing."""
     ward = Ward()
     for _ in range(3):
-        ward.told(1, RequestOutcome.CLIENT_ERROR)
+        ward.record_outcome(1, RequestOutcome.CLIENT_ERROR)
         ward.fail(1, 1)
     assert ward.out == {1}
 
@@ -163,7 +171,7 @@ def test_a_probe_that_is_served_brings_back():
     ward.health.record_sent(1, ward.now)
     assert ward.state(1) is HealthState.PROBING
     ward.now += 0.5
-    ward.told(1, RequestOutcome.SERVED, sent_at=ward.now - 0.5)
+    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=ward.now - 0.5)
     assert ward.state(1) is HealthState.HEALTHY
     assert ward.health.condition(1).since == ward.now
     assert ward.health.probes == {"ok": 1}
@@ -194,8 +202,8 @@ def test_what_was_sent_before_the_ejection_counts_no_more():
     ward.fail(1)
     before = ward.health.condition(1)
     ward.now = 2.0
-    ward.told(1, RequestOutcome.FAILED, sent_at=0.5)
-    ward.told(1, RequestOutcome.SERVED, sent_at=0.5)
+    ward.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
+    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=0.5)
     assert ward.health.condition(1) == before
 
 
@@ -207,7 +215,7 @@ def test_a_probe_without_a_verdict_makes_room(said: RequestOutcome):
     ward.now = 10.0
     ward.health.record_sent(1, 10.0)
     ward.now = 11.0
-    ward.told(1, said, sent_at=10.0)
+    ward.record_outcome(1, said, sent_at=10.0)
     assert ward.health.condition(1).until == 11.0
     assert ward.health.probes == {"unclear": 1}
 
@@ -216,8 +224,8 @@ def test_never_more_than_a_share():
     """Of four failing endpoints two are out; of two one; the only one never."""
     for size, most in ((4, 2), (3, 1), (2, 1), (1, 0)):
         ward = Ward(size)
-        for one in range(1, size + 1):
-            ward.fail(one, 3 * one)
+        for incarnation in range(1, size + 1):
+            ward.fail(incarnation, 3 * incarnation)
         assert len(ward.out) == most
 
 
@@ -232,9 +240,9 @@ def test_the_least_bad_stay():
 def test_gone_endpoints_do_not_use_up_the_share():
     """Three of four whose ports nobody listens on are out, and the last one stays."""
     ward = Ward()
-    for one in (1, 2, 3):
-        ward.reach(one)
-        ward.miss(one, refused=True)
+    for incarnation in (1, 2, 3):
+        ward.reach(incarnation)
+        ward.miss(incarnation, refused=True)
     assert ward.out == {1, 2, 3}
     assert ward.health.condition(1).until == math.inf
     ward.fail(4, 9)
@@ -244,8 +252,8 @@ def test_gone_endpoints_do_not_use_up_the_share():
 def test_silent_scrapes_alone_are_doubted():
     """Time-outs without a failed request leave out no more than the share."""
     ward = Ward()
-    for one in (1, 2, 3):
-        ward.miss(one)
+    for incarnation in (1, 2, 3):
+        ward.miss(incarnation)
     assert len(ward.out) == 2
     ward.fail(1, 1)
     ward.fail(2, 1)
@@ -269,7 +277,7 @@ def test_answers_that_others_may_have_given_do_not():
     """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
     ward = Ward()
     ward.miss(1, 1, refused=True)
-    ward.told(1, RequestOutcome.SERVED, sole=False)
+    ward.record_outcome(1, RequestOutcome.SERVED, sole=False)
     ward.miss(1, 1, refused=True)
     assert ward.out == {1}
 
@@ -297,7 +305,7 @@ def test_an_answer_brings_a_gone_endpoint_back():
     ward.miss(1, 1)
     assert ward.state(1) is HealthState.DOWN
     ward.now = 3.0
-    ward.told(1, RequestOutcome.SERVED, sent_at=sent)
+    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=sent)
     assert ward.state(1) is HealthState.HEALTHY
     ward.reach(1)
     assert ward.state(1) is HealthState.HEALTHY
@@ -355,8 +363,8 @@ def test_clients_that_leave_say_something_only_after_a_silence():
     ward = Ward()
     ward.now = 40.0
     for _ in range(3):
-        ward.told(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
-        ward.told(2, RequestOutcome.NO_RESPONSE, sent_at=5.0)
+        ward.record_outcome(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
+        ward.record_outcome(2, RequestOutcome.NO_RESPONSE, sent_at=5.0)
     assert ward.out == {2}
 
 
@@ -398,36 +406,42 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
     """
     ward = Ward(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
     here = {1, 2, 3, 4, 5}
-    for one, what, seconds in happened:
+    for incarnation, what, seconds in happened:
         ward.now += seconds
-        if one not in here:
+        if incarnation not in here:
             continue
         match what:
             case "fail":
-                ward.told(one, RequestOutcome.FAILED, sent_at=ward.now - seconds / 2)
+                ward.record_outcome(
+                    incarnation, RequestOutcome.FAILED, sent_at=ward.now - seconds / 2
+                )
             case "serve":
-                ward.told(one, RequestOutcome.SERVED, sent_at=ward.now - seconds / 2)
+                ward.record_outcome(
+                    incarnation, RequestOutcome.SERVED, sent_at=ward.now - seconds / 2
+                )
             case "left":
-                ward.told(one, RequestOutcome.NO_RESPONSE, sent_at=ward.now - 31.0)
+                ward.record_outcome(
+                    incarnation, RequestOutcome.NO_RESPONSE, sent_at=ward.now - 31.0
+                )
             case "miss":
-                ward.miss(one, 1)
+                ward.miss(incarnation, 1)
             case "refuse":
-                ward.miss(one, 1, refused=True)
+                ward.miss(incarnation, 1, refused=True)
             case "reach":
-                ward.reach(one, moved=seconds > 10.0, idle=seconds < 3.0)
+                ward.reach(incarnation, moved=seconds > 10.0, idle=seconds < 3.0)
             case "send":
-                ward.health.record_sent(one, ward.now)
+                ward.health.record_sent(incarnation, ward.now)
             case _:
-                ward.health.on_endpoint_removed(one)
+                ward.health.on_endpoint_removed(incarnation)
                 ward.health.update_ejections(ward.now)
-                here.discard(one)
+                here.discard(incarnation)
     records = ward.health._records
-    certain = {one for one in here if records[one].certain}
+    certain = {incarnation for incarnation in here if records[incarnation].certain}
     doubtful = ward.out - certain
     rest = len(here) - len(certain)
     assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
-    down = {one for one in here if ward.state(one) is HealthState.DOWN}
-    assert all(records[one].unreachable for one in down)
+    down = {incarnation for incarnation in here if ward.state(incarnation) is HealthState.DOWN}
+    assert all(records[incarnation].unreachable for incarnation in down)
 
 
 def test_reached_brings_back_whoever_was_refused_in_between():

@@ -13,73 +13,73 @@ SPOT = Endpoint("10.0.0.1:8000")
 
 
 def account(tokens_per_s=1000.0):
-    made = InflightLoad(SPOT)
-    made.tokens_per_s = tokens_per_s
-    return made
+    inflight = InflightLoad(SPOT)
+    inflight.tokens_per_s = tokens_per_s
+    return inflight
 
 
-def send(made, tokens, now, cached=0):
-    return made.open("m", tokens, cached_tokens=cached, now=now)
+def send(inflight, tokens, now, cached=0):
+    return inflight.open("m", tokens, cached_tokens=cached, now=now)
 
 
 def test_queued_work_is_what_is_not_cached_and_drains():
     """900 of 1000 tokens cached leave 100, which are gone after a tenth of a second."""
-    made = account()
-    send(made, 1000, 5.0, cached=900)
-    assert made.queued(5.0) == 100
-    assert made.queued(5.05) == pytest.approx(50)
-    assert made.queued(9.0) == 0
+    inflight = account()
+    send(inflight, 1000, 5.0, cached=900)
+    assert inflight.queued(5.0) == 100
+    assert inflight.queued(5.05) == pytest.approx(50)
+    assert inflight.queued(9.0) == 0
 
 
 def test_a_request_that_ended_was_computed_with_everything_before_it():
     """Engines serve first come first served."""
-    made = account()
+    inflight = account()
     for tokens in (4000, 3000):
-        send(made, tokens, 0.0)
-    second = send(made, 2000, 0.0)
-    send(made, 1000, 0.0)
+        send(inflight, tokens, 0.0)
+    second = send(inflight, 2000, 0.0)
+    send(inflight, 1000, 0.0)
     second.close(1.0)
-    assert made.queued(1.0) == 1000
+    assert inflight.queued(1.0) == 1000
 
 
 def test_a_request_that_was_never_answered_takes_only_its_own_work_away():
     """Nothing is known of what was sent before it."""
-    made = account()
-    send(made, 4000, 0.0)
-    second = send(made, 2000, 0.0)
+    inflight = account()
+    send(inflight, 4000, 0.0)
+    second = send(inflight, 2000, 0.0)
     second.close(0.0, answered=False)
-    assert made.queued(0.0) == 4000
+    assert inflight.queued(0.0) == 4000
 
 
 def test_a_scrape_shows_which_of_the_last_ones_still_wait():
     """With two waiting, the last two of three have not begun, however fast we thought it was."""
-    made = account(tokens_per_s=1e9)
+    inflight = account(tokens_per_s=1e9)
     for tokens in (4000, 3000, 2000):
-        send(made, tokens, 0.0)
-    assert made.queued(1.0) == 0
-    made.scraped(sent=made.sent, written=made.kv_tokens_sent, waiting=2.0, now=1.0)
-    assert made.queued(1.0) == 5000
+        send(inflight, tokens, 0.0)
+    assert inflight.queued(1.0) == 0
+    inflight.scraped(sent=inflight.sent, written=inflight.kv_tokens_sent, waiting=2.0, now=1.0)
+    assert inflight.queued(1.0) == 5000
 
 
 def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
     """With nobody waiting everything is admitted; the largest may be in the middle of it."""
-    made = account(tokens_per_s=1e-9)
+    inflight = account(tokens_per_s=1e-9)
     for tokens in (4000, 3000, 2000):
-        send(made, tokens, 0.0)
-    sent, written = made.sent, made.kv_tokens_sent
-    send(made, 500, 0.1)
-    made.scraped(sent=sent, written=written, waiting=0.0, now=0.2)
-    assert made.queued(0.2) == pytest.approx(4500)
-    assert made.kv_tokens_sent - made.kv_tokens_scraped == 500
+        send(inflight, tokens, 0.0)
+    sent, written = inflight.sent, inflight.kv_tokens_sent
+    send(inflight, 500, 0.1)
+    inflight.scraped(sent=sent, written=written, waiting=0.0, now=0.2)
+    assert inflight.queued(0.2) == pytest.approx(4500)
+    assert inflight.kv_tokens_sent - inflight.kv_tokens_scraped == 500
 
 
 def test_decodes_beside_it_slow_the_queue_down():
     """2048 tokens of prefill pay for one step with all its decodes."""
-    made = account()
-    made.set_drain_rate(
+    inflight = account()
+    inflight.set_drain_rate(
         StepTimeModel(step_s=0.02, prefill_s=1e-4, decode_s=1e-3, context_s=0.0), 100
     )
-    assert made.tokens_per_s == pytest.approx(1 / (1e-4 + 0.12 / 2048))
+    assert inflight.tokens_per_s == pytest.approx(1 / (1e-4 + 0.12 / 2048))
 
 
 @given(
@@ -94,21 +94,24 @@ def test_decodes_beside_it_slow_the_queue_down():
 )
 def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
     """Whatever happens, 0 <= queued <= sent, and nothing open means nothing queued."""
-    made, tickets, now = account(), [], 0.0
+    inflight, tickets, now = account(), [], 0.0
     for act, number, passed in acts:
         now += passed
         if act == "open":
-            tickets.append(send(made, number, now, cached=number // 2))
+            tickets.append(send(inflight, number, now, cached=number // 2))
         elif act == "scrape":
-            made.scraped(
-                sent=made.sent, written=made.kv_tokens_sent, waiting=float(number % 7), now=now
+            inflight.scraped(
+                sent=inflight.sent,
+                written=inflight.kv_tokens_sent,
+                waiting=float(number % 7),
+                now=now,
             )
         elif tickets:
             tickets.pop(number % len(tickets)).close(now, answered=act == "close")
-        assert 0 <= made.queued(now) <= made.sent
+        assert 0 <= inflight.queued(now) <= inflight.sent
     for ticket in tickets:
         ticket.close(now)
-    assert (made.in_flight, made.prompt_tokens, made.adapters) == (0, 0, {})
+    assert (inflight.in_flight, inflight.prompt_tokens, inflight.adapters) == (0, 0, {})
 
 
 def test_others_who_wait_count_as_much_as_ours_usually_do():
@@ -148,8 +151,8 @@ KNOWN = frozenset({"a", "b", "c", "d"})
 )
 def test_where_an_adapter_stands(opened, closed, load, expected):
     """In use here or there, lately used, room, evictable, full, or nobody knows."""
-    made = InflightLoad(SPOT)
-    tickets = {name: made.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
+    inflight = InflightLoad(SPOT)
+    tickets = {name: inflight.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
     for name in closed:
         tickets[name].close(0.0)
-    assert adapter_residency("a", made, load, KNOWN) is expected
+    assert adapter_residency("a", inflight, load, KNOWN) is expected

@@ -13,7 +13,7 @@ from extproc.endpoint import (
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 
-ONE, TWO, THREE = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+FIRST, SECOND, THIRD = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 
 
 class Gone(list[Endpoint]):
@@ -29,7 +29,7 @@ def fleet_of(*addresses: str, gone: Gone | None = None) -> PoolStore:
     return fleet
 
 
-def member_of(fleet: PoolStore, address: str = ONE) -> EndpointSnapshot:
+def member_of(fleet: PoolStore, address: str = FIRST) -> EndpointSnapshot:
     member = fleet.pool.find(address)
     assert member is not None
     return member
@@ -55,30 +55,30 @@ def test_a_fleet_is_synced_once_discovery_spoke():
 def test_members_keep_discoverys_order_and_first_duplicate():
     """Members stand in the order of the list; of one address the first entry counts."""
     fleet = PoolStore(on_gone=Gone())
-    fleet.set_endpoints([Endpoint(TWO, "a"), Endpoint(ONE), Endpoint(TWO, "b")], 0.0)
-    assert [member.endpoint.address for member in fleet.pool.members] == [TWO, ONE]
-    assert member_of(fleet, TWO).endpoint.name == "a"
+    fleet.set_endpoints([Endpoint(SECOND, "a"), Endpoint(FIRST), Endpoint(SECOND, "b")], 0.0)
+    assert [member.endpoint.address for member in fleet.pool.members] == [SECOND, FIRST]
+    assert member_of(fleet, SECOND).endpoint.name == "a"
 
 
 def test_snapshots_are_replaced_and_never_edited():
     """A pool that somebody holds stays as it was."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     before = fleet.pool
     members = before.members
     observed(fleet, 1, 0)
-    fleet.set_endpoints([Endpoint(THREE)], 1.0)
+    fleet.set_endpoints([Endpoint(THIRD)], 1.0)
     assert before.members is members
     assert before.members[0].load is NO_LOAD
-    assert before.find(THREE) is None
+    assert before.find(THIRD) is None
 
 
 def test_an_endpoint_that_stays_keeps_account_and_load():
     """A new list does not disturb endpoints that are in it; names and labels are updated."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     observed(fleet, 3, 4)
     before = member_of(fleet)
     before.account.open("m", 10, cached_tokens=0, now=0.0)
-    fleet.set_endpoints([Endpoint(ONE, "renamed", {"zone": "b"}), Endpoint(THREE)], 1.0)
+    fleet.set_endpoints([Endpoint(FIRST, "renamed", {"zone": "b"}), Endpoint(THIRD)], 1.0)
     after = member_of(fleet)
     assert after.account is before.account
     assert (after.load, after.foreign) == (before.load, 7.0)
@@ -89,20 +89,20 @@ def test_an_endpoint_that_stays_keeps_account_and_load():
 def test_what_left_is_told_once():
     """Each endpoint that leaves is reported once, with its incarnation, after the change."""
     gone = Gone()
-    fleet = fleet_of(ONE, TWO, gone=gone)
-    left = member_of(fleet, TWO).endpoint
-    fleet.set_endpoints([Endpoint(ONE)], 1.0)
-    fleet.set_endpoints([Endpoint(ONE)], 2.0)
+    fleet = fleet_of(FIRST, SECOND, gone=gone)
+    left = member_of(fleet, SECOND).endpoint
+    fleet.set_endpoints([Endpoint(FIRST)], 1.0)
+    fleet.set_endpoints([Endpoint(FIRST)], 2.0)
     assert gone == [left]
 
 
 def test_an_endpoint_that_comes_back_is_another_one():
     """A new life has a new incarnation and a clean account; old tickets close on the old one."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     first = member_of(fleet)
     ticket = first.account.open("m", 10, cached_tokens=0, now=0.0)
     fleet.set_endpoints([], 1.0)
-    fleet.set_endpoints([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([Endpoint(FIRST)], 2.0)
     second = member_of(fleet)
     assert second.endpoint.incarnation > first.endpoint.incarnation
     assert (second.account.in_flight, second.load) == (0, NO_LOAD)
@@ -117,7 +117,7 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
     fleet = PoolStore(on_gone=gone)
     lives = []
     for uid in ("a", "a", "b"):
-        fleet.set_endpoints([Endpoint(ONE, uid=uid)], 0.0)
+        fleet.set_endpoints([Endpoint(FIRST, uid=uid)], 0.0)
         lives.append(member_of(fleet).endpoint)
     assert lives[0] == lives[1]
     assert lives[2].incarnation > lives[1].incarnation
@@ -129,7 +129,7 @@ def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
     fleet = PoolStore(on_gone=Gone())
     told = ServedModels(frozenset({"base"}), frozenset({"one"}))
     fleet.set_endpoints(
-        [Endpoint(ONE, models=told), Endpoint(TWO, models=ServedModels(frozenset({"x"})))], 0.0
+        [Endpoint(FIRST, models=told), Endpoint(SECOND, models=ServedModels(frozenset({"x"})))], 0.0
     )
     assert fleet.pool.serving.names == {"base", "one", "x"}
     assert fleet.pool.serving.parse_kubeai_name("base_one").adapter == "one"
@@ -137,7 +137,7 @@ def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
     fleet.observe_models(member_of(fleet).endpoint, ServedModels(frozenset({"base"})))
     assert fleet.pool.serving.names == {"base", "x"}
     more = ServedModels(frozenset({"base"}), frozenset({"one", "two"}))
-    fleet.set_endpoints([Endpoint(ONE, models=more)], 1.0)
+    fleet.set_endpoints([Endpoint(FIRST, models=more)], 1.0)
     assert member_of(fleet).models is None
     assert fleet.pool.serving.names == {"base", "one", "two"}
 
@@ -146,7 +146,7 @@ def test_incarnations_are_never_reused():
     """No two lives of any endpoints share an incarnation."""
     fleet = PoolStore(on_gone=Gone())
     seen = []
-    for addresses in ([ONE, TWO], [], [TWO], [ONE, TWO], [THREE]):
+    for addresses in ([FIRST, SECOND], [], [SECOND], [FIRST, SECOND], [THIRD]):
         fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
         seen += [member.endpoint for member in fleet.pool.members]
     by_life = {endpoint.incarnation: endpoint.address for endpoint in seen}
@@ -170,7 +170,7 @@ def test_foreign_work_is_what_is_not_ours(
     own_at_mark: int, own_at_page: int, running: float, waiting: float, foreign: float
 ):
     """Foreign = max(0, running + waiting - own), own the larger of the counts at both ends."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     account = member_of(fleet).account
     tickets = [account.open("m", 0, cached_tokens=0, now=0.0) for _ in range(own_at_mark)]
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
@@ -184,13 +184,13 @@ def test_foreign_work_is_what_is_not_ours(
 
 def test_a_scrape_of_an_earlier_life_is_dropped():
     """A page that was asked of an endpoint that left, and came back since, is not its load."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
     fleet.set_endpoints([], 1.0)
     fleet.observe(mark, Load(at=1.0), 1.0)
     fleet.scrape_failed(mark, "refused", 1.0)
     assert fleet.pool.members == ()
-    fleet.set_endpoints([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([Endpoint(FIRST)], 2.0)
     fleet.observe(mark, Load(at=1.0), 2.0)
     fleet.scrape_failed(mark, "refused", 2.0)
     member = member_of(fleet)
@@ -199,7 +199,7 @@ def test_a_scrape_of_an_earlier_life_is_dropped():
 
 def test_a_mark_of_an_endpoint_that_left_counts_nothing():
     """A scrape may begin in the moment its endpoint leaves."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     endpoint = member_of(fleet).endpoint
     fleet.set_endpoints([], 1.0)
     assert fleet.begin_scrape(endpoint).in_flight == 0
@@ -217,7 +217,7 @@ def test_a_mark_of_an_endpoint_that_left_counts_nothing():
 )
 def test_only_connections_that_fail_twice_mean_down(reasons: list[str], up: bool):  # noqa: FBT001
     """Two scrapes in a row that cannot connect: down. A bad page says nothing."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     observed(fleet, 1, 1)
     for reason in reasons:
         fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), reason, 2.0)
@@ -230,7 +230,7 @@ def test_only_connections_that_fail_twice_mean_down(reasons: list[str], up: bool
 
 def test_a_good_scrape_brings_an_endpoint_up():
     """One page is enough to be up again."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     for _ in range(3):
         fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), "refused", 1.0)
     assert fleet.pool.down == 1
@@ -240,11 +240,11 @@ def test_a_good_scrape_brings_an_endpoint_up():
 
 def test_positions_are_the_same_object_until_endpoints_change():
     """Readers may cache by the identity of `positions` while only loads change."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     positions = fleet.pool.positions
     observed(fleet, 1, 1)
     assert fleet.pool.positions is positions
-    fleet.set_endpoints([Endpoint(ONE)], 1.0)
+    fleet.set_endpoints([Endpoint(FIRST)], 1.0)
     assert fleet.pool.positions is not positions
 
 

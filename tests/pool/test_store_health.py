@@ -8,7 +8,7 @@ from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
 from extproc.pool.condition import HealthState, RequestOutcome
 from extproc.pool.store import PoolStore
 
-ONE, TWO, THREE, FOUR = (f"10.0.0.{n}:8000" for n in range(1, 5))
+FIRST, SECOND, THIRD, FOURTH = (f"10.0.0.{n}:8000" for n in range(1, 5))
 
 
 def fleet_of(*addresses: str) -> PoolStore:
@@ -17,16 +17,16 @@ def fleet_of(*addresses: str) -> PoolStore:
     return fleet
 
 
-def state(fleet: PoolStore, address: str = ONE) -> HealthState:
-    found = fleet.pool.find(address)
-    assert found is not None
-    return found.condition.state
+def state(fleet: PoolStore, address: str = FIRST) -> HealthState:
+    member = fleet.pool.find(address)
+    assert member is not None
+    return member.condition.state
 
 
-def endpoint(fleet: PoolStore, address: str = ONE) -> Endpoint:
-    found = fleet.pool.find(address)
-    assert found is not None
-    return found.endpoint
+def endpoint(fleet: PoolStore, address: str = FIRST) -> Endpoint:
+    member = fleet.pool.find(address)
+    assert member is not None
+    return member.endpoint
 
 
 def missed(fleet: PoolStore, address: str, reason: str, times: int = 2) -> None:
@@ -47,10 +47,10 @@ def missed(fleet: PoolStore, address: str, reason: str, times: int = 2) -> None:
 )
 def test_counters_that_stand_still(*, totals: EngineCounters, running: float, out: bool):
     """Work and no iteration for 15 s is a hung engine, where iterations or tokens are counted."""
-    fleet = fleet_of(ONE, TWO)
-    found = fleet.pool.find(ONE)
-    assert found is not None
-    found.account.open("m", 10, cached_tokens=0, now=0.0)
+    fleet = fleet_of(FIRST, SECOND)
+    member = fleet.pool.find(FIRST)
+    assert member is not None
+    member.account.open("m", 10, cached_tokens=0, now=0.0)
     for at in range(1, 20):
         mark = fleet.begin_scrape(endpoint(fleet))
         fleet.observe(mark, Load(at=at, running=running, waiting=0.0, counters=totals), float(at))
@@ -59,7 +59,7 @@ def test_counters_that_stand_still(*, totals: EngineCounters, running: float, ou
 
 def test_work_of_others_is_not_ours_to_judge():
     """Without a request of ours nothing is said of an engine that stands still."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     for at in range(1, 40):
         load = Load(at=at, running=3.0, waiting=0.0, counters=EngineCounters(steps=1.0))
         fleet.observe(fleet.begin_scrape(endpoint(fleet)), load, float(at))
@@ -68,10 +68,12 @@ def test_work_of_others_is_not_ours_to_judge():
 
 def test_refused_at_its_own_port_is_gone():
     """Nobody listens where requests would go: any number may be out for that."""
-    fleet = fleet_of(ONE, TWO, THREE, FOUR)
-    for address in (ONE, TWO, THREE):
+    fleet = fleet_of(FIRST, SECOND, THIRD, FOURTH)
+    for address in (FIRST, SECOND, THIRD):
         missed(fleet, address, "refused")
-    assert [state(fleet, one) for one in (ONE, TWO, THREE, FOUR)] == [
+    assert [
+        state(fleet, endpoint_address) for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
+    ] == [
         *[HealthState.DOWN] * 3,
         HealthState.HEALTHY,
     ]
@@ -81,8 +83,14 @@ def test_refused_at_another_port_is_doubtful():
     """A metrics port of its own says less: no more than the share are out for it."""
     fleet = PoolStore(on_gone=lambda _: None)
     labels = {METRICS_PORT: "9400"}
-    fleet.set_endpoints([Endpoint(one, labels=labels) for one in (ONE, TWO, THREE, FOUR)], 0.0)
-    for address in (ONE, TWO, THREE):
+    fleet.set_endpoints(
+        [
+            Endpoint(endpoint_address, labels=labels)
+            for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
+        ],
+        0.0,
+    )
+    for address in (FIRST, SECOND, THIRD):
         missed(fleet, address, "refused")
     assert fleet.pool.down == 2
 
@@ -90,47 +98,47 @@ def test_refused_at_another_port_is_doubtful():
 @pytest.mark.parametrize("reason", ["status 404", "unreadable", "bug: KeyError"])
 def test_a_missing_page_is_no_failure(reason: str):
     """An engine without metrics serves as well as any other."""
-    fleet = fleet_of(ONE, TWO)
-    missed(fleet, ONE, reason, times=9)
+    fleet = fleet_of(FIRST, SECOND)
+    missed(fleet, FIRST, reason, times=9)
     assert state(fleet) is HealthState.HEALTHY
 
 
 def test_an_endpoint_that_leaves_takes_its_story_along():
     """In its next life nothing is held against it, and it counts as new."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     for _ in range(3):
         fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
     assert state(fleet) is HealthState.EJECTED
-    fleet.set_endpoints([Endpoint(TWO)], 2.0)
-    fleet.set_endpoints([Endpoint(ONE), Endpoint(TWO)], 3.0)
+    fleet.set_endpoints([Endpoint(SECOND)], 2.0)
+    fleet.set_endpoints([Endpoint(FIRST), Endpoint(SECOND)], 3.0)
     assert state(fleet) is HealthState.HEALTHY
     assert fleet.pool.newest == 3.0
 
 
 def test_first_ones_are_not_new():
     """Those of the first list, and of a list after an empty one, are as old as any."""
-    fleet = fleet_of(ONE)
+    fleet = fleet_of(FIRST)
     assert fleet.pool.newest < 0.0
     fleet.set_endpoints([], 1.0)
-    fleet.set_endpoints([Endpoint(TWO)], 2.0)
+    fleet.set_endpoints([Endpoint(SECOND)], 2.0)
     assert fleet.pool.newest < 0.0
-    fleet.set_endpoints([Endpoint(TWO), Endpoint(THREE)], 3.0)
+    fleet.set_endpoints([Endpoint(SECOND), Endpoint(THIRD)], 3.0)
     assert fleet.pool.newest == 3.0
 
 
 def test_the_share_follows_the_pool():
     """When others leave, an endpoint that must stay is taken back."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     for _ in range(3):
         fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
     assert fleet.pool.unhealthy_or_doubtful == 1
-    fleet.set_endpoints([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([Endpoint(FIRST)], 2.0)
     assert (state(fleet), fleet.pool.unhealthy_or_doubtful) == (HealthState.HEALTHY, 0)
 
 
 def test_a_ticket_moves_whole():
     """What was charged to one endpoint is charged to another, and given back once."""
-    fleet = fleet_of(ONE, TWO)
+    fleet = fleet_of(FIRST, SECOND)
     first, second = (member.account for member in fleet.pool.members)
     ticket = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)
     ticket.move(second, 1.0)

@@ -67,16 +67,16 @@ def test_chain_equals_one_hash_over_everything_before_the_cut(prompt, seed):
 @given(st.binary(max_size=140), st.binary(max_size=140), st.binary(max_size=140))
 def test_equal_beginnings_give_equal_chains(common, left, right):
     """Two chains agree on exactly the full blocks that both prompts share, across block growth."""
-    one = blocks.chain(common + left, b"", schedule=SMALL)
-    two = blocks.chain(common + right, b"", schedule=SMALL)
+    first = blocks.chain(common + left, b"", schedule=SMALL)
+    second = blocks.chain(common + right, b"", schedule=SMALL)
     shared = sum(
         1
         for cut in SMALL.cuts[1:]
         if cut <= min(len(common + left), len(common + right))
         and (common + left)[:cut] == (common + right)[:cut]
     )
-    agree = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
-    assert (min(len(one), len(two)) if agree is None else agree) == shared
+    agree = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    assert (min(len(first), len(second)) if agree is None else agree) == shared
 
 
 @given(
@@ -86,10 +86,10 @@ def test_equal_beginnings_give_equal_chains(common, left, right):
 )
 def test_seeds_are_unambiguous(left, right, tail):
     """Different names never make one seed, nor does a prompt continue a seed into another."""
-    one, two = blocks.seed(*left), blocks.seed(*right)
-    assert (one == two) == (left == right)
+    first, second = blocks.seed(*left), blocks.seed(*right)
+    assert (first == second) == (left == right)
     if left != right:
-        assert not (one + tail).startswith(two + tail)
+        assert not (first + tail).startswith(second + tail)
 
 
 def test_seed_takes_names_that_are_not_unicode():

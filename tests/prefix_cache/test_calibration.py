@@ -13,62 +13,62 @@ def send(calibration, requests, prompt=1000, cached=500):
 
 def test_what_came_true_changes_nothing():
     """Half of 8000 tokens predicted, half found: the capacity is right."""
-    made = Calibration()
-    send(made, 8)
-    assert not made.observe_counters(8000, 4000)
-    assert (made.factor, made.error) == (1.0, 0.0)
-    assert (made.predicted, made.observed) == (4000, 4000)
+    estimate = Calibration()
+    send(estimate, 8)
+    assert not estimate.observe_counters(8000, 4000)
+    assert (estimate.factor, estimate.error) == (1.0, 0.0)
+    assert (estimate.predicted, estimate.observed) == (4000, 4000)
 
 
 def test_too_much_belief_shrinks():
     """Half predicted, a tenth found: 1 - 1.5 * 0.4 is below the largest step of 0.7."""
-    made = Calibration()
-    send(made, 8)
-    assert made.observe_counters(8000, 800)
-    assert made.factor == 0.7
+    estimate = Calibration()
+    send(estimate, 8)
+    assert estimate.observe_counters(8000, 800)
+    assert estimate.factor == 0.7
 
 
 def test_too_little_belief_grows_slowly():
     """Half predicted, all found: five percent more."""
-    made = Calibration()
-    send(made, 8)
-    assert made.observe_counters(8000, 8000)
-    assert made.factor == 1.05
+    estimate = Calibration()
+    send(estimate, 8)
+    assert estimate.observe_counters(8000, 8000)
+    assert estimate.factor == 1.05
 
 
 def test_a_few_requests_are_not_enough():
     """Seven requests change nothing, the eighth does."""
-    made = Calibration()
-    send(made, 8)
-    assert not made.observe_counters(7000, 0)
-    assert made.observe_counters(1000, 0)
+    estimate = Calibration()
+    send(estimate, 8)
+    assert not estimate.observe_counters(7000, 0)
+    assert estimate.observe_counters(1000, 0)
 
 
 def test_requests_are_compared_when_the_engine_looks_them_up():
     """Predictions of requests that still queue wait for their look-up."""
-    made = Calibration()
-    send(made, 8, cached=0)
-    send(made, 8, cached=1000)
-    made.observe_counters(8000, 0)
-    assert made.error == 0.0
-    made.observe_counters(8000, 8000)
-    assert made.error == 0.0
-    assert made.factor == 1.0
+    estimate = Calibration()
+    send(estimate, 8, cached=0)
+    send(estimate, 8, cached=1000)
+    estimate.observe_counters(8000, 0)
+    assert estimate.error == 0.0
+    estimate.observe_counters(8000, 8000)
+    assert estimate.error == 0.0
+    assert estimate.factor == 1.0
 
 
 def test_windows_of_others_say_nothing():
     """When most tokens are somebody else's, their hits are too."""
-    made = Calibration()
-    send(made, 8)
-    assert not made.observe_counters(80_000, 0)
-    assert made.factor == 1.0
+    estimate = Calibration()
+    send(estimate, 8)
+    assert not estimate.observe_counters(80_000, 0)
+    assert estimate.factor == 1.0
 
 
 def test_answers_tell_more_exactly():
     """Eight answers that report no cached tokens shrink the belief at once."""
-    made = Calibration()
-    assert [made.observe_usage(1000, 900, 0) for _ in range(8)] == [False] * 7 + [True]
-    assert made.factor == 0.7
+    estimate = Calibration()
+    assert [estimate.observe_usage(1000, 900, 0) for _ in range(8)] == [False] * 7 + [True]
+    assert estimate.factor == 0.7
 
 
 @given(
@@ -82,11 +82,11 @@ def test_answers_tell_more_exactly():
 )
 def test_the_factor_stays_in_bounds(acts):
     """Whatever is sent and counted, the factor is between 0.02 and 2, and the error a ratio."""
-    made = Calibration()
+    estimate = Calibration()
     for act, one, other in acts:
         if act == "sent":
-            made.record_sent(one, min(one, other))
+            estimate.record_sent(one, min(one, other))
         else:
-            made.observe_counters(float(one), float(min(one, other)))
-        assert 0.02 <= made.factor <= 2.0
-        assert -1.0 <= made.error <= 1.0
+            estimate.observe_counters(float(one), float(min(one, other)))
+        assert 0.02 <= estimate.factor <= 2.0
+        assert -1.0 <= estimate.error <= 1.0
