@@ -21,7 +21,7 @@ class Place:
     """A fleet, its dispatcher and a gate, at a time a test sets."""
 
     def __init__(self, *addresses, profile="balanced", **holding):
-        self.asked = 0
+        self.requests = 0
         self.house = House(dict.fromkeys(addresses), profile=profile)
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
@@ -41,8 +41,10 @@ class Place:
     def ask(self, model="m", *, tokens=10, priority=0, **headers):
         """What becomes of a request: a decision, a refusal, or a wait."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.asked += 1
-        body = json.dumps({"model": model, "prompt": f"{self.asked} " + "word " * tokens}).encode()
+        self.requests += 1
+        body = json.dumps(
+            {"model": model, "prompt": f"{self.requests} " + "word " * tokens}
+        ).encode()
         raw = HttpRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
         prepared = self.house.dispatcher.prepare(raw)
         request = prepared.request.__class__(
@@ -75,7 +77,7 @@ class Place:
 async def answered(*held):
     """Let the loop turn until these are answered."""
     for _ in range(50):
-        if all(one.answer.done() for one in held):
-            return [one.answer.result() for one in held]
+        if all(request.answer.done() for request in held):
+            return [request.answer.result() for request in held]
         await asyncio.sleep(0)
-    raise AssertionError([one.answer for one in held])
+    raise AssertionError([request.answer for request in held])

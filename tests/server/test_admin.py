@@ -94,20 +94,24 @@ def test_a_token_file_without_a_token_is_refused(tmp_path):
 
 def test_a_token_file_is_read_again_when_it_changes(tmp_path):
     """A renewed Secret is in force at the next request; one that cannot be read opens nothing."""
-    file, told = tmp_path / "token", []
+    file, reloads = tmp_path / "token", []
     file.write_text("first")
-    token = admin_access.AdminToken(str(file), on_reload=told.append)
-    assert (token.current(), told) == ("first", [])
+    token = admin_access.AdminToken(str(file), on_reload=reloads.append)
+    assert (token.current(), reloads) == ("first", [])
     draft = tmp_path / "draft"
     draft.write_text("second\n")
     draft.rename(file)
-    assert (token.current(), token.current(), told) == ("second", "second", ["reloaded"])
+    assert (token.current(), token.current(), reloads) == ("second", "second", ["reloaded"])
     draft.write_text("")
     draft.rename(file)
     assert (token.current(), token.current()) == ("second", "second")
     file.unlink()
     assert token.current() == "second"
-    assert [len(told), "without a token" in told[1], "No such file" in told[2]] == [3, True, True]
+    assert [len(reloads), "without a token" in reloads[1], "No such file" in reloads[2]] == [
+        3,
+        True,
+        True,
+    ]
     file.write_text("third")
     assert token.current() == "third"
 

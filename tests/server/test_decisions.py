@@ -13,15 +13,15 @@ def test_a_decision_is_kept_with_what_came_of_it():
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
-            kept = server.servicer.shared.ring.find("id-7")
-            assert kept.decision.endpoints[0].address == ext_proc_script.ADDRESS
-            assert (kept.status, kept.seconds) == ("", None)
+            record = server.servicer.shared.ring.find("id-7")
+            assert record.decision.endpoints[0].address == ext_proc_script.ADDRESS
+            assert (record.status, record.seconds) == ("", None)
             await stream.say(ext_proc_script.response_headers())
-            (said,) = await stream.hear()
-            assert "x-extproc-decision" not in said.headers
+            (response,) = await stream.hear()
+            assert "x-extproc-decision" not in response.headers
             await stream.end()
             await server.idle()
-            assert (kept.status, kept.seconds) == ("200", 0.0)
+            assert (record.status, record.seconds) == ("200", 0.0)
 
     serving.run(test())
 
@@ -36,8 +36,8 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
             await stream.say(ext_proc_script.response_headers())
-            (said,) = await stream.hear()
-            assert said.headers["x-extproc-decision"].startswith(
+            (response,) = await stream.hear()
+            assert response.headers["x-extproc-decision"].startswith(
                 f"balanced; chose={ext_proc_script.ADDRESS}; "
             )
             await stream.end()

@@ -19,11 +19,11 @@ class Context:
 
     def __init__(self):
         self.began = asyncio.Event()
-        self.said = asyncio.get_running_loop().create_future()
+        self.next_read = asyncio.get_running_loop().create_future()
 
     async def read(self):
         self.began.set()
-        return await self.said
+        return await self.next_read
 
 
 class Writing(Context):
@@ -31,7 +31,7 @@ class Writing(Context):
 
     def __init__(self):
         super().__init__()
-        self.said.set_result(
+        self.next_read.set_result(
             codec.decode(ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX))
         )
         self.writes = asyncio.Event()
@@ -70,8 +70,8 @@ async def test_a_read_under_way_is_left_to_end_by_itself():
         handler.cancel()
         await asyncio.wait([handler], timeout=0.01)
         assert not handler.done()
-        assert not context.said.cancelled()
-        context.said.set_result(grpc.aio.EOF)
+        assert not context.next_read.cancelled()
+        context.next_read.set_result(grpc.aio.EOF)
         with pytest.raises(asyncio.CancelledError):
             await handler
         tallies = scene.servicer.shared.tallies
@@ -91,14 +91,14 @@ async def open_streams(scene, count):
 async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
     """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
-        kept, *others = await open_streams(scene, 3)
+        undecided, *others = await open_streams(scene, 3)
         released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=3600.0))
-        for one in others:
-            assert await one.call.code() is grpc.StatusCode.OK
-        await kept.say(ext_proc_script.response_headers())
-        assert await kept.hear() == [ext_proc_script.answer_headers()]
+        for stream in others:
+            assert await stream.call.code() is grpc.StatusCode.OK
+        await undecided.say(ext_proc_script.response_headers())
+        assert await undecided.hear() == [ext_proc_script.answer_headers()]
         assert not released.done()
-        assert await kept.end() is grpc.StatusCode.OK
+        assert await undecided.end() is grpc.StatusCode.OK
         await released
 
 
@@ -107,8 +107,8 @@ async def test_all_streams_are_released(count):
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         streams = await open_streams(scene, count)
         await scene.servicer.drain_streams(5.0, apart_s=0.0 if count > 1 else 3600.0)
-        for one in streams:
-            assert await one.call.code() is grpc.StatusCode.OK
+        for stream in streams:
+            assert await stream.call.code() is grpc.StatusCode.OK
         assert scene.servicer.shared.tallies.streams_open == 0
 
 
@@ -141,9 +141,9 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.say(*messages)
-        said = [one for one in await stream.rest() if one.status]
-        assert [one.status for one in said] == [500]
-        assert said[0].error["error"]["code"] == 500
+        rejections = [response for response in await stream.rest() if response.status]
+        assert [response.status for response in rejections] == [500]
+        assert rejections[0].error["error"]["code"] == 500
         assert await stream.call.code() is grpc.StatusCode.OK
         await scene.idle()
         assert house.in_flight == 0
@@ -173,7 +173,7 @@ async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
         first, _ = await open_streams(scene, 2)
         crowded = scene.stream()
         await crowded.say(ext_proc_script.request_headers(ends=True))
-        assert [said.status for said in await crowded.rest()] == [429]
+        assert [response.status for response in await crowded.rest()] == [429]
         assert await crowded.call.code() is grpc.StatusCode.OK
         assert house.in_flight == 2
         tallies = scene.servicer.shared.tallies

@@ -45,7 +45,7 @@ async def test_held_requests_are_spread_over_what_comes():
     held = [place.ask(tokens=3200) for _ in range(6)]
     place.come(A)
     await answered(*held[:2])
-    assert [one.answer.done() for one in held] == [True, True, False, False, False, False]
+    assert [request.answer.done() for request in held] == [True, True, False, False, False, False]
     place.come(A, B)
     await answered(*held[:4])
     accounts = [member.account.in_flight for member in place.house.fleet.pool.members]
@@ -82,8 +82,8 @@ async def test_waits_end_at_their_deadline():
     empty, short = place.ask(), place.ask(x_extproc_queue_timeout_ms="1000")
     place.house.now += 1.5
     place.gate.pump()
-    (told,) = await answered(short)
-    assert (told.status, told.reason) == (503, "rejected-no-endpoints")
+    (rejection,) = await answered(short)
+    assert (rejection.status, rejection.reason) == (503, "rejected-no-endpoints")
     assert not empty.answer.done()
     place.house.now += 4.0
     place.gate.pump()
@@ -93,28 +93,28 @@ async def test_waits_end_at_their_deadline():
     held = busy.ask()
     busy.house.now += 3.0
     busy.gate.pump()
-    (told,) = await answered(held)
-    assert (told.status, told.reason) == (429, "rejected-ttl-expired")
-    assert told.retry_after_s >= 1
+    (rejection,) = await answered(held)
+    assert (rejection.status, rejection.reason) == (429, "rejected-ttl-expired")
+    assert rejection.retry_after_s >= 1
     assert place.gate.outcomes["expired"] == 2
 
 
 async def test_no_time_is_no_wait():
     """A timeout of nothing answers at once."""
-    told = Place(empty_timeout_s=0).ask()
-    assert isinstance(told, Rejection)
-    assert told.status == 503
+    rejection = Place(empty_timeout_s=0).ask()
+    assert isinstance(rejection, Rejection)
+    assert rejection.status == 503
 
 
 async def test_a_client_that_leaves_is_gone_at_once():
     """Waiting or just granted: nothing stays charged or kept."""
     place = Place()
-    one, other = place.ask(), place.ask()
-    place.gate.cancel(one, place.now)
+    first, second = place.ask(), place.ask()
+    place.gate.cancel(first, place.now)
     assert place.gate.queue.count == 1
     place.come(A)
-    await answered(other)
-    place.gate.cancel(other, place.now)
+    await answered(second)
+    place.gate.cancel(second, place.now)
     assert place.house.fleet.pool.members[0].account.in_flight == 0
     assert place.gate.outcomes == {"left": 1, "went": 1}
 
@@ -124,8 +124,8 @@ async def test_priorities_displace_and_overtake():
     place = Place(max_requests=2)
     first, last = place.ask(), place.ask()
     vip = place.ask(priority=3)
-    (told,) = await answered(last)
-    assert (told.status, told.reason) == (429, "evicted-priority")
+    (rejection,) = await answered(last)
+    assert (rejection.status, rejection.reason) == (429, "evicted-priority")
     refused = place.ask()
     assert isinstance(refused, Rejection)
     place.come(A)
@@ -142,8 +142,8 @@ async def test_the_end_of_the_picker_ends_waits():
     place = Place()
     held = place.ask()
     place.gate.close()
-    (told,) = await answered(held)
-    assert (told.status, told.reason) == (503, "rejected-shutting-down")
+    (rejection,) = await answered(held)
+    assert (rejection.status, rejection.reason) == (503, "rejected-shutting-down")
     assert place.ask().reason == "rejected-shutting-down"
 
 
@@ -183,9 +183,9 @@ async def test_promises_end_with_the_wait():
     place.house.now += 6.0
     place.gate.pump()
     await answered(*held[1:])
-    for one in held[1:]:
-        if isinstance(one.answer.result(), Admission):
-            one.answer.result().ticket.close(place.now)
+    for request in held[1:]:
+        if isinstance(request.answer.result(), Admission):
+            request.answer.result().ticket.close(place.now)
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
@@ -232,7 +232,7 @@ async def test_promises_end_with_a_refusal():
     assert sum(account.active_context_tokens for account in accounts) > 1000
     place.house.now += 6.0
     place.gate.pump()
-    assert all(one.status == 429 for one in await answered(*held))
+    assert all(rejection.status == 429 for rejection in await answered(*held))
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 

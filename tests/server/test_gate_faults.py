@@ -26,8 +26,13 @@ async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
     place.house.dispatcher.decide = broken
     place.come(A)
     granted = await answered(*held)
-    assert all(isinstance(one, Admission) for one in granted)
-    assert [bool(one.decision.degraded) for one in granted] == [True, False, True, False]
+    assert all(isinstance(admission, Admission) for admission in granted)
+    assert [bool(admission.decision.degraded) for admission in granted] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert place.house.in_flight == 4
     assert list(place.bugs.values()) == [2]
     assert len(caplog.records) == 1

@@ -16,7 +16,7 @@ async def test_many_go_in_turns_of_the_loop():
     place.come(A)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert 0 < sum(one.answer.done() for one in held) < 400
+    assert 0 < sum(request.answer.done() for request in held) < 400
     await answered(*held)
     assert place.gate.outcomes["went"] == 400
 
@@ -36,7 +36,7 @@ async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
     done = []
     while not done or done[-1] < len(held):
         await asyncio.sleep(0)
-        done.append(sum(one.answer.done() for one in held))
+        done.append(sum(request.answer.done() for request in held))
     assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
 
 
@@ -46,7 +46,7 @@ async def test_many_names_take_one_decision_of_a_pump():
     for address in (A, B):
         place.load(address, waiting=20, running=8, kv_usage=0.9)
     held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
-    assert all(isinstance(one, QueuedRequest) for one in held)
+    assert all(isinstance(request, QueuedRequest) for request in held)
     place.gate.pump()
     decide, decided = place.house.dispatcher.decide, []
 
@@ -66,7 +66,7 @@ async def test_thousands_of_deadlines_end_in_turns_of_the_loop():
     held = [place.ask(tokens=1) for _ in range(400)]
     place.house.now += 6.0
     place.gate.pump()
-    assert 0 < sum(one.answer.done() for one in held) < 400
+    assert 0 < sum(request.answer.done() for request in held) < 400
     await answered(*held)
     assert place.gate.outcomes == {"expired": 400}
 
@@ -134,7 +134,7 @@ def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
         place.gate.pump()
         assert place.looks == 3
         place.load(A, waiting=0, running=4, kv_usage=0.5)
-        await asyncio.gather(*(one.answer for one in place.held))
+        await asyncio.gather(*(request.answer for request in place.held))
         assert place.gate.outcomes == {"went": 9}
         place.gate.close()
 

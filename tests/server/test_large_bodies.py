@@ -277,9 +277,9 @@ async def hear_body(stream):
     (route,) = await stream.hear()
     pieces = []
     while True:
-        (said,) = await stream.hear()
-        pieces.append(said.body)
-        if said.ends:
+        (response,) = await stream.hear()
+        pieces.append(response.body)
+        if response.ends:
             return route, b"".join(pieces)
 
 
@@ -313,10 +313,10 @@ async def test_stream_refuses_a_large_body_that_is_wrong():
     async with serving_large() as (scene, _):
         body = b'{"model":"m","prompt":' + b" " * 2_000_000
         stream = await send_large(scene, body)
-        (said,) = await stream.hear()
-        assert said.status == 400
+        (response,) = await stream.hear()
+        assert response.status == 400
         refused = surfaces.parse(HttpRequest(RAW.headers, body))
-        assert said.error["error"]["message"].endswith(refused.message)
+        assert response.error["error"]["message"].endswith(refused.message)
 
 
 async def test_stream_sends_a_body_that_ends_its_process_somewhere():

@@ -25,8 +25,8 @@ class Scene:
         self.subject.look()
 
     def above(self, bound, *, cpu=False):
-        found = self.tallies.loop_stall_cpu_s if cpu else self.tallies.loop_stall_s
-        return sum(found.counts[found.bounds.index(bound) + 1 :])
+        histogram = self.tallies.loop_stall_cpu_s if cpu else self.tallies.loop_stall_s
+        return sum(histogram.counts[histogram.bounds.index(bound) + 1 :])
 
 
 async def test_lateness_is_noted():

@@ -43,11 +43,11 @@ class Serving:
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
         real = app.EndpointPickerProcess
 
-        def made(settings):
+        def build(settings):
             self.picker = real(settings)
             return self.picker
 
-        monkeypatch.setattr(app, "EndpointPickerProcess", made)
+        monkeypatch.setattr(app, "EndpointPickerProcess", build)
 
     def follow(self, stop, hurry, again):
         self.stop, self.hurry = stop, hurry
@@ -102,8 +102,8 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
 
     def raising(picker):
         return {
-            name: raising_at_first(one, lambda name=name: ran.add(name))
-            for name, one in loops(picker).items()
+            name: raising_at_first(loop, lambda name=name: ran.add(name))
+            for name, loop in loops(picker).items()
         }
 
     reloading = {}
@@ -166,10 +166,10 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
         raise ConfigError("x", wanted="a", found="b", fix="c")
 
     scene.picker = None
-    made = app.EndpointPickerProcess
+    build = app.EndpointPickerProcess
 
     def broken(settings):
-        picker = made(settings)
+        picker = build(settings)
         monkeypatch.setattr(picker, stage, lambda: wrong(None))
         return picker
 
@@ -327,7 +327,7 @@ class Followed:
 
     def __init__(self, path):
         self.wrong = 0
-        self.told = []
+        self.published = []
         self.supervisor = Supervisor()
         self.subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.0, pool="p"),
@@ -343,7 +343,7 @@ class Followed:
         if self.wrong:
             self.wrong -= 1
             raise OverflowError(SECRET)
-        self.told.append([endpoint.address for endpoint in endpoints])
+        self.published.append([endpoint.address for endpoint in endpoints])
 
 
 async def test_a_list_that_could_not_be_told_is_told_again(tmp_path):
@@ -357,9 +357,9 @@ async def test_a_list_that_could_not_be_told_is_told_again(tmp_path):
     with pytest.raises(OverflowError):
         await scene.subject.step()
     await scene.subject.step()
-    assert scene.told == [["10.0.0.1:8000"], ["10.0.0.1:8000", "10.0.0.2:8000"]]
+    assert scene.published == [["10.0.0.1:8000"], ["10.0.0.1:8000", "10.0.0.2:8000"]]
     await scene.subject.step()
-    assert len(scene.told) == 2
+    assert len(scene.published) == 2
 
 
 async def test_a_start_that_raises_is_made_up_for(tmp_path, caplog):
@@ -369,10 +369,10 @@ async def test_a_start_that_raises_is_made_up_for(tmp_path, caplog):
     scene = Followed(path)
     scene.wrong = 1
     await scene.subject.start()
-    assert scene.told == []
+    assert scene.published == []
     assert scene.supervisor.failures["discovery"] == 1
     await scene.subject.step()
-    assert scene.told == [["10.0.0.1:8000"]]
+    assert scene.published == [["10.0.0.1:8000"]]
     assert SECRET not in caplog.text
 
 

@@ -179,7 +179,7 @@ def test_no_request_sees_half_a_configuration(scene):
                 outcomes.append(scene.parts.director.route(RAW, 1.0))
                 await asyncio.sleep(0)
             outcomes.append(scene.parts.director.route(RAW, 1.0))
-            assert all(one.picker == wanted[one.profile] for one in outcomes)
+            assert all(outcome.picker == wanted[outcome.profile] for outcome in outcomes)
             assert outcomes[-1].profile == strategy
 
     asyncio.run(test())

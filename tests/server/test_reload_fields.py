@@ -41,8 +41,8 @@ def unlisted(scene):
 
 def kubeai(scene):
     scene.list_models("base", adapters=("lora",))
-    made = scene.decision(model="base_lora")
-    return made.request.model, made.request.adapter
+    decision = scene.decision(model="base_lora")
+    return decision.request.model, decision.request.adapter
 
 
 def deadline(scene, status=429, **request):
@@ -54,8 +54,8 @@ def deadline(scene, status=429, **request):
 
 
 def holds(scene, count):
-    found = [scene.held() for _ in range(count)]
-    return [isinstance(one, Rejection) for one in found]
+    outcomes = [scene.held() for _ in range(count)]
+    return [isinstance(outcome, Rejection) for outcome in outcomes]
 
 
 def models_page(scene):
@@ -65,8 +65,8 @@ def models_page(scene):
 
 
 def picker_of(scene):
-    made = scene.decision()
-    return made.profile, made.picker
+    decision = scene.decision()
+    return decision.profile, decision.picker
 
 
 def health(name):
@@ -177,7 +177,7 @@ LIVE = {
     "scheduling.scheduling_profiles": (
         "scheduling: {plugins: [{type: rendezvous}, {type: queue-depth}]}",
         SEVERAL_PROFILES,
-        lambda scene: [one.name for one in scene.decision().scores],
+        lambda scene: [score.name for score in scene.decision().scores],
     ),
     "scheduling.models": (
         "scheduling: {strategy: random}",
@@ -372,11 +372,11 @@ def test_a_live_field_is_in_force_at_once(field, tmp_path):
         old = look(Scene(before))
         reloaded = Scene(before)
         reloaded.read_again(after)
-        seen = look(reloaded)
+        observed = look(reloaded)
         fresh = Scene(after)
         fresh.picker.adopt(after)  # sets the level, as `run` does
-        assert seen == look(fresh)
-        assert seen != old
+        assert observed == look(fresh)
+        assert observed != old
 
     asyncio.run(scenario())
 

@@ -30,12 +30,12 @@ class Following:
     def __init__(self, path, text):
         path.write_text(HEAD + text)
         self.path = path
-        self.adopted, self.told = [], []
+        self.adopted, self.results = [], []
         self.subject = reload.Reloader(
             reload.ConfigSource(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
             loader.settings(loader.read(path)),
             adopt=self.adopt,
-            on_reload=self.told.append,
+            on_reload=self.results.append,
         )
 
     def adopt(self, settings):
@@ -44,32 +44,32 @@ class Following:
     def write(self, text):
         self.path.write_text(HEAD + text)
         asyncio.run(self.subject.step())
-        return self.told[-1]
+        return self.results[-1]
 
 
 def test_what_needs_a_restart_is_not_adopted(tmp_path):
     """Live fields are put in force and named; the others are named until they are as they were."""
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
-    told = scene.write(
+    result = scene.write(
         "log: {level: debug}\nserver: {grpc_port: 5}\nflow_control: {enabled: true}\n"
     )
-    assert told.changed == ("log.level",)
-    assert told.restart == ("server.grpc_port", "flow_control.enabled")
+    assert result.changed == ("log.level",)
+    assert result.restart == ("server.grpc_port", "flow_control.enabled")
     (adopted,) = scene.adopted
     assert (adopted.log.level, adopted.server.grpc_port) == ("debug", 9002)
     assert not adopted.flow_control.enabled
-    told = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\n\n")
-    assert (told.changed, told.restart) == ((), ("server.grpc_port",))
-    told = scene.write("log: {level: info}\n\n\n")
-    assert (told.changed, told.restart) == (("log.level",), ())
+    result = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\n\n")
+    assert (result.changed, result.restart) == ((), ("server.grpc_port",))
+    result = scene.write("log: {level: info}\n\n\n")
+    assert (result.changed, result.restart) == (("log.level",), ())
 
 
 def test_live_fields_that_lean_on_a_restart_are_refused(tmp_path):
     """Nothing is put in force that does not go together with what is running; the error says so."""
     scene = Following(tmp_path / "c.yaml", "limits: {max_assembly_bytes: 6000000000}\n")
-    told = scene.write("limits: {max_assembly_bytes: 24000000000, max_body_bytes: 2000000000}\n")
-    assert "max_assembly_bytes" in told.error
-    assert "only a restart changes limits.max_assembly_bytes" in told.error
+    result = scene.write("limits: {max_assembly_bytes: 24000000000, max_body_bytes: 2000000000}\n")
+    assert "max_assembly_bytes" in result.error
+    assert "only a restart changes limits.max_assembly_bytes" in result.error
     assert scene.adopted == []
 
 
@@ -97,8 +97,8 @@ def test_no_file_ends_what_is_running(tmp_path, text):
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
     scene.path.write_bytes((HEAD + text).encode("utf-8", "surrogatepass"))
     asyncio.run(scene.subject.step())
-    assert scene.told[-1].error
-    assert "\n" not in scene.told[-1].error
+    assert scene.results[-1].error
+    assert "\n" not in scene.results[-1].error
     with pytest.raises(ConfigError):
         loader.settings(loader.read(scene.path))
     assert scene.write("log: {level: debug}\n").changed == ("log.level",)
@@ -118,9 +118,9 @@ def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
         raise MemoryError("a secret")
 
     monkeypatch.setattr(loader, "read", raising)
-    told = scene.write("log: {level: debug}\n")
-    assert told.error.startswith("reading it raised MemoryError at ")
-    assert "secret" not in told.error
+    result = scene.write("log: {level: debug}\n")
+    assert result.error.startswith("reading it raised MemoryError at ")
+    assert "secret" not in result.error
 
 
 SESSIONS = """
@@ -148,10 +148,10 @@ def test_memory_survives_a_reload_whose_rules_are_equal(tmp_path):
     def asks():
         chosen = []
         for name in range(40):
-            made = scene.decision(x_session_id=f"s{name}")
-            assert isinstance(made, Decision)
-            dispatcher.release(dispatcher.reserve(made, scene.now), scene.now)
-            chosen.append(made.endpoints[0].address)
+            decision = scene.decision(x_session_id=f"s{name}")
+            assert isinstance(decision, Decision)
+            dispatcher.release(dispatcher.reserve(decision, scene.now), scene.now)
+            chosen.append(decision.endpoints[0].address)
         return chosen
 
     first = asks()

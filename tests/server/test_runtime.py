@@ -15,16 +15,16 @@ print(runtime.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 """
 
 
-@pytest.mark.parametrize(("given", "then"), [(None, runtime.EXPERIMENTS), ("tcp_x", "tcp_x")])
-def test_the_environment_has_the_last_word(monkeypatch, given, then):
+@pytest.mark.parametrize(("preset", "then"), [(None, runtime.EXPERIMENTS), ("tcp_x", "tcp_x")])
+def test_the_environment_has_the_last_word(monkeypatch, preset, then):
     """How gRPC runs is chosen where the environment says nothing of it."""
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
-    if given:
-        monkeypatch.setenv("GRPC_EXPERIMENTS", given)
+    if preset:
+        monkeypatch.setenv("GRPC_EXPERIMENTS", preset)
     runtime.configure_grpc_core()
-    told = os.environ["GRPC_EXPERIMENTS"]
+    chosen = os.environ["GRPC_EXPERIMENTS"]
     monkeypatch.delenv("GRPC_EXPERIMENTS")
-    assert told == then
+    assert chosen == then
 
 
 def test_too_late_is_told(monkeypatch):

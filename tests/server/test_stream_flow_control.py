@@ -88,7 +88,7 @@ class StreamFixture:
 
 def refusals(answers):
     """Status codes of immediate responses."""
-    return [one.status for one in answers if isinstance(one, replies.ImmediateResponse)]
+    return [answer.status for answer in answers if isinstance(answer, replies.ImmediateResponse)]
 
 
 async def turned(stream):

@@ -28,7 +28,7 @@ from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_counters import LEFT
 from tests.support.pool_fixture import House
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 HEADERS = ProcessingRequest(
     MessageKind.REQUEST_HEADERS, {":method": "POST", ":path": "/v1/completions"}, modes=MODES
@@ -56,7 +56,7 @@ class StreamFixture:
     """Streams over a house, one after the other."""
 
     def __init__(self, *addresses, max_streams=100):
-        self.house = House(dict.fromkeys(addresses or (ONE,)))
+        self.house = House(dict.fromkeys(addresses or (FIRST,)))
         self.budget = BufferBudget(1 << 30)
         self.tallies = ProcessCounters()
         self.shared = stream_handler.StreamContext(
@@ -105,9 +105,9 @@ def test_stream_learns_from_the_usage_of_answers():
 
 def test_stream_charges_the_endpoint_that_served():
     """An answer of another endpoint than the chosen one is that one's from its headers on."""
-    scene = StreamFixture(ONE, TWO)
+    scene = StreamFixture(FIRST, SECOND)
     stream, _ = scene.begin(HEADERS, BODY)
-    other = ({ONE, TWO} - {stream.address}).pop()
+    other = ({FIRST, SECOND} - {stream.address}).pop()
     hints = LbMetadata(None, False, other)
     list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
     assert stream.address == other
@@ -122,8 +122,8 @@ def test_stream_that_is_turned_away_leaves_nothing():
     """Above `max_streams` a request is refused with 429, whatever its first event is."""
     scene = StreamFixture(max_streams=0)
     stream = stream_handler.open_stream(scene.shared)
-    (said,) = stream.reject_overload(HEADERS)
-    assert (said.status, stream.is_over) == (429, True)
+    (response,) = stream.reject_overload(HEADERS)
+    assert (response.status, stream.is_over) == (429, True)
     stream.finish()
     assert scene.tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
 
@@ -132,10 +132,10 @@ def test_stream_that_is_turned_away_leaves_nothing():
 def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
     """A step that raises at the end, or while something is learned, costs no other step."""
     scene = StreamFixture()
-    whole = getattr(scene.house.dispatcher, step)
+    original = getattr(scene.house.dispatcher, step)
 
     def half(*args, **named):
-        whole(*args, **named)
+        original(*args, **named)
         broken()
 
     monkeypatch.setattr(scene.house.dispatcher, step, half)
@@ -144,7 +144,7 @@ def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
     stream.finish()
     assert scene.accounts == (0, 0)
     counted = scene.tallies.for_pool("")
-    assert (counted.responses, counted.usage["prompt"]) == ({(ONE, "200"): 1}, 10)
+    assert (counted.responses, counted.usage["prompt"]) == ({(FIRST, "200"): 1}, 10)
     assert {kind: count for (kind, _), count in scene.tallies.bugs.items()} == {"BrokenError": 1}
 
 
@@ -156,8 +156,8 @@ def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypa
     stream, _ = scene.begin(HEADERS)
     with pytest.raises(BrokenError):
         list(stream.handle(BODY))
-    (said,) = stream.fail()
-    assert (said.status, stream.is_over) == (500, True)
+    (response,) = stream.fail()
+    assert (response.status, stream.is_over) == (500, True)
     stream.finish()
     assert scene.accounts == (0, 0)
 
@@ -169,8 +169,8 @@ def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
     monkeypatch.setattr(type(stream.exchange), "apply_outcome", broken)
     with pytest.raises(BrokenError):
         list(stream.handle(BODY))
-    (said,) = stream.fail()
-    assert isinstance(said, ImmediateResponse)
+    (response,) = stream.fail()
+    assert isinstance(response, ImmediateResponse)
     stream.finish()
     assert scene.accounts == (0, 0)
     (member,) = scene.house.fleet.pool.members
@@ -186,7 +186,7 @@ def test_stream_that_fails_after_the_response_began_says_nothing():
     assert list(stream.fail()) == []
     stream.finish()
     assert scene.accounts == (0, 0)
-    assert scene.tallies.for_pool("").responses == {(ONE, "200"): 1}
+    assert scene.tallies.for_pool("").responses == {(FIRST, "200"): 1}
 
 
 def test_bugs_are_logged_once_a_minute_without_their_message(caplog):

@@ -18,7 +18,7 @@ def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
     (tmp_path / "tls.key").write_text("key")
     (tmp_path / "tls.crt").write_text("certificate")
     monkeypatch.setattr(tls.serialization, "load_pem_private_key", fail)
-    told = []
-    assert tls.KeyPair(tmp_path).changed(told.append) is None
-    assert len(told) == 1
-    assert type(raised).__name__ in told[0]
+    results = []
+    assert tls.KeyPair(tmp_path).changed(results.append) is None
+    assert len(results) == 1
+    assert type(raised).__name__ in results[0]

@@ -26,7 +26,7 @@ async def arrived(scene, count, size_bytes):
     """Wait until so many bodies are on their way, each with so many bytes."""
     while True:
         open_ones = list(scene.servicer._streams.values())
-        if [one.arriving_bytes for one in open_ones] == [size_bytes] * count:
+        if [stream.arriving_bytes for stream in open_ones] == [size_bytes] * count:
             return
         await asyncio.sleep(0)
 
@@ -45,10 +45,10 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
             await scene.servicer.refuse_stalled()
         house.now += 1.0
         refusing = asyncio.ensure_future(scene.servicer.refuse_stalled())
-        (said,) = await stream.hear()
+        (response,) = await stream.hear()
         await refusing
-        assert said.status == 408
-        assert said.error["error"]["code"] == 408
+        assert response.status == 408
+        assert response.error["error"]["code"] == 408
         assert await stream.end() is grpc.StatusCode.OK
         await scene.idle()
         shared = scene.servicer.shared
@@ -66,7 +66,7 @@ async def test_servicer_gives_back_all_places_that_stalled_streams_took():
         house.now += 6.0
         await scene.servicer.refuse_stalled()
         for stream in streams:
-            assert [said.status for said in await stream.hear()] == [408]
+            assert [response.status for response in await stream.hear()] == [408]
             await stream.end()
         await scene.idle()
         after = scene.stream()
@@ -93,7 +93,7 @@ class Stubborn:
     """A call whose client sends headers, and then neither ends nor reads what it is sent."""
 
     def __init__(self):
-        self.said = asyncio.get_running_loop().create_future()
+        self.next_read = asyncio.get_running_loop().create_future()
         self.reads = 0
         self.written = []
 
@@ -101,7 +101,7 @@ class Stubborn:
         self.reads += 1
         if self.reads == 1:
             return codec.decode(ext_proc_script.request_headers().encode(ext_proc_script.DUPLEX))
-        return await self.said
+        return await self.next_read
 
     async def write(self, data):
         self.written.append(peer.read(data))
@@ -117,7 +117,7 @@ async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
         await scene.servicer.refuse_stalled()
         house.now += 60.0
         await scene.servicer.refuse_stalled()
-        assert [said.status for said in context.written] == [408]
+        assert [response.status for response in context.written] == [408]
         assert not handler.done()
         await scene.servicer.refuse_stalled()
         await handler
