@@ -74,23 +74,23 @@ class FlowController(Generic[ItemT, GrantT]):
 
     Args:
         settings: How requests wait; `queue.adopt` replaces them.
-        acts: What is done to requests.
-        budget: What one call of `dispatch` may do; None for all there is to do.
+        callbacks: Actions of the driver on requests.
+        budget: Work per call of `dispatch`; None for no limit.
 
     Attributes:
-        queue: Who waits.
-        outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `cancel`,
+        queue: The queued requests.
+        outcomes: Departures of queued requests by outcome: `went`, `expired`, `displaced`, `cancel`,
             `refused`, `closed`, `failed` (counts).
     """
 
     def __init__(
         self,
         settings: FlowControlSettings,
-        acts: FlowCallbacks[ItemT, GrantT],
+        callbacks: FlowCallbacks[ItemT, GrantT],
         *,
         budget: LookBudget | None = None,
     ) -> None:
-        self._acts = acts
+        self._callbacks = callbacks
         self._budget = budget
         self._changed = False
         self._soonest_s = math.inf
@@ -124,8 +124,8 @@ class FlowController(Generic[ItemT, GrantT]):
         """Add a request to the queue.
 
         Args:
-            item: What waits, for `acts`.
-            want: What it says of itself.
+            item: The request, as passed to `callbacks`.
+            want: Its properties for the queue.
             why: Why it cannot go on.
             now: Monotonic seconds.
 
@@ -160,7 +160,7 @@ class FlowController(Generic[ItemT, GrantT]):
         self.changed()
         self._items[waiter] = (item, why)
         self.queue.turn(waiter, why.waits_for)
-        self._acts.waits(item, why.waits_for)
+        self._callbacks.waits(item, why.waits_for)
         return waiter
 
     def cancel(self, waiter: QueuedItem) -> bool:
@@ -202,19 +202,19 @@ class FlowController(Generic[ItemT, GrantT]):
         try:
             return self._decide(waiter, item, now)
         except Exception as error:
-            if self._acts.fail is None:
+            if self._callbacks.fail is None:
                 raise
             # It must neither stop those behind it nor raise again at each change.
             self._items.pop(waiter, None)
             self.outcomes["failed"] += 1
-            self._acts.fail(item, error)
+            self._callbacks.fail(item, error)
             return DepartureCause.REJECTED
 
     def _decide(self, waiter: QueuedItem, item: ItemT, now: float) -> Look:
         patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
-        outcome = self._acts.decide(item, patient)
+        outcome = self._callbacks.decide(item, patient)
         if not isinstance(outcome, Rejection):
-            self._acts.go(item, outcome)
+            self._callbacks.go(item, outcome)
             self._forget(waiter, "went")
             return DepartureCause.DISPATCHED
         if outcome.waits_s is None:
@@ -224,15 +224,15 @@ class FlowController(Generic[ItemT, GrantT]):
         self._soonest_s = min(self._soonest_s, outcome.waits_s)
         toward = outcome.waits_for
         self.queue.turn(waiter, toward)
-        self._acts.waits(item, toward)
+        self._callbacks.waits(item, toward)
         if toward and not outcome.closed:
             return Blocked(toward=toward)
         return Blocked(busy=self.queue.sets.named(outcome.busy))
 
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""
-        if self._acts.bits is not None:
-            self.queue.adopt_bits(self._acts.bits())
+        if self._callbacks.bits is not None:
+            self.queue.adopt_bits(self._callbacks.bits())
 
     def next_s(self, soonest_s: float, now: float) -> float | None:
         """Seconds until an endpoint becomes free or a deadline expires.
@@ -265,7 +265,7 @@ class FlowController(Generic[ItemT, GrantT]):
         return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
 
     def _refuse(self, waiter: QueuedItem, how: str, why: Rejection) -> None:
-        self._acts.refuse(self._forget(waiter, how), why)
+        self._callbacks.refuse(self._forget(waiter, how), why)
 
     def _forget(self, waiter: QueuedItem, how: str) -> ItemT:
         item, _ = self._items.pop(waiter)

@@ -16,7 +16,7 @@ class EndpointBits(msgspec.Struct, frozen=True):
     Attributes:
         for_target: Bits of the endpoints that can serve a target; 0 where none can.
         named: Bits of the endpoints at these addresses.
-        version: What drivers made it of, to know whether it still stands.
+        version: Source of the bits; the driver compares it to detect changes.
     """
 
     for_target: Callable[[Any], int]

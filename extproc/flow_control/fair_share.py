@@ -57,7 +57,7 @@ class FairShare:
 
         Args:
             tenant: Whose.
-            tokens: What it costs, as far as one knows.
+            tokens: Estimated cost.
             now: Monotonic seconds.
         """
         self._turn += 1

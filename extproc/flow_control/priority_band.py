@@ -17,7 +17,7 @@ class PriorityBand:
     Args:
         order: Within a tenant.
         fairness: Among tenants.
-        turns: What tenants attained; shared by all bands.
+        turns: Attained service of tenants; shared by all bands.
 
     Attributes:
         count: Requests that wait.

@@ -78,9 +78,9 @@ class Queue:
         count: Requests that wait.
         bytes: Of their bodies.
         tokens: Of their prompts, as estimated.
-        turns: What tenants attained.
+        turns: Attained service of tenants.
         pace: Requests that go on per second.
-        sets: Which requests can be served by the same endpoints.
+        sets: Endpoint sets of the queued requests.
     """
 
     def __init__(self, settings: FlowControlSettings) -> None:

@@ -58,7 +58,7 @@ class QueuedItem:
         deadline: When it ends.
 
     Attributes:
-        tenant: Who sent it.
+        tenant: Tenant that sent it.
         priority: Of its objective.
         target: What it can be served by: requests of equal targets can be served by the same
             endpoints.

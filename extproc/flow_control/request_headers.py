@@ -20,7 +20,7 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         tenant: Tenant that sent it; empty if unknown.
         priority: Of its objective.
         objective: Its name.
-        target: What it can be served by; see `QueuedItem`.
+        target: Key of the endpoints that can serve it; see `QueuedItem`.
         size: Bytes of its body.
         tokens: Its prompt's estimated tokens.
         timeout_s: Longest wait it asks for; None for none.

@@ -87,7 +87,7 @@ def next_items(lines: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[
 
     Args:
         lines: By way; requests leave them meanwhile, and come only to what is held up.
-        sweep: What is held up.
+        sweep: The blocked requests.
     """
     top, groups = _beginnings(lines, sweep)
     while top:

@@ -79,7 +79,7 @@ def decode(
     Args:
         decoder: Of the surface's struct.
         raw: The request.
-        wanted: What to say when the field that carries the prompt is of the wrong type.
+        wanted: Expectation to report when the prompt field is of the wrong type.
 
     Returns:
         The body, or 400 for what is not a JSON object, names no model, or misuses that field.
@@ -97,7 +97,7 @@ def decode_loose(
     try:
         return bounded_decoder.decode(decoder, raw.body)
     except msgspec.ValidationError as error:
-        return _misused(raw, error, wanted=wanted)
+        return _type_error_rejection(raw, error, wanted=wanted)
     except msgspec.DecodeError as error:
         mended = mend_surrogates(raw.body)
         if mended != raw.body:
@@ -130,7 +130,9 @@ def mend_surrogates(body: bytes) -> bytes:
     return body
 
 
-def _misused(raw: HttpRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
+def _type_error_rejection(
+    raw: HttpRequest, error: msgspec.ValidationError, *, wanted: str
+) -> Rejection:
     """Rejection of a body that is no object, or whose prompt field has the wrong type."""
     try:
         body = bounded_decoder.decode(_ENVELOPE, raw.body)

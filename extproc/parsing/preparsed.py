@@ -16,8 +16,8 @@ class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     Attributes:
         start: Offset of the first byte that is replaced.
         stop: Offset behind the last one; equal to `start` where the name is added.
-        before: What stands before a name that is added.
-        after: What stands behind it.
+        before: Bytes before a name that is added.
+        after: Bytes after it.
         is_form: Whether it is a field of a form, where a name is plain text; else it is JSON.
     """
 
@@ -43,7 +43,7 @@ class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     Attributes:
         request: The request; None where it is refused.
-        refusal: What `decision.bad_request` says of it; empty where it is not refused.
+        refusal: Text for `decision.bad_request`; empty where it is not rejected.
         supplied: The request as if a header had named its model, where nothing names one and nothing
             else is wrong with it; None elsewhere.
         place: Where another model name goes; None where none can.
@@ -59,7 +59,7 @@ class PreparsedRequest(HttpRequest, frozen=True, gc=False):
     """A request whose body is parsed already.
 
     Attributes:
-        outcome: What `parser.parse` answers.
+        outcome: Result for `surfaces.parse`.
         supplied: See `ParseResult`.
         place: See `ParseResult`.
     """

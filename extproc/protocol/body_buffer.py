@@ -21,10 +21,10 @@ class BufferBudget:
     """Limit on the bytes that all exchanges buffer together.
 
     Args:
-        limit_bytes: What they share; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
+        limit_bytes: Shared limit; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
 
     Attributes:
-        held_bytes: What they hold now.
+        held_bytes: Bytes in use.
     """
 
     __slots__ = ("held_bytes", "limit_bytes")
@@ -42,7 +42,7 @@ class BodyBuffer(msgspec.Struct):
         limit_bytes: The most one body may have.
 
     Attributes:
-        size_bytes: What it holds now.
+        size_bytes: Bytes in the buffer.
     """
 
     _budget: BufferBudget
@@ -83,7 +83,7 @@ class BodyBuffer(msgspec.Struct):
         """Replace a part of the complete body, and account for the difference in size.
 
         Args:
-            splice: What to replace; a few bytes, so that no limit is asked again.
+            splice: The edit; a few bytes, so that no limit is checked again.
 
         Returns:
             The body as it is now.

@@ -56,7 +56,7 @@ class DeferredResponses(msgspec.Struct):
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
             body_shown: Whether a body message waits for its answer.
-            body: What the body becomes; None leaves it as it is.
+            body: The replacement of the body; None leaves it unchanged.
         """
         if self.headers:
             kind = _REQUEST_HEADERS

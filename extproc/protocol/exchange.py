@@ -136,7 +136,7 @@ class Exchange(msgspec.Struct):
         """Answer the pending request.
 
         Args:
-            outcome: What was decided.
+            outcome: The decision or rejection.
             request_id: Value for `x-request-id` if the client sent none; empty sets nothing.
 
         Raises:
@@ -144,7 +144,9 @@ class Exchange(msgspec.Struct):
         """
         pending = self.pending
         if pending is None:
-            raise RuntimeError("nothing is pending; call resolve once after receive set pending")
+            raise RuntimeError(
+                "nothing is pending; call apply_outcome once after receive set pending"
+            )
         self.pending = None
         if isinstance(outcome, Rejection):
             return (self.reject(outcome),)

@@ -64,7 +64,7 @@ def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
 
     Args:
         raw: The request as it came.
-        body: What its body, or the part of it that was shown, becomes.
+        body: The edited body, or the edited part of it that was received.
     """
     if raw.truncated:
         return changed_length(raw.headers.get("content-length", ""), len(body) - len(raw.body))

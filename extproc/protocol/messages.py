@@ -73,7 +73,7 @@ class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
     """One message from the data plane.
 
     Attributes:
-        kind: Which one.
+        kind: Kind of the message.
         headers: Of a headers or trailers message, names in lower case; of duplicates the last.
         body: Of a body message.
         end_of_stream: Nothing more comes in this direction, trailers included.

@@ -24,8 +24,8 @@ class RouteResponse(msgspec.Struct, frozen=True, gc=False):
             they must agree).
         set_headers: Further request headers to set.
         remove_headers: Control headers of the client that must not reach the engine.
-        body: What the body becomes, in answer to it in the buffered modes; None leaves it as it is.
-        scores: What endpoints were compared by, as dynamic metadata; empty tells nothing.
+        body: Replacement of the body, in the buffered modes; None leaves it unchanged.
+        scores: Scores of endpoints, as dynamic metadata; empty for none.
     """
 
     answers: MessageKind
@@ -69,7 +69,7 @@ class BodyMutation(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         answers: RESPONSE_BODY.
-        body: What it becomes; may be empty.
+        body: The replacement; may be empty.
         set_headers: Headers to set, which Envoy allows while it buffers.
     """
 

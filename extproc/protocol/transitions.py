@@ -103,11 +103,11 @@ def _action(
     return _RESPONSE.get((response_state, kind)) if act is None else act
 
 
-def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
+def build_handler_table(handlers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
     """Build the table by index, which is faster than a lookup by pair.
 
     Args:
-        takers: Handler of each action.
+        handlers: Handler of each action.
 
     Returns:
         `places[request_state][response_state][kind]`; None where the message does not fit.
@@ -120,7 +120,7 @@ def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
         for request_state in RequestState
     ]
     return tuple(
-        tuple(tuple(None if act is None else takers[act] for act in row) for row in rows)
+        tuple(tuple(None if act is None else handlers[act] for act in row) for row in rows)
         for rows in acts
     )
 

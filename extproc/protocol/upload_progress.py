@@ -24,7 +24,7 @@ class UploadProgress(msgspec.Struct, frozen=True):
     Attributes:
         began: When it was first looked at, monotonic seconds.
         moved: When it was first looked at with this size.
-        size_bytes: What had come.
+        size_bytes: Bytes received.
     """
 
     began: float

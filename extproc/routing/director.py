@@ -33,7 +33,7 @@ class Director:
     Args:
         fleet: Endpoints, loads and accounts.
         routing: Profiles and settings; `reconfigure` replaces them.
-        index: Who is believed to hold which prefix block.
+        index: Predicted prefix blocks per endpoint.
         belief: Keeps the index near what engines hold.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
@@ -41,7 +41,7 @@ class Director:
 
     Attributes:
         event_listener: Where to tell other pickers of requests; None where pickers do not talk.
-        pending_load: What requests that wait for an endpoint will hold there.
+        pending_load: Load of queued requests on their preferred endpoints.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Director:
         """Choose an endpoint for a parsed and hashed request, without charging it.
 
         Args:
-            request: What is asked for.
+            request: The parsed request.
             now: Monotonic seconds.
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.

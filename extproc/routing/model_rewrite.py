@@ -16,7 +16,7 @@ class ModelRewrite(msgspec.Struct, frozen=True, gc=False):
     """A request whose model name differs from the name its engine knows.
 
     Attributes:
-        request: What is asked for: the base model, and the adapter if there is one.
+        request: The request with the base model, and the adapter if there is one.
         hashed: The same named as engines hash it, so that it shares blocks with requests that used
             the engine's name from the start.
         upstream_model: The name to put into the body; empty where it stays.
@@ -32,7 +32,7 @@ def resolve_model(
     headers: Mapping[str, str],
     serving: ModelIndex,
     *,
-    decreed: str,
+    rewrite_target: str,
     kubeai_names: bool,
 ) -> ModelRewrite | None:
     """Resolve the model name of a request to the name its engine knows.
@@ -44,14 +44,14 @@ def resolve_model(
     Args:
         request: As parsed.
         headers: Of the request, names in lower case.
-        serving: Who serves what.
-        decreed: The target of a rewrite; empty where there is none.
+        serving: Endpoints by model.
+        rewrite_target: Model of a rewrite; empty where there is none.
         kubeai_names: Whether `model_adapter` is understood.
 
     Returns:
         None where the name is what it seems.
     """
-    target = decreed or envelope.model_header(headers)
+    target = rewrite_target or envelope.model_header(headers)
     request = msgspec.structs.replace(request, model=target) if target else request
     name = request.model
     if not request.adapter:

@@ -20,10 +20,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     """An entry of the list of models.
 
     Attributes:
-        id: What requests name.
+        id: Model name in requests.
         object: Always `model`.
         created: Unix seconds; 0, because engines do not agree.
-        owned_by: Who answers.
+        owned_by: Always the name of this server.
         root: The base model.
         parent: The base model of an adapter; None for a base model.
     """

@@ -103,7 +103,7 @@ class PeerMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         picker: Name of the picker in this life; no other has it, nor had it.
-        facts: What it says.
+        facts: Its events.
     """
 
     picker: _PickerName

@@ -29,22 +29,22 @@ class PolicyResolver:
     """
 
     def __init__(self) -> None:
-        self._decreed = self._configured = inference_policy.EMPTY_POLICY
+        self._discovered = self._configured = inference_policy.EMPTY_POLICY
         self._priorities: Mapping[str, int] = {}
         self._exact: dict[str, RewriteRule] = {}
         self._generic: RewriteRule | None = None
 
-    def update(self, decreed: InferencePolicy, configured: InferencePolicy) -> None:
+    def update(self, discovered: InferencePolicy, configured: InferencePolicy) -> None:
         """Replace the policy; does nothing if the values are unchanged.
 
         Args:
-            decreed: What discovery says.
-            configured: What the configuration says, which counts where discovery is silent.
+            discovered: Policy from discovery.
+            configured: Policy of the configuration, used where discovery has none.
         """
-        if decreed is self._decreed and configured is self._configured:
+        if discovered is self._discovered and configured is self._configured:
             return
-        self._decreed, self._configured = decreed, configured
-        both = inference_policy.merged(decreed, configured)
+        self._discovered, self._configured = discovered, configured
+        both = inference_policy.merged(discovered, configured)
         self._priorities = both.priorities
         self._exact = {}
         self._generic = None
@@ -104,7 +104,7 @@ class PolicyResolver:
 
         Args:
             raw: As it came.
-            refused: What parsing it gave.
+            refused: Rejection from parsing.
             rng: As for `rewrite_target`.
 
         Returns:

@@ -44,7 +44,7 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         outcome: Where it goes, why nowhere, or what to answer at once.
-        prepared: What was decided about, where it came so far.
+        prepared: The prepared request; None if it was rejected before.
         pool: Name of the pool that decided; empty where none was found.
         director: Of that pool.
     """

@@ -15,7 +15,7 @@ class PrefixMatcher:
 
     Args:
         fleet: Whose members.
-        index: Who is believed to hold which prefix block.
+        index: Predicted prefix blocks per endpoint.
     """
 
     def __init__(self, fleet: PoolStore, index: PrefixIndex) -> None:

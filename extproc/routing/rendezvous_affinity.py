@@ -47,7 +47,7 @@ def with_expected_hits(
     """Add the hits to expect where other replicas sent the earlier turns.
 
     Args:
-        key: What stays the same from turn to turn; empty for none.
+        key: Identity of the conversation; empty for none.
         tokens: Of the prompt.
         members: Candidates.
         matched: Per member, prompt tokens that our own index believes cached there.

@@ -20,7 +20,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that only needs an endpoint; it stays as it is while it waits for one.
 
     Attributes:
-        request: What is asked for: the model and adapter to be served, the priority.
+        request: The request with its model and adapter to be served, and its priority.
         chain: The prompt's block hashes, root first, as engines hash them.
         raw: The request as it came.
         parsed: The request as parsed.
@@ -62,7 +62,7 @@ class RequestPreparer:
     """Prepares requests for one fleet.
 
     Args:
-        fleet: Knows who serves what, and what was decreed.
+        fleet: Pool with its models and its inference policy.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
     """
@@ -82,32 +82,32 @@ class RequestPreparer:
     @property
     def names(self) -> frozenset[str]:
         """Models that requests may name because rewrites put others in their place."""
-        return self._decreed.names
+        return self._current_policy.names
 
     @property
     def supplies_model(self) -> bool:
         """True if a rewrite names a model for requests that name none."""
-        return self._decreed.supplies
+        return self._current_policy.supplies
 
     def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
         """Prepare a request, or return the rejection."""
         request = surfaces.parse(raw)
         if not isinstance(request, Rejection):
             return self.parsed(request, raw, reparsable=True)
-        decreed = self._decreed
-        supplied = decreed.with_default_model(raw, request, self._rng)
+        policy = self._current_policy
+        supplied = policy.with_default_model(raw, request, self._rng)
         if supplied is None:
             return request
-        return self._named(decreed.with_priority(supplied, raw.headers), raw, supplied.model)
+        return self._named(policy.with_priority(supplied, raw.headers), raw, supplied.model)
 
     def parsed(
         self, request: InferenceRequest, raw: HttpRequest, *, reparsable: bool = False
     ) -> PreparedRequest:
         """Prepare a request that is parsed already; `reparsable` as of `PreparedRequest`."""
-        decreed = self._decreed
-        target = decreed.rewrite_target(request, self._rng)
+        policy = self._current_policy
+        target = policy.rewrite_target(request, self._rng)
         return self._named(
-            decreed.with_priority(request, raw.headers), raw, target, reparsable=reparsable
+            policy.with_priority(request, raw.headers), raw, target, reparsable=reparsable
         )
 
     def _named(
@@ -118,7 +118,7 @@ class RequestPreparer:
             request,
             raw.headers,
             self._fleet.pool.serving,
-            decreed=target,
+            rewrite_target=target,
             kubeai_names=self._kubeai_names,
         )
         if renamed is None:
@@ -131,7 +131,7 @@ class RequestPreparer:
         )
 
     @property
-    def _decreed(self) -> policy_resolver.PolicyResolver:
+    def _current_policy(self) -> policy_resolver.PolicyResolver:
         """The current policy."""
         self._policy_resolver.update(self._fleet.policy, self._policy)
         return self._policy_resolver

@@ -15,7 +15,7 @@ class ResponseFeedback:
 
     Args:
         fleet: Decides about health.
-        index: Who is believed to hold which prefix block.
+        index: Predicted prefix blocks per endpoint.
         belief: Predictions of cache hits.
     """
 

@@ -84,7 +84,7 @@ def excess_wait_s(
     m are the prompt tokens believed cached there, p the seconds each takes to compute.
 
     Args:
-        candidates: Who is in play, at least one.
+        candidates: Eligible endpoints, at least one.
         limit_s: How long is too long (seconds).
         priority: Of the request.
         shared: Whether requests of priorities above 0 come.

@@ -36,8 +36,8 @@ class Scheduler:
 
     Args:
         fleet: Endpoints and loads.
-        index: Who is believed to hold which prefix block.
-        recurrence: Which prompts go on from which; only read.
+        index: Predicted prefix blocks per endpoint.
+        recurrence: Conversations of the pool; only read.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
     """

@@ -23,7 +23,7 @@ def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> boo
 
     Args:
         profile: That would choose.
-        candidates: Who is in play, at least one.
+        candidates: Eligible endpoints, at least one.
     """
     return any(
         all(detector.is_saturated(candidate) for candidate in candidates)

@@ -165,9 +165,9 @@ def _with_body(answers: MessageKind, common: bytes, body: bytes, rest: bytes) ->
     """Encode a body mutation by hand, with a single copy of the body.
 
     Args:
-        answers: What it answers.
+        answers: Kind of the message that it replies to.
         common: Its CommonResponse without the mutation.
-        body: What the body becomes.
+        body: The replacement of the body.
         rest: Other fields of the response.
     """
     mutation = b"\x0a" + _varint(len(body))

@@ -23,8 +23,8 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
     Attributes:
         name: Of the ScaledObject.
         namespace: Where it is.
-        metadata: What its trigger says.
-        metric: Which metric, where one is asked for.
+        metadata: Metadata of its trigger.
+        metric: Name of the metric; empty if none is requested.
     """
 
     name: str

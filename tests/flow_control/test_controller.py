@@ -40,7 +40,7 @@ class Entrance:
 
     def fail(self, tell):
         """From now on exceptions are told."""
-        self.turnstile._acts = msgspec.structs.replace(self.turnstile._acts, fail=tell)
+        self.turnstile._callbacks = msgspec.structs.replace(self.turnstile._callbacks, fail=tell)
 
     def decide(self, item, patient):
         if item in self.broken:
