@@ -1,9 +1,8 @@
 """Flow control: bounded request queue with priorities, fairness and deadlines.
 
-Lives here: all decisions about waiting (`controller`), what requests say of how they wait (`request_headers`),
-the queue of one pool (`queue`), its bands of priority (`priority_band`) and the turns of tenants in them
-(`fair_share`), what tenants may take (`rate_limit`), and how long it will take (`drain_rate`).
-Must not live here: what capacity is (dispatch), clocks, futures, streams, bodies.
-Driven by: the server, which awaits, and the simulator. Time is an argument; a waiter is whatever the
-driver makes of it.
+The package contains all decisions about queueing (`controller`), the request headers that it reads
+(`request_headers`), the queue of a pool (`queue`), its priority bands (`priority_band`) and the turns
+of tenants in them (`fair_share`), rate limits (`rate_limit`), and the drain rate (`drain_rate`). It
+must not contain the definition of capacity (see `routing`), clocks, futures, streams or bodies. The
+server and the simulator drive it. Time is an argument; the driver chooses the type of a request.
 """

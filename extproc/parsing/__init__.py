@@ -1,17 +1,16 @@
 """Parsing: request bodies into requests, and token usage from the end of responses.
 
-What lives here: the table from path to surface (`paths`), one module per family of surfaces with
-its partial typed decode, the framing of a prompt into stable bytes (`canonical_prompt`, `inputs`,
-`tokens`), the session hint (`session`), the gRPC frame and the multipart form, and where in a body
-another model name would go (`model_edit`). Nothing here decides who serves, or keeps state between
-two requests.
+The package contains the table from path to surface (`paths`), a module with a partial typed decode
+per family of surfaces, the framing of a prompt into stable bytes (`canonical_prompt`, `inputs`,
+`tokens`), the session hint (`session`), the gRPC frame and the multipart form, and the place of the
+model in a body (`model_edit`). It neither chooses endpoints nor keeps state between requests.
 
-Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete. The
-answer is a `Request`, or a `Rejection` with status 400 and one of the texts of
+`routing` calls `surfaces.parse(raw)` once per request whose body is complete. The result is an
+`InferenceRequest`, or a `Rejection` with status 400 and a text of
 docs/spec/protocol.md#request-flow, without the code prefix that the wire layer adds. `parse` is
 total: no bytes make it raise.
 
-Rules of the room:
+Rules of the package:
 
 - Only paths in the table can be refused. Any other path is `opaque`: routed, whatever its body.
 - A body is decoded once, partially. A second pass happens only to word an error, or to forgive
@@ -20,7 +19,7 @@ Rules of the room:
   unexpected type reads as absent. The engine is the judge of everything else.
 - No text from a body gets into an error message.
 
-Prompt bytes (`Request.prompt`) are the prompt in engine order: cache salt, template options,
+Prompt bytes (`InferenceRequest.prompt`) are the prompt in engine order: cache salt, template options,
 tools, system prompt, messages. No trailer follows them, so the next turn of a conversation starts
 with the bytes of this turn; the markers between fields are byte values that UTF-8 never
 produces, so two different histories never share more than their common beginning.

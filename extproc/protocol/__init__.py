@@ -1,8 +1,7 @@
 """Protocol: one HTTP exchange as seen through one ext_proc stream.
 
-What lives here: events (what the data plane says), replies (what we say), the table of
-transitions, and the `Exchange` that walks it. What must not: bytes on the wire (that is `wire`),
-choosing (that is `dispatch`), clocks, tasks, logs.
-Who drives it: the servicer feeds `Exchange.receive`, asks the dispatcher when the exchange has a
-request pending, and gives the outcome to `Exchange.resolve`.
+The package contains the messages from Envoy, the replies to Envoy, the table of transitions, and the
+`Exchange` that applies it. It must not contain encoding (see `wire`), endpoint choice (see
+`routing`), clocks, tasks or logs. The servicer feeds `Exchange.receive`, calls the director when the
+exchange has a pending request, and passes the outcome to `Exchange.apply_outcome`.
 """
