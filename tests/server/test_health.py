@@ -24,11 +24,13 @@ from extproc.server.health import (
 )
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
-WHOLE = ["", "readiness", EXT_PROC]
+READINESS_NAMES = ["", "readiness", EXT_PROC]
 PLAIN = ["inference-extension", "whatever"]
 
 
-def asked(name: str, *, draining: bool = False, elected: bool | None = None, **facts: bool) -> str:
+def check_health(
+    name: str, *, draining: bool = False, elected: bool | None = None, **facts: bool
+) -> str:
     """What the service answers to a name; facts are true unless they are named."""
     readiness = Readiness(
         lambda: facts.get("synced", True),
@@ -43,35 +45,35 @@ def asked(name: str, *, draining: bool = False, elected: bool | None = None, **f
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PLAIN, "liveness"])
+@pytest.mark.parametrize("name", [*READINESS_NAMES, *PLAIN, "liveness"])
 def test_without_election_all_is_well(name: str):
     """Every name is serving, unknown ones too."""
-    assert asked(name) == "SERVING"
+    assert check_health(name) == "SERVING"
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PLAIN])
+@pytest.mark.parametrize("name", [*READINESS_NAMES, *PLAIN])
 @pytest.mark.parametrize("fact", ["synced", "fits"])
 def test_without_election_every_name_follows_sync_and_protocol(name: str, fact: str):
     """Before the first sync, and for a protocol nobody reads, no name but liveness is serving."""
-    assert asked(name, **{fact: False}) == "NOT_SERVING"
+    assert check_health(name, **{fact: False}) == "NOT_SERVING"
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PLAIN])
+@pytest.mark.parametrize("name", [*READINESS_NAMES, *PLAIN])
 def test_without_election_draining(name: str):
     """A draining picker is not serving."""
-    assert asked(name, draining=True) == "NOT_SERVING"
+    assert check_health(name, draining=True) == "NOT_SERVING"
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", READINESS_NAMES)
 def test_readiness_waits_for_the_first_look(name: str):
     """The names that data planes route by wait for metrics."""
-    assert asked(name, measured=False) == "NOT_SERVING"
+    assert check_health(name, measured=False) == "NOT_SERVING"
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_other_names_do_not(name: str):
     """Other names do not look at metrics, as those of the reference do not look at plugins."""
-    assert asked(name, measured=False) == "SERVING"
+    assert check_health(name, measured=False) == "SERVING"
 
 
 @pytest.mark.parametrize("elected", [None, True, False])
@@ -79,25 +81,27 @@ def test_other_names_do_not(name: str):
 @pytest.mark.parametrize("draining", [False, True])
 def test_liveness_is_always_serving(*, elected: bool | None, fact: str, draining: bool):
     """EPP protocol 004: whenever the process answers."""
-    assert asked("liveness", elected=elected, draining=draining, **{fact: False}) == "SERVING"
+    assert (
+        check_health("liveness", elected=elected, draining=draining, **{fact: False}) == "SERVING"
+    )
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", READINESS_NAMES)
 def test_with_election_the_leader_serves(name: str):
     """Synced, measured, fitting and elected: serving; without any of these not."""
-    assert asked(name, elected=True) == "SERVING"
-    assert asked(name, elected=False) == "NOT_SERVING"
-    assert asked(name, elected=True, draining=True) == "NOT_SERVING"
+    assert check_health(name, elected=True) == "SERVING"
+    assert check_health(name, elected=False) == "NOT_SERVING"
+    assert check_health(name, elected=True, draining=True) == "NOT_SERVING"
     for fact in ("synced", "measured", "fits"):
-        assert asked(name, elected=True, **{fact: False}) == "NOT_SERVING"
+        assert check_health(name, elected=True, **{fact: False}) == "NOT_SERVING"
 
 
 @pytest.mark.parametrize("elected", [True, False])
 @pytest.mark.parametrize("name", PLAIN)
 def test_with_election_other_names_are_unknown(*, name: str, elected: bool):
     """In the reply, not as a gRPC error; whatever else holds."""
-    assert asked(name, elected=elected) == "SERVICE_UNKNOWN"
-    assert asked(name, elected=elected, synced=False, draining=True) == "SERVICE_UNKNOWN"
+    assert check_health(name, elected=elected) == "SERVICE_UNKNOWN"
+    assert check_health(name, elected=elected, synced=False, draining=True) == "SERVICE_UNKNOWN"
 
 
 @pytest.mark.parametrize("elected", [None, True])
@@ -106,14 +110,14 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
     readiness = Readiness(
         lambda: True, measured=lambda: False, leader=None if elected is None else lambda: elected
     )
-    told = asyncio.run(
+    statuses = asyncio.run(
         HealthServicer(readiness).list(health_pb2.HealthListRequest(), None)
     ).statuses
     names = {"", "liveness", "readiness", EXT_PROC}
-    assert set(told) == (names if elected else names | {"inference-extension"})
-    for name, one in told.items():
-        status = health_pb2.HealthCheckResponse.ServingStatus.Name(one.status)
-        assert status == asked(name, elected=elected, measured=False)
+    assert set(statuses) == (names if elected else names | {"inference-extension"})
+    for name, response in statuses.items():
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+        assert status == check_health(name, elected=elected, measured=False)
 
 
 def test_what_is_spoken():

@@ -29,7 +29,7 @@ class Api:
     def __init__(self, folder):
         self.token = "right"
         self.lease = None
-        self.asked = []
+        self.requests = []
         self.next = None
         self._version = 0
         self._folder = folder
@@ -51,7 +51,7 @@ class Api:
         return str(path)
 
     async def answer(self, request):
-        self.asked.append((request.method, request.path))
+        self.requests.append((request.method, request.path))
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             return refused(401, "Unauthorized")
         if self.next is not None:
@@ -90,55 +90,55 @@ def refused(status, message):
 async def opened(kubeconfig, **times):
     wanted = ElectionSettings(name=NAME, namespace=PLACE, **times)
     reaching = watching.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
-    one = lease_client.LeaseClient(election.ElectionPlan(wanted, reaching))
-    await one.open()
+    client = lease_client.LeaseClient(election.ElectionPlan(wanted, reaching))
+    await client.open()
     try:
-        yield one
+        yield client
     finally:
-        await one.close()
+        await client.close()
 
 
 @contextlib.asynccontextmanager
-async def kept(folder, **times):
+async def lease_fixture(folder, **times):
     """A server, and a way to its Lease."""
     api = Api(folder)
-    async with api.serving(), opened(api.kubeconfig(), **times) as one:
-        yield api, one
+    async with api.serving(), opened(api.kubeconfig(), **times) as client:
+        yield api, client
 
 
 async def test_created_renewed_and_read(tmp_path):
     """A create, a replacement and a read agree on version, holder and transitions."""
-    async with kept(tmp_path) as (api, one):
-        assert await one.look() is None
-        made = await one.put(FIRST)
-        assert made == lease_state.LeaseRecord("me", 15, 0, "1")
-        renewed = await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+    async with lease_fixture(tmp_path) as (api, client):
+        assert await client.look() is None
+        created = await client.put(FIRST)
+        assert created == lease_state.LeaseRecord("me", 15, 0, "1")
+        renewed = await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert renewed.version == "2"
-        assert await one.look() == renewed
+        assert await client.look() == renewed
         path = f"{ALL}/{NAME}"
-        assert api.asked == [("GET", path), ("POST", ALL), ("PUT", path), ("GET", path)]
+        assert api.requests == [("GET", path), ("POST", ALL), ("PUT", path), ("GET", path)]
         spec = api.lease["spec"]
         assert spec["acquireTime"] < spec["renewTime"]
 
 
 async def test_labels_of_others_stay(tmp_path):
     """What somebody wrote into the Lease is written back."""
-    async with kept(tmp_path) as (api, one):
-        await one.put(FIRST)
+    async with lease_fixture(tmp_path) as (api, client):
+        await client.put(FIRST)
         api.lease["metadata"]["labels"] = {"team": "a"}
-        await one.look()
-        await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        await client.look()
+        await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert api.lease["metadata"]["labels"] == {"team": "a"}
 
 
 async def test_outrun(tmp_path):
     """A write that comes second is refused, which is no failure; so is one to a deleted Lease."""
-    async with kept(tmp_path) as (api, one):
-        await one.put(FIRST)
-        late = await one.put(FIRST)
+    async with lease_fixture(tmp_path) as (api, client):
+        await client.put(FIRST)
+        late = await client.put(FIRST)
         assert (late.conflict, "409" in late.message) == (True, True)
         api.lease = None
-        gone = await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        gone = await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert gone.conflict
 
 
@@ -152,9 +152,9 @@ async def test_outrun(tmp_path):
 )
 async def test_refusals_are_told(tmp_path, answer, words):
     """With the Lease, the status, the server's words and, where rights are missing, which."""
-    async with kept(tmp_path) as (api, one):
+    async with lease_fixture(tmp_path) as (api, client):
         api.next = refused(*answer)
-        failed = await one.put(FIRST)
+        failed = await client.put(FIRST)
         assert isinstance(failed, leader_elector.LeaseRequestFailed)
         assert not failed.conflict
         assert all(word in failed.message for word in words), failed.message
@@ -162,29 +162,29 @@ async def test_refusals_are_told(tmp_path, answer, words):
 
 async def test_an_answer_that_is_no_lease(tmp_path):
     """Is a failure, not an error."""
-    async with kept(tmp_path) as (api, one):
+    async with lease_fixture(tmp_path) as (api, client):
         api.next = web.Response(text="<html>")
-        assert isinstance(await one.look(), leader_elector.LeaseRequestFailed)
+        assert isinstance(await client.look(), leader_elector.LeaseRequestFailed)
 
 
 async def test_a_server_that_does_not_answer(tmp_path):
     """Every call ends within half of what a leader has."""
     api = Api(tmp_path)
     with socket.create_server(("127.0.0.1", api._port)):
-        async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as one:
+        async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as client:
             async with asyncio.timeout(60.0):
-                failed = await one.look()
+                failed = await client.look()
     assert "no answer" in failed.message
 
 
 async def test_a_token_that_was_rotated(tmp_path):
     """Refused once, it is read again for the next attempt."""
-    async with kept(tmp_path) as (api, one):
-        await one.put(FIRST)
+    async with lease_fixture(tmp_path) as (api, client):
+        await client.put(FIRST)
         api.token = "new"
         api.kubeconfig("new")
-        assert isinstance(await one.look(), leader_elector.LeaseRequestFailed)
-        assert await one.look() == lease_state.LeaseRecord("me", 15, 0, "1")
+        assert isinstance(await client.look(), leader_elector.LeaseRequestFailed)
+        assert await client.look() == lease_state.LeaseRecord("me", 15, 0, "1")
 
 
 async def test_a_kubeconfig_that_is_none(tmp_path):

@@ -39,7 +39,7 @@ def sites(text, *, written=None, heard=True):
     return PoolRegistry(read(text), shared, written=written or {}, heard=lambda: heard)
 
 
-def found(*addresses, **facts):
+def discovered(*addresses, **facts):
     return DiscoveredPool(tuple(Endpoint(address) for address in addresses), **facts)
 
 
@@ -86,12 +86,12 @@ pools:
     assert not subject.synced
     rules = (inference_policy.RewriteRule(("m",), (inference_policy.TargetModel("n"),)),)
     subject.on_pools_changed(
-        {"n/p": found(A, policy=inference_policy.InferencePolicy({}, rules))}, ()
+        {"n/p": discovered(A, policy=inference_policy.InferencePolicy({}, rules))}, ()
     )
     assert subject.synced
     routed = ask(subject, host="a")
     assert (routed.pool, routed.outcome.model_rewrite) == ("a", "n")
-    subject.on_pools_changed({"n/p": found(exists=False)}, ())
+    subject.on_pools_changed({"n/p": discovered(exists=False)}, ())
     assert subject.synced
     assert where(subject, host="a").status == 503
     assert where(subject, host="z").address == B
@@ -103,22 +103,22 @@ async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
     Source: docs/reference/protocol-conformance.md#point-65.
     """
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
-    subject.on_pools_changed({"n/p": found(A)}, ())
+    subject.on_pools_changed({"n/p": discovered(A)}, ())
     assert subject.synced
-    subject.on_pools_changed({"n/p": found(exists=False)}, ())
+    subject.on_pools_changed({"n/p": discovered(exists=False)}, ())
     assert not subject.synced
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
-    [((), "pool  is not there; see its name"), ((found(A),), "pool  is gone")],
+    ("before", "message"),
+    [((), "pool  is not there; see its name"), ((discovered(A),), "pool  is gone")],
 )
-async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, told):
+async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, message):
     """Somebody who misspelled a name is not told that it was deleted."""
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
-    for one in (*before, found(exists=False)):
-        subject.on_pools_changed({"n/p": one}, ())
-    assert [line for line in caplog.messages if line.startswith(told)]
+    for change in (*before, discovered(exists=False)):
+        subject.on_pools_changed({"n/p": change}, ())
+    assert [line for line in caplog.messages if line.startswith(message)]
     assert len(caplog.messages) == 1
 
 
@@ -135,8 +135,8 @@ async def test_annotations_claim_nothing_without_a_rule(caplog):
     """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
     subject = sites("cluster: {discover_pools: cluster}")
     greedy = {"extproc/models": "*"}
-    subject.on_pools_changed({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
-    evil = found(A, annotations=greedy, created="2026-02-01T00:00:00Z")
+    subject.on_pools_changed({"b/prod": discovered(B, created="2026-01-01T00:00:00Z")}, ())
+    evil = discovered(A, annotations=greedy, created="2026-02-01T00:00:00Z")
     subject.on_pools_changed({"a-evil/p": evil}, ())
     subject.on_pools_changed({"a-evil/p": evil}, ())
     assert ask(subject).pool == "b/prod"
@@ -144,7 +144,7 @@ async def test_annotations_claim_nothing_without_a_rule(caplog):
     assert refused == [
         "pool a-evil/p claims nothing: model * has no rule in cluster.claims",
     ]
-    states = {name: one.claim for name, one in subject.watched().items()}
+    states = {name: view.claim for name, view in subject.watched().items()}
     assert states == {"b/prod": "none", "a-evil/p": "refused"}
 
 
@@ -154,20 +154,20 @@ async def test_the_older_pool_takes_what_two_claim(caplog):
     subject = sites(text)
     claim = {"extproc/hosts": "x,own"}
     subject.on_pools_changed(
-        {"a/new": found(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ()
+        {"a/new": discovered(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ()
     )
     assert ask(subject).pool == "a/new"
     subject.on_pools_changed(
-        {"z/old": found(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ()
+        {"z/old": discovered(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ()
     )
     assert ask(subject).pool == "z/old"
     assert ask(subject, host="own").pool == "own"
-    states = {name: one.claim for name, one in subject.watched().items()}
+    states = {name: view.claim for name, view in subject.watched().items()}
     assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
     assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
     # Made anew, it is the younger one.
     subject.on_pools_changed(
-        {"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ()
+        {"z/old": discovered(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ()
     )
     assert ask(subject).pool == "a/new"
 
@@ -177,10 +177,10 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
     num_calls = 0
     overlap = pool_match.overlap
 
-    def counted(one, other):
+    def counted(first, second):
         nonlocal num_calls
-        num_calls += pool_match.num_comparisons(one, other)
-        return overlap(one, other)
+        num_calls += pool_match.num_comparisons(first, second)
+        return overlap(first, second)
 
     monkeypatch.setattr(pool_match, "overlap", counted)
     brought = {}
@@ -188,11 +188,11 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
         hosts = [f"h{at}.p{number}" for at in range(64)]
         # The third claims a host of the first, and the last one of the second.
         hosts[0] = {2: "h1.p0", 29: "h1.p1"}.get(number, hosts[0])
-        brought[f"n/p{number:02}"] = found(A, annotations={"extproc/hosts": ",".join(hosts)})
+        brought[f"n/p{number:02}"] = discovered(A, annotations={"extproc/hosts": ",".join(hosts)})
     subject = sites(ANY_CLAIM)
     subject.on_pools_changed(brought, ())
     assert 0 < num_calls <= 20_000
-    states = {name: one.claim for name, one in subject.watched().items()}
+    states = {name: view.claim for name, view in subject.watched().items()}
     assert states.pop("n/p02") == "overlapped"
     assert set(states.values()) == {"in_force"}
     assert ask(subject, host="h1.p1").pool == "n/p01"
@@ -202,20 +202,20 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
 async def test_pools_that_kubernetes_brings_come_and_go():
     """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
     subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
-    first = {"n/p": found(A, annotations={"extproc/hosts": "A"}), "n/q": found(B)}
+    first = {"n/p": discovered(A, annotations={"extproc/hosts": "A"}), "n/q": discovered(B)}
     subject.on_pools_changed(first, ())
     assert ask(subject, host="a").pool == "n/p"
     assert ask(subject, host="b").pool == "n/q"
     subject.by_name["n/q"].parts.store.set_endpoints([], 2.0)
-    subject.on_pools_changed({"n/q": found(C)}, ())
+    subject.on_pools_changed({"n/q": discovered(C)}, ())
     assert where(subject, host="b").address == C
-    subject.on_pools_changed({"n/p": found(A, annotations={"extproc/hosts": "c"})}, ())
+    subject.on_pools_changed({"n/p": discovered(A, annotations={"extproc/hosts": "c"})}, ())
     assert ask(subject, host="c").pool == "n/p"
-    kept = subject.by_name["n/p"]
+    retained = subject.by_name["n/p"]
     subject.on_pools_changed({}, frozenset({"n/q"}))
     assert list(subject.by_name) == ["n/p"]
-    assert subject.by_name["n/p"] is kept
-    assert "n/q" not in kept._shared.tallies.pools
+    assert subject.by_name["n/p"] is retained
+    assert "n/q" not in retained._shared.tallies.pools
     assert ask(subject, host="b").outcome.status == 404
     assert subject.by_name["n/p"].profile == "random"
 
@@ -230,22 +230,22 @@ async def running(subject):
 
 async def loops(*names):
     """Let the loop turn until exactly these pools have their loops."""
-    found = None
+    names_of_tasks = None
     for _ in range(100):
-        found = {task.get_name() for task in asyncio.all_tasks()}
-        if {name for name in found if name.startswith("pool ")} == set(names):
+        names_of_tasks = {task.get_name() for task in asyncio.all_tasks()}
+        if {name for name in names_of_tasks if name.startswith("pool ")} == set(names):
             return
         await asyncio.sleep(0)
-    raise AssertionError(found)
+    raise AssertionError(names_of_tasks)
 
 
 async def test_loops_run_for_the_pools_there_are():
     """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
     subject = sites("cluster: {discover_pools: cluster}")
     async with running(subject):
-        subject.on_pools_changed({"n/p": found(A)}, ())
+        subject.on_pools_changed({"n/p": discovered(A)}, ())
         await loops("pool n/p")
-        subject.on_pools_changed({"n/q": found(B), "n/p": found(C)}, frozenset())
+        subject.on_pools_changed({"n/q": discovered(B), "n/p": discovered(C)}, frozenset())
         await loops("pool n/p", "pool n/q")
         subject.on_pools_changed({}, {"n/p"})
         await loops("pool n/q")
@@ -280,13 +280,15 @@ async def test_one_pool_that_raises_stops_no_other(monkeypatch):
     subject.on_change = listener
     real = PoolRuntime.on_discovered
 
-    def take(site, found):
+    def take(site, discovered):
         if site.name == "n/bad":
             raise OverflowError
-        real(site, found)
+        real(site, discovered)
 
     monkeypatch.setattr(PoolRuntime, "on_discovered", take)
-    subject.on_pools_changed({"n/a": found(A), "n/bad": found(B), "n/c": found(C)}, ())
+    subject.on_pools_changed(
+        {"n/a": discovered(A), "n/bad": discovered(B), "n/c": discovered(C)}, ()
+    )
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 0, 1]
     assert heard == [{"n/a", "n/bad", "n/c"}]
     assert subject.supervisor.failures["pools"] == 2

@@ -76,11 +76,11 @@ def server():
         if os.environ.get("EXTPROC_REQUIRE_REDIS") == "1":
             pytest.fail("neither redis-server nor valkey-server is on the PATH")
         pytest.skip("neither redis-server nor valkey-server is on the PATH")
-    one = Server()
-    one.start()
-    yield one
-    one.stop()
-    shutil.rmtree(one.place)
+    redis_server = Server()
+    redis_server.start()
+    yield redis_server
+    redis_server.stop()
+    shutil.rmtree(redis_server.place)
 
 
 def sites():
@@ -110,7 +110,7 @@ class Replica:
 
     def in_flight(self, pool: str = "a") -> dict[str, int]:
         members = self.dispatcher(pool).pool.members
-        return {one.endpoint.address: one.account.in_flight for one in members}
+        return {member.endpoint.address: member.account.in_flight for member in members}
 
     @property
     def heard(self) -> int:
@@ -119,9 +119,9 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def talking(*replicas: Replica):
-    for one in replicas:
-        await one.sites.sync()
-    tasks = [asyncio.ensure_future(one.line.run()) for one in replicas]
+    for replica in replicas:
+        await replica.sites.sync()
+    tasks = [asyncio.ensure_future(replica.line.run()) for replica in replicas]
     try:
         yield tasks
     finally:
@@ -139,53 +139,55 @@ async def until(condition) -> None:
 
 async def test_two_pickers_see_each_others_requests_in_flight(server):
     """Both accounts show both pickers' requests, per pool, and none once all ended."""
-    one, two = Replica(server.url), Replica(server.url)
-    async with talking(one, two):
-        await until(lambda: one.heard == two.heard == 1)
-        tickets = [one.send(), one.send(), one.send("b"), two.send()]
+    first, second = Replica(server.url), Replica(server.url)
+    async with talking(first, second):
+        await until(lambda: first.heard == second.heard == 1)
+        tickets = [first.send(), first.send(), first.send("b"), second.send()]
         await until(
-            lambda: one.in_flight() == two.in_flight() and sum(two.in_flight().values()) == 3
+            lambda: (
+                first.in_flight() == second.in_flight() and sum(second.in_flight().values()) == 3
+            )
         )
-        await until(lambda: two.in_flight("b") == {"127.0.0.13:9": 1})
-        gauges = {name: read() for name, read in two.line.gauges().items()}
+        await until(lambda: second.in_flight("b") == {"127.0.0.13:9": 1})
+        gauges = {name: read() for name, read in second.line.gauges().items()}
         assert gauges == {"extproc_sharing_pickers": 1.0, "extproc_sharing_open": 3.0}
-        owners = [(one, "a"), (one, "a"), (one, "b"), (two, "a")]
+        owners = [(first, "a"), (first, "a"), (first, "b"), (second, "a")]
         for ticket, (owner, pool) in zip(tickets, owners, strict=True):
             owner.dispatcher(pool).release(ticket, time.monotonic())
-        await until(lambda: not any([*one.in_flight().values(), *two.in_flight().values()]))
-        await until(lambda: not any(two.in_flight("b").values()))
+        await until(lambda: not any([*first.in_flight().values(), *second.in_flight().values()]))
+        await until(lambda: not any(second.in_flight("b").values()))
 
 
 async def test_a_picker_that_ends_says_goodbye(server):
     """What it had open leaves the others' accounts at once."""
-    one, two = Replica(server.url), Replica(server.url)
-    async with talking(one, two) as tasks:
-        await until(lambda: one.heard == two.heard == 1)
-        one.send()
-        await until(lambda: sum(two.in_flight().values()) == 1)
+    first, second = Replica(server.url), Replica(server.url)
+    async with talking(first, second) as tasks:
+        await until(lambda: first.heard == second.heard == 1)
+        first.send()
+        await until(lambda: sum(second.in_flight().values()) == 1)
         tasks[0].cancel()
         await asyncio.wait([tasks[0]])
-        await until(lambda: two.heard == 0)
-        assert sum(two.in_flight().values()) == 0
+        await until(lambda: second.heard == 0)
+        assert sum(second.in_flight().values()) == 0
 
 
 async def test_a_server_that_goes_away_stops_nobody(server):
     """Requests are decided and charged meanwhile; what others had open is forgotten, then known again."""
-    one, two = Replica(server.url), Replica(server.url)
-    async with talking(one, two) as tasks:
-        await until(lambda: one.heard == two.heard == 1)
-        one.send()
-        await until(lambda: sum(two.in_flight().values()) == 1)
+    first, second = Replica(server.url), Replica(server.url)
+    async with talking(first, second) as tasks:
+        await until(lambda: first.heard == second.heard == 1)
+        first.send()
+        await until(lambda: sum(second.in_flight().values()) == 1)
         server.stop()
-        await until(lambda: two.heard == 0)
-        assert sum(two.in_flight().values()) == 0
-        two.send()
-        assert sum(two.in_flight().values()) == 1
+        await until(lambda: second.heard == 0)
+        assert sum(second.in_flight().values()) == 0
+        second.send()
+        assert sum(second.in_flight().values()) == 1
         server.start()
-        await until(lambda: one.heard == two.heard == 1)
+        await until(lambda: first.heard == second.heard == 1)
         assert not any(task.done() for task in tasks)
-        two.send()
-        await until(lambda: sum(one.in_flight().values()) >= 2)
+        second.send()
+        await until(lambda: sum(first.in_flight().values()) >= 2)
 
 
 class Deaf:
@@ -208,30 +210,30 @@ class Deaf:
 
 async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
     """A cancellation that is lost inside the client is looked for."""
-    one = Replica(f"unix://{tmp_path}/none")
-    one.line._reading = deaf = Deaf()
-    async with asyncio.timeout(60), talking(one):
+    first = Replica(f"unix://{tmp_path}/none")
+    first.line._reading = deaf = Deaf()
+    async with asyncio.timeout(60), talking(first):
         await deaf.reads.wait()
 
 
 async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(server):
     """However long facts are gathered, the first one after a pause does not wait."""
-    one = Replica(server.url, flush_s=3600.0)
+    first = Replica(server.url, flush_s=3600.0)
     await until(Path(server.url.removeprefix("unix://")).exists)
-    async with redis.Redis.from_url(server.url) as reader, talking(one), asyncio.timeout(60):
+    async with redis.Redis.from_url(server.url) as reader, talking(first), asyncio.timeout(60):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
-        one.send()
-        one.line._outbox.publish_open()
-        waiting = one.line._outbox.take()
+        first.send()
+        first.line._outbox.publish_open()
+        waiting = first.line._outbox.take()
         assert len(waiting.facts) >= 2
         assert await reader.xlen("extproc") == 1
 
 
 async def test_strange_entries_are_passed_over(server):
     """Others may write to the stream; a reader goes on."""
-    one = Replica(server.url)
-    async with talking(one), redis.Redis.from_url(server.url) as strange:
+    first = Replica(server.url)
+    async with talking(first), redis.Redis.from_url(server.url) as strange:
         await until(Path(server.url.removeprefix("unix://")).exists)
         message = peer_sync.encode(
             peer_sync.PeerMessage("other", [fact(address="127.0.0.13:9", pool="b")])
@@ -241,10 +243,10 @@ async def test_strange_entries_are_passed_over(server):
             await strange.xadd("extproc", {"x": b"y"})
             await strange.xadd("extproc", {"m": b"\x00"})
             await strange.xadd("extproc", {"m": message})
-            if one.heard:
+            if first.heard:
                 break
             await asyncio.sleep(0.02)
-        assert sum(one.in_flight("b").values()) == 1
+        assert sum(first.in_flight("b").values()) == 1
 
 
 async def test_it_is_off_unless_a_server_is_named():

@@ -28,7 +28,7 @@ from envoy_data_plane.envoy.config.endpoint import v3 as endpoints
 from envoy_data_plane.envoy.service.discovery import v3 as discovery
 from envoy_data_plane.google.rpc import Status
 
-ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
 #: As many as Envoy has, more or less.
 EXTENSIONS = [core.Extension(name=f"envoy.{at}", category="envoy.http") for at in range(300)]
@@ -38,7 +38,7 @@ class Scene:
     """A server over one pool, and a client's channel to it."""
 
     def __init__(self):
-        self.house = House({ONE: None, TWO: None})
+        self.house = House({FIRST: None, SECOND: None})
         self.tallies = XdsCounters()
         self.synced = True
         self.discovery = xds_servicer.AggregatedDiscoveryServicer(
@@ -49,11 +49,11 @@ class Scene:
             tallies=self.tallies,
         )
 
-    def whole(self):
-        return Whole(self.channel)
+    def open_sotw(self):
+        return SotwStream(self.channel)
 
     def differences(self):
-        return Differences(self.channel)
+        return DeltaStream(self.channel)
 
     def set_endpoints(self, *addresses):
         self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], 1.0)
@@ -68,8 +68,8 @@ async def serving():
     port = listeners.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
     subject = scene.discovery
-    kept = subject._supervisor.keep("xds", subject.run)
-    looking = asyncio.get_running_loop().create_task(kept)
+    supervised = subject._supervisor.keep("xds", subject.run)
+    looking = asyncio.get_running_loop().create_task(supervised)
     try:
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as scene.channel:
             yield scene
@@ -80,7 +80,7 @@ async def serving():
     assert looking.cancelled()
 
 
-class Whole:
+class SotwStream:
     """A stream of whole states, from Envoy's end."""
 
     method, request, response = (
@@ -92,8 +92,8 @@ class Whole:
     def __init__(self, channel):
         self.call = channel.stream_stream(f"/{xds_servicer.SERVICE}/{self.method}")()
 
-    async def say(self, type_url, **said):
-        await self.call.write(bytes(self.request(type_url=type_url, **said)))
+    async def say(self, type_url, **fields):
+        await self.call.write(bytes(self.request(type_url=type_url, **fields)))
 
     async def hear(self):
         data = await self.call.read()
@@ -104,14 +104,14 @@ class Whole:
         """Hear an answer of this type and say that it is fine; returns what was in it."""
         answer = await self.hear()
         assert answer.type_url == type_url
-        assert {one.type_url for one in answer.resources} <= {type_url}
+        assert {resource.type_url for resource in answer.resources} <= {type_url}
         await self.say(
             type_url,
             resource_names=list(names),
             version_info=answer.version_info,
             response_nonce=answer.nonce,
         )
-        return [one.value for one in answer.resources]
+        return [resource.value for resource in answer.resources]
 
     async def ended(self):
         """The status it ended with; nothing more was said."""
@@ -120,7 +120,7 @@ class Whole:
         return await self.call.code()
 
 
-class Differences(Whole):
+class DeltaStream(SotwStream):
     """A stream of differences."""
 
     method, request, response = (
@@ -132,24 +132,24 @@ class Differences(Whole):
 
 def addresses(data):
     """Of an assignment, as `ip:port`."""
-    found = endpoints.ClusterLoadAssignment.parse(data)
+    assignment = endpoints.ClusterLoadAssignment.parse(data)
     places = [
-        one.endpoint.address.socket_address
-        for group in found.endpoints
-        for one in group.lb_endpoints
+        endpoint.endpoint.address.socket_address
+        for group in assignment.endpoints
+        for endpoint in group.lb_endpoints
     ]
-    return [f"{one.address}:{one.port_value}" for one in places]
+    return [f"{place.address}:{place.port_value}" for place in places]
 
 
 async def listening(scene):
     """A stream that has taken the first cluster and its endpoints."""
-    stream = scene.whole()
+    stream = scene.open_sotw()
     await stream.say(CLUSTER, node=core.Node(id="edge-1", extensions=EXTENSIONS))
     (cluster,) = await stream.take(CLUSTER)
     assert clusters.Cluster.parse(cluster).name == "engines"
     await stream.say(ASSIGNMENT, resource_names=["engines"])
     (assignment,) = await stream.take(ASSIGNMENT, "engines")
-    assert addresses(assignment) == [ONE, TWO]
+    assert addresses(assignment) == [FIRST, SECOND]
     return stream
 
 
@@ -159,8 +159,8 @@ def test_envoy_is_told_of_every_change():
     async def test():
         async with serving() as scene:
             stream = await listening(scene)
-            scene.set_endpoints(ONE)
-            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
+            scene.set_endpoints(FIRST)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [FIRST]
             scene.set_endpoints()
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == []
             assert scene.tallies.responses == {"clusters": 1, "endpoints": 3}
@@ -179,11 +179,11 @@ def test_scrapes_are_not_told():
         async with serving() as scene:
             stream = await listening(scene)
             fleet = scene.house.fleet
-            mark = fleet.begin_scrape(fleet.pool.find(ONE).endpoint)
+            mark = fleet.begin_scrape(fleet.pool.find(FIRST).endpoint)
             fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
             scene.discovery.step()
-            scene.set_endpoints(TWO)
-            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
+            scene.set_endpoints(SECOND)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [SECOND]
             assert scene.tallies.responses["endpoints"] == 2
 
     run(test())
@@ -195,7 +195,7 @@ def test_nothing_is_told_before_discovery_has_spoken():
     async def test():
         async with serving() as scene:
             scene.synced = False
-            stream = scene.whole()
+            stream = scene.open_sotw()
             await stream.say(CLUSTER)
             hearing = asyncio.ensure_future(stream.hear())
             scene.discovery.step()
@@ -215,10 +215,10 @@ def test_an_envoy_that_comes_later_is_told_what_is_then():
             stream = await listening(scene)
             await stream.call.done_writing()
             await stream.ended()
-            scene.set_endpoints(TWO)
-            late = scene.whole()
+            scene.set_endpoints(SECOND)
+            late = scene.open_sotw()
             await late.say(ASSIGNMENT, resource_names=["engines"], response_nonce="9")
-            assert addresses(*await late.take(ASSIGNMENT, "engines")) == [TWO]
+            assert addresses(*await late.take(ASSIGNMENT, "engines")) == [SECOND]
 
     run(test())
 
@@ -229,7 +229,7 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
     async def test():
         async with serving() as scene:
             for _ in range(2):
-                stream = scene.whole()
+                stream = scene.open_sotw()
                 await stream.say(CLUSTER, node=core.Node(id="edge-1", extensions=EXTENSIONS))
                 answer = await stream.hear()
                 await stream.say(
@@ -246,7 +246,7 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
     assert caplog.messages == ["xDS: Envoy edge-1 refused clusters: unknown policy"]
 
 
-@pytest.mark.parametrize("kind", [Whole, Differences])
+@pytest.mark.parametrize("kind", [SotwStream, DeltaStream])
 def test_garbage_ends_its_stream_and_no_other(kind):
     """What cannot be read is a peer that breaks the protocol."""
 
@@ -256,8 +256,8 @@ def test_garbage_ends_its_stream_and_no_other(kind):
             broken = kind(scene.channel)
             await broken.call.write(b"\x0a\xff\xff")
             assert await broken.ended() is grpc.StatusCode.INVALID_ARGUMENT
-            scene.set_endpoints(TWO)
-            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
+            scene.set_endpoints(SECOND)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [SECOND]
 
     run(test())
 
@@ -267,7 +267,7 @@ def test_other_types_are_not_answered():
 
     async def test():
         async with serving() as scene:
-            stream = scene.whole()
+            stream = scene.open_sotw()
             await stream.say("type.googleapis.com/envoy.config.listener.v3.Listener")
             await stream.say(CLUSTER)
             assert (await stream.hear()).type_url == CLUSTER
@@ -283,7 +283,7 @@ def test_draining_ends_streams_with_ok_and_takes_no_more():
             stream = await listening(scene)
             await scene.discovery.release()
             assert await stream.ended() is grpc.StatusCode.OK
-            late = scene.whole()
+            late = scene.open_sotw()
             assert await late.ended() is grpc.StatusCode.UNAVAILABLE
 
     run(test())
@@ -334,8 +334,8 @@ def test_an_envoy_that_is_killed_leaves_nothing():
             killed.call.cancel()
             while scene.tallies.streams_open == 2:
                 await asyncio.sleep(0)
-            scene.set_endpoints(ONE)
-            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
+            scene.set_endpoints(FIRST)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [FIRST]
 
     run(test())
 
@@ -351,12 +351,12 @@ def test_differences():
             assert cluster.name == "engines"
             await stream.say(ASSIGNMENT, resource_names_subscribe=["engines", "gone"])
             answer = await stream.hear()
-            assert addresses(answer.resources[0].resource.value) == [ONE, TWO]
+            assert addresses(answer.resources[0].resource.value) == [FIRST, SECOND]
             assert answer.removed_resources == ["gone"]
             await stream.say(ASSIGNMENT, response_nonce=answer.nonce)
-            scene.set_endpoints(TWO)
+            scene.set_endpoints(SECOND)
             changed = await stream.hear()
-            assert addresses(changed.resources[0].resource.value) == [TWO]
+            assert addresses(changed.resources[0].resource.value) == [SECOND]
             assert changed.resources[0].version != answer.resources[0].version
 
     run(test())
@@ -383,11 +383,11 @@ def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
                 return real(speaker, data)
 
             monkeypatch.setattr(messages.SotwCodec, "hear", raising)
-            bad = scene.whole()
+            bad = scene.open_sotw()
             await bad.say(CLUSTER, node=core.Node(id="poison"))
             assert await bad.call.code() is grpc.StatusCode.INTERNAL
-            scene.set_endpoints(ONE)
-            assert addresses(*await well.take(ASSIGNMENT, "engines")) == [ONE]
+            scene.set_endpoints(FIRST)
+            assert addresses(*await well.take(ASSIGNMENT, "engines")) == [FIRST]
             assert scene.discovery._supervisor.failures["xds"] == 1
             assert scene.tallies.streams_open == 1
 
