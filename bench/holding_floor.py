@@ -18,7 +18,7 @@ import uvloop
 from bench.holding import METHOD
 from extproc.protocol.messages import MessageKind
 from extproc.protocol.replies import ContinueResponse
-from extproc.server import listeners, memory
+from extproc.server import grpc_workarounds, listeners
 from extproc.wire import codec
 
 MOST_BYTES = 1 << 27
@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 27
 
 async def main(port: int) -> None:
     answer = codec.encode(ContinueResponse(MessageKind.REQUEST_HEADERS))
-    crowds = memory.IdleMemoryTrimmer(memory.trimmer())
+    crowds = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
     released = asyncio.Event()
     streams = 0
 

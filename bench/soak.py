@@ -38,7 +38,7 @@ from extproc.config.pool_schema import PoolSource
 from extproc.config.settings import DecisionsSection, ServerSection, Settings
 from extproc.demo import stack
 from extproc.endpoint import EngineCounters, Load
-from extproc.server import memory
+from extproc.server import grpc_workarounds
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.stream_handler import StreamHandler, open_stream
 from extproc.wire import codec
@@ -233,7 +233,7 @@ async def core(requests: int, *, trace: bool, steps: int = 20) -> dict[str, Any]
     driven = Core(settings(holding=False))
     await driven.picker.sync()
     rounds = chats(driven, Random(1))
-    trim = memory.trimmer()
+    trim = grpc_workarounds.trimmer()
     points = []
     before = None
     if trace:
@@ -321,7 +321,7 @@ async def hostile(requests: int, *, count: int = 10_000) -> dict[str, Any]:
     rounds = chats(driven, Random(1))
     for _ in range(requests):
         next(rounds)
-    trim = memory.trimmer()
+    trim = grpc_workarounds.trimmer()
     grown = {}
     for kind in soak_kinds.KINDS:
         trim()

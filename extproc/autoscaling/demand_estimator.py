@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.autoscaling import capacity
-from extproc.autoscaling.demand import Demand
+from extproc.autoscaling.interface import Demand
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]

@@ -1,8 +1,15 @@
-"""Result of a policy step: desired replicas and a reason."""
+"""Result of a policy step: desired replicas and a reason.
+
+Demand of a scale target at a moment, the input of every policy.
+
+Protocols of a scaling policy and its state.
+"""
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
@@ -32,3 +39,113 @@ class ScalingDecision(msgspec.Struct, frozen=True):
     replicas: int
     reason: ScalingReason
     explanation: str = ""
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """Demand of a scale target at one step. Counts are sums over all endpoint pickers.
+
+    Work is in token seconds: what the tokens of a request take of an engine's time while it has as
+    many requests as it should (`concurrency`), under learned rates; see `capacity`.
+
+    Attributes:
+        now: Monotonic seconds.
+        spec: Replicas the target asks for.
+        available: Replicas that answer: ready endpoints.
+        held: Requests queued in endpoint pickers.
+        in_flight: Requests pickers sent to endpoints and that have not ended.
+        waiting: Requests that wait in engines, as scraped.
+        running: Requests in batches of engines, as scraped.
+        arriving: Work that arrives, token seconds per second since the last tick.
+        request_work: Mean work of a request (token seconds).
+        throughput: Work one replica does while it has enough of it (token seconds per second); 1
+            where the rates are right.
+        concurrency: Requests one replica should have at once.
+        cold_start_s: Seconds from a raised spec to an answer of the new replica.
+        complete: False while counters of some picker could not be read. Then the counts are too
+            low, which is no reason to take a replica away.
+    """
+
+    now: float
+    spec: int
+    available: int
+    held: int = 0
+    in_flight: int = 0
+    waiting: float = 0.0
+    running: float = 0.0
+    arriving: float = 0.0
+    request_work: float = 1.0
+    throughput: float = 1.0
+    concurrency: float = 1.0
+    cold_start_s: float = 60.0
+    complete: bool = True
+
+    @property
+    def starting(self) -> int:
+        """Replicas that are requested but not yet available."""
+        return max(0, self.spec - self.available)
+
+    @property
+    def requests(self) -> float:
+        """Requests that wait or run, including those that bypassed the endpoint pickers."""
+        return self.held + max(float(self.in_flight), self.waiting + self.running)
+
+
+class ReplicaBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Smallest and largest number of replicas that a policy may ask for.
+
+    Attributes:
+        min: Replicas at least. 0: a model without requests costs nothing.
+        max: Replicas at most. 1: more replicas cost money, so the operator has to allow them.
+    """
+
+    min: int = 0
+    max: int = 1
+
+    def clamp(self, replicas: float) -> int:
+        """Round up to an integer and limit it to the bounds."""
+        return max(self.min, min(self.max, math.ceil(min(replicas, float(self.max)))))
+
+
+class PolicyState(Protocol):
+    """State of a policy: a frozen value that msgspec encodes to and decodes from JSON."""
+
+    def shift_time(self, by_s: float) -> Self:
+        """Return the state with all times moved by `by_s` seconds, for another clock."""
+
+
+class ScalingPolicy(Protocol):
+    """Computes desired replicas from demand. Frozen: the caller keeps its state.
+
+    Attributes:
+        kind: Its name in `registry.POLICIES`.
+        memory: Class of its state; without arguments the state of a policy that saw nothing.
+        interval_s: Seconds between two steps. It is also stepped at once when a request waits and
+            there is no replica.
+        watch_s: Seconds it must have watched before fewer replicas are believed.
+    """
+
+    kind: ClassVar[str]
+    memory: ClassVar[type[Any]]
+
+    @property
+    def interval_s(self) -> float:
+        """See the class."""
+
+    @property
+    def watch_s(self) -> float:
+        """See the class."""
+
+    def step(
+        self, state: Any, demand: Demand, bounds: ReplicaBounds
+    ) -> tuple[Any, ScalingDecision]:
+        """Decide once.
+
+        Args:
+            state: State returned by the last step; of the class `memory`.
+            demand: Current demand.
+            bounds: Limits that the caller will apply.
+
+        Returns:
+            The next state and the desired replicas, which need not be within the bounds:
+            `PolicyRunner` enforces them.
+        """

@@ -6,9 +6,13 @@ from typing import Any
 
 import msgspec
 
-from extproc.autoscaling.demand import Demand, ReplicaBounds
-from extproc.autoscaling.interface import ScalingDecision, ScalingReason
-from extproc.autoscaling.policy import ScalingPolicy
+from extproc.autoscaling.interface import (
+    Demand,
+    ReplicaBounds,
+    ScalingDecision,
+    ScalingPolicy,
+    ScalingReason,
+)
 
 #: Time between two steps after which the time between counts as unwatched: as a share of what a
 #: policy must have watched, and in its intervals; the longer one counts.

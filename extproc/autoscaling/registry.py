@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from extproc.autoscaling.interface import ScalingPolicy
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
-from extproc.autoscaling.policy import ScalingPolicy
 from extproc.errors import ConfigError
 
 POLICIES: Mapping[str, type[ScalingPolicy]] = {

@@ -9,7 +9,7 @@ from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
-from extproc.pool.condition import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore, ScrapeToken
 from extproc.prefix_cache import cache_model
 from extproc.request import HttpRequest

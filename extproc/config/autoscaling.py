@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from extproc.autoscaling import demand_estimator, registry
-from extproc.autoscaling.demand import ReplicaBounds
-from extproc.autoscaling.policy import ScalingPolicy
+from extproc.autoscaling.interface import ReplicaBounds, ScalingPolicy
 from extproc.config import constraints
 from extproc.errors import ConfigError
 

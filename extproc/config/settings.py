@@ -37,7 +37,7 @@ from extproc.config.autoscaling import AutoscalingSection
 from extproc.config.flow_control import FlowControlSection
 from extproc.config.peer_sync import PeerSyncSection
 from extproc.parsing import usage
-from extproc.pool import condition
+from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
 from extproc.xds import cluster_options
@@ -278,7 +278,7 @@ _SERVER = ServerSection()
 _SOURCE = pool_schema.PoolSource()
 _CLUSTER = pool_schema.ClusterSection()
 _SCRAPE = ScrapeSection()
-_HEALTH = condition.OutlierDetectionSettings()
+_HEALTH = endpoint_health.OutlierDetectionSettings()
 _SCHEDULING = scheduling_schema.SchedulingSection()
 _PREFIX = PrefixSection()
 _LIMITS = LimitsSection()
@@ -326,7 +326,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pools: tuple[pool_schema.PoolSection, ...] = ()
     cluster: pool_schema.ClusterSection = _CLUSTER
     scrape: ScrapeSection = _SCRAPE
-    health: condition.OutlierDetectionSettings = _HEALTH
+    health: endpoint_health.OutlierDetectionSettings = _HEALTH
     scheduling: scheduling_schema.SchedulingSection = _SCHEDULING
     prefix: PrefixSection = _PREFIX
     limits: LimitsSection = _LIMITS

@@ -8,7 +8,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.parsing import canonical_prompt, envelope
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid messages request: must have at least one message"
@@ -48,4 +48,6 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
             canonical_prompt.as_bytes(turn.role),
             canonical_prompt.content(turn.content),
         )
-    return envelope.request("messages", raw, body, prompt=inputs.text_prompt(b"".join(fields)))
+    return envelope.request(
+        "messages", raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields))
+    )

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from extproc.parsing import canonical_prompt, tokens
+from extproc.parsing import canonical_prompt
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
@@ -238,7 +238,7 @@ class _Reading:
         if first not in (_OPENING_BRACKET, _OPENING_BRACE):
             return _DECODE(raw)
         json = bytes(raw)
-        if first == _OPENING_BRACKET and (packed := tokens.scan(json)) is not None:
+        if first == _OPENING_BRACKET and (packed := canonical_prompt.scan(json)) is not None:
             return packed
         is_wide = _is_wide(json)
         cost = num_values(json, self._left)

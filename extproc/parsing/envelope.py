@@ -14,7 +14,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, canonical_prompt, inputs, session
+from extproc.parsing import bounded_decoder, canonical_prompt, session
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest
 
 #: Headers that name the model to be served, where the body names none
@@ -164,7 +164,7 @@ def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
 
 
 def request(
-    api: str, raw: HttpRequest, body: Envelope, *, prompt: inputs.Prompt
+    api: str, raw: HttpRequest, body: Envelope, *, prompt: canonical_prompt.Prompt
 ) -> InferenceRequest:
     """Build the request from the parsed parts."""
     adapter = body.lora_path
@@ -186,7 +186,9 @@ def request(
     )
 
 
-def _adapter_of_batch(value: Any, prompt: inputs.Prompt) -> tuple[str, inputs.Prompt]:
+def _adapter_of_batch(
+    value: Any, prompt: canonical_prompt.Prompt
+) -> tuple[str, canonical_prompt.Prompt]:
     """The adapter that `lora_path` stands for where it is no text, and the prompt under it.
 
     SGLang takes a name, or none, for each prompt of a batch. Where they differ, the batch goes by
@@ -200,7 +202,7 @@ def _adapter_of_batch(value: Any, prompt: inputs.Prompt) -> tuple[str, inputs.Pr
     if type(first) is str and names.count(first) == len(names):
         return first, prompt
     name = next((name for name in names if type(name) is str and name), "")
-    return name, inputs.with_cache_salt(prompt, canonical_prompt.item(value))
+    return name, canonical_prompt.with_cache_salt(prompt, canonical_prompt.item(value))
 
 
 def _max_tokens(body: Envelope) -> int | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from extproc.parsing import canonical_prompt, tokens
+from extproc.parsing import canonical_prompt
 from extproc.request import InferenceRequest
 
 #: What starts the next field; the likely ones first. Eight searches for one byte each are thirty
 #: times as fast as one for a class of eight.
 _MARKERS = tuple(bytes([marker]) for marker in range(0xFF, 0xF7, -1))
 
-_SEPARATOR = len(tokens.SEPARATOR)
+_SEPARATOR = len(canonical_prompt.SEPARATOR)
 
 #: How a user's message starts in a framed prompt.
 _USER = canonical_prompt.MESSAGE + b"user"
@@ -39,7 +39,7 @@ def first_user_message(request: InferenceRequest) -> str:
     if request.api == "completions":
         # The first text of a prompt has no marker; a cache salt before it ends with a separator.
         at = (
-            prompt.find(tokens.SEPARATOR) + _SEPARATOR
+            prompt.find(canonical_prompt.SEPARATOR) + _SEPARATOR
             if prompt.startswith(canonical_prompt.SALT)
             else 0
         )

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import BodyEdit
-from extproc.parsing import multipart, paths, preparsed
+from extproc.parsing import multipart, preparsed, surfaces
 from extproc.parsing.preparsed import ModelPlace
 from extproc.request import HttpRequest
 
@@ -71,7 +71,7 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
-    if paths.surface_of(paths.path_of(raw)) in {"transcriptions", "translations"}:
+    if surfaces.surface_of(surfaces.path_of(raw)) in {"transcriptions", "translations"}:
         span = multipart.model_span(raw)
         if span is not None:
             # A cut form may go on with the value.

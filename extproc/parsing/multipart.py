@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from extproc.parsing import inputs, opaque
+from extproc.parsing import canonical_prompt, opaque
 from extproc.request import HttpRequest, InferenceRequest, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
@@ -44,7 +44,7 @@ def _parse(raw: HttpRequest, api: str) -> InferenceRequest:
     boundary = match[1] or match[2]
     fields = read(raw.body, boundary.encode())
     known = opaque.unparsed_request(raw, api)
-    prompt = inputs.text_prompt(fields.get("prompt", "").encode())
+    prompt = canonical_prompt.text_prompt(fields.get("prompt", "").encode())
     return InferenceRequest(
         api,
         model=fields.get("model") or known.model,

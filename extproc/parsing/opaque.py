@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import bounded_decoder, envelope, inputs, openai_chat, session
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat, session
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -62,12 +62,14 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest:
     if body is None:
         return unparsed_request(raw, api)
     prompt = (
-        inputs.prompt_of(body.prompt)
+        canonical_prompt.prompt_of(body.prompt)
         or openai_chat.loose_prompt(body.messages)
-        or inputs.prompt_of(body.input)
-        or inputs.NOTHING
+        or canonical_prompt.prompt_of(body.input)
+        or canonical_prompt.NOTHING
     )
-    return envelope.request(api, raw, body, prompt=inputs.with_cache_salt(prompt, body.cache_salt))
+    return envelope.request(
+        api, raw, body, prompt=canonical_prompt.with_cache_salt(prompt, body.cache_salt)
+    )
 
 
 def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
@@ -75,7 +77,7 @@ def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
     body = _decoded(_ENVELOPE, raw)
     if body is None:
         return unparsed_request(raw, api)
-    return envelope.request(api, raw, body, prompt=inputs.NOTHING)
+    return envelope.request(api, raw, body, prompt=canonical_prompt.NOTHING)
 
 
 def _decoded(
@@ -104,7 +106,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
         api,
         model=model or envelope.model_header(raw.headers),
         prompt=raw.body,
-        prompt_tokens=inputs.estimate(length),
+        prompt_tokens=canonical_prompt.estimate(length),
         stream=_STREAM.search(raw.body) is not None,
         session=session.of_headers(raw.headers),
         subset=raw.subset,

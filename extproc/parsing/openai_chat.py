@@ -8,7 +8,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.parsing import canonical_prompt, envelope
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid chat completions request: must have valid messages field"
@@ -59,7 +59,9 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     fields = _options(body)
     for turn in body.messages:
         _add_message(fields, turn)
-    return envelope.request("chat", raw, body, prompt=inputs.text_prompt(b"".join(fields)))
+    return envelope.request(
+        "chat", raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields))
+    )
 
 
 def _options(body: ChatBody) -> list[bytes]:
@@ -105,13 +107,17 @@ def _add_message(fields: list[bytes], turn: ChatMessage) -> None:
         )
 
 
-def loose_prompt(messages: object) -> inputs.Prompt | None:
+def loose_prompt(messages: object) -> canonical_prompt.Prompt | None:
     """A conversation that was decoded without a type; None when it is not one."""
     if type(messages) is msgspec.Raw:
-        return inputs.text_prompt(canonical_prompt.MESSAGE + canonical_prompt.item(messages))
+        return canonical_prompt.text_prompt(
+            canonical_prompt.MESSAGE + canonical_prompt.item(messages)
+        )
     if type(messages) is not list or not messages:
         return None
     turns = [turn for turn in messages if type(turn) is dict]
     if len(turns) != len(messages):
         return None
-    return inputs.text_prompt(b"".join([canonical_prompt.loose_message(turn) for turn in turns]))
+    return canonical_prompt.text_prompt(
+        b"".join([canonical_prompt.loose_message(turn) for turn in turns])
+    )

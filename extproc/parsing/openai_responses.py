@@ -8,7 +8,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.parsing import canonical_prompt, envelope
 from extproc.request import HttpRequest, InferenceRequest
 
 _NO_INPUT: Final = "invalid responses request: must have input field"
@@ -56,7 +56,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
         fields.append(
             canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.instructions)
         )
-    prompt = inputs.text_prompt(b"".join([*fields, history]))
+    prompt = canonical_prompt.text_prompt(b"".join([*fields, history]))
     return envelope.request("responses", raw, body, prompt=prompt)
 
 
@@ -68,7 +68,9 @@ def parse_conversation(raw: HttpRequest) -> InferenceRequest | Rejection:
     history = _history(body.items) if type(body.items) in _LISTS else None
     if history is None:
         return decision.bad_request(_NO_ITEMS)
-    return envelope.request("conversations", raw, body, prompt=inputs.text_prompt(history))
+    return envelope.request(
+        "conversations", raw, body, prompt=canonical_prompt.text_prompt(history)
+    )
 
 
 def _history(value: object) -> bytes | None:

@@ -1,8 +1,14 @@
-"""Entry of parsing: turns an HTTP request into an inference request or a rejection."""
+"""Entry of parsing: turns an HTTP request into an inference request or a rejection.
+
+From request path to surface: a literal table of path suffixes.
+
+Source: docs/spec/protocol.md#request-paths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -12,26 +18,93 @@ from extproc.decision import Rejection
 from extproc.parsing import (
     anthropic_messages,
     envelope,
-    generate,
     multipart,
     opaque,
     openai_chat,
     openai_completions,
     openai_responses,
-    paths,
     preparsed,
-    rendering,
     vllm_api,
     vllm_grpc,
 )
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
 
+#: Any path that is not in the table.
+OPAQUE = "opaque"
+
+#: A gRPC method that is not in the table: routed as it is, its answer not looked at
+#: (docs/spec/protocol.md#response-flow).
+GRPC = "grpc"
+
+#: Path suffix, in whole segments, to surface (`Request.api`). The longest suffix wins.
+SURFACES: Mapping[str, str] = {
+    "chat/completions": "chat",
+    "chat/completions/render": "chat_render",
+    "completions": "completions",
+    "completions/render": "completions_render",
+    "embeddings": "embeddings",
+    "responses": "responses",
+    "conversations": "conversations",
+    "images/generations": "images",
+    "audio/transcriptions": "transcriptions",
+    "audio/translations": "translations",
+    "messages": "messages",
+    "messages/count_tokens": "count_tokens",
+    "rerank": "rerank",
+    "score": "score",
+    "pooling": "pooling",
+    "tokenize": "tokenize",
+    "inference/v1/generate": "generate",
+    "generate": "sglang_generate",
+    "vllm.grpc.engine.VllmEngine/Generate": "grpc_generate",
+    "vllm.grpc.engine.VllmEngine/Embed": "grpc_embed",
+}
+
+#: Where the path is read, in order, and what it is when none of them is there.
+PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
+DEFAULT_PATH = "/v1/completions"
+
+_DEEPEST = max(suffix.count("/") for suffix in SURFACES) + 1
+
+
+def path_of(raw: HttpRequest) -> str:
+    """The path as sent, from the first header that has one; query string included."""
+    headers = raw.headers
+    for name in PATH_HEADERS:
+        path = headers.get(name)
+        if path:
+            return path
+    return DEFAULT_PATH
+
+
+#: Paths that are remembered, far more than real traffic has, and their longest (characters).
+_MOST_KNOWN = 512
+_LONGEST_KNOWN = 256
+
+
+def surface_of(path: str) -> str:
+    """The surface of a path without query and trailing slashes, longest suffix first."""
+    return _known(path) if len(path) <= _LONGEST_KNOWN else _surface_of(path)
+
+
+def _surface_of(path: str) -> str:
+    segments = path.partition("?")[0].rstrip("/").split("/")
+    for depth in range(min(_DEEPEST, len(segments)), 0, -1):
+        surface = SURFACES.get("/".join(segments[-depth:]))
+        if surface is not None:
+            return surface
+    return OPAQUE
+
+
+_known = lru_cache(maxsize=_MOST_KNOWN)(_surface_of)
+
+
 #: Surface (a value of `paths.SURFACES`) to the function that reads it.
 PARSERS: Mapping[str, Callable[[HttpRequest], InferenceRequest | Rejection]] = {
     "chat": openai_chat.parse,
-    "chat_render": rendering.parse_chat,
+    "chat_render": openai_completions.parse_chat,
     "completions": openai_completions.parse,
-    "completions_render": rendering.parse_completions,
+    "completions_render": openai_completions.parse_completions,
     "embeddings": openai_completions.parse_embeddings,
     "responses": openai_responses.parse,
     "conversations": openai_responses.parse_conversation,
@@ -39,13 +112,13 @@ PARSERS: Mapping[str, Callable[[HttpRequest], InferenceRequest | Rejection]] = {
     "transcriptions": multipart.parse_transcriptions,
     "translations": multipart.parse_translations,
     "messages": anthropic_messages.parse,
-    "count_tokens": rendering.parse_count_tokens,
+    "count_tokens": openai_completions.parse_count_tokens,
     "rerank": vllm_api.parse_rerank,
     "score": vllm_api.parse_score,
     "pooling": openai_completions.parse_pooling,
-    "tokenize": rendering.parse_tokenize,
-    "generate": generate.parse,
-    "sglang_generate": generate.parse_native,
+    "tokenize": openai_completions.parse_tokenize,
+    "generate": vllm_api.parse,
+    "sglang_generate": vllm_api.parse_native,
     "grpc_generate": vllm_grpc.parse_generate,
     "grpc_embed": vllm_grpc.parse_embed,
 }
@@ -74,7 +147,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     if type(raw) is preparsed.PreparsedRequest:
         return raw.outcome
     if opaque.is_bodiless(raw):
-        return _check_names(opaque.unparsed_request(raw, paths.OPAQUE), raw)
+        return _check_names(opaque.unparsed_request(raw, OPAQUE), raw)
     read = _read(raw)
     return read if isinstance(read, Rejection) else _check_names(read, raw)
 
@@ -107,10 +180,10 @@ def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceReques
 
 def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Parse a request with a body."""
-    api = paths.surface_of(paths.path_of(raw))
+    api = surface_of(path_of(raw))
     reader = PARSERS.get(api)
     if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):
-        return opaque.unparsed_request(raw, paths.GRPC)
+        return opaque.unparsed_request(raw, GRPC)
     if raw.truncated and api not in TOTAL:
         return opaque.parse_truncated(raw, api)
     try:

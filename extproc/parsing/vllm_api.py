@@ -2,16 +2,20 @@
 
 The engine makes one prompt per pair. The query comes first in each of them, so it is the shared
 prefix. Which fields make a valid request differs between engine versions: the engine judges.
+
+Generation without a chat template: vLLM's tokens-in surface and SGLang's native one.
 """
 
 from __future__ import annotations
 
+import io
 from typing import Any, Final
 
 import msgspec
 
+from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.parsing import canonical_prompt, envelope
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid ranking request: must be a JSON object"
@@ -54,4 +58,92 @@ def _parse_pairs(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     content = b"".join(
         [canonical_prompt.MESSAGE + b"".join(map(canonical_prompt.content, side)) for side in sides]
     )
-    return envelope.request(api, raw, body, prompt=inputs.text_prompt(content))
+    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(content))
+
+
+_NO_TOKENS: Final = "invalid generate request: must have token_ids field"
+_NOT_AN_OBJECT: Final = "invalid generate request: must be a JSON object"
+
+
+class GenerateBody(envelope.Envelope, gc=False):
+    """Fields that are read from a body for vLLM `/inference/v1/generate`.
+
+    `features` holds `mm_hashes` and `mm_placeholders`, each a list per modality.
+    """
+
+    token_ids: Any = None
+    features: Any = None
+
+
+class NativeGenerateBody(envelope.Envelope, gc=False):
+    """Fields that are read from a `/generate` body: SGLang's names, then vLLM's and TGI's."""
+
+    input_ids: Any = None
+    text: Any = None
+    prompt: Any = None
+    inputs: Any = None
+
+
+_GENERATE_DECODER = msgspec.json.Decoder(GenerateBody)
+_NATIVE_DECODER = msgspec.json.Decoder(NativeGenerateBody)
+
+
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
+    """Read a tokens-in request; 400 without token ids. The model is optional there."""
+    body = envelope.decode_loose(_GENERATE_DECODER, raw, wanted=_NO_TOKENS)
+    if isinstance(body, Rejection):
+        return body
+    ids = body.token_ids
+    if type(ids) is canonical_prompt.Packed:
+        packed: bytes | None = ids.ids
+    else:
+        packed = canonical_prompt.pack(ids) if type(ids) is list and ids else None
+    if packed is None:
+        return decision.bad_request(_NO_TOKENS)
+    placeholders = _placeholders(body.features)
+    if placeholders:
+        rows = io.BytesIO(packed)
+        canonical_prompt.stamp(rows, placeholders)
+        packed = rows.getvalue()
+    prompt = canonical_prompt.with_cache_salt(
+        canonical_prompt.Prompt(packed, len(packed) // canonical_prompt.WIDTH), body.cache_salt
+    )
+    return envelope.request("generate", raw, body, prompt=prompt)
+
+
+def _placeholders(features: Any) -> list[tuple[int, int, str]]:
+    """(offset, length, hash) of each multimodal item; items of an unknown form are left out."""
+    if type(features) is not dict:
+        return []
+    hashes, places = features.get("mm_hashes"), features.get("mm_placeholders")
+    if type(hashes) is not dict or type(places) is not dict:
+        return []
+    placeholders = []
+    for modality, spans in places.items():
+        names = hashes.get(modality)
+        if type(spans) is not list or type(names) is not list:
+            continue
+        for span, name in zip(spans, names, strict=False):
+            if type(span) is dict and type(name) is str:
+                offset, length = span.get("offset"), span.get("length")
+                if type(offset) is int and type(length) is int:
+                    placeholders.append((offset, length, name))
+    return placeholders
+
+
+def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
+    """Read a `/generate` request: 400 only for what is not a JSON object.
+
+    Several engines use this path with bodies of their own; none of them names a model.
+    """
+    body = envelope.decode_loose(_NATIVE_DECODER, raw, wanted=_NOT_AN_OBJECT)
+    if isinstance(body, Rejection):
+        return body
+    prompt = canonical_prompt.NOTHING
+    for value in (body.input_ids, body.text, body.prompt, body.inputs):
+        candidate = canonical_prompt.prompt_of(value)
+        if candidate is not None:
+            prompt = candidate
+            break
+    salted = canonical_prompt.with_cache_salt(prompt, body.cache_salt)
+    return envelope.request("sglang_generate", raw, body, prompt=salted)

@@ -11,6 +11,12 @@ inputs. Fields not in this table are skipped. The surface names no model.
 | TokenizedInput | 2 input_ids (repeated uint32, packed or not) |
 | SamplingParams | 8 max_tokens |
 | MultimodalInputs | 5 mm_placeholders {1 offset, 2 length}, 6 mm_hashes |
+
+gRPC framing and protobuf fields, read by hand because only `wire` may import protobuf.
+
+A frame is one flag byte (0: not compressed), the message length as four big-endian bytes, and the
+message. A message is a run of fields: a varint key `number << 3 | wire type`, then a varint (0),
+eight bytes (1), a length and so many bytes (2), or four bytes (5).
 """
 
 from __future__ import annotations
@@ -23,8 +29,73 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import grpc_frame, inputs, opaque, tokens
+from extproc.parsing import canonical_prompt, opaque
 from extproc.request import HttpRequest, InferenceRequest
+
+HEADER_BYTES = 5
+
+#: (field number, value): a varint or fixed number as int, anything with a length as a view of it, since
+#: a copy at each level would make a body of some bytes several times as large.
+Field = tuple[int, int | memoryview]
+
+_FIXED = {1: 8, 5: 4}
+
+#: Fields of one message that are read (count); a message with more is malformed. Token ids are one
+#: field, since proto3 packs them.
+MAX_FIELDS: Final = 4096
+
+
+def message_of(body: bytes) -> memoryview | None:
+    """The first message of a body; None when it is compressed or short."""
+    if len(body) < HEADER_BYTES or body[0] != 0:
+        return None
+    stop = HEADER_BYTES + int.from_bytes(body[1:HEADER_BYTES], "big")
+    return memoryview(body)[HEADER_BYTES:stop] if stop <= len(body) else None
+
+
+def fields_of(message: memoryview) -> list[Field] | None:
+    """The fields of a message in wire order.
+
+    Returns:
+        None when it is malformed, uses groups or has more than `MAX_FIELDS`.
+    """
+    fields: list[Field] = []
+    at, end = 0, len(message)
+    while at < end:
+        if len(fields) == MAX_FIELDS:
+            return None
+        key, at = _varint(message, at)
+        if at < 0 or key >> 3 == 0:
+            return None
+        kind = key & 7
+        if kind == 0:
+            value: int | memoryview
+            value, at = _varint(message, at)
+            if at < 0:
+                return None
+        else:
+            size = _FIXED.get(kind)
+            if kind == 2:
+                size, at = _varint(message, at)
+            if size is None or at < 0 or at + size > end:
+                return None
+            value = message[at : at + size]
+            at += size
+            if kind != 2:
+                value = int.from_bytes(value, "little")
+        fields.append((key >> 3, value))
+    return fields
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """A varint and the place after it; minus one for the place when it is cut or too long."""
+    value = 0
+    for place, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at + place + 1
+    return 0, -1
+
 
 _INVALID: Final = decision.bad_request("invalid or unsupported gRPC payload")
 
@@ -59,7 +130,7 @@ def parse_generate(raw: HttpRequest) -> InferenceRequest | Rejection:
         text = known.get(_TEXT)
         if not isinstance(text, memoryview):
             return _INVALID
-        prompt = inputs.text_prompt(bytes(text))
+        prompt = canonical_prompt.text_prompt(bytes(text))
     return msgspec.structs.replace(
         opaque.unparsed_request(raw, "grpc_generate"),
         prompt=prompt.content,
@@ -83,31 +154,35 @@ def parse_embed(raw: HttpRequest) -> InferenceRequest | Rejection:
     )
 
 
-def _fields(raw: HttpRequest) -> list[grpc_frame.Field] | None:
-    message = grpc_frame.message_of(raw.body)
-    return None if message is None else grpc_frame.fields_of(message)
+def _fields(raw: HttpRequest) -> list[Field] | None:
+    message = message_of(raw.body)
+    return None if message is None else fields_of(message)
 
 
 def _tokenized(
     message: object, placeholders: Sequence[tuple[int, int, str]] = ()
-) -> inputs.Prompt | None:
-    fields = grpc_frame.fields_of(message) if isinstance(message, memoryview) else None
+) -> canonical_prompt.Prompt | None:
+    fields = fields_of(message) if isinstance(message, memoryview) else None
     values = [value for number, value in fields or () if number == _INPUT_IDS]
     rows = io.BytesIO()
-    counts = (1 if isinstance(value, int) else tokens.count_varints(value) for value in values)
-    tokens.reserve(rows, sum(counts))
+    counts = (
+        1 if isinstance(value, int) else canonical_prompt.count_varints(value) for value in values
+    )
+    canonical_prompt.reserve(rows, sum(counts))
     for value in values:
         if isinstance(value, int):
-            rows.write(tokens.pack_id(value))
-        elif not tokens.pack_varints(value, rows):
+            rows.write(canonical_prompt.pack_id(value))
+        elif not canonical_prompt.pack_varints(value, rows):
             return None
-    tokens.stamp(rows, placeholders)
+    canonical_prompt.stamp(rows, placeholders)
     packed = rows.getvalue()
-    return inputs.Prompt(packed, len(packed) // tokens.WIDTH) if packed else None
+    return (
+        canonical_prompt.Prompt(packed, len(packed) // canonical_prompt.WIDTH) if packed else None
+    )
 
 
 def _max_tokens(message: object) -> int | None:
-    fields = grpc_frame.fields_of(message) if isinstance(message, memoryview) else None
+    fields = fields_of(message) if isinstance(message, memoryview) else None
     value = dict(fields or ()).get(_MAX_TOKENS)
     return value & 0xFFFFFFFF if isinstance(value, int) else None
 
@@ -116,9 +191,9 @@ def _placeholders(message: memoryview) -> list[tuple[int, int, str]]:
     """(offset, length, hash) of each multimodal item; empty when the message is malformed."""
     spans: list[tuple[int, int]] = []
     hashes: list[str] = []
-    for number, value in grpc_frame.fields_of(message) or ():
+    for number, value in fields_of(message) or ():
         if number == _PLACEHOLDERS and isinstance(value, memoryview):
-            span = dict(grpc_frame.fields_of(value[:_LONGEST_SPAN]) or ())
+            span = dict(fields_of(value[:_LONGEST_SPAN]) or ())
             offset, length = span.get(_OFFSET, 0), span.get(_LENGTH, 0)
             if isinstance(offset, int) and isinstance(length, int):
                 spans.append((offset, length))

@@ -7,14 +7,11 @@ conversation whose prefix is lost can still be distinguished from a new one.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
-
-from extproc.pool.inflight import InflightLoad
+from extproc.pool.inflight import InflightLoad, LastTurn
 
 #: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
@@ -23,20 +20,6 @@ _ALPHA = 0.01
 #: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
 #: without a bound.
 _MAX_IDLE_PER_OPEN = 0.5
-
-
-class LastTurn(msgspec.Struct, eq=False):
-    """The latest prompt of a conversation.
-
-    Attributes:
-        account: Of the endpoint it was sent to; weak, so that endpoints that left are freed.
-        at: When, monotonic seconds.
-        ended: When its request was over; infinity while it is open.
-    """
-
-    account: weakref.ref[InflightLoad]
-    at: float
-    ended: float = math.inf
 
 
 class ConversationTracker:

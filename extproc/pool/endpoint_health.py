@@ -1,10 +1,125 @@
-"""Health evidence of one endpoint; `outlier_detection` writes and weighs it."""
+"""Health evidence of one endpoint; `outlier_detection` writes and weighs it.
+
+Values of outlier detection: settings, request outcomes and health states.
+"""
 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
+from typing import Annotated
 
-from extproc.pool.condition import UNREACHABLE_AFTER, HealthStatus
+import msgspec
+
+#: Consecutive refused or timed-out scrapes after which an endpoint is out of reach.
+UNREACHABLE_AFTER = 2
+
+#: Statuses of 500 and more that tell of the request, not of the engine: method or version unknown.
+_REQUESTS_OWN = frozenset({"501", "505"})
+
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class OutlierDetectionSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Outlier detection: when failing endpoints are ejected, and how they return.
+
+    Attributes:
+        failures: Failed requests in a row after which an endpoint is left out (count); 0 never
+            leaves one out for its requests. 3: one may be an accident, and an engine that answers
+            503 at once would draw every request of a strategy that counts open ones.
+        failure_share: Share of failed requests within the window from which an endpoint is left
+            out, once there were 8 (0..1). 0.5: below that it still does more good than harm.
+        window_s: Seconds in which evidence fades to a third. 10 hold a few requests of a slow
+            engine, and no old story.
+        base_s: Seconds until an endpoint that was left out is tried again, doubled each time in a
+            row. 5 cost one request each, and an engine takes longer to restart.
+        cap_s: Seconds of the longest wait. 60 bounds how late a recovery is seen.
+        max_ejection_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
+            endpoint always stays. 0.5: when more of them fail, it is rather the requests, or the
+            network, that are wrong. Engines that are surely gone do not count.
+        stall_timeout_s: Seconds an engine may have work without an iteration or an answer. 15 is longer
+            than any iteration, the compilation of a kernel or the loading of an adapter; one that
+            moves again is back at once.
+        slow_start_s: Seconds over which an endpoint that is new or back is eased in; 0 is at once.
+            0, because engines are ready when they say so, and a new one is there to take load.
+        slow_start_floor: Share of requests for which such an endpoint is a candidate at first
+            (0..1), rising to 1. 0.1 lets one in ten warm it up.
+    """
+
+    failures: Annotated[int, msgspec.Meta(ge=0)] = 3
+    failure_share: _Share = 0.5
+    window_s: _PositiveSeconds = 10.0
+    base_s: _PositiveSeconds = 5.0
+    cap_s: _PositiveSeconds = 60.0
+    max_ejection_share: _Share = 0.5
+    stall_timeout_s: _PositiveSeconds = 15.0
+    slow_start_s: _Seconds = 0.0
+    slow_start_floor: _Share = 0.1
+
+
+class RequestOutcome(IntEnum):
+    """Evidence of one request about the health of its endpoint."""
+
+    SERVED = 0
+    FAILED = 1
+    CLIENT_ERROR = 2
+    """It answered, and refused: the client's fault, or a full queue."""
+    NO_RESPONSE = 3
+    """The stream ended without response headers."""
+
+
+class HealthState(IntEnum):
+    """Participation of an endpoint in scheduling."""
+
+    HEALTHY = 0
+    SUSPECT = 1
+    """It takes part, and its last request failed: others come first for a moment."""
+    PROBING = 2
+    """It was ejected, and one request is on its way to find out."""
+    EJECTED = 3
+    """Its requests fail."""
+    DOWN = 4
+    """Scrapes cannot reach it."""
+
+
+class HealthStatus(msgspec.Struct, frozen=True, gc=False):
+    """Health of one endpoint.
+
+    Attributes:
+        state: Whether it takes part.
+        cause: Why not: `errors`, `hung`, `passed-over`, `unreachable`; empty when it does.
+        since: Monotonic seconds since when; of one that takes part, when it came or came back.
+        until: From when a request may go to it; infinity where only a scrape brings it back.
+        times: Ejections in a row (count).
+    """
+
+    state: HealthState = HealthState.HEALTHY
+    cause: str = ""
+    since: float = -math.inf
+    until: float = math.inf
+    times: int = 0
+
+
+#: Of an endpoint that was there from the start.
+HEALTHY = HealthStatus()
+
+
+def classify_status(status: str) -> RequestOutcome:
+    """Classify a response status.
+
+    Args:
+        status: `:status` as text; empty when there was none.
+    """
+    if status < "4":
+        return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE
+    if status < "5" or status in _REQUESTS_OWN:
+        return RequestOutcome.CLIENT_ERROR
+    return RequestOutcome.FAILED
 
 
 class HealthRecord:

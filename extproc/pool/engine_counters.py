@@ -1,4 +1,7 @@
-"""Work counters of an engine: the ends of the windows from which step times are learned."""
+"""Work counters of an engine: the ends of the windows from which step times are learned.
+
+Adapters that an engine loaded onto its device.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,47 @@ from collections.abc import Iterable
 import msgspec
 
 from extproc.endpoint import Load
-from extproc.pool import slots
+
+
+class AdapterSlotTracker:
+    """Adapters believed on one device, from the adapters that ran there.
+
+    An engine lists adapters with running requests; one that ran and is in no slot was loaded. Of
+    idle ones the least recently used makes room, as in vLLM.
+
+    Attributes:
+        loads: Adapters that came onto the device since the first scrape (count).
+    """
+
+    __slots__ = ("_resident", "loads")
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self._resident: dict[str, None] | None = None  # least recently used first
+
+    def update(self, load: Load, ran: Iterable[str]) -> None:
+        """Take in a scrape; nothing happens while the engine names neither slots nor adapters.
+
+        Args:
+            load: The scrape.
+            ran: Adapters of requests that ended since the one before.
+        """
+        running, size = load.adapters, load.adapter_slots
+        if running is None or size is None:
+            return
+        first = self._resident is None
+        resident = self._resident or {}
+        self._resident = resident
+        # What still runs was used last.
+        for name in (*sorted(set(ran) - running), *sorted(running)):
+            if name in resident:
+                del resident[name]
+            elif not first:
+                self.loads += 1
+            resident[name] = None
+        idle = [name for name in resident if name not in running]
+        for name in idle[: max(0, len(resident) - size)]:
+            del resident[name]
 
 
 class WorkCounters(msgspec.Struct, frozen=True, gc=False):
@@ -40,7 +83,7 @@ class CounterReader:
     __slots__ = ("_device", "_last", "_passes")
 
     def __init__(self) -> None:
-        self._device = slots.AdapterSlotTracker()
+        self._device = AdapterSlotTracker()
         self._last: Load | None = None
         self._passes = 0.0
 

@@ -23,14 +23,14 @@ from collections import Counter
 
 import msgspec
 
-from extproc.pool.condition import (
+from extproc.pool.endpoint_health import (
     HEALTHY,
+    HealthRecord,
     HealthState,
     HealthStatus,
     OutlierDetectionSettings,
     RequestOutcome,
 )
-from extproc.pool.endpoint_health import HealthRecord
 
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0

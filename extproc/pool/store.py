@@ -17,7 +17,7 @@ from extproc.endpoint import (
     StepTimeModel,
 )
 from extproc.pool import (
-    condition,
+    endpoint_health,
     inference_policy,
     outlier_detection,
     plausibility,
@@ -26,9 +26,9 @@ from extproc.pool import (
 from extproc.pool.bytes_per_token import BytesPerTokenEstimator
 from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
-from extproc.pool.learners import PoolStepTimeEstimators
 from extproc.pool.model_index import ModelIndex
 from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.pool.step_time_estimator import PoolStepTimeEstimators
 from extproc.pool.works import TypicalWork
 
 #: Scrape failures that say the endpoint cannot be reached at all.
@@ -121,7 +121,7 @@ class PoolStore:
         self.bytes_per_token = BytesPerTokenEstimator()
         self.foreign_traffic = ForeignTraffic()
         self.outlier_detector = wellbeing or outlier_detection.OutlierDetector(
-            condition.OutlierDetectionSettings(), random.Random(0)
+            endpoint_health.OutlierDetectionSettings(), random.Random(0)
         )
         self._shown = self.outlier_detector.version
 
@@ -283,7 +283,7 @@ class PoolStore:
     def record_outcome(
         self,
         endpoint: Endpoint,
-        verdict: condition.RequestOutcome,
+        verdict: endpoint_health.RequestOutcome,
         *,
         sent_at: float,
         now: float,

@@ -15,8 +15,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.prefix_cache.radix_tree import EndpointCache, Totals
-from extproc.prefix_cache.runs import WIDTH, RadixNode, packed
+from extproc.prefix_cache.radix_tree import WIDTH, EndpointCache, RadixNode, Totals, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
 Key = tuple[str, int]

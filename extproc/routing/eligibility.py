@@ -11,8 +11,8 @@ import msgspec
 
 from extproc.decision import Rejection, model_not_found, no_endpoints
 from extproc.endpoint import Endpoint
-from extproc.pool import condition, snapshot
-from extproc.pool.condition import HealthState
+from extproc.pool import endpoint_health, snapshot
+from extproc.pool.endpoint_health import HealthState
 from extproc.pool.model_index import ModelMatch
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.request import InferenceRequest
@@ -55,7 +55,7 @@ def find_eligible(
     *,
     respect_subset: bool,
     reject_unlisted: bool,
-    health: condition.OutlierDetectionSettings,
+    health: endpoint_health.OutlierDetectionSettings,
     now: float,
     rng: random.Random,
 ) -> EligibleEndpoints | Rejection:
@@ -125,7 +125,7 @@ def _healthy(
 def _slow_start(
     members: Sequence[EndpointSnapshot],
     now: float,
-    health: condition.OutlierDetectionSettings,
+    health: endpoint_health.OutlierDetectionSettings,
     rng: random.Random,
 ) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
     """Admit a recent endpoint as candidate with probability f + (1 - f) t / T.

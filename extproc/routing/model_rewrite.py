@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.decision import Outcome, Rejection
-from extproc.parsing import envelope, model_edit, paths
+from extproc.parsing import envelope, model_edit, surfaces
 from extproc.pool.model_index import ModelIndex
 from extproc.request import HttpRequest, InferenceRequest
 
@@ -88,7 +88,7 @@ def attach_model_rewrite(
             return outcome
         if splice.start != splice.stop:
             client_model = request.model
-        elif request.api == paths.OPAQUE:
+        elif request.api == surfaces.OPAQUE:
             # A body on an unknown path is looked into, but may be anything: nothing is added.
             splice = None
     return msgspec.structs.replace(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.pool import holdings
+from extproc.pool import inflight
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.store import PoolStore
@@ -25,7 +25,7 @@ class PendingShare(msgspec.Struct, frozen=True, gc=False):
     """
 
     account: InflightLoad
-    share: holdings.ContextShare
+    share: inflight.ContextShare
 
 
 class PendingLoad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 
 
 def free(candidates: Sequence[Candidate]) -> Sequence[float] | None:
@@ -18,7 +18,7 @@ def free(candidates: Sequence[Candidate]) -> Sequence[float] | None:
         Counts, the mean of the known ones where an engine says nothing; None when no engine says
         anything.
     """
-    return unknown.impute_mean(
+    return normalization.impute_mean(
         [
             None
             if (active := c.load.adapters) is None or (slots := c.load.adapter_slots) is None

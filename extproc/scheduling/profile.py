@@ -39,7 +39,7 @@ from extproc.scheduling.framework import (
     Signal,
     TracedFilter,
 )
-from extproc.scheduling.unknown import NEUTRAL
+from extproc.scheduling.normalization import NEUTRAL
 
 _NONE_FILTERED: Sequence[FilterResult] = ()
 _NO_HEADERS: Sequence[tuple[str, str]] = ()

@@ -14,7 +14,7 @@ from extproc.errors import ProtocolError
 from extproc.protocol.messages import ProcessingRequest
 from extproc.protocol.replies import ProcessingResponse
 from extproc.protocol.upload_progress import Uploads
-from extproc.server import grpc_workarounds, memory
+from extproc.server import grpc_workarounds
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
 from extproc.wire import codec
 
@@ -67,7 +67,7 @@ class ExternalProcessorServicer:
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
-        self._crowds = memory.IdleMemoryTrimmer(memory.trimmer())
+        self._crowds = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
         self._uploads: Uploads[asyncio.Task[None]] = Uploads()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}

@@ -31,10 +31,9 @@ from extproc.server.flow_control_shell import (
     RateReservation,
 )
 from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
-from extproc.telemetry import explanation, pool_counters
-from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry import counters, explanation
+from extproc.telemetry.counters import PoolCounters, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog, DecisionRecord
-from extproc.telemetry.pool_counters import PoolCounters
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 
@@ -384,7 +383,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         took_s = shared.clock() - self._started_s
         dispatcher, address = self._dispatcher, self.address
         here = dispatcher is not None and dispatcher.pool.find(address) is not None
-        self._tallies.finished(address if here else pool_counters.LEFT, status)
+        self._tallies.finished(address if here else counters.LEFT, status)
         shared.tallies.exchange_s.add(took_s)
         recorded = self._recorded
         if recorded is not None:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
-from extproc.telemetry.pool_counters import PoolCounters
+from extproc.telemetry.counters import PoolCounters
 
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):

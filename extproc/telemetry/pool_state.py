@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.endpoint import NO_LABELS
 from extproc.pool import plausibility
-from extproc.pool.condition import HealthState
+from extproc.pool.endpoint_health import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 
 EndpointHealth = Literal["healthy", "suspect", "ejected", "probing", "down"]

@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from extproc.pool.snapshot import EndpointSnapshot, Pool
-from extproc.scheduling import topology
+from extproc.scheduling import labels
 
 #: Type URLs of the two resources we have.
 CLUSTER = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
@@ -81,7 +81,7 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
 
 
 def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:
-    where = topology.location_of(member.endpoint) if member.endpoint.labels else {}
+    where = labels.location_of(member.endpoint) if member.endpoint.labels else {}
     return LbEndpoint(
         member.endpoint.address,
         LbHealth.HEALTHY if healthy else LbHealth.UNHEALTHY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner
 
 ZERO_TO_TEN = ReplicaBounds(min=0, max=10)

@@ -1,7 +1,6 @@
 """The default policy: token work against what engines do, and what is on its way."""
 
-from extproc.autoscaling.demand import ReplicaBounds
-from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies.adaptive import AdaptivePolicy
 from tests.autoscaling.demands import Plant
 

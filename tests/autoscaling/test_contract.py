@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc.autoscaling import registry
-from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.errors import ConfigError
 from tests.support.seeded import examples

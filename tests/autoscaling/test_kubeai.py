@@ -2,7 +2,7 @@
 
 import pytest
 
-from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.interface import ReplicaBounds
 from extproc.autoscaling.policies.kubeai import KubeAIPolicy
 from tests.autoscaling.demands import Plant
 

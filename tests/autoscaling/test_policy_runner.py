@@ -1,7 +1,6 @@
 """What the scaler adds to a policy."""
 
-from extproc.autoscaling.demand import ReplicaBounds
-from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies.kubeai import KubeAIPolicy
 from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner

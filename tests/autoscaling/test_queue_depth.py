@@ -5,8 +5,7 @@ Source: docs/spec/prior-systems.md#queue-depth-trigger.
 
 import pytest
 
-from extproc.autoscaling.demand import ReplicaBounds
-from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from tests.autoscaling.demands import Plant
 

@@ -24,7 +24,7 @@ from extproc.config import (
 )
 from extproc.election import settings as election
 from extproc.flow_control import rate_limit
-from extproc.pool import condition
+from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.routing import pool_match
 from extproc.simulator.fleet import client, length_distributions, scenario, workloads
@@ -40,7 +40,7 @@ SECTIONS = (
     ("cluster.claims[]", discovered_matches.MatchRule),
     ("cluster.lease", election.ElectionSettings),
     ("scrape", settings.ScrapeSection),
-    ("health", condition.OutlierDetectionSettings),
+    ("health", endpoint_health.OutlierDetectionSettings),
     ("scheduling", scheduling_schema.SchedulingSection),
     ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),

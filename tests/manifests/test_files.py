@@ -7,7 +7,7 @@ import yaml
 
 from extproc.config import loader
 from extproc.config.settings import Settings
-from extproc.discovery.kubernetes import resources
+from extproc.discovery.kubernetes import watch_plan
 from tests.manifests import envoy_files, rules, strict, tools
 
 FILES = sorted(path for path in tools.MANIFESTS.rglob("*.yaml") if "templates" not in path.parts)
@@ -67,7 +67,7 @@ def test_shared_patches_are_equal():
 
 def test_the_table_of_rights_is_what_discovery_reads():
     """Every collection that discovery knows is granted, and no other."""
-    known = {one for one in vars(resources).values() if isinstance(one, resources.ResourceType)}
+    known = {one for one in vars(watch_plan).values() if isinstance(one, watch_plan.ResourceType)}
     assert {(one.group, one.plural) for one in known} == {*rules.ALLOWED, *rules.SLICES}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import bounded_decoder, envelope, openai_chat, surfaces, tokens
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 
 _SIZE = 1 << 19
@@ -76,9 +76,9 @@ def test_a_long_text_is_cut_between_characters(unit, times):
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.integers(1, 2000))
 def test_long_lists_of_token_ids_are_packed(ids, times):
     """However long a list is, each id is four bytes."""
-    scanned = tokens.scan(json.dumps(ids * times).encode())
+    scanned = canonical_prompt.scan(json.dumps(ids * times).encode())
     assert scanned is not None
-    assert scanned.ids == tokens.pack(ids * times)
+    assert scanned.ids == canonical_prompt.pack(ids * times)
 
 
 def test_a_few_lone_surrogates_are_mended_and_many_are_not():

@@ -1,20 +1,20 @@
 import pytest
 
-from extproc.parsing import paths, surfaces
+from extproc.parsing import surfaces
 from extproc.request import HttpRequest
 
 
-@pytest.mark.parametrize("suffix", paths.SURFACES)
+@pytest.mark.parametrize("suffix", surfaces.SURFACES)
 @pytest.mark.parametrize("prefix", ["/", "/v1/", "/tenant/a/v1/"])
 @pytest.mark.parametrize("tail", ["", "/", "?a=b/c", "/?x"])
 def test_suffix_names_the_surface(prefix, suffix, tail):
     """A surface is found under any prefix, with a query string and a trailing slash."""
-    assert paths.surface_of(prefix + suffix + tail) == paths.SURFACES[suffix]
+    assert surfaces.surface_of(prefix + suffix + tail) == surfaces.SURFACES[suffix]
 
 
 def test_every_surface_has_a_parser():
     """Path table and parser table name the same surfaces."""
-    assert set(paths.SURFACES.values()) == set(surfaces.PARSERS)
+    assert set(surfaces.SURFACES.values()) == set(surfaces.PARSERS)
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def test_every_surface_has_a_parser():
 )
 def test_other_paths_are_opaque(path):
     """A suffix matches whole segments at the end of the path only."""
-    assert paths.surface_of(path) == paths.OPAQUE
+    assert surfaces.surface_of(path) == surfaces.OPAQUE
 
 
 def test_longest_suffix_wins():
     """The generate path of vLLM is not mistaken for SGLang's, nor chat for completions."""
-    assert paths.surface_of("/inference/v1/generate") == "generate"
-    assert paths.surface_of("/generate") == "sglang_generate"
-    assert paths.surface_of("/v1/chat/completions") == "chat"
+    assert surfaces.surface_of("/inference/v1/generate") == "generate"
+    assert surfaces.surface_of("/generate") == "sglang_generate"
+    assert surfaces.surface_of("/v1/chat/completions") == "chat"
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_longest_suffix_wins():
 )
 def test_path_source(headers, path):
     """`:path`, then x-original-path, then x-forwarded-path, then /v1/completions (report 1.6)."""
-    assert paths.path_of(HttpRequest(headers)) == path
+    assert surfaces.path_of(HttpRequest(headers)) == path

@@ -4,14 +4,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.parsing import multipart, paths, surfaces, tokens
+from extproc.parsing import canonical_prompt, multipart, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
 from tests.support.seeded import examples
 
 SECRET = "zq-secret-zq"
-PATHS = st.sampled_from([*(f"/v1/{suffix}" for suffix in paths.SURFACES), "/x", ""])
+PATHS = st.sampled_from([*(f"/v1/{suffix}" for suffix in surfaces.SURFACES), "/x", ""])
 METHODS = st.sampled_from(["", "POST", "PUT"])
 
 leaves = st.one_of(
@@ -44,7 +44,7 @@ def check(path, body, *, method="POST", truncated=False, **headers):
         assert outcome.status == 400
         assert SECRET not in outcome.message
         assert not truncated
-        assert paths.surface_of(paths.path_of(raw)) != paths.OPAQUE
+        assert surfaces.surface_of(surfaces.path_of(raw)) != surfaces.OPAQUE
         return
     assert isinstance(outcome, InferenceRequest)
     assert isinstance(outcome.prompt, bytes)
@@ -129,7 +129,7 @@ def test_varints_read_back(ids):
     for token in ids:
         groups = [token >> shift & 127 for shift in range(0, max(token.bit_length(), 1), 7)]
         run += bytes([group | 128 for group in groups[:-1]] + groups[-1:])
-    assert tokens.unpack_varints(bytes(run)) == ids
+    assert canonical_prompt.unpack_varints(bytes(run)) == ids
 
 
 texts = st.text(st.sampled_from('ab\x00\x1e\u00e9\U0001f600{}[]",:'), max_size=4)

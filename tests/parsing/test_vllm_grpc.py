@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.parsing import grpc_frame, tokens
+from extproc.parsing import canonical_prompt, vllm_grpc
 from tests.parsing import builders
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
@@ -38,8 +38,8 @@ def packed(*ids):
 def pack_varints(run):
     """Packed ids; None where they are refused."""
     rows = io.BytesIO()
-    tokens.reserve(rows, tokens.count_varints(run))
-    return rows.getvalue() if tokens.pack_varints(run, rows) else None
+    canonical_prompt.reserve(rows, canonical_prompt.count_varints(run))
+    return rows.getvalue() if canonical_prompt.pack_varints(run, rows) else None
 
 
 IDS = (5, 300, 70_000, 3_000_000, 2**32 - 2)
@@ -136,40 +136,40 @@ def test_unknown_fields_are_skipped():
 
 def test_messages_behind_the_first():
     """Only the first message of a body counts."""
-    assert grpc_frame.message_of(frame(b"a") + frame(b"b")) == b"a"
+    assert vllm_grpc.message_of(frame(b"a") + frame(b"b")) == b"a"
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28, 2**32 - 1])
 def test_varints(value):
     """Every width of a varint reads back, alone and between others."""
     run = varint(3) + varint(value) + varint(4)
-    assert tokens.unpack_varints(run) == [3, value, 4]
+    assert canonical_prompt.unpack_varints(run) == [3, value, 4]
 
 
 def test_varints_of_64_bits():
     """A value above 32 bits is cut, as protobuf parsers do."""
-    assert tokens.unpack_varints(varint(2**40 + 5)) == [5]
-    assert tokens.unpack_varints(varint(2**64 - 1)) == [2**32 - 1]
+    assert canonical_prompt.unpack_varints(varint(2**40 + 5)) == [5]
+    assert canonical_prompt.unpack_varints(varint(2**64 - 1)) == [2**32 - 1]
 
 
 @given(st.lists(st.one_of(*(st.integers(0, 2**bits) for bits in (7, 14, 21, 32, 63))), max_size=40))
 def test_packed_varints_are_those_of_the_loop(ids):
     """Whatever the lengths of varints beside one another, each value is cut to four bytes."""
     run = b"".join(map(varint, ids))
-    assert pack_varints(run) == tokens.pack(tokens.unpack_varints(run))
+    assert pack_varints(run) == canonical_prompt.pack(canonical_prompt.unpack_varints(run))
 
 
 @pytest.mark.parametrize("value", [1, 2**14 - 1, 2**21 - 1, 2**32 - 1])
 def test_packed_varints_of_many_chunks(value):
     """Chunks end between values."""
     ids = [value, 5, 300] * 30_000
-    assert pack_varints(b"".join(map(varint, ids))) == tokens.pack(ids)
+    assert pack_varints(b"".join(map(varint, ids))) == canonical_prompt.pack(ids)
 
 
 def test_packed_varints_beyond_an_uint32_are_few():
     """Values of more bytes than an uint32 takes are read in the first chunks and refused behind."""
     long = varint(2**40 + 5)
-    assert pack_varints(long * 20_000) == tokens.pack([5] * 20_000)
+    assert pack_varints(long * 20_000) == canonical_prompt.pack([5] * 20_000)
     assert pack_varints(long * 50_000) is None
     assert pack_varints(b"\x01" * 200_000 + long) is not None
 

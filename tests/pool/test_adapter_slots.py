@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from extproc.endpoint import Load
-from extproc.pool.slots import AdapterSlotTracker
+from extproc.pool.engine_counters import AdapterSlotTracker
 
 
 def count_loads(slots, *running, ran=(), size=2):

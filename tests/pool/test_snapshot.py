@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc.endpoint import NO_LOAD, Endpoint, Load
-from extproc.pool import condition, load_imputation, snapshot
+from extproc.pool import endpoint_health, load_imputation, snapshot
 from extproc.pool.store import PoolStore
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
@@ -19,7 +19,7 @@ def fleet_of(*addresses: str) -> PoolStore:
 
 def take_down(fleet: PoolStore, *addresses: str) -> None:
     for address in addresses:
-        for _ in range(condition.UNREACHABLE_AFTER):
+        for _ in range(endpoint_health.UNREACHABLE_AFTER):
             member = fleet.pool.find(address)
             assert member is not None
             fleet.scrape_failed(fleet.begin_scrape(member.endpoint), "refused", 0.0)
@@ -140,7 +140,7 @@ def test_only_who_is_out_of_reach_is_down():
     fleet = fleet_of(*ADDRESSES[:4])
     failing, gone = (fleet.pool.members[at].endpoint for at in (0, 1))
     for _ in range(3):
-        fleet.record_outcome(failing, condition.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
+        fleet.record_outcome(failing, endpoint_health.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
     take_down(fleet, gone.address)
     first, second, third = fleet.pool.members[:3]
     assert (first.up, first.ejected) == (True, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
-from extproc.pool.condition import HealthState, RequestOutcome
+from extproc.pool.endpoint_health import HealthState, RequestOutcome
 from extproc.pool.store import PoolStore
 
 FIRST, SECOND, THIRD, FOURTH = (f"10.0.0.{n}:8000" for n in range(1, 5))

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, ServedModels
-from extproc.pool.condition import HealthState, OutlierDetectionSettings, RequestOutcome
+from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.request import InferenceRequest

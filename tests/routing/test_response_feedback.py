@@ -8,7 +8,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
-from extproc.pool.condition import HealthState
+from extproc.pool.endpoint_health import HealthState
 from extproc.pool.inflight import Reservation
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import HttpRequest

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling import attributes, context_length, registry, topology
+from extproc.scheduling import attributes, labels, registry
 from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.no_hit_lru_scorer import NoHitLruScorer
@@ -158,9 +158,9 @@ def test_every_attribute_is_read():
 @pytest.mark.parametrize("text", ["", "5", "5-", "-5", "a-b", "9-5", "1-2-3", "1.5-2", "٣-٤"])
 def test_labels_that_are_no_range(text):
     """Only two whole numbers in order make a range."""
-    assert context_length.parse(text) is None
+    assert labels.parse_context_range(text) is None
 
 
 def test_unknown_levels_of_a_peer_are_left_out():
     """Levels nobody knows, and text that is no pair, do not disturb the others."""
-    assert topology.parse("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}
+    assert labels.parse_topology("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}

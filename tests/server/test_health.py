@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.condition import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore, ScrapeToken
 from extproc.server import health
 from extproc.server.health import (

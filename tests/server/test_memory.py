@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import asyncio
 
-from extproc.server import memory
+from extproc.server import grpc_workarounds
 
 
 async def test_memory_is_given_back_once_after_a_crowd(monkeypatch):
     """When nine in ten of a thousand left, and not again before the next crowd."""
-    monkeypatch.setattr(memory, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0,))
     trims = []
-    crowds = memory.IdleMemoryTrimmer(lambda: trims.append(1))
+    crowds = grpc_workarounds.IdleMemoryTrimmer(lambda: trims.append(1))
     for streams in (*range(1, 999), *range(998, -1, -1)):
         crowds.count(streams)
     await asyncio.sleep(0)
@@ -22,14 +22,14 @@ async def test_memory_is_given_back_once_after_a_crowd(monkeypatch):
 
 def test_trimming_works_here():
     """It is one call that must not raise, whatever the C library."""
-    assert memory.trimmer()() is None
+    assert grpc_workarounds.trimmer()() is None
 
 
 async def test_it_is_looked_for_again_when_the_last_have_left(monkeypatch):
     """What gRPC keeps for connections, and the last tenth of the crowd, come later."""
-    monkeypatch.setattr(memory, "_PAUSES_S", (0.0, 0.001))
+    monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0, 0.001))
     trims = asyncio.Queue()
-    crowds = memory.IdleMemoryTrimmer(lambda: trims.put_nowait(1))
+    crowds = grpc_workarounds.IdleMemoryTrimmer(lambda: trims.put_nowait(1))
     for streams in (2000, 200):
         crowds.count(streams)
     for _ in range(2):

@@ -23,9 +23,8 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import listeners, stream_handler
 from extproc.server.bug_log import BugLog
-from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.counters import LEFT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.pool_counters import LEFT
 from tests.support.pool_fixture import House
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -7,7 +7,7 @@ import json
 from extproc.config import loader, reloading
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels
-from extproc.pool.condition import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
 from extproc.request import HttpRequest
 from extproc.server import app, stream_handler

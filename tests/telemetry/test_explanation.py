@@ -14,7 +14,7 @@ from extproc.decision import (
     ScorerResult,
 )
 from extproc.endpoint import Candidate, Endpoint, Load
-from extproc.pool.condition import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.telemetry import decision_log, explanation, explanation_text, pool_state

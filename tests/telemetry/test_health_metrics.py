@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from extproc.pool.condition import RequestOutcome
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.autoscaling.demand import Demand, ReplicaBounds
-from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.interface import Demand, ReplicaBounds, ScalingDecision, ScalingReason
 from extproc.autoscaling.time_window import TimeWindow, shift_time
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]

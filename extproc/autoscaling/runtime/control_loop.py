@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.autoscaling.demand import Demand
 from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState, PickerCounters
-from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.interface import Demand, ScalingDecision
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.runtime import actuator, demand_counters
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient

@@ -8,7 +8,7 @@ from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservati
 from extproc.pool import step_time_estimator
 from extproc.pool.snapshot import Pool
 from extproc.server.pool_runtime import PoolRuntime
-from extproc.telemetry.pool_counters import PoolCounters
+from extproc.telemetry.counters import PoolCounters
 
 #: Refusals of requests that wanted capacity, and will come again.
 _WANTED = frozenset({429, 503})

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from extproc.autoscaling.demand import Demand
 from extproc.autoscaling.demand_estimator import PickerCounters
-from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.interface import Demand, ScalingDecision
 from extproc.autoscaling.time_window import TimeWindow
 from extproc.telemetry.scaling_metrics import ScalingMetrics
 

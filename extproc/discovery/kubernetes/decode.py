@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from extproc.discovery.kubernetes import objects, resources, settings
+from extproc.discovery.kubernetes import objects, settings, watch_plan
 from extproc.endpoint import NO_LABELS
 from extproc.pool import inference_policy
 from extproc.request import MAX_NAME_BYTES
@@ -359,13 +359,13 @@ class DecodedForm(msgspec.Struct, frozen=True):
     value: Callable[[Any], objects.Value]
 
 
-FORMS: Mapping[resources.ResourceType, DecodedForm] = {
-    resources.PODS: DecodedForm(_Pod, pod),
-    resources.SLICES: DecodedForm(_Slice, _slice),
-    resources.POOLS: DecodedForm(_Pool, _pool),
-    resources.OLD_POOLS: DecodedForm(_OldPool, _old_pool),
-    resources.OBJECTIVES: DecodedForm(_Objective, _objective),
-    resources.OLD_OBJECTIVES: DecodedForm(_Objective, _objective),
-    resources.REWRITES: DecodedForm(_Rewrite, _rewrite),
-    resources.OLD_REWRITES: DecodedForm(_Rewrite, _rewrite),
+FORMS: Mapping[watch_plan.ResourceType, DecodedForm] = {
+    watch_plan.PODS: DecodedForm(_Pod, pod),
+    watch_plan.SLICES: DecodedForm(_Slice, _slice),
+    watch_plan.POOLS: DecodedForm(_Pool, _pool),
+    watch_plan.OLD_POOLS: DecodedForm(_OldPool, _old_pool),
+    watch_plan.OBJECTIVES: DecodedForm(_Objective, _objective),
+    watch_plan.OLD_OBJECTIVES: DecodedForm(_Objective, _objective),
+    watch_plan.REWRITES: DecodedForm(_Rewrite, _rewrite),
+    watch_plan.OLD_REWRITES: DecodedForm(_Rewrite, _rewrite),
 }

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from extproc.discovery import discovered_pool
-from extproc.discovery.kubernetes import (
-    decrees,
-    objects,
-    pool_views,
-    resources,
-    settings,
-    watch_plan,
-)
+from extproc.discovery.kubernetes import objects, pool_views, settings, watch_plan
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.pool import inference_policy
 
@@ -72,7 +65,7 @@ class ObjectStore:
         }
         self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
         self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
-        self._decrees: dict[tuple[resources.ResourceType, str], dict[str, objects.Value]]
+        self._decrees: dict[tuple[watch_plan.ResourceType, str], dict[str, objects.Value]]
         self._decrees = defaultdict(dict)
         self._services = {
             (ref.namespace, ref.name): ref.key
@@ -256,7 +249,7 @@ class ObjectStore:
         else:
             self._pools[key].pop(pool.group, None)
         known = self._pools[key]
-        valid = next((known[group] for group in resources.POOLS_OF if group in known), None)
+        valid = next((known[group] for group in watch_plan.POOLS_OF if group in known), None)
         view = self._views.get(key)
         if view is None:
             view = pool_views.PodView(pool.namespace, None, override_ip=self._wanted.override_ip)
@@ -316,7 +309,7 @@ class ObjectStore:
 
     def _decree(
         self,
-        resource: resources.ResourceType,
+        resource: watch_plan.ResourceType,
         key: tuple[str, str],
         old: objects.Value | None,
         new: objects.Value | None,
@@ -344,18 +337,18 @@ class ObjectStore:
             return inference_policy.EMPTY_POLICY
         in_force = [
             decree
-            for kind in resources.POLICY_RESOURCES
+            for kind in watch_plan.POLICY_RESOURCES
             for decree in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
         ]
-        return decrees.policy_of(
+        return pool_views.policy_of(
             view.spec.ref,
             [decree for decree in in_force if isinstance(decree, objects.ObjectiveObject)],
             [decree for decree in in_force if isinstance(decree, objects.RewriteObject)],
         )
 
     def _valid(
-        self, kind: tuple[resources.ResourceType, resources.ResourceType], namespace: str
-    ) -> resources.ResourceType:
+        self, kind: tuple[watch_plan.ResourceType, watch_plan.ResourceType], namespace: str
+    ) -> watch_plan.ResourceType:
         """Returns the resource of the new API group if it is listed, else that of the old one."""
         new, old = kind
         listed = any(
@@ -372,20 +365,20 @@ class ObjectStore:
             needed = [
                 collection
                 for collection in self.collections
-                if collection.resource == resources.SLICES
+                if collection.resource == watch_plan.SLICES
                 and collection.namespace == view.namespace
             ]
         elif view.spec is not None and view.spec.ref is None:
             needed = [
                 collection
                 for collection in self.collections
-                if collection.covers(resources.PODS, view.namespace)
+                if collection.covers(watch_plan.PODS, view.namespace)
             ]
         else:
             needed = [
                 collection
                 for collection in self.collections
-                if collection.resource != resources.SLICES
+                if collection.resource != watch_plan.SLICES
                 and collection.namespace in {"", view.namespace}
             ]
         if not all(self.is_synced(collection) for collection in needed):

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from extproc.discovery.kubernetes import decode, objects, resources
+from extproc.discovery.kubernetes import decode, objects, watch_plan
 
 _Raw = TypeVar("_Raw")
 
@@ -144,7 +144,7 @@ class WatchReader:
         resource: Which one.
     """
 
-    def __init__(self, resource: resources.ResourceType) -> None:
+    def __init__(self, resource: watch_plan.ResourceType) -> None:
         form = decode.FORMS[resource]
         self._value = form.value
         self._object: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form.raw)

@@ -1,4 +1,7 @@
-"""Plan of the collections to watch: as few and as narrow as the sources allow."""
+"""Plan of the collections to watch: as few and as narrow as the sources allow.
+
+Table of the API resources that discovery reads.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,50 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.discovery.kubernetes import resources, settings
+from extproc.discovery.kubernetes import settings
 from extproc.errors import ConfigError
+
+
+class ResourceType(msgspec.Struct, frozen=True):
+    """A resource in one version.
+
+    Attributes:
+        group: API group; empty for the core one.
+        version: API version to request.
+        plural: As in the path.
+        optional: Whether pools can be known without it.
+    """
+
+    group: str
+    version: str
+    plural: str
+    optional: bool = False
+
+    @property
+    def title(self) -> str:
+        """Display name, in the form of kubectl."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+
+PODS = ResourceType("", "v1", "pods")
+SLICES = ResourceType("discovery.k8s.io", "v1", "endpointslices")
+POOLS = ResourceType(settings.POOL_GROUP, "v1", "inferencepools")
+OLD_POOLS = ResourceType(settings.OLD_POOL_GROUP, "v1alpha2", "inferencepools")
+
+_NEW = "llm-d.ai"
+_OLD = settings.OLD_POOL_GROUP
+OBJECTIVES = ResourceType(_NEW, "v1alpha2", "inferenceobjectives", optional=True)
+OLD_OBJECTIVES = ResourceType(_OLD, "v1alpha2", "inferenceobjectives", optional=True)
+REWRITES = ResourceType(_NEW, "v1alpha2", "inferencemodelrewrites", optional=True)
+OLD_REWRITES = ResourceType(_OLD, "v1alpha2", "inferencemodelrewrites", optional=True)
+
+#: Those that make a policy; the first of a kind that is installed counts, alone
+#: (docs/spec/protocol.md#inferenceobjective).
+POLICY_RESOURCES = ((OBJECTIVES, OLD_OBJECTIVES), (REWRITES, OLD_REWRITES))
+
+#: By API group of an InferencePool.
+POOLS_OF = {settings.POOL_GROUP: POOLS, settings.OLD_POOL_GROUP: OLD_POOLS}
+
 
 _T = TypeVar("_T")
 
@@ -24,7 +69,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
         fields: Field selector in the API's form; empty for all.
     """
 
-    resource: resources.ResourceType
+    resource: ResourceType
     namespace: str = ""
     labels: str = ""
     fields: str = ""
@@ -43,7 +88,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
         where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
         return f"{self.resource.title} {where}"
 
-    def covers(self, resource: resources.ResourceType, namespace: str) -> bool:
+    def covers(self, resource: ResourceType, namespace: str) -> bool:
         """Returns True if it holds the objects of a resource in a namespace that pools need."""
         return self.resource == resource and self.namespace in {"", namespace}
 
@@ -60,10 +105,10 @@ def check(sources: Sequence[settings.KubernetesSource]) -> None:
         where = f"kubernetes.sources[{at}]"
         if isinstance(source, settings.PodSelector):
             _check_selector(source, where)
-        elif not isinstance(source, settings.ServiceRef) and source.group not in resources.POOLS_OF:
+        elif not isinstance(source, settings.ServiceRef) and source.group not in POOLS_OF:
             raise ConfigError(
                 where,
-                wanted="an InferencePool of " + " or ".join(resources.POOLS_OF),
+                wanted="an InferencePool of " + " or ".join(POOLS_OF),
                 found=source.group,
                 fix="correct the group",
             )
@@ -108,7 +153,7 @@ def plan_watches(
     selectors = [source for source in sources if isinstance(source, settings.PodSelector)]
     services = [source for source in sources if isinstance(source, settings.ServiceRef)]
     collections: list[WatchedCollection] = []
-    for group, resource in resources.POOLS_OF.items():
+    for group, resource in POOLS_OF.items():
         names: dict[str, set[str]] = {
             source.namespace: set() for source in wide if source.group == group
         }
@@ -123,7 +168,7 @@ def plan_watches(
         [source.namespace for source in wide] + [source.namespace for source in pools], ""
     )
     if policies:
-        decrees = [resource for kind in resources.POLICY_RESOURCES for resource in kind]
+        decrees = [resource for kind in POLICY_RESOURCES for resource in kind]
         collections += [
             WatchedCollection(resource, home) for resource in decrees for home in _widest(homes)
         ]
@@ -131,12 +176,11 @@ def plan_watches(
         alone = sum(candidate.namespace == selector.namespace for candidate in selectors) == 1
         homes.setdefault(selector.namespace, _selecting(selector.labels) if alone else "")
     collections += [
-        WatchedCollection(resources.PODS, home, labels=labels)
-        for home, labels in _widest(homes).items()
+        WatchedCollection(PODS, home, labels=labels) for home, labels in _widest(homes).items()
     ]
     collections += [
         WatchedCollection(
-            resources.SLICES,
+            SLICES,
             service.namespace,
             labels=_selecting({"kubernetes.io/service-name": service.name}),
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import context_length
+from extproc.scheduling import labels
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -29,7 +29,7 @@ class ContextLengthAwareFilter(
     kind: ClassVar[str] = "context-length-aware"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
 
-    label: str = context_length.LABEL
+    label: str = labels.LABEL
     enable_filtering: bool = False
 
     def filter(
@@ -46,5 +46,5 @@ def _fits(length: int, label: str | None) -> bool:
     """True if an endpoint with that label takes such a prompt."""
     if label is None:
         return True
-    lengths = context_length.parse(label)
+    lengths = labels.parse_context_range(label)
     return lengths is not None and length in lengths

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -28,7 +28,7 @@ class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        usage = unknown.impute_mean([c.load.kv_usage for c in candidates])
+        usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
         if not usage:
             return candidates
         low = min(usage)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -34,7 +34,7 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
+        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return candidates
         bound = self.below_waiting_requests

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -29,7 +29,7 @@ class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
+        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
             return candidates
         low = min(waiting)

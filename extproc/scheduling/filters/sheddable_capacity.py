@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -37,8 +37,8 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ) -> Sequence[Candidate]:
         """See the class."""
         nothing = [0.0] * len(candidates)
-        waiting = unknown.impute_mean([c.load.waiting for c in candidates]) or nothing
-        usage = unknown.impute_mean([c.load.kv_usage for c in candidates]) or nothing
+        waiting = normalization.impute_mean([c.load.waiting for c in candidates]) or nothing
+        usage = normalization.impute_mean([c.load.kv_usage for c in candidates]) or nothing
         return [
             c
             for c, w, u in zip(candidates, waiting, usage, strict=True)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -41,9 +41,9 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ) -> Sequence[Candidate]:
         """See the class."""
         if self.by == "waiting":
-            values = unknown.impute_mean([c.load.waiting for c in candidates])
+            values = normalization.impute_mean([c.load.waiting for c in candidates])
         else:
-            values = unknown.impute_mean([c.load.kv_usage for c in candidates])
+            values = normalization.impute_mean([c.load.kv_usage for c in candidates])
         if not values or len(values) <= self.k:
             return candidates
         limit = min(values) if self.k == 1 else sorted(values)[self.k - 1]

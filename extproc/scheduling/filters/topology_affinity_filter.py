@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import topology
+from extproc.scheduling import labels
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -38,12 +38,12 @@ class TopologyAffinityFilter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        header = self.peer_topology_header.lower() or topology.PEER_HEADER
-        peer = topology.parse(turn.headers.get(header, ""))
-        furthest = topology.DISTANCES[self.min_affinity]
+        header = self.peer_topology_header.lower() or labels.PEER_HEADER
+        peer = labels.parse_topology(turn.headers.get(header, ""))
+        furthest = labels.DISTANCES[self.min_affinity]
         near = [
             c
             for c in candidates
-            if topology.distance(peer, topology.location_of(c.endpoint)) <= furthest
+            if labels.distance(peer, labels.location_of(c.endpoint)) <= furthest
         ]
         return near or candidates

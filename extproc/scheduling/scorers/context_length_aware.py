@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import context_length
+from extproc.scheduling import labels
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -30,7 +30,7 @@ class ContextLengthAwareScorer(
     kind: ClassVar[str] = "context-length-aware"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
 
-    label: str = context_length.LABEL
+    label: str = labels.LABEL
     enable_filtering: bool = False
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
@@ -43,7 +43,7 @@ def _fit(length: int, label: str | None) -> float:
     """The score of one label."""
     if label is None:
         return 0.5
-    lengths = context_length.parse(label)
+    lengths = labels.parse_context_range(label)
     if lengths is None:
         return 0.0
     if length not in lengths:

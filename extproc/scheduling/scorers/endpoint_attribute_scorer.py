@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import attributes, normalization, unknown
+from extproc.scheduling import attributes, normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -114,9 +114,9 @@ class EndpointAttributeScorer(
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         attribute = attributes.find(self.attribute_key)
-        values = unknown.impute_mean([attribute.read(c) for c in candidates])
+        values = normalization.impute_mean([attribute.read(c) for c in candidates])
         if not values:
-            return [unknown.NEUTRAL] * len(candidates)
+            return [normalization.NEUTRAL] * len(candidates)
         fixed = self.algorithm.normalization.fixed_range
         low, high = (min(values), max(values)) if fixed is None else (fixed.min, fixed.max)
         if low == high:

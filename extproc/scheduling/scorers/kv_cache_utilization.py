@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -24,7 +24,7 @@ class KvCacheUtilization(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        usage = unknown.impute_mean([c.load.kv_usage for c in candidates])
+        usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
         if usage is None:
-            return [unknown.NEUTRAL] * len(candidates)
+            return [normalization.NEUTRAL] * len(candidates)
         return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization, unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -57,11 +57,11 @@ class LatencyScorer(
             a = 1.0
         size, t = len(candidates), turn.request.prompt_tokens
         usage = (
-            unknown.impute_mean([candidate.load.kv_usage for candidate in candidates])
+            normalization.impute_mean([candidate.load.kv_usage for candidate in candidates])
             or [0.5] * size
         )
         waiting = (
-            unknown.impute_mean([candidate.load.waiting for candidate in candidates])
+            normalization.impute_mean([candidate.load.waiting for candidate in candidates])
             or [0.0] * size
         )
         high = max(waiting, default=0.0)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization, unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -33,7 +33,7 @@ class LoadAwareScorer(
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
+        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
-            return [unknown.NEUTRAL] * len(candidates)
+            return [normalization.NEUTRAL] * len(candidates)
         return [0.5 * (1.0 - normalization.share(w, self.threshold)) for w in waiting]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Load
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -28,8 +28,8 @@ class LoraAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         target = turn.request.target
-        tiers = unknown.impute_mean([_tier(target, c.load) for c in candidates])
-        return [unknown.NEUTRAL] * len(candidates) if tiers is None else list(tiers)
+        tiers = normalization.impute_mean([_tier(target, c.load) for c in candidates])
+        return [normalization.NEUTRAL] * len(candidates) if tiers is None else list(tiers)
 
 
 def _tier(target: str, load: Load) -> float | None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import unknown
+from extproc.scheduling import normalization
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -41,9 +41,9 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
+        waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
-            return [unknown.NEUTRAL] * len(candidates)
+            return [normalization.NEUTRAL] * len(candidates)
         low = min(waiting)
         span = max(max(waiting) - low, self.min_span_requests)
         return [1.0 - (w - low) / span for w in waiting]

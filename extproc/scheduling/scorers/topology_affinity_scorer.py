@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import topology
+from extproc.scheduling import labels
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
@@ -32,9 +32,7 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        peer = topology.parse(turn.headers.get(topology.PEER_HEADER, ""))
+        peer = labels.parse_topology(turn.headers.get(labels.PEER_HEADER, ""))
         if not peer:
             return [0.0] * len(candidates)
-        return [
-            SCORES[topology.distance(peer, topology.location_of(c.endpoint))] for c in candidates
-        ]
+        return [SCORES[labels.distance(peer, labels.location_of(c.endpoint))] for c in candidates]

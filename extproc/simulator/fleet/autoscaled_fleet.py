@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from extproc.autoscaling import demand_estimator, registry
-from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection, all_busy, no_endpoints

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from extproc.autoscaling.runtime import scale_objects, state_store
 from extproc.config.autoscaling import ScaleTarget
-from extproc.discovery.kubernetes import resources, watch_plan
+from extproc.discovery.kubernetes import watch_plan
 from extproc.election import lease
 
 SEGMENTS = st.text(min_size=1, max_size=20)
@@ -36,7 +36,7 @@ def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespa
     """Wherever a path of the API consists of names."""
     leases = ["apis", "coordination.k8s.io", "v1", "namespaces", namespace, "leases", name]
     assert split(lease.path(namespace, name)) == (leases, "")
-    pods = watch_plan.WatchedCollection(resources.PODS, namespace)
+    pods = watch_plan.WatchedCollection(watch_plan.PODS, namespace)
     assert split(pods.path) == (["api", "v1", "namespaces", namespace, "pods"], "")
 
 

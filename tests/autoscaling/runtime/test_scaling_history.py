@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.autoscaling.demand import Demand
 from extproc.autoscaling.demand_estimator import PickerCounters
-from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.interface import Demand, ScalingDecision, ScalingReason
 from extproc.autoscaling.runtime.scaling_history import ScalingHistory
 
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from extproc.autoscaling.demand import ReplicaBounds
 from extproc.autoscaling.demand_estimator import (
     DemandEstimator,
     EstimatorSettings,
     PickerCounters,
     TargetObservation,
 )
+from extproc.autoscaling.interface import ReplicaBounds
 from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner
 from extproc.autoscaling.runtime import state_store

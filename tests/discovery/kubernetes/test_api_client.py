@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from kubernetes.aio.config import incluster_config
 
-from extproc.discovery.kubernetes import api_client, api_errors, resources, settings, watch_plan
+from extproc.discovery.kubernetes import api_client, api_errors, settings, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
-PODS = watch_plan.WatchedCollection(resources.PODS, "default")
+PODS = watch_plan.WatchedCollection(watch_plan.PODS, "default")
 REF = settings.InferencePoolRef("default", "pool")
 
 

@@ -1,17 +1,17 @@
 import pytest
 
-from extproc.discovery.kubernetes import objects, pod_endpoints, resources, watch_events
+from extproc.discovery.kubernetes import objects, pod_endpoints, watch_events, watch_plan
 from tests.discovery.kubernetes import builders
 
 
 def pod(**facts):
     line = builders.line("ADDED", builders.pod(**facts))
-    return watch_events.WatchReader(resources.PODS).line(line).value
+    return watch_events.WatchReader(watch_plan.PODS).line(line).value
 
 
 def slice_of(**facts):
     line = builders.line("ADDED", builders.slice_of(**facts))
-    return watch_events.WatchReader(resources.SLICES).line(line).value
+    return watch_events.WatchReader(watch_plan.SLICES).line(line).value
 
 
 def addresses(endpoints):

@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.discovery.discovered_pool import DiscoveredPool
-from extproc.discovery.kubernetes import resources, settings, store, watch_events, watch_plan
+from extproc.discovery.kubernetes import settings, store, watch_events, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
@@ -258,7 +258,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
     """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
     world = World(listed=False)
     for collection in world.subject.collections:
-        if collection.resource == resources.OBJECTIVES:
+        if collection.resource == watch_plan.OBJECTIVES:
             world.subject.settle(collection, store.CollectionStatus.ABSENT)
         else:
             world.subject.replace(collection, ())
@@ -267,7 +267,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
     (new,) = [
         collection
         for collection in world.subject.collections
-        if collection.resource == resources.OBJECTIVES
+        if collection.resource == watch_plan.OBJECTIVES
     ]
     world.subject.replace(new, ())
     assert world.collect() == {"default/pool"}

@@ -4,10 +4,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import objects, resources, watch_events
+from extproc.discovery.kubernetes import objects, watch_events, watch_plan
 from tests.discovery.kubernetes import builders
 
-PODS = watch_events.WatchReader(resources.PODS)
+PODS = watch_events.WatchReader(watch_plan.PODS)
 READERS = [watch_events.WatchReader(form) for form in watch_events.decode.FORMS]
 
 KEYS = (
@@ -98,7 +98,7 @@ def test_the_other_kinds_of_lines():
 def test_a_bookmark_of_a_resource_with_required_fields():
     """Bookmarks of pools have an empty spec, which no pool may have."""
     mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
-    reader = watch_events.WatchReader(resources.POOLS)
+    reader = watch_events.WatchReader(watch_plan.POOLS)
     assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
 
 
@@ -140,7 +140,7 @@ def test_one_broken_object_does_not_hide_the_others_of_a_list():
 )
 def test_a_pool_the_schema_forbids_is_broken(spec):
     """A selector of nothing would take every pod of the namespace."""
-    reader = watch_events.WatchReader(resources.POOLS)
+    reader = watch_events.WatchReader(watch_plan.POOLS)
     assert isinstance(
         reader.line(builders.line("ADDED", builders.pool(**spec))), watch_events.InvalidObject
     )
@@ -149,12 +149,12 @@ def test_a_pool_the_schema_forbids_is_broken(spec):
 def test_both_groups_of_pools_are_read():
     """The old one has a plain map and one port."""
     new = (
-        watch_events.WatchReader(resources.POOLS)
+        watch_events.WatchReader(watch_plan.POOLS)
         .line(builders.line("ADDED", builders.pool()))
         .value
     )
     old = (
-        watch_events.WatchReader(resources.OLD_POOLS)
+        watch_events.WatchReader(watch_plan.OLD_POOLS)
         .line(builders.line("ADDED", builders.old_pool()))
         .value
     )
@@ -167,7 +167,7 @@ def test_what_kubectl_leaves_behind_is_no_annotation():
     value = builders.pool()
     noise = "kubectl.kubernetes.io/last-applied-configuration"
     value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
-    pool = watch_events.WatchReader(resources.POOLS).line(builders.line("ADDED", value)).value
+    pool = watch_events.WatchReader(watch_plan.POOLS).line(builders.line("ADDED", value)).value
     assert pool.annotations == {"a": "b"}
 
 
@@ -175,7 +175,9 @@ def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
     """It must not become one that matches everything."""
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
-    rewrite = watch_events.WatchReader(resources.REWRITES).line(builders.line("ADDED", value)).value
+    rewrite = (
+        watch_events.WatchReader(watch_plan.REWRITES).line(builders.line("ADDED", value)).value
+    )
     assert [(rule.models, rule.targets[0].model) for rule in rewrite.rules] == [((), "o")]
 
 
@@ -208,7 +210,7 @@ def test_deep_nesting_is_a_value():
 
 def test_an_object_that_makes_the_reader_raise_is_broken_alone():
     """In a list and in an event: the others are read, and its key and kind of error are told."""
-    reader = watch_events.WatchReader(resources.PODS)
+    reader = watch_events.WatchReader(watch_plan.PODS)
     real = reader._value
 
     def raising(raw):

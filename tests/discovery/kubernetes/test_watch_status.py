@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import resources, watch_plan, watch_status
+from extproc.discovery.kubernetes import watch_plan, watch_status
 
-PODS = watch_plan.WatchedCollection(resources.PODS, "n")
-POOLS = watch_plan.WatchedCollection(resources.POOLS, "n")
-OBJECTIVES = watch_plan.WatchedCollection(resources.OBJECTIVES, "n")
+PODS = watch_plan.WatchedCollection(watch_plan.PODS, "n")
+POOLS = watch_plan.WatchedCollection(watch_plan.POOLS, "n")
+OBJECTIVES = watch_plan.WatchedCollection(watch_plan.OBJECTIVES, "n")
 ALL = (PODS, POOLS, OBJECTIVES)
 
 
