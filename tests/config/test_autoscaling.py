@@ -35,7 +35,7 @@ def test_nothing_is_scaled_unless_asked_for():
     ],
 )
 def test_known_kinds_need_a_name_only(kind, group, version, resource):
-    """Where their scale is follows from the kind."""
+    """The kind determines the API path of the scale subresource."""
     target = scaling(f"target: {{kind: {kind}, name: x}}").target.filled
     assert (target.group, target.version, target.resource) == (group, version, resource)
 

@@ -79,7 +79,7 @@ def test_a_pool_names_its_object(text, path):
     ],
 )
 def test_a_pool_asks_for_replicas_within_the_rule(annotations, bounds):
-    """What engines may cost is said by whoever runs the picker."""
+    """The rule of the configuration bounds the replicas that annotations name."""
     wanted = scaling("[{min: 1, max: 4}]", **annotations)
     assert (wanted.min, wanted.max) == bounds
 
@@ -149,7 +149,7 @@ TEXTS = st.one_of(
 
 @given(text=TEXTS)
 def test_no_annotation_reaches_another_namespace(text):
-    """What is not refused is a plain path below the namespace of the pool."""
+    """An accepted target is a plain path below the namespace of the pool."""
     try:
         wanted = scaling("[{}]", target=text)
     except ConfigError:
@@ -200,7 +200,7 @@ def test_somebody_has_to_hold_the_lease_where_objects_may_be_scaled():
 
 
 def test_check_says_what_becomes_of_found_pools(monkeypatch):
-    """Who, how many, by what, and who acts."""
+    """The line names pools, bounds, policy and scale target."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     lines = list(check_pools.lines(read("[{max: 4, target: {name: '{name}'}}]")))
     line = next(line for line in lines if line.startswith("replicas"))

@@ -41,7 +41,7 @@ def cluster(tree, name):
 
 
 def mutations(tree):
-    """What the shipped files do to clients' headers in front of the picker."""
+    """Header mutations of the shipped files before the picker."""
     filters = manager(tree)["http_filters"]
     mutation = next(
         mutation for mutation in filters if mutation["name"].endswith("header_mutation")
@@ -203,7 +203,7 @@ def test_early_header_mutation_counts_as_removal():
 
 
 def test_trusted_clients_are_named():
-    """Whether clients may name tenants and objectives is a choice, and is shown."""
+    """Trust in tenants and objectives of clients is a choice, and is shown."""
     tree = load()
 
     def shown():
@@ -225,7 +225,7 @@ def test_failing_open_in_full_duplex_is_named():
 
 
 def test_without_holding_short_limits_are_fine_or_warnings():
-    """What nobody waits for cuts no wait."""
+    """Short limits cut no wait if no request waits."""
     tree = load()
     processor(tree)["message_timeout"] = "120s"
     assert findings(tree, settings.Settings()) == []

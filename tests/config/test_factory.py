@@ -199,7 +199,7 @@ def test_scrape_tls():
     ],
 )
 def test_models_are_asked_for_and_read_as_configured(tree, rejects, splits, interval_s):
-    """What becomes of unknown models and of names, and how often engines are asked."""
+    """Unknown models, names and the interval of model lists follow the settings."""
     parts = factory.build(scheduling(**tree))
     settings = parts.director.routing.settings
     assert (settings.reject_unlisted, settings.kubeai_names) == (rejects, splits)

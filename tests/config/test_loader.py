@@ -138,7 +138,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_error_names_place_wanted_found_and_fix(name):
-    """What is wrong in a file is refused with its place and all three parts."""
+    """An error in a file is refused with its place and all three parts."""
     text, (where, wanted, actual, fix) = WRONG[name]
     with pytest.raises(ConfigError) as raised:
         settings(text)
@@ -210,7 +210,7 @@ def test_override_beats_file():
 
 
 def test_override_error_names_the_flag():
-    """What a flag got wrong is not blamed on the file."""
+    """A wrong flag is not blamed on the file."""
     override = loader.FlagOverride(("server", "grpc_port"), 70000, "--grpc-port")
     with pytest.raises(ConfigError) as raised:
         settings("", override)

@@ -1,4 +1,4 @@
-"""What is live and what needs a restart: every field of the configuration, one by one."""
+"""Tests of live fields and of those that need a restart: every field of the configuration."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ GATE = "featureGates: [flowControl]\n"
 
 
 def read(text):
-    """What a file with the gate means for waiting, and its warnings."""
+    """The section that a file with the gate results in, and its warnings."""
     document = loader.parse(HEAD + text, where="f.yaml")
     endpoints = loader.FlagOverride(
         ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"

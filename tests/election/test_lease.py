@@ -49,7 +49,7 @@ def test_a_lease_is_read():
 
 @pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}])
 def test_a_lease_without_a_holder(spec):
-    """What was never held, or was released, is nobody's."""
+    """A Lease that was never held, or was released, has no holder."""
     text = json.dumps({"metadata": {"resourceVersion": "1"}, "spec": spec}).encode()
     record, _ = lease.read(text)
     assert record == LeaseRecord("", 15, 0, "1")
@@ -128,7 +128,7 @@ def test_a_version_goes_along_whatever_is_kept():
     ],
 )
 def test_names(name, fits):
-    """What Kubernetes takes as the name of a Lease."""
+    """Names are checked as Kubernetes checks those of a Lease."""
     assert lease.is_valid_name(name) is fits
 
 

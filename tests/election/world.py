@@ -12,7 +12,7 @@ from extproc.election import leader_elector, lease_state
 
 @types.coroutine
 def _ask(call):
-    """What a store's method waits for: the world answers."""
+    """Wait, as a method of a store, until the world answers."""
     return (yield call)
 
 
@@ -50,7 +50,7 @@ class Store:
 
 
 class Fate:
-    """What becomes of one request.
+    """Delays of a request and of its answer.
 
     Args:
         there: Seconds until it is executed; None: never.
@@ -84,7 +84,7 @@ class Candidate:
         self._rate = rate
 
     def leads(self):
-        """Whether a living process believes that it leads."""
+        """Return True if a living process believes that it leads."""
         return self.alive and self.elector.is_leader
 
     def start(self):
