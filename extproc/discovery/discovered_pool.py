@@ -19,8 +19,8 @@ class DiscoveredPool(msgspec.Struct, frozen=True):
             endpoints, and requests are answered with 503
             (docs/reference/protocol-conformance.md#point-65).
         policy: Priorities and rewrites.
-        app_protocol: How engines want to be spoken to: `http`, `kubernetes.io/h2c`, or empty when
-            nobody said.
+        app_protocol: Protocol of the engines: `http`, `kubernetes.io/h2c`, or empty when not
+            set.
         annotations: Of the object that defines the pool.
         created: Creation time of that object, RFC 3339 in UTC; empty when unknown.
     """

@@ -26,7 +26,7 @@ class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
         limit_bytes: Longest file taken: upstream's 1 MiB is some 8,000 endpoints with labels.
         refresh_s: How often names are resolved again: the usual DNS time to live inside a cluster.
         retry_s: The same while some name does not resolve.
-        jitter: Each refresh is spread by this share to either side, lest replicas ask at once.
+        jitter: Each refresh is spread by this share to either side, lest replicas resolve at once.
         pool: Name of the pool, for the supervisor.
     """
 
@@ -130,7 +130,7 @@ class StaticDiscovery:
         if self._path is not None:
             self._stamp = file.stamp(self._path)
             self._filed = await self._load(self._path)
-        # Without the endpoints nobody is ready; the loop resolves them as soon as it can.
+        # Without endpoints the replica is not ready; the loop resolves them as soon as it can.
         self._unresolved = not await self._supervisor.attempt(
             "discovery", self._resolve(), instance=self._name
         )

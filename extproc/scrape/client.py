@@ -91,7 +91,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None or self._reply.done:
-            # Bytes nobody asked for: whatever comes next could be taken for an answer.
+            # Unsolicited bytes: what follows could be taken for a response.
             self.drop()
             return
         self._reply.feed(data)

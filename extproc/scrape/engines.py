@@ -44,7 +44,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Metric selectors of one engine type; an empty tuple means the engine has no such metric.
 
     Attributes:
-        kind: What `Load.engine` will say.
+        kind: Value of `Load.engine`.
         type_label: Value of the engine-type label that names it.
         page_prefix: Beginning of a sample line by which a page of it is recognised.
         waiting: Requests queued (gauge, count).

@@ -94,10 +94,10 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         page: The page in Prometheus text format; any bytes are safe.
         now: Monotonic seconds at which it was received.
         engine_type: Value of the endpoint's engine-type label. It is tried first; the names on the
-            page have the last word, so that a wrong label does not blind the picker.
+            page have the last word, so that a wrong label does not hide the load.
 
     Returns:
-        The load; of an engine nobody knows, with an empty `engine` and every value None.
+        The load; for an unknown engine with an empty `engine` and every value None.
     """
     text = b"\n" + page
     engine = _recognise(text, engine_type)
@@ -129,7 +129,7 @@ def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
         return NO_COUNTERS
     totals: dict[str, float | None] = {}
     for name, series in engine.totals:
-        # An absent family costs a walk over the page; a sum without its count is not asked for.
+        # An absent family costs a walk over the page; a sum without its count is not searched.
         if name == "adapter_load_s" and totals["adapter_loads"] is None:
             continue
         totals[name] = _total(families.numbers(series))

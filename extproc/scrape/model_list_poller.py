@@ -23,7 +23,7 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
         interval_s: Seconds between two lists; None for never.
         retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
             An engine that has just started may not list anything yet.
-        jitter: Each wait is spread by this share to either side, lest all ask at once.
+        jitter: Each wait is spread by this share to either side, lest all poll at once.
         missed_s: Least time between two lists when requests for unlisted models want one sooner. 5:
             an adapter that was just loaded is found soon, and a client that makes names up costs
             200 endpoints 40 small pages a second at most.
@@ -45,12 +45,12 @@ class ModelListPoller:
     A failure leaves what is known: models change with the process, not with its load.
 
     Args:
-        endpoint: Whom to ask.
+        endpoint: Endpoint to poll.
         fleet: Where names go.
         client: Fetches pages.
         clock: Monotonic seconds.
         rng: Chance, for the jitter.
-        settings: When to ask.
+        settings: Polling intervals.
         missed: Requests so far for models that no endpoint lists (count).
 
     Attributes:
@@ -85,7 +85,7 @@ class ModelListPoller:
         """Polls if a poll is due.
 
         Returns:
-            `ok`, or why there is no list; empty if it was not asked.
+            `ok`, or the failure reason; empty if no poll was due.
         """
         began = self._clock()
         interval_s = self._settings.interval_s

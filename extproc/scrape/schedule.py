@@ -20,11 +20,11 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
             engine; in between, our own in-flight count is exact anyway.
         slow_s: Interval while nothing goes there. A load must be kept at least 1.1 times this
             plus the time-out, or idle endpoints flap between known and unknown.
-        jitter: Each wait is spread by this share to either side, lest all ask at once.
+        jitter: Each wait is spread by this share to either side, lest all poll at once.
         scrapes_per_s: Scrapes per second over all endpoints, beyond which every interval is
             stretched. One costs about 0.4 ms of CPU, so 100 are some 4 % of a core.
-        backoff_cap_s: Longest wait after repeated failures, refused connections apart (see `wait_s`).
-            It bounds how late a recovery is seen.
+        backoff_cap_s: Longest wait after repeated failures, refused connections apart (see
+            `wait_s`). It bounds the delay until a recovery is noticed.
         tick_s: Scrapes begin on multiples of this, so that several share one wake-up of the
             event loop: measured 30 % less CPU than one wake-up each at 100 scrapes per second.
     """
@@ -38,7 +38,7 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
-#: refusal costs no engine anything, and whoever comes back should have traffic again at once.
+#: refusal costs no engine anything, and an endpoint that is back should have traffic again at once.
 _REFUSED_S = 2.0
 
 

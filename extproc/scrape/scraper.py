@@ -21,8 +21,8 @@ from extproc.supervision import Supervisor
 #: Endpoint label that moves its metrics to another port of the same address.
 PORT_LABEL = METRICS_PORT
 
-#: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at worst. A
-#: thread reads longer ones, which the interpreter puts aside every few milliseconds.
+#: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at
+#: worst. A thread reads longer ones, which the interpreter preempts every few milliseconds.
 INLINE_BYTES: Final = 256 * 1024
 
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -30,10 +30,10 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 #: How outcomes of a scrape begin whose page made our own code raise.
 BUG = "bug: "
 
-#: Outcomes of a scrape after which nothing else is asked: the list of models would fail as well.
+#: Outcomes of a scrape after which no other page is fetched: the list of models would fail as well.
 UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
 
-#: Outcome of a scrape where nobody listens.
+#: Outcome of a scrape whose connection was refused.
 REFUSED = "refused"
 
 
@@ -46,8 +46,8 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
             under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
         follow_s: How often the endpoint set is compared with the loops.
-        pace: When to ask again.
-        models: When to ask which models an endpoint serves.
+        pace: Scrape intervals.
+        models: Intervals of model list polling.
     """
 
     path: str = "/metrics"
@@ -204,8 +204,8 @@ class Scraper(Generic[MarkT]):
         clock: Monotonic seconds.
         rng: Chance, for spreading.
         on_fact: Called after every scrape.
-        missed: Requests so far for models that no endpoint lists (count); more of them make the lists
-            be asked for sooner.
+        missed: Requests so far for models that no endpoint lists (count); a rise makes the
+            next poll of the lists come sooner.
         endpoint_counts: Shared by scrapers that share a budget; None for one alone.
         supervisor: Keeps the loops alive; None for one of its own.
     """
@@ -308,7 +308,7 @@ def _same(previous: Endpoint, current: Endpoint) -> bool:
 def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
     port = endpoint.address.rpartition(":")[2]
     other = endpoint.labels.get(PORT_LABEL, "")
-    # A label that is no port is not worth the endpoint: its own port is asked.
+    # A label that is no port is not worth the endpoint: its own port is used.
     if _PORT.fullmatch(other) and int(other) <= 65535:
         port = other
     return client.target(endpoint.ip, int(port), path=path)

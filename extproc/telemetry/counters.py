@@ -1,6 +1,6 @@
 """Counters of the process, with those of its pools by name.
 
-Rendering happens when somebody asks (`exposition`), so that adding a fact is an integer addition.
+Rendering happens on demand (`exposition`), so that adding a fact is an integer addition.
 
 Counters of one pool, cheap enough for every request.
 

@@ -22,7 +22,7 @@ _ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|cl
 #: What they append for one of several prompts.
 _CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 
-#: Of answers nobody read.
+#: Of responses that were not read.
 NO_USAGE: Mapping[str, int] = {}
 
 

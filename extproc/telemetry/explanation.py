@@ -29,7 +29,7 @@ Json = dict[str, Any]
 def describe_pool(pool: Pool, now: float) -> Json:
     """The pool state as JSON, for /debug/pool and `extproc explain --state`.
 
-    What nobody knows is left out, and so is `matched_tokens`, which belongs to a request.
+    Unknown values are omitted, and so is `matched_tokens`, which belongs to a request.
 
     Args:
         pool: The snapshot.
@@ -67,9 +67,10 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         health: From `health`, at the time of the decision; None when unknown.
 
     Returns:
-        For a decision the keys outcome, pool, health, request, profile, picker, degraded, endpoints, runner_up,
-        candidates, excluded_by_model, excluded_by_health, unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a
-        rejection outcome, status, message, reason and retry_after_s.
+        For a decision the keys outcome, pool, health, request, profile, picker, degraded,
+        endpoints, runner_up, candidates, excluded_by_model, excluded_by_health, model_unlisted,
+        model_rewrite, filters, scorers, cost and scored_candidates; for a rejection outcome,
+        status, message, reason and retry_after_s.
     """
     if isinstance(outcome, Rejection):
         fields = msgspec.structs.asdict(outcome)
@@ -200,7 +201,7 @@ def _request(request: InferenceRequest) -> Json:
 def _rewrite(decision: Decision) -> Json | None:
     """Model name sent to the engine, and the client's where its body has a model name.
 
-    `editable` says whether the body has a place for it.
+    `editable` is true if the body has a model field.
     """
     if not decision.model_rewrite:
         return None

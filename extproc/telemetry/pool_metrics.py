@@ -43,8 +43,8 @@ class PoolView(msgspec.Struct, frozen=True):
         probes: Requests that tried one again, by what they came to.
         held: Requests that wait, and bytes of their bodies; None where none ever does.
         waits: Requests that waited, by what came of it.
-        continuation_ratio: Share of requests that go on from an earlier one, and conversations expected to go
-            on for each open request; None where nobody learns that.
+        continuation_ratio: Share of requests that continue an earlier one, and conversations
+            expected to continue for each open request; None where it is not estimated.
         claim: What became of its claim.
         addresses_left_out: Addresses from flags, files and DNS beyond the bound of a pool (count).
     """

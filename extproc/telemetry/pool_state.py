@@ -44,8 +44,9 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.
         ejections: Times in a row (count).
-        distrusted: Why its page is not believed: `stands-still` or `claims-too-little`; empty when it is.
-        in_flight: Requests this picker has open there (count).
+        distrusted: Reason to ignore its page: `stands-still` or `claims-too-little`; empty for
+            none.
+        in_flight: Open requests of this replica on it (count).
         prompt_tokens: Estimated prompt tokens of these.
         queued_tokens: Of these, uncached and believed not yet computed.
         foreign: Requests of others at the last scrape (count); None when it is to be worked out of

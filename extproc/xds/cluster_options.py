@@ -15,14 +15,14 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Active health check that every Envoy sends to every engine.
 
     Attributes:
-        path: HTTP path that is asked with GET; empty for no checks, and Envoy is then told who is
-            up as the picker sees it. `/health` is where vLLM and SGLang answer, without a token
-            generated.
+        path: HTTP path of the GET request; empty for no checks, and Envoy then receives the health
+            of endpoints from extproc. vLLM and SGLang answer at `/health` without generating a
+            token.
         interval_s: Seconds between two checks of an engine. 2 finds a silent one within 10 s; a
             dead one that refuses connections is found by requests before.
         timeout_s: Seconds one check may take. 5, because the front end of an engine that is
             flooded with prompts answers late, and is not dead.
-        unhealthy_threshold: Checks in a row that fail before an engine is left out (count); an answer
+        unhealthy_threshold: Failed checks in a row before an engine is ejected (count); a status
             other than 200 counts at once. 3 forgives a lost packet.
         healthy_threshold: Checks in a row that succeed before it is back (count). 1: engines answer
             once their model is loaded.
@@ -46,7 +46,7 @@ class OutlierDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             5, as Envoy counts; 500 does not count, since one client's bad request may cause it on
             engine after engine.
         ejection_s: Seconds an engine is left out, times how often in a row. 5 is short, since the
-            picker and the health checks look as well.
+            endpoint picker and the health checks look as well.
         max_ejection_time_s: Seconds it is left out at most. 60 bounds how late a recovery is seen.
         most_ejected: Share of the engines that may be left out at once (0..1), one of them in any
             case. 0.5: when more of them fail, it is rather the requests that are wrong.

@@ -1,6 +1,6 @@
 """Delta (incremental) xDS sessions: responses carry changes since the last one.
 
-As in `whole`, at most one answer of a type is under way. The protocol: the xDS REST and gRPC
+As in `sotw`, at most one answer of a type is under way. The protocol: the xDS REST and gRPC
 protocol of Envoy's documentation, `Incremental xDS`.
 """
 
@@ -66,7 +66,8 @@ class _DeltaTypeState:
         under_way: Versions it holds, absent ones included.
         held: What Envoy is known to hold, or to know as absent.
         refused: What was refused since, by name.
-        isolate_next: What was refused together with others: each is sent alone, to find the bad one.
+        isolate_next: Versions refused together with others: each is sent alone, to find the bad
+            one.
     """
 
     def __init__(self, first: DeltaRequest, *, lists_all: bool) -> None:

@@ -93,7 +93,7 @@ class ResourceEncoder:
         Args:
             name: Of the cluster.
             h2c: Whether its engines speak HTTP/2 without TLS (appProtocol kubernetes.io/h2c): then
-                nobody knows what they answer health checks, and there are none.
+                their answers to health checks are unknown, and there are none.
         """
         return _field(_NAME, name.encode()) + self._common[h2c]
 
@@ -221,7 +221,7 @@ def _checks(check: HealthCheck) -> Iterator[core_v3.HealthCheck]:
         interval=interval,
         # The default is 60 s for a cluster that no request went to yet.
         no_traffic_interval=interval,
-        # Envoys started together do not ask together.
+        # Envoys started together do not check together.
         interval_jitter_percent=20,
         unhealthy_threshold=check.unhealthy_threshold,
         healthy_threshold=check.healthy_threshold,

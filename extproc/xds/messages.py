@@ -1,7 +1,7 @@
 """Decoding of discovery requests and encoding of responses (`envoy-data-plane`).
 
 Reading is total: what cannot be read is None, because a decoder that raises ends the stream with
-an error nobody can act on.
+an error without a remedy.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class LbEndpoint(msgspec.Struct, frozen=True):
     Attributes:
         address: `ip:port`, IPv6 in brackets.
         health: Health status sent to Envoy.
-        region: Of the machine, empty when no label says.
+        region: Region of the node; empty without a label.
         zone: Of the machine, likewise.
     """
 
@@ -72,8 +72,9 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
 
     Args:
         pool: Snapshot of the pool.
-        with_health: Whether endpoints that are not up are sent as unhealthy. When no endpoint is up, all
-            count as healthy, as they do for picks: then it is more likely us who are cut off.
+        with_health: Whether endpoints that are not up are sent as unhealthy. When no endpoint is
+            up, all count as healthy, as they do for routing: a partition of this replica is then
+            more likely.
     """
     blind = not with_health or pool.down == len(pool.members)
     places = [_lb_endpoint(member, healthy=blind or member.up) for member in pool.members]

@@ -27,8 +27,8 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 class SnapshotCache:
     """Holds the current snapshot and replaces it.
 
-    Who is up is told only to Envoys that do not ask engines themselves. The others know better and
-    sooner, and would hold an engine for dead that recovered while every picker was down.
+    Health is sent only to Envoys without health checks of their own. The others know it sooner,
+    and would eject an engine that recovered while every replica of extproc was down.
 
     Args:
         traits: What every cluster has in common.
@@ -77,7 +77,7 @@ class SnapshotCache:
             cluster = resources.cluster_name(name)
             try:
                 posted[cluster] = self._post(name, pool, h2c=name in h2c)
-            except Exception as error:  # noqa: BLE001 - the other pools are told of
+            except Exception as error:  # noqa: BLE001 - the other pools are published
                 self.faults[name] = error
                 if cluster in self._entries:
                     posted[cluster] = self._entries[cluster]

@@ -1,6 +1,6 @@
 """Kubernetes API client on top of the official one: configuration, tokens, TLS, sessions.
 
-Importing this takes half a second and 20 MB, so `follow` does it only when it is asked for.
+Importing this takes half a second and 20 MB, so `controller` does it only on demand.
 
 What comes back is left as bytes: the client's own models would cost a core at 1,000 pods a second.
 """
@@ -39,7 +39,7 @@ _MISREAD = (
 
 _JSON = "application/json"
 
-#: Longest pause that the server can ask for (seconds): pools stand still meanwhile.
+#: Longest Retry-After that is obeyed (seconds): pools stand still meanwhile.
 _MOST_RETRY_AFTER_S = 10
 
 #: Longest body of an error that is read.
@@ -161,7 +161,7 @@ class KubernetesApiClient:
             path: From `/apis` or `/api` on.
             body: What becomes JSON; None for nothing.
             seconds: For everything.
-            kind: Content type of the body, which says how a PATCH is meant.
+            kind: Content type of the body, which selects the kind of a PATCH.
         """
         if self._session is None:
             return api_errors.ApiError(0, "not connected")

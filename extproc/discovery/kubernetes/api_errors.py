@@ -24,7 +24,7 @@ class ApiError(msgspec.Struct, frozen=True):
     Attributes:
         status: HTTP status; 0 when there was no answer at all.
         message: For people.
-        retry_after_s: How long the server asks to be left alone.
+        retry_after_s: Retry-After of the server.
         credentials_expired: Whether fresh credentials may help.
     """
 

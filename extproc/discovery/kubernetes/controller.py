@@ -12,10 +12,10 @@ from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.discovery.static_discovery import DiscoveryEvent
 from extproc.supervision import Supervisor
 
-#: Name of the loop that tells of pools, for the supervisor.
+#: Name of the loop that reports pools, for the supervisor.
 _REPORTS = "reports"
 
-#: Whoever is told of pools: those that are new or different by key, and keys that are gone.
+#: Receiver of pool changes: pools that are new or different by key, and keys that are gone.
 OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
@@ -25,7 +25,7 @@ async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesA
     Raises:
         ConfigError: If its address or the credentials are missing or broken.
     """
-    from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, and not for everybody
+    from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy and optional
 
     server = api_client.KubernetesApiClient(wanted)
     await server.open()
@@ -43,7 +43,7 @@ class KubernetesDiscovery:
         clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with
-            the same and what came since if it raises. A pool is first told of when everything it
+            the same and what came since if it raises. A pool is first reported when everything it
             depends on was listed.
         on_fact: Called when something happened. Kinds: `synced` and `unsynced`
             (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,

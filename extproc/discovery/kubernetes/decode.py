@@ -22,7 +22,7 @@ from extproc.request import MAX_NAME_BYTES
 #: UTF-8, and nesting without end.
 BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-#: kubectl's copy of the whole object.
+#: kubectl's copy of the complete object.
 _NOISE = "kubectl.kubernetes.io/last-applied-configuration"
 
 #: Addresses whose reading is remembered (count): pods keep theirs from event to event.
@@ -327,7 +327,7 @@ def _backend(raw: _Backend) -> objects.SliceBackend:
     target = raw.target_ref if raw.target_ref and raw.target_ref.kind == "Pod" else _TargetRef()
     return objects.SliceBackend(
         ip=address(raw.addresses[0]) if raw.addresses else "",
-        # Nobody knows is ready, says the API.
+        # The API defines an unknown condition as ready.
         ready=raw.conditions.ready is not False and raw.conditions.terminating is not True,
         name=target.name,
         uid=target.uid,

@@ -96,7 +96,7 @@ def _joined(ip: str, port: int) -> str:
 def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[Endpoint, ...]:
     """Merges the endpoints of a pool by pod name, without duplicate addresses.
 
-    Every replica of the picker lists them in this order. Of pods that claim one address the
+    Every replica of extproc lists them in this order. Of pods that claim one address the
     youngest has it: an IP goes to the next pod before the last word of the one before is heard.
     """
     listed = [pair for pair in pods if pair[1]]

@@ -60,7 +60,7 @@ class AllPools(msgspec.Struct, frozen=True):
     """All InferencePools; each becomes the pool `namespace/name` while it exists.
 
     Attributes:
-        namespace: Only of this one; empty for the whole cluster, which takes a ClusterRole.
+        namespace: Namespace of the pools; empty for all, which takes a ClusterRole.
         group: `POOL_GROUP` or `OLD_POOL_GROUP`.
     """
 
@@ -108,13 +108,13 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             KubeAI's --allow-pod-address-override: for development only, because whoever may
             annotate a pod could then draw traffic to any address.
         start_s: How long `start` waits for the first complete lists. It then gives up waiting,
-            not trying: a picker whose API server is down is not ready, and becomes so later.
+            not trying: a replica whose API server is down is not ready, and becomes so later.
         request_s: For one list page, from asking to its last byte. A page of 500 pods is some
             5 MB.
         connect_s: For one connection to be made, TLS included.
         watch_s: Least length of a watch before the server ends it; each is spread up to twice
-            that, so that not all are renewed at once. client-go asks for 5 to 10 minutes, too.
-        page: Objects per list page (count), as client-go asks for.
+            that, so that not all are renewed at once. client-go requests 5 to 10 minutes, too.
+        page: Objects per list page (count), as client-go requests.
         coalesce_s: Pause between two reports of changes, so that a burst makes few pools. The
             first change after a quiet time is reported at once.
         retry_s: First pause after a failure; it doubles up to `max_retry_s`. Each is spread

@@ -186,7 +186,7 @@ class ObjectStore:
             else:
                 try:
                     now = self._build_pool(key, view)
-                except Exception as error:  # noqa: BLE001 - the other pools are told of
+                except Exception as error:  # noqa: BLE001 - the other pools are reported
                     faults[key] = error
                     waiting.add(key)
                     continue

@@ -64,7 +64,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
 
     Attributes:
         resource: Of which objects.
-        namespace: Only there; empty for the whole cluster.
+        namespace: Namespace to watch; empty for all namespaces.
         labels: Label selector in the API's form; empty for all.
         fields: Field selector in the API's form; empty for all.
     """

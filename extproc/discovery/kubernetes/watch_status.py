@@ -1,6 +1,6 @@
 """Status of every watched collection, its age, and its changes worth a log line.
 
-Pure: a feed reports what it met, `WatchStatuses` says what is new about it.
+Without I/O: a reflector reports its state, `WatchStatuses` returns the changes.
 """
 
 from __future__ import annotations
