@@ -144,7 +144,7 @@ async def behind_envoy(
             seed=seed,
         )
         found = await agreement.measured(results, addresses, late_s)
-        return found, [trip.first_s for trip in results.trips]
+        return found, [trip.first_s for trip in results.requests]
 
 
 def _dated(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

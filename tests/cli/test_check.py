@@ -30,7 +30,7 @@ def test_check_tells_what_a_file_means(tmp_path, capsys):
     path = tmp_path / "pool.yaml"
     path.write_text(CONFIG)
     assert main.main(["check", str(path)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for fact in (
         "pool.yaml is in order",
         "ext_proc on 9002 (self-signed)",
@@ -48,19 +48,19 @@ def test_check_tells_what_a_file_means(tmp_path, capsys):
         "model_adapter names are read as adapters",
         "bodies 32 MiB",
     ):
-        assert fact in told
-    assert "warning" not in told
+        assert fact in output
+    assert "warning" not in output
 
 
 def test_check_takes_the_flags_of_serve(capsys):
     """The arguments of a Deployment can be checked as they stand."""
     words = ["--endpoints", "10.0.0.1:8000", "--strategy=round-robin", "--secure-serving=false"]
     assert main.main(["check", *words, "--zap-devel", "--conformance-testing"]) == 0
-    told = capsys.readouterr().out
-    assert "profile     round-robin" in told
-    assert "without TLS" in told
-    assert "warning: --zap-devel has no effect" in told
-    assert "warning: conformance is on" in told
+    output = capsys.readouterr().out
+    assert "profile     round-robin" in output
+    assert "without TLS" in output
+    assert "warning: --zap-devel has no effect" in output
+    assert "warning: conformance is on" in output
 
 
 def test_check_warns_of_no_endpoints(capsys):
@@ -76,11 +76,11 @@ def test_check_without_scraping(capsys):
         "scheduling: {strategy: random}, limits: {max_message_bytes: 1000}}"
     )
     assert main.main(["check", "--config-text", text]) == 0
-    told = capsys.readouterr().out
-    assert "scrape      off" in told
-    assert "models      not asked for: every endpoint counts as serving every model" in told
-    assert "messages 1000 bytes" in told
-    assert "signals     none" in told
+    output = capsys.readouterr().out
+    assert "scrape      off" in output
+    assert "models      not asked for: every endpoint counts as serving every model" in output
+    assert "messages 1000 bytes" in output
+    assert "signals     none" in output
 
 
 def test_check_tells_of_unknown_models(capsys):
@@ -90,9 +90,9 @@ def test_check_tells_of_unknown_models(capsys):
         "scheduling: {unknown_model: reject, kubeai_names: false}}"
     )
     assert main.main(["check", "--config-text", text]) == 0
-    told = capsys.readouterr().out
-    assert "asked for every 5 s; one nobody lists is refused with 404" in told
-    assert "model_adapter" not in told
+    output = capsys.readouterr().out
+    assert "asked for every 5 s; one nobody lists is refused with 404" in output
+    assert "model_adapter" not in output
 
 
 def test_check_reads_the_endpoints_file(tmp_path, capsys):
@@ -100,27 +100,27 @@ def test_check_reads_the_endpoints_file(tmp_path, capsys):
     path = tmp_path / "endpoints.yaml"
     path.write_text("endpoints: [{host: 10.0.0.7, port: 8000, name: seven}]")
     assert main.main(["check", "--endpoints-file", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert f"1 in {path}, watched" in told
-    assert "10.0.0.7:8000  seven" in told
+    output = capsys.readouterr().out
+    assert f"1 in {path}, watched" in output
+    assert "10.0.0.7:8000  seven" in output
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("endpoints: [{host: 10.0.0.7}]", "port"),
         ("endpoint: []", "did you mean `endpoints`?"),
         ("[", "YAML or JSON"),
     ],
 )
-def test_check_refuses_a_broken_endpoints_file(text, said, tmp_path, capsys):
+def test_check_refuses_a_broken_endpoints_file(text, expected, tmp_path, capsys):
     """A broken endpoints file is status 2, with the place."""
     path = tmp_path / "endpoints.yaml"
     path.write_text(text)
     assert main.main(["check", "--endpoints-file", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert str(path) in told
-    assert said in told
+    output = capsys.readouterr().err
+    assert str(path) in output
+    assert expected in output
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_check_refuses_a_broken_file(text, tmp_path, capsys):
     path = tmp_path / "pool.yaml"
     path.write_text(text)
     assert main.main(["check", str(path)]) == 2
-    told = capsys.readouterr()
-    assert str(path) in told.err
-    assert told.err.count("\n") == 1
-    assert not told.out
+    output = capsys.readouterr()
+    assert str(path) in output.err
+    assert output.err.count("\n") == 1
+    assert not output.out
 
 
 def test_check_file_is_named_once(capsys):
@@ -167,9 +167,9 @@ def test_diff_says_what_is_live_and_what_needs_a_restart(tmp_path, capsys):
     old = "log: {level: info}\nserver: {grpc_port: 9002}\n"
     new = "log: {level: debug}\nserver: {grpc_port: 9009}\nscheduling: {strategy: random}\n"
     assert diffed(tmp_path, old, new) == 0
-    told = capsys.readouterr().out.splitlines()
-    at = told.index(f"compared with {tmp_path}/old.yaml, as if that was running")
-    assert told[at + 1 :] == [
+    output = capsys.readouterr().out.splitlines()
+    at = output.index(f"compared with {tmp_path}/old.yaml, as if that was running")
+    assert output[at + 1 :] == [
         "  needs a restart  server.grpc_port     9002 -> 9009",
         '  live             scheduling.strategy  "adaptive" -> "random"',
         '  live             log.level            "info" -> "debug"',
@@ -191,10 +191,10 @@ def test_diff_says_what_a_reload_would_refuse(tmp_path, capsys):
     old = "scrape: {enabled: false}\nscheduling: {strategy: random}\n"
     new = "scheduling: {profile: {scorers: [{kind: queue-depth, weight: 1}]}}\n"
     assert diffed(tmp_path, old, new) == 1
-    told = capsys.readouterr().out
-    assert "needs a restart  scrape.enabled" in told
-    assert "refused until the restart, if it is read again: " in told
-    assert "waiting" in told
+    output = capsys.readouterr().out
+    assert "needs a restart  scrape.enabled" in output
+    assert "refused until the restart, if it is read again: " in output
+    assert "waiting" in output
 
 
 def test_diff_reads_the_other_file_as_strictly(tmp_path, capsys):

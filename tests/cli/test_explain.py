@@ -72,38 +72,38 @@ def files(tmp_path):
 
 def told_by(capsys, *words, status=0):
     assert main.main(["explain", *words]) == status
-    told = capsys.readouterr().out
-    assert SECRET not in told
-    return told
+    output = capsys.readouterr().out
+    assert SECRET not in output
+    return output
 
 
 def test_tables_of_a_case(files, capsys):
     """Candidates with ages, filter survivors, raw and weighted scores and the pick are shown."""
-    told = told_by(
+    output = told_by(
         capsys, files["body"], "--state", files["state"], "--config-file", files["config"]
     )
-    assert re.sub(" +", " ", told) == TABLES
+    assert re.sub(" +", " ", output) == TABLES
 
 
 def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
     """What the state says is cached counts as matched, in whole blocks."""
-    told = json.loads(
+    output = json.loads(
         told_by(
             capsys, files["body"], "--state", files["state"], "--strategy", "balanced", "--json"
         )
     )
-    matched = [candidate["matched_tokens"] for candidate in told["candidates"]]
+    matched = [candidate["matched_tokens"] for candidate in output["candidates"]]
     assert matched == [256, 0, 0]
-    at = [scorer["name"] for scorer in told["scorers"]].index("prefix-cache")
-    assert told["scored_candidates"][0]["raw"][at] == pytest.approx(
-        256 / told["request"]["prompt_tokens"]
+    at = [scorer["name"] for scorer in output["scorers"]].index("prefix-cache")
+    assert output["scored_candidates"][0]["raw"][at] == pytest.approx(
+        256 / output["request"]["prompt_tokens"]
     )
 
 
 def test_strategy_decides(files, capsys):
     """Another strategy may be tried in the same situation."""
-    told = told_by(capsys, files["body"], "--state", files["state"], "--strategy", "round-robin")
-    assert "chosen by round-robin: 10.0.0." in told
+    output = told_by(capsys, files["body"], "--state", files["state"], "--strategy", "round-robin")
+    assert "chosen by round-robin: 10.0.0." in output
 
 
 def test_request_from_standard_input(files, capsys, monkeypatch):
@@ -116,26 +116,26 @@ def test_path_and_headers_decide_how_it_reads(files, capsys, tmp_path):
     """The path chooses the surface."""
     body = tmp_path / "other"
     body.write_text('{"model": "m", "prompt": "x", "stream": true}')
-    told = told_by(
+    output = told_by(
         capsys, str(body), "--state", files["state"], "--path", "/v1/completions", "--header", "a=b"
     )
-    assert "request: completions, model m" in told
-    assert "streamed" in told
+    assert "request: completions, model m" in output
+    assert "streamed" in output
 
 
 @pytest.mark.parametrize(
-    ("body", "state", "said"),
+    ("body", "state", "expected"),
     [
         ("{", STATE, "refused with 400"),
         (BODY, "endpoints: []", "refused with 503"),
     ],
 )
-def test_refusal_is_told(body, state, said, tmp_path, capsys):
+def test_refusal_is_told(body, state, expected, tmp_path, capsys):
     """A request that would be refused is an answer like any other."""
     (tmp_path / "body").write_text(body)
     (tmp_path / "state").write_text(state)
     words = [str(tmp_path / "body"), "--state", str(tmp_path / "state")]
-    assert said in told_by(capsys, *words, status=3)
+    assert expected in told_by(capsys, *words, status=3)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
     path = tmp_path / "state"
     path.write_text(state)
     assert main.main(["explain", files["body"], "--state", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert where in told
-    assert fix in told
+    output = capsys.readouterr().err
+    assert where in output
+    assert fix in output
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
 )
 def test_wrong_flags_are_status_2(words, files, capsys):
     """A wrong flag or path is status 2."""
-    given = words if words[0] == "nofile" else [files["body"], *words]
-    assert main.main(["explain", *given]) == 2
+    arguments = words if words[0] == "nofile" else [files["body"], *words]
+    assert main.main(["explain", *arguments]) == 2
     assert "expected" in capsys.readouterr().err
 
 
-async def nobody(_):
+async def deny(_):
     """No address is that of another picker."""
     return False
 
@@ -185,12 +185,12 @@ def server():
         [Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0
     )
     parts.store.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
-    kept = decision_log.DecisionLog(10)
+    log = decision_log.DecisionLog(10)
     raw = HttpRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.director.route(raw, 0.5)
-    kept.add("id/0", decision, 0.2)
-    kept.find("id/0").status, kept.find("id/0").seconds = "503", 4.0
-    kept.add("id/1", decision, 0.5).status = "200"
+    log.add("id/0", decision, 0.2)
+    log.find("id/0").status, log.find("id/0").seconds = "503", 4.0
+    log.add("id/1", decision, 0.5).status = "200"
 
     async def dry_run(raw):
         return parts.director.route(raw, 1.0)
@@ -210,9 +210,9 @@ def server():
         readiness=health.Readiness(lambda: True),
         pools=lambda: {"": parts.store.pool},
         dry_run=dry_run,
-        decisions=kept,
+        decisions=log,
         clock=lambda: 1.0,
-        access=admin_access.AdminAccess(str, nobody),
+        access=admin_access.AdminAccess(str, deny),
         max_body_bytes=lambda: 1_000_000,
     )
     loop = asyncio.new_event_loop()
@@ -235,8 +235,8 @@ def server():
 
 def test_running_server_explains(server, files, capsys):
     """A running server is asked for a dry run with what it knows now."""
-    told = told_by(capsys, files["body"], "--server", f"http://{server}/")
-    assert "chosen by rendezvous: 10.0.0.2:8000" in told
+    output = told_by(capsys, files["body"], "--server", f"http://{server}/")
+    assert "chosen by rendezvous: 10.0.0.2:8000" in output
 
 
 def test_running_server_refuses(server, tmp_path, capsys):
@@ -248,9 +248,9 @@ def test_running_server_refuses(server, tmp_path, capsys):
 
 def test_a_past_request_is_told_by_its_id(server, capsys):
     """With --id a server tells what was decided, how long ago, and what came of it."""
-    told = told_by(capsys, "--server", server, "--id", "id/1")
-    assert told.startswith("request id/1: 0.5 s ago, status 200, still open\n")
-    assert "chosen by" in told
+    output = told_by(capsys, "--server", server, "--id", "id/1")
+    assert output.startswith("request id/1: 0.5 s ago, status 200, still open\n")
+    assert "chosen by" in output
     for name in ("chatcmpl-id/1", "cmpl-id/1-0"):
         assert "request id/1:" in told_by(capsys, "--server", server, "--id", name)
     assert main.main(["explain", "--server", server, "--id", "nobody"]) == 1
@@ -262,9 +262,9 @@ def test_a_past_request_is_told_by_its_id(server, capsys):
 def test_last_decisions_are_listed(server):
     """/debug/decisions lists the last decisions, newest first, each in a line."""
     with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=1", timeout=60) as page:
-        (one,) = json.load(page)["decisions"]
-    assert (one["id"], one["status"]) == ("id/1", "200")
-    assert one["why"].startswith("adaptive; chose=10.0.0.")
+        (decision,) = json.load(page)["decisions"]
+    assert (decision["id"], decision["status"]) == ("id/1", "200")
+    assert decision["why"].startswith("adaptive; chose=10.0.0.")
 
 
 def test_nobody_listens(files, capsys):
@@ -280,9 +280,9 @@ def test_explain_refuses_a_token_file_without_quoting_it(text, server, tmp_path,
     path.write_text(text)
     words = ["explain", "--server", server, "--id", "id/1", "--token-file", str(path)]
     assert main.main(words) == 2
-    told = capsys.readouterr().err
-    assert "--token-file: expected" in told
-    assert "s3cret" not in told
+    output = capsys.readouterr().err
+    assert "--token-file: expected" in output
+    assert "s3cret" not in output
 
 
 def test_something_else_listens(server, files, capsys):
@@ -310,14 +310,14 @@ def test_health_is_shown_with_cause_and_time(files, tmp_path, capsys):
     """An endpoint that is left out has a line, and a pool that fails as a whole is named."""
     state = tmp_path / "health"
     state.write_text(HEALTH)
-    told = told_by(capsys, files["body"], "--state", str(state), "--legend")
-    assert "10.0.0.1:8000 ejected for 4 s: errors" in re.sub(" +", " ", told)
-    assert "ORDER      1 is the chosen endpoint" in told
-    assert "all endpoints" not in told
+    output = told_by(capsys, files["body"], "--state", str(state), "--legend")
+    assert "10.0.0.1:8000 ejected for 4 s: errors" in re.sub(" +", " ", output)
+    assert "ORDER      1 is the chosen endpoint" in output
+    assert "all endpoints" not in output
     state.write_text(HEALTH.replace('.2:8000"', '.2:8000", health: ejected, cause: hung'))
-    told = told_by(capsys, files["body"], "--state", str(state))
-    assert "10.0.0.2:8000 ejected: hung" in re.sub(" +", " ", told)
-    assert "all endpoints are failing; the least bad is tried" in told
+    output = told_by(capsys, files["body"], "--state", str(state))
+    assert "10.0.0.2:8000 ejected: hung" in re.sub(" +", " ", output)
+    assert "all endpoints are failing; the least bad is tried" in output
 
 
 def test_nothing_on_standard_input_is_status_2(files, capsys, monkeypatch):
@@ -331,9 +331,9 @@ def test_a_misspelled_strategy_is_blamed_on_its_flag(files, capsys):
     """The error names what the user wrote."""
     words = ["explain", files["body"], "--state", files["state"], "--strategy", "adaptve"]
     assert main.main(words) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("extproc: --strategy: ")
-    assert "did you mean adaptive?" in told
+    output = capsys.readouterr().err
+    assert output.startswith("extproc: --strategy: ")
+    assert "did you mean adaptive?" in output
 
 
 def test_watch_shows_until_it_is_interrupted(capsys):

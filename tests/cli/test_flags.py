@@ -155,9 +155,11 @@ REFUSED = {
 def test_flag_is_refused_with_what_to_do(name):
     """What cannot be done is refused, naming the flag and what to do instead."""
     words, where, fix = REFUSED[name]
-    given = words if words[0].startswith(("--endpoints", "--pool-name")) else [ENDPOINTS, *words]
+    arguments = (
+        words if words[0].startswith(("--endpoints", "--pool-name")) else [ENDPOINTS, *words]
+    )
     with pytest.raises(ConfigError) as raised:
-        resolve(*given)
+        resolve(*arguments)
     assert where in raised.value.where
     assert fix in raised.value.fix
 
@@ -218,7 +220,7 @@ def test_upstream_command_line_is_taken_without_a_word():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--zap-encoder=json"], "--zap-encoder=json"),
         (["--zap-devel", "true"], "--zap-devel"),
@@ -235,10 +237,10 @@ def test_upstream_command_line_is_taken_without_a_word():
         (["--refresh-metrics-interval=1ms"], "50ms is used"),
     ],
 )
-def test_harmless_flag_warns_once(words, said):
+def test_harmless_flag_warns_once(words, expected):
     """A flag that changes nothing a client sees is named in one warning, and we start."""
     (warning,) = resolve(ENDPOINTS, *words).warnings
-    assert said in warning
+    assert expected in warning
 
 
 def test_short_refresh_is_clamped():

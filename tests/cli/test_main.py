@@ -10,9 +10,9 @@ from extproc.cli import color, main
 def test_help_names_every_command(capsys):
     """`extproc --help` lists all commands, whether or not they can be imported."""
     assert main.main(["--help"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for command in main.COMMANDS:
-        assert f"\n    {command} " in told.replace(f"{command}\n", f"{command} ")
+        assert f"\n    {command} " in output.replace(f"{command}\n", f"{command} ")
 
 
 @pytest.mark.parametrize("command", ["serve", "check", "explain", "version", "engine"])
@@ -35,10 +35,10 @@ def test_usage_error_is_status_2(words, capsys):
 def test_config_error_is_one_line_and_status_2(capsys):
     """A configuration error prints its message and no traceback."""
     assert main.main(["serve", "--endpoints", "10.0.0.1"]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("extproc: --endpoints: endpoints[0]: expected ")
-    assert told.err.count("\n") == 1
-    assert not told.out
+    output = capsys.readouterr()
+    assert output.err.startswith("extproc: --endpoints: endpoints[0]: expected ")
+    assert output.err.count("\n") == 1
+    assert not output.out
 
 
 def test_serve_without_endpoints_is_refused(capsys):
@@ -76,25 +76,25 @@ def test_version_flag_prints_the_same_version(capsys):
 def test_a_misspelled_command_is_suggested(capsys):
     """The nearest command is named, and all of them."""
     assert main.main(["srve"]) == 2
-    told = capsys.readouterr().err
-    assert "did you mean serve?" in told
-    assert "explain" in told
+    output = capsys.readouterr().err
+    assert "did you mean serve?" in output
+    assert "explain" in output
 
 
 def test_help_shows_defaults_choices_and_examples(capsys, monkeypatch):
     """A flag says what it takes and what it is unless set; upstream's flags wait behind a flag."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main.main(["serve", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "ext_proc; 0 picks a free one (default: 9002)" in told
-    assert "logged: debug, info, warning, error (default: info)" in told
-    assert "scheduling strategy: " in told
-    assert "(default: adaptive)" in told
-    assert "--metrics-endpoint-auth" not in told
+    output = capsys.readouterr().out
+    assert "ext_proc; 0 picks a free one (default: 9002)" in output
+    assert "logged: debug, info, warning, error (default: info)" in output
+    assert "scheduling strategy: " in output
+    assert "(default: adaptive)" in output
+    assert "--metrics-endpoint-auth" not in output
     assert main.main(["serve", "--help-all"]) == 0
-    told = capsys.readouterr().out
-    assert "--metrics-endpoint-auth" in told
-    assert "Taken so that a Deployment need not be edited." in told
+    output = capsys.readouterr().out
+    assert "--metrics-endpoint-auth" in output
+    assert "Taken so that a Deployment need not be edited." in output
     assert main.main(["--help"]) == 0
     assert "examples:" in capsys.readouterr().out
 
@@ -132,9 +132,9 @@ def test_completion_knows_commands_and_flags(shell, capsys):
     """The script is made from the parsers."""
     pytest.importorskip("shtab", reason="the group dev of pyproject.toml has it")
     assert main.main(["completion", shell]) == 0
-    told = capsys.readouterr().out
-    assert "--fallback-endpoints" in told
-    assert "envoy-config" in told
+    output = capsys.readouterr().out
+    assert "--fallback-endpoints" in output
+    assert "envoy-config" in output
 
 
 def test_completion_without_its_extra_names_it(capsys, monkeypatch):

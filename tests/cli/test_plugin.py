@@ -20,9 +20,9 @@ def test_a_template_keeps_the_contract(role, tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(template(role, capsys))
     assert main(["plugin", "test", str(file)]) == 0
-    told = capsys.readouterr().out
-    assert f"{role} my-{role} is in order; " in told
-    assert "us for 100 endpoints" in told
+    output = capsys.readouterr().out
+    assert f"{role} my-{role} is in order; " in output
+    assert "us for 100 endpoints" in output
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -50,8 +50,8 @@ def test_check_shows_a_plugin_of_others(tmp_path, capsys):
         "scheduling: {plugin_files: [my_cost.py], profile: {cost: {kind: my-cost}}}\n"
     )
     assert main(["check", str(config)]) == 0
-    told = capsys.readouterr().out
-    assert "  cost      my-cost (slot_s=0.01), reads in_flight, prefix, queued, rates" in told
+    output = capsys.readouterr().out
+    assert "  cost      my-cost (slot_s=0.01), reads in_flight, prefix, queued, rates" in output
 
 
 def unindented(lines):
@@ -70,25 +70,25 @@ def test_a_broken_contract(tmp_path, capsys):
     text = template("scorer", capsys)
     file.write_text(text.replace("soft / (soft + c.estimated_requests)", "c.estimated_requests"))
     assert main(["plugin", "test", str(file)]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"{file}: scorer my-scorer: my-scorer with 1 endpoints" in told.err
-    assert "expected numbers of 0 to 1, got [" in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert f"{file}: scorer my-scorer: my-scorer with 1 endpoints" in output.err
+    assert "expected numbers of 0 to 1, got [" in output.err
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("1 / 0", "mine.py:1: expected a Python file that can be imported, got ZeroDivisionError"),
         ("", "expected a class with a kind"),
     ],
 )
-def test_a_file_that_is_no_plugin_file(tmp_path, capsys, text, said):
+def test_a_file_that_is_no_plugin_file(tmp_path, capsys, text, expected):
     """The status is 2 and the error the one of a configuration that names the file."""
     file = tmp_path / "mine.py"
     file.write_text(text)
     assert main(["plugin", "test", str(file)]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_kinds_that_clash(tmp_path, capsys):

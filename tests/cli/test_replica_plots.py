@@ -26,9 +26,9 @@ def test_replicas_are_drawn_and_written(tmp_path):
     path.write_text(SCENARIO, encoding="utf-8")
     argv = ["simulate", str(path), "--jobs", "1", "--quiet", "--seeds", "1"]
     assert main.main([*argv, "--plots", str(plots), "--json", str(rows)]) == 0
-    assert {"replicas.png", "replicas.svg"} < {one.name for one in plots.iterdir()}
-    whole = json.loads(rows.read_text(encoding="utf-8"))
-    ours, kubeai = (run["summary"]["scaling"] for run in whole["runs"])
+    assert {"replicas.png", "replicas.svg"} < {plot.name for plot in plots.iterdir()}
+    result = json.loads(rows.read_text(encoding="utf-8"))
+    ours, kubeai = (run["summary"]["scaling"] for run in result["runs"])
     assert ours["to_least_s"] == pytest.approx(90, abs=5)
     assert kubeai["to_least_s"] > 600
     assert len(ours["at_s"]) == len(ours["depth_mean"]) == len(ours["queries_per_s"])

@@ -146,7 +146,7 @@ def test_seeds_change_last(small):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (SMALL.replace("independent", "indepedent"), "small.yaml: workload.kind: .*independent?"),
         (SMALL.replace("round-robin", "round-robbin"), "strategy round-robbin.* round-robin?"),
@@ -160,10 +160,10 @@ def test_seeds_change_last(small):
         ("[", "small.yaml.*expected YAML or JSON"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(small, text, said):
+def test_what_is_wrong_is_said_before_anything_runs(small, text, expected):
     """Files, names and sections are checked first."""
     small.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         planned(small)
 
 
@@ -305,17 +305,17 @@ def test_plots_are_drawn_and_the_same_again(small, tmp_path):
     pytest.importorskip("matplotlib")
     from extproc.cli import plots  # noqa: PLC0415 - an extra
 
-    one, two = tmp_path / "one", tmp_path / "two"
-    argv = ["simulate", str(small), "--jobs", "1", "--quiet", "--plots", str(one)]
+    first, second = tmp_path / "one", tmp_path / "two"
+    argv = ["simulate", str(small), "--jobs", "1", "--quiet", "--plots", str(first)]
     assert main.main([*argv, "--seeds", "2", "--strategy", "random"]) == 0
     names = ("throughput", "ttft_mean", "ttft_p99", "ttft_cdf", "endpoint_load")
-    assert {path.name for path in one.iterdir()} == {
+    assert {path.name for path in first.iterdir()} == {
         f"{name}.{form}" for name in names for form in ("png", "svg")
     }
     todo = planned(small, strategies=["random"], seeds=[1, 2])
-    whole = report.report(todo.scenario, list(simulation_runs.runs(todo, jobs=1)))
-    for path in itertools.islice(plots.draw(whole, two), 2):
-        assert path.read_bytes() == (one / path.name).read_bytes()
+    result = report.report(todo.scenario, list(simulation_runs.runs(todo, jobs=1)))
+    for path in itertools.islice(plots.draw(result, second), 2):
+        assert path.read_bytes() == (first / path.name).read_bytes()
 
 
 def test_without_matplotlib_the_extra_is_named(small, monkeypatch, capsys):

@@ -8,9 +8,9 @@ ROWS = [(0.0, 0.0, 0, 0), (1.0, 2.0, 2, 0), (2.0, 8.0, 2, 2), (3.0, 0.0, 0, 0)]
 
 
 def chart():
-    made = scaling_plot.ScalingPlot()
+    plot = scaling_plot.ScalingPlot()
     for at_s, depth, requested, available in ROWS:
-        made.add(
+        plot.add(
             scaling_plot.HistoryRow(
                 at_s=at_s,
                 depth=depth,
@@ -20,7 +20,7 @@ def chart():
                 available=available,
             )
         )
-    return made
+    return plot
 
 
 def test_the_charts_are_lines_of_text():
@@ -44,6 +44,6 @@ def test_the_charts_are_drawn(tmp_path):
 def test_without_matplotlib_there_is_a_hint(tmp_path, monkeypatch):
     """And no file."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    told = scaling_plot.save_plot(chart(), tmp_path / "charts.png")
-    assert told == "For a plot: pip install 'extproc-epp[plots]'"
+    hint = scaling_plot.save_plot(chart(), tmp_path / "charts.png")
+    assert hint == "For a plot: pip install 'extproc-epp[plots]'"
     assert not list(tmp_path.iterdir())

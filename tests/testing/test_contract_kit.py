@@ -223,14 +223,14 @@ class Remembers(Plugin, frozen=True):
     """Scores down who was chosen before."""
 
     @cached_property
-    def seen(self):
+    def addresses(self):
         return set()
 
     def score(self, turn, candidates):
-        return [0.0 if c.endpoint.address in self.seen else 1.0 for c in candidates]
+        return [0.0 if c.endpoint.address in self.addresses else 1.0 for c in candidates]
 
     def on_committed(self, decision, now):
-        self.seen.add(decision.endpoints[0].address)
+        self.addresses.add(decision.endpoints[0].address)
 
 
 def test_a_memory_may_change_in_chosen():
@@ -245,8 +245,8 @@ def test_a_memory_takes_any_decision():
         def on_committed(self, decision, now):
             raise KeyError(decision.picker)
 
-    said = complaint(contract.check_scorer, Picky)
-    assert "answer_headers to take any decision, got KeyError" in said
+    message = complaint(contract.check_scorer, Picky)
+    assert "answer_headers to take any decision, got KeyError" in message
 
 
 def test_keys_and_answer_headers_are_text():
@@ -263,21 +263,21 @@ def test_keys_and_answer_headers_are_text():
         def on_committed(self, decision, now):
             assert decision.plugin_keys == {"session": "s-1"}
 
-    said = complaint(contract.check_scorer, Numbers)
-    assert "answer_headers: expected pairs of text, got [('x-place', 5)]" in said
+    message = complaint(contract.check_scorer, Numbers)
+    assert "answer_headers: expected pairs of text, got [('x-place', 5)]" in message
     contract.check_scorer(Sessions)
 
 
 def test_a_memory_is_not_shared():
     """What one instance was told is not known to another."""
-    told = []
+    decisions = []
 
     class Shares(Plugin, frozen=True):
         def score(self, turn, candidates):
-            return [1 / (1 + len(told))] * len(candidates)
+            return [1 / (1 + len(decisions))] * len(candidates)
 
         def on_committed(self, decision, now):
-            told.append(decision)
+            decisions.append(decision)
 
     assert "a second instance: nothing shared" in complaint(contract.check_scorer, Shares)
 
@@ -287,6 +287,6 @@ def test_a_broken_answer_after_a_choice():
 
     class Grows(Remembers, frozen=True):
         def score(self, turn, candidates):
-            return [float(2 * len(self.seen))] * len(candidates)
+            return [float(2 * len(self.addresses))] * len(candidates)
 
     assert "numbers of 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)

@@ -8,18 +8,18 @@ from extproc.testing import builders
 
 def test_a_candidate_nobody_knows():
     """Without facts it was never scraped and has nothing to do."""
-    made = builders.candidate("a")
-    assert (made.endpoint.address, made.endpoint.name) == ("a:8000", "a")
-    assert made.load is NO_LOAD
-    assert (made.age_s, made.estimated_requests) == (math.inf, 0.0)
+    candidate = builders.candidate("a")
+    assert (candidate.endpoint.address, candidate.endpoint.name) == ("a:8000", "a")
+    assert candidate.load is NO_LOAD
+    assert (candidate.age_s, candidate.estimated_requests) == (math.inf, 0.0)
 
 
 def test_facts_go_where_they_belong():
     """Facts of the load make a scrape of a second ago; those of the candidate do not."""
-    made = builders.candidate("a", waiting=3, running=4, adapters=["x"], in_flight=2)
-    assert (made.load.waiting, made.load.adapters) == (3, frozenset({"x"}))
-    assert (made.load.at, made.age_s) == (99.0, 1.0)
-    assert (made.in_flight, made.estimated_requests) == (2, 7.0)
+    candidate = builders.candidate("a", waiting=3, running=4, adapters=["x"], in_flight=2)
+    assert (candidate.load.waiting, candidate.load.adapters) == (3, frozenset({"x"}))
+    assert (candidate.load.at, candidate.age_s) == (99.0, 1.0)
+    assert (candidate.in_flight, candidate.estimated_requests) == (2, 7.0)
     own = builders.candidate("a", matched_tokens=5, labels={"zone": "z"}, estimated_requests=1)
     assert own.load is NO_LOAD
     assert (own.matched_tokens, own.endpoint.labels, own.estimated_requests) == (
@@ -32,8 +32,11 @@ def test_facts_go_where_they_belong():
 
 def test_facts_can_be_data():
     """What a YAML file can say is enough for every fact."""
-    made = builders.candidate("a", residency="idle", rates={"prefill_s": 0.5})
-    assert (made.residency, made.rates) == (AdapterResidency.IDLE, StepTimeModel(prefill_s=0.5))
+    candidate = builders.candidate("a", residency="idle", rates={"prefill_s": 0.5})
+    assert (candidate.residency, candidate.rates) == (
+        AdapterResidency.IDLE,
+        StepTimeModel(prefill_s=0.5),
+    )
 
 
 def test_a_misspelt_fact():
@@ -44,10 +47,14 @@ def test_a_misspelt_fact():
 
 def test_a_turn():
     """Facts of the turn and of the request; chance by seed."""
-    made = builders.context(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
-    assert (made.request.model, made.request.api, made.headers) == ("m", "chat", {"x": "y"})
-    assert (made.first_user_message, made.now) == ("o", 7.0)
-    assert made.rng.random() == builders.context(5).rng.random()
+    context = builders.context(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
+    assert (context.request.model, context.request.api, context.headers) == (
+        "m",
+        "chat",
+        {"x": "y"},
+    )
+    assert (context.first_user_message, context.now) == ("o", 7.0)
+    assert context.rng.random() == builders.context(5).rng.random()
 
 
 def test_crowds_are_different_and_repeat():
