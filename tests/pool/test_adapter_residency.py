@@ -41,12 +41,14 @@ def test_what_an_open_request_changes_is_seen_at_once():
 @given(st.lists(steps, max_size=30))
 def test_asking_on_the_way_changes_no_answer(history):
     """An account that was asked after every change answers like one that is asked for the first time."""
-    asked, fresh = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.1:8000"))
+    cached, fresh = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.1:8000"))
     load, known = Load(), frozenset("abcd")
     tickets = []
     for what, value in history:
         if what == "open":
-            tickets.append([one.open(value, 1, cached_tokens=0, now=0.0) for one in (asked, fresh)])
+            tickets.append(
+                [account.open(value, 1, cached_tokens=0, now=0.0) for account in (cached, fresh)]
+            )
         elif what == "close" and tickets:
             for ticket in tickets.pop(value % len(tickets)):
                 ticket.close(0.0)
@@ -56,6 +58,6 @@ def test_asking_on_the_way_changes_no_answer(history):
             known = value
         for name in NAMES:
             fresh.adapter_slots = None
-            assert adapter_residency(name, asked, load, known) is adapter_residency(
+            assert adapter_residency(name, cached, load, known) is adapter_residency(
                 name, fresh, load, known
             )

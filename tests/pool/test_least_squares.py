@@ -48,5 +48,5 @@ def test_whatever_the_rows_the_bounds_hold(rows, weight):
     squares = RecursiveLeastSquares(bounds)
     for *row, total, share in rows:
         squares.add(row, total, keep=0.98, weight=share)
-    found = squares.solve((0.015, 1e-4, 1e-6), weight)
-    assert all(low <= value <= high for value, (low, high) in zip(found, bounds, strict=True))
+    solution = squares.solve((0.015, 1e-4, 1e-6), weight)
+    assert all(low <= value <= high for value, (low, high) in zip(solution, bounds, strict=True))

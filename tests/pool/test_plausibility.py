@@ -92,7 +92,7 @@ def test_a_page_without_counters_cannot_stand_still():
 
 
 @pytest.mark.parametrize(
-    ("count", "facts", "running", "said"),
+    ("count", "facts", "running", "reason"),
     [
         (4, {}, 1.0, "claims-too-little"),
         (4, {}, 2.0, ""),
@@ -102,13 +102,13 @@ def test_a_page_without_counters_cannot_stand_still():
     ],
     ids=["proved", "half of them", "too few", "no prompts", "another picker's"],
 )
-def test_a_page_claims_too_little_when_our_own_are_not_on_it(count, facts, running, said):
+def test_a_page_claims_too_little_when_our_own_are_not_on_it(count, facts, running, reason):
     """Requests that have been open for two seconds run or wait."""
     engine = Engine()
     for _ in range(count):
         engine.send(1.0, **facts)
     assert engine.scrape(2.9, running=running) == ""
-    assert engine.scrape(3.0, running=running) == said
+    assert engine.scrape(3.0, running=running) == reason
     assert engine.scrape(7.0, running=float(count)) == ""
 
 

@@ -32,10 +32,10 @@ class Fleets(RuleBasedStateMachine):
     @rule(addresses=some, name=st.sampled_from(["", "a", "b"]))
     def set_endpoints(self, addresses: list[str], name: str) -> None:
         before = self.fleet.pool
-        told = len(self.gone)
+        num_gone = len(self.gone)
         self.fleet.set_endpoints([Endpoint(address, name) for address in addresses], self.now)
         left = {member.endpoint.address for member in before.members} - set(addresses)
-        assert {endpoint.address for endpoint in self.gone[told:]} == left
+        assert {endpoint.address for endpoint in self.gone[num_gone:]} == left
         assert [member.endpoint.address for member in self.fleet.pool.members] == list(
             dict.fromkeys(addresses)
         )

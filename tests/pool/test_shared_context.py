@@ -61,15 +61,15 @@ def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "growths"),
     [(10, 20, 2), (20, 10, 1), (10, 11, 2), (11, 10, 1), (10, 10, 1)],
 )
-def test_a_conversation_grows_once_where_it_is_the_longest(before, after, told):
+def test_a_conversation_grows_once_where_it_is_the_longest(before, after, growths):
     """Of two prompts of which one goes on from the other, the shorter has grown already."""
     all_ = inflight.SharedContext()
     all_.open(chain(1, before), TOKENS, growth=1000.0)
     all_.open(chain(1, after), TOKENS, growth=1000.0)
-    assert all_.tokens == max(before, after) * 16 + told * 1000.0
+    assert all_.tokens == max(before, after) * 16 + growths * 1000.0
 
 
 @given(
@@ -91,13 +91,13 @@ def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
         if ends < len(open_):
             all_.close(open_.pop(ends)[2])
         longest: dict[int, int] = {}
-        for one, blocks, _ in open_:
-            longest[one] = max(longest.get(one, 0), blocks)
+        for key, blocks, _ in open_:
+            longest[key] = max(longest.get(key, 0), blocks)
         covered = 11 * 16 + sum(longest.values()) * 16
         growing = sum(share.growth for _, _, share in open_)
         assert covered <= all_.tokens - growing < covered + STRIDE * (1 + len(longest))
-        whole = 11 * 16 + sum(blocks for _, blocks, _ in open_) * 16
-        assert all_.shared == whole - (all_.tokens - growing)
+        total = 11 * 16 + sum(blocks for _, blocks, _ in open_) * 16
+        assert all_.shared == total - (all_.tokens - growing)
     for _, _, share in open_:
         all_.close(share)
     assert all_.tokens == 11 * 16

@@ -127,9 +127,10 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
 def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
     """KubeAI's labels; when they change, the engine is to be asked again."""
     fleet = PoolStore(on_gone=Gone())
-    told = ServedModels(frozenset({"base"}), frozenset({"one"}))
+    listed = ServedModels(frozenset({"base"}), frozenset({"one"}))
     fleet.set_endpoints(
-        [Endpoint(FIRST, models=told), Endpoint(SECOND, models=ServedModels(frozenset({"x"})))], 0.0
+        [Endpoint(FIRST, models=listed), Endpoint(SECOND, models=ServedModels(frozenset({"x"})))],
+        0.0,
     )
     assert fleet.pool.serving.names == {"base", "one", "x"}
     assert fleet.pool.serving.parse_kubeai_name("base_one").adapter == "one"
@@ -145,11 +146,11 @@ def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
 def test_incarnations_are_never_reused():
     """No two lives of any endpoints share an incarnation."""
     fleet = PoolStore(on_gone=Gone())
-    seen = []
+    endpoints = []
     for addresses in ([FIRST, SECOND], [], [SECOND], [FIRST, SECOND], [THIRD]):
         fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
-        seen += [member.endpoint for member in fleet.pool.members]
-    by_life = {endpoint.incarnation: endpoint.address for endpoint in seen}
+        endpoints += [member.endpoint for member in fleet.pool.members]
+    by_life = {endpoint.incarnation: endpoint.address for endpoint in endpoints}
     assert len(by_life) == 5
 
 

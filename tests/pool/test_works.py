@@ -39,13 +39,13 @@ def test_typical_is_moved_by_the_usual_and_not_by_the_longest(strange):
 def test_typical_is_near_the_median(tokens):
     """Within a fifth of the median of what is remembered."""
     works = TypicalWork()
-    for one in tokens:
-        works.add(one)
+    for count in tokens:
+        works.add(count)
     recent = sorted(tokens[-128:])
     assert abs(recent[len(recent) // 2] - works.typical) <= 0.2 * works.typical
 
 
-@pytest.mark.parametrize(("kv_tokens", "each"), [(None, 500), (0, 500), (64, 64), (10**6, 500)])
-def test_price_ends_at_what_the_cache_holds(kv_tokens, each):
+@pytest.mark.parametrize(("kv_tokens", "price"), [(None, 500), (0, 500), (64, 64), (10**6, 500)])
+def test_price_ends_at_what_the_cache_holds(kv_tokens, price):
     """No request is larger than the cache of the engine that answers it."""
-    assert TypicalWork().price(2.0, kv_tokens) == 2 * each
+    assert TypicalWork().price(2.0, kv_tokens) == 2 * price

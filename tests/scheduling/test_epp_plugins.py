@@ -128,10 +128,10 @@ REFUSED = [
 TABLES = {"filter": registry.FILTERS, "scorer": registry.SCORERS, "picker": registry.PICKERS}
 
 
-@pytest.mark.parametrize(("role", "kind", "params", "said"), REFUSED)
-def test_parameters_that_cannot_be_meant_are_refused(role, kind, params, said):
+@pytest.mark.parametrize(("role", "kind", "params", "message"), REFUSED)
+def test_parameters_that_cannot_be_meant_are_refused(role, kind, params, message):
     """An error names what was wanted, as soon as the plugin is made."""
-    with pytest.raises(msgspec.ValidationError, match=said):
+    with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.convert(params, TABLES[role][kind])
 
 
@@ -144,8 +144,8 @@ def test_what_a_plugin_reads_follows_from_its_parameters():
     assert sorted(signal.value for signal in bounded.needs) == ["in_flight", "kv_usage"]
     for name, attribute in attributes.ATTRIBUTES.items():
         params = {"attribute": name, "algorithm": THRESHOLD}
-        made = convert(params, registry.FILTERS["endpoint-attribute-filter"])
-        assert made.needs == {attribute.signal}
+        plugin = convert(params, registry.FILTERS["endpoint-attribute-filter"])
+        assert plugin.needs == {attribute.signal}
 
 
 def test_every_attribute_is_read():

@@ -71,14 +71,15 @@ def test_the_walk_is_told():
     low = FilterTreeNode(
         filter=LowLatency(), on_success=FilterTreeNode(filter=Broken(), on_failure=kv)
     )
-    kept, branches = FilterTree(root=FilterTreeNode(filter=DropRequest(), on_either=low)).walk(
+    passing, branches = FilterTree(root=FilterTreeNode(filter=DropRequest(), on_either=low)).walk(
         builders.context(), there
     )
-    assert builders.names(kept) == ["a"]
-    told = [
-        (one.name, builders.names(one.survivors), one.branch, one.error_type) for one in branches
+    assert builders.names(passing) == ["a"]
+    steps = [
+        (step.name, builders.names(step.survivors), step.branch, step.error_type)
+        for step in branches
     ]
-    assert told == [
+    assert steps == [
         ("drop-request", [], "either", ""),
         ("low-latency", ["a"], "success", ""),
         ("broken", [], "failure", "ValueError"),

@@ -9,16 +9,16 @@ from extproc.testing import builders
 
 def test_it_is_made_once_and_only_when_looked_at():
     """Nothing is made before somebody looks, and nothing twice."""
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return ["a", "b", "c"]
 
     late = LazySequence(make)
-    assert not made
+    assert not calls
     assert (len(late), late[0], late[1:], list(late)) == (3, "a", ["b", "c"], ["a", "b", "c"])
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
 def test_it_equals_what_it_stands_for():

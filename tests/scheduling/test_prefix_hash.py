@@ -177,13 +177,13 @@ def test_endpoints_that_are_gone_are_forgotten():
 
 def test_endpoints_of_one_name_both_serve():
     """Two ports of one pod are two endpoints."""
-    one = builders.candidate("pod")
+    first = builders.candidate("pod")
     other = msgspec.structs.replace(
-        one, endpoint=msgspec.structs.replace(one.endpoint, address="pod:8001")
+        first, endpoint=msgspec.structs.replace(first.endpoint, address="pod:8001")
     )
     picker = PrefixHash()
     chosen = {
-        picker.pick(builders.context(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
+        picker.pick(builders.context(opening=str(i)), [first, other], [0.0, 0.0], count=1)[0]
         for i in range(50)
     }
     assert chosen == {0, 1}

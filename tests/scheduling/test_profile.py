@@ -51,8 +51,10 @@ def run(**parts):
 def test_decision_carries_every_step():
     """Who was in play, who survived, what each scorer said, the sums and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
-    made = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
-    decision = made.run(msgspec.structs.replace(builders.context(), blocks=[1, 2]), FLEET)
+    scheduler_profile = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
+    decision = scheduler_profile.run(
+        msgspec.structs.replace(builders.context(), blocks=[1, 2]), FLEET
+    )
     assert decision.candidates == FLEET
     assert [(f.name, builders.names(f.survivors)) for f in decision.filters] == [
         ("max-waiting", ["a", "b"]),
@@ -191,9 +193,9 @@ class Wide(MaxScore):
 
 def test_plugins_leave_keys_and_answer_headers_in_the_decision():
     """What a plugin will remember the request by and tells the client stands in the decision."""
-    made = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
+    scheduler_profile = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
     turn = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
-    decision = made.run(turn, FLEET)
+    decision = scheduler_profile.run(turn, FLEET)
     assert decision.plugin_keys == {"session": "s"}
     assert decision.answer_headers == (("x-served-by", "a"),)
 

@@ -14,26 +14,26 @@ def picks(in_flight, *, others, matched=(0, 0, 0)):
         candidate(f"e{n}", in_flight=count, matched_tokens=tokens)
         for n, (count, tokens) in enumerate(zip(in_flight, matched, strict=True))
     ]
-    found = Counter()
+    picks_by_position = Counter()
     for number in range(1000):
-        asked = context(session=f"talk {number}", foreign_share=others)
-        found[Rendezvous().pick(asked, fleet, [-1.0, -1.01, -1.02], count=1)[0]] += 1
-    return [found[n] for n in range(3)]
+        turn = context(session=f"talk {number}", foreign_share=others)
+        picks_by_position[Rendezvous().pick(turn, fleet, [-1.0, -1.01, -1.02], count=1)[0]] += 1
+    return [picks_by_position[n] for n in range(3)]
 
 
 def test_equals_with_many_more_requests_are_passed_over_beside_others():
     """With 4 on average, an equal takes no more than 6 of ours."""
-    one, two, three = picks([4, 6, 2], others=0.5)
-    assert min(one, two, three) > 250
-    one, two, three = picks([3, 7, 2], others=0.5)
-    assert (two, one + three) == (0, 1000)
+    first, second, third = picks([4, 6, 2], others=0.5)
+    assert min(first, second, third) > 250
+    first, second, third = picks([3, 7, 2], others=0.5)
+    assert (second, first + third) == (0, 1000)
 
 
 def test_the_best_of_equals_is_never_passed_over():
     """However many it has."""
-    one, two, three = picks([30, 32, 1], others=0.5)
-    assert two == 0
-    assert min(one, three) > 400
+    first, second, third = picks([30, 32, 1], others=0.5)
+    assert second == 0
+    assert min(first, third) > 400
 
 
 @pytest.mark.parametrize(

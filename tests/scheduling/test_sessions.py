@@ -51,14 +51,14 @@ def test_a_client_that_sends_its_token_back_stays(profile):
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
 def test_a_committed_session_stays_until_it_is_old(profile):
     """A session sticks to where it was sent, as long as it is used every 300 seconds."""
-    asked = {"headers": {"x-session-id": "s1"}}
-    first = decide(profile, **asked)
+    request = {"headers": {"x-session-id": "s1"}}
+    first = decide(profile, **request)
     assert first.answer_headers == ()
     commit(profile, first, 100.0)
     for seed in range(20):
-        assert decide(profile, 400.0, seed, **asked).endpoints == first.endpoints
+        assert decide(profile, 400.0, seed, **request).endpoints == first.endpoints
     late = {
-        builders.names(decide(profile, 400.1, seed, **asked).endpoints)[0] for seed in range(40)
+        builders.names(decide(profile, 400.1, seed, **request).endpoints)[0] for seed in range(40)
     }
     assert late == {"a", "b", "c"}
 
@@ -66,9 +66,11 @@ def test_a_committed_session_stays_until_it_is_old(profile):
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
 def test_a_dry_run_binds_nobody(profile):
     """Deciding without committing leaves the session free."""
-    asked = {"headers": {"x-session-id": "s1"}}
-    seen = {builders.names(decide(profile, seed=seed, **asked).endpoints)[0] for seed in range(40)}
-    assert seen == {"a", "b", "c"}
+    request = {"headers": {"x-session-id": "s1"}}
+    names = {
+        builders.names(decide(profile, seed=seed, **request).endpoints)[0] for seed in range(40)
+    }
+    assert names == {"a", "b", "c"}
 
 
 def test_the_first_source_that_is_set_names_the_session():
