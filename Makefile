@@ -72,11 +72,12 @@ hostile: $(VENV)/.dev ## What hostile bodies, clients, pages and files take of a
 mutants: $(VENV)/.dev ## Change the hot packages in small ways for MINUTES (60): what does no test notice?
 	nice $(BIN)/python -m bench.mutants --minutes $(or $(MINUTES),60) --write $(ARGS)
 
-check: $(VENV)/.dev ## Format, lint, imports, types
+check: $(VENV)/.dev ## Format, lint, imports, types, names
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m tests.style.names
 
 format: $(VENV)/.dev ## Format and fix what can be fixed
 	$(BIN)/ruff format .

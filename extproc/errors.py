@@ -12,14 +12,14 @@ class ExtprocError(Exception):
 
     Args:
         wanted: What is expected.
-        found: What was there.
+        got: What was there.
         fix: What the reader should do.
     """
 
-    def __init__(self, *, wanted: str, found: str, fix: str) -> None:
-        super().__init__(f"expected {wanted}, got {found}; {fix}")
+    def __init__(self, *, wanted: str, got: str, fix: str) -> None:
+        super().__init__(f"expected {wanted}, got {got}; {fix}")
         self.wanted = wanted
-        self.found = found
+        self.got = got
         self.fix = fix
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -39,12 +39,12 @@ class ConfigError(ExtprocError):
     Args:
         where: The file and YAML path, or the flag.
         wanted: What is expected.
-        found: What was there.
+        got: What was there.
         fix: What the reader should do.
     """
 
-    def __init__(self, where: str, *, wanted: str, found: str, fix: str) -> None:
-        super().__init__(wanted=wanted, found=found, fix=fix)
+    def __init__(self, where: str, *, wanted: str, got: str, fix: str) -> None:
+        super().__init__(wanted=wanted, got=got, fix=fix)
         self.where = where
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ def outside(folder: Path) -> Path:
         raise ConfigError(
             "--folder",
             wanted="a folder outside the repository",
-            found=str(folder),
+            got=str(folder),
             fix="leave it out, or name one elsewhere",
         )
     return resolved

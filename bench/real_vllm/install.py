@@ -121,12 +121,10 @@ def _run(argv: Sequence[str]) -> str:
         raise ConfigError(
             " ".join(argv[:4]),
             wanted=f"an end within {PIP_TIMEOUT_S:.0f} s",
-            found="none",
+            got="none",
             fix="try again; what was loaded is kept by pip",
         ) from error
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
-        raise ConfigError(
-            " ".join(argv[:4]), wanted="success", found=last, fix="see the lines above"
-        )
+        raise ConfigError(" ".join(argv[:4]), wanted="success", got=last, fix="see the lines above")
     return done.stdout

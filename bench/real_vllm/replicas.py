@@ -141,7 +141,7 @@ async def _healthy(child: stack.Child, address: str, session: aiohttp.ClientSess
     raise ConfigError(
         child.name,
         wanted=f"an answer of /health within {START_TIMEOUT_S:.0f} s",
-        found="\n".join(["its last lines:", *child.last_lines]),
+        got="\n".join(["its last lines:", *child.last_lines]),
         fix="see the lines above",
     )
 

@@ -34,7 +34,7 @@ def make(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
         raise ConfigError(
             f"{where}.policy",
             wanted=f"one of {', '.join(POLICIES)}",
-            found=repr(kind),
+            got=repr(kind),
             fix="name a listed policy",
         )
     cls = POLICIES[kind]
@@ -45,6 +45,6 @@ def make(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
         raise ConfigError(
             f"{where}.params",
             wanted=f"parameters of {kind}: {', '.join(fields)}",
-            found=str(error),
+            got=str(error),
             fix="correct the parameter",
         ) from None

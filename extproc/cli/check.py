@@ -89,7 +89,7 @@ def _name_file(args: argparse.Namespace) -> None:
             raise ConfigError(
                 "--config-file",
                 wanted="one configuration",
-                found=f"{args.file} besides",
+                got=f"{args.file} besides",
                 fix="name it once",
             )
         args.config_file = args.file
@@ -217,7 +217,7 @@ class CheckReport(msgspec.Struct, frozen=True):
             "file": str(self.where),
             "ok": not self.errors,
             "errors": [
-                {"where": error.where, "expected": error.wanted, "got": error.found}
+                {"where": error.where, "expected": error.wanted, "got": error.got}
                 | {"fix": error.fix}
                 for error in self.errors
             ],

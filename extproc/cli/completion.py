@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "completion",
             wanted="the Python package shtab",
-            found="it is not installed",
+            got="it is not installed",
             fix=distribution.install_command("completion"),
         ) from None
     from extproc.cli import main

@@ -63,7 +63,7 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
 
     if args.speed <= 0:
         raise errors.ConfigError(
-            "--speed", wanted="a number above 0", found=str(args.speed), fix="1 is real time"
+            "--speed", wanted="a number above 0", got=str(args.speed), fix="1 is real time"
         )
     changes = {
         "max_loras": args.max_loras,

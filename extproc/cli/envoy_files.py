@@ -41,6 +41,6 @@ def find(name: str, *, where: str) -> Path:
     raise ConfigError(
         where,
         wanted=f"{', '.join(names())} or a file",
-        found=repr(name),
+        got=repr(name),
         fix="`extproc envoy-config` lists the shipped configurations",
     )

@@ -131,9 +131,7 @@ def warnings(args: argparse.Namespace) -> Iterator[str]:
         if value is None or value in flag.accepted_values:
             continue
         if flag.refused:
-            raise ConfigError(
-                f"--{flag.name}", wanted=_wanted(flag), found=repr(value), fix=flag.say
-            )
+            raise ConfigError(f"--{flag.name}", wanted=_wanted(flag), got=repr(value), fix=flag.say)
         yield f"--{flag.name} has no effect: {flag.say}"
 
 
@@ -175,12 +173,12 @@ def _logs(name: str) -> bool:
 def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(
-            word, wanted="flags only", found="a word that belongs to none", fix="remove it"
+            word, wanted="flags only", got="a word that belongs to none", fix="remove it"
         )
     suggestion = validation.closest_name(name, known)
     return ConfigError(
         word,
         wanted="a flag of this command",
-        found="an unknown one",
+        got="an unknown one",
         fix=f"did you mean --{suggestion}?" if suggestion else "see --help",
     )

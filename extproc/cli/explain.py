@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "--server",
                 wanted="--config-file and --strategy with --state only",
-                found="both",
+                got="both",
                 fix="remove them; a server decides with its own configuration",
             )
         body, headers = _read_request(args.request), _headers(args.header)
@@ -193,7 +193,7 @@ def _refuse_request(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--id, --last, --slowest, --failed",
             wanted="--server and no request",
-            found="--state" if args.state else "a request",
+            got="--state" if args.state else "a request",
             fix="a server keeps the requests it routed; write extproc explain --server URL --id ID",
         )
 
@@ -205,7 +205,7 @@ def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
     if explanation["outcome"] == "rejection" and explanation["status"] == 404:
         raise NotRecordedError(
             wanted=f"a request that was routed lately as {request_id}",
-            found=explanation["message"],
+            got=explanation["message"],
             fix="`extproc explain --last` shows the newest",
         )
     return explanation
@@ -224,7 +224,7 @@ def _choose(args: argparse.Namespace, server: str) -> str:
     if not listed:
         raise NotRecordedError(
             wanted="a failed request" if args.failed else "a request that was routed",
-            found="none among those that are kept",
+            got="none among those that are kept",
             fix="send one, or raise decisions.decisions if it was long ago",
         )
     return str(listed[0]["id"])
@@ -249,7 +249,7 @@ def _read_request(name: str) -> bytes:
         raise ConfigError(
             "standard input",
             wanted="the JSON body of a request",
-            found="nothing",
+            got="nothing",
             fix="name a file, or write: echo '{\"model\": ...}' | extproc explain",
         )
     return body
@@ -297,7 +297,7 @@ def _bytes_of(name: str) -> bytes:
         return Path(name).read_bytes()
     except OSError as error:
         raise ConfigError(
-            name, wanted="a readable file", found=error.strerror or "", fix="check the path"
+            name, wanted="a readable file", got=error.strerror or "", fix="check the path"
         ) from None
 
 
@@ -307,7 +307,7 @@ def _headers(words: list[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not name.strip():
             raise ConfigError(
-                "--header", wanted="name=value", found=repr(word), fix="put = between them"
+                "--header", wanted="name=value", got=repr(word), fix="put = between them"
             )
         headers[name.strip().lower()] = value
     return headers
@@ -358,7 +358,7 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UnreachableError(
             wanted=f"a decision from {url}",
-            found=str(getattr(error, "reason", error)),
+            got=str(getattr(error, "reason", error)),
             fix="give the host and the --metrics-port of a running `extproc serve`",
         ) from None
 
@@ -368,7 +368,7 @@ def _refusal(url: str, refused: urllib.error.HTTPError) -> dict[str, Any]:
     if refused.code in (401, 403):
         raise UnreachableError(
             wanted=f"a decision from {url}",
-            found=f"status {refused.code}: its pages are not open to this machine",
+            got=f"status {refused.code}: its pages are not open to this machine",
             fix="name the file of its server.admin_token_file with --token-file, or go to it "
             "through `kubectl port-forward` if it has no token",
         )
@@ -377,7 +377,7 @@ def _refusal(url: str, refused: urllib.error.HTTPError) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise UnreachableError(
             wanted=f"a decision from {url}",
-            found=f"status {refused.code} without an explanation",
+            got=f"status {refused.code} without an explanation",
             fix="check that an extproc of this version listens there",
         ) from None
     return {

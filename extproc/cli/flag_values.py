@@ -35,7 +35,7 @@ def seconds(flag: str, value: str) -> float:
     parts = _DURATION_PART.findall(value)
     if not parts or "".join(number + unit for number, unit in parts) != value:
         raise ConfigError(
-            flag, wanted="a duration", found=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
+            flag, wanted="a duration", got=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
         )
     return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
@@ -49,7 +49,7 @@ def size_bytes(flag: str, value: str) -> int:
     split = _SIZE.fullmatch(value)
     if not split:
         raise ConfigError(
-            flag, wanted="a size in bytes", found=repr(value), fix="write 67108864 or 64Mi"
+            flag, wanted="a size in bytes", got=repr(value), fix="write 67108864 or 64Mi"
         )
     number, prefix, binary, _ = split.groups()
     return int(number) * int((1024 if binary else 1000) ** _POWER[prefix])
@@ -66,7 +66,7 @@ def boolean(flag: str, value: str) -> bool:
     if value in _FALSE:
         return False
     raise ConfigError(
-        flag, wanted="true or false", found=repr(value), fix=f"write {flag}=true or {flag}=false"
+        flag, wanted="true or false", got=repr(value), fix=f"write {flag}=true or {flag}=false"
     )
 
 
@@ -78,7 +78,7 @@ def whole_number(flag: str, value: str) -> int:
     """
     if re.fullmatch(r"-?[0-9]+", value):
         return int(value)
-    raise ConfigError(flag, wanted="a whole number", found=repr(value), fix="write digits only")
+    raise ConfigError(flag, wanted="a whole number", got=repr(value), fix="write digits only")
 
 
 def listed(_: str, value: str) -> list[str]:

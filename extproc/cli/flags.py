@@ -153,7 +153,7 @@ def read_document(args: argparse.Namespace) -> loader.ConfigDocument:
         raise ConfigError(
             "--config-text",
             wanted="--config-file or --config-text",
-            found="both",
+            got="both",
             fix="put everything into one of them",
         )
     if file:
@@ -168,7 +168,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
         raise ConfigError(
             "--endpoints-file",
             wanted="--endpoints or --endpoints-file",
-            found="both",
+            got="both",
             fix="keep one; the file is watched, the list is not",
         )
     if words:

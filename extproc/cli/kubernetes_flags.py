@@ -62,7 +62,7 @@ def overrides(
         raise ConfigError(
             "--endpoint-selector",
             wanted="one source of endpoints",
-            found="endpoints listed besides",
+            got="endpoints listed besides",
             fix="remove one of them",
         )
     if elsewhere or tree.get("pools"):
@@ -125,7 +125,7 @@ def labels(text: str) -> dict[str, str]:
             raise ConfigError(
                 "--endpoint-selector",
                 wanted="labels as key=value, separated by commas",
-                found=word,
+                got=word,
                 fix="write app=vllm,tier=gpu",
             )
         pairs[key.strip()] = value.removeprefix("=").strip()

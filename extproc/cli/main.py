@@ -148,6 +148,6 @@ def _no_command(word: str) -> ConfigError:
     return ConfigError(
         repr(word),
         wanted=f"a command: {', '.join(COMMANDS)}",
-        found="none of them",
+        got="none of them",
         fix=f"did you mean {near[0]}?" if near else "see extproc --help",
     )

@@ -53,7 +53,7 @@ def _restore_pool(settings: Settings, pool: PoolState, *, where: str) -> factory
     parts.store.set_endpoints(endpoints, _NOW)
     if len(parts.store.pool.members) < len(endpoints):
         raise ConfigError(
-            where, wanted="every address once", found="one of them twice", fix="remove one"
+            where, wanted="every address once", got="one of them twice", fix="remove one"
         )
     for known in pool.endpoints:
         _charge(parts.store, known)

@@ -43,7 +43,7 @@ def require() -> None:
         raise ConfigError(
             "--plots",
             wanted="matplotlib",
-            found="it is not installed",
+            got="it is not installed",
             fix=f"install the extra: {distribution.install_command('plots')}",
         )
 
@@ -62,7 +62,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            "--plots", wanted="a folder that can be written", found=str(error), fix="check the path"
+            "--plots", wanted="a folder that can be written", got=str(error), fix="check the path"
         ) from None
     for name, figure, factor, label in _BARS:
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             resolved.where,
             wanted="endpoints",
-            found="none",
+            got="none",
             fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
     for warning in (*resolved.warnings, *lint.find_warnings(resolved.settings)):

@@ -188,7 +188,7 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(
-            "--json", wanted="a file that can be written", found=str(error), fix="check the path"
+            "--json", wanted="a file that can be written", got=str(error), fix="check the path"
         ) from None
 
 

@@ -115,7 +115,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
             raise ConfigError(
                 spot,
                 wanted="no configuration beside the strategy clairvoyant",
-                found="config" if variant.config else "settings",
+                got="config" if variant.config else "settings",
                 fix="remove it; nothing would read it",
             )
         return SimulationColumn(variant.name, None, variant.client, variant.autoscaling)
@@ -251,7 +251,7 @@ def _trace(workload: workloads.Workload, *, folder: Path, where: str) -> str:
         raise ConfigError(
             f"{where}: workload.file",
             wanted="a trace",
-            found=f"an environment without the name in {workload.file}"
+            got=f"an environment without the name in {workload.file}"
             if "$" in name
             else f"no file {path}",
             fix="set the variable to the folder that holds the trace"

@@ -98,7 +98,7 @@ def _is_consequence(
 
 
 def _at(error: ConfigError, where: str) -> ConfigError:
-    return ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix)
+    return ConfigError(where, wanted=error.wanted, got=error.got, fix=error.fix)
 
 
 def _without(tree: object, path: validation.Path) -> dict[str, object] | None:

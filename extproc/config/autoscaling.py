@@ -246,7 +246,7 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
         raise ConfigError(
             f"{where}.min",
             wanted=f"at most max ({wanted.max})",
-            found=str(wanted.min),
+            got=str(wanted.min),
             fix="swap them",
         )
     acting = [name for name in ("target", "launch", "exec") if getattr(wanted, name)]
@@ -254,7 +254,7 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
         raise ConfigError(
             where,
             wanted="one of target, launch and exec",
-            found=" and ".join(acting),
+            got=" and ".join(acting),
             fix="keep the one that is to act",
         )
     wanted.policy_instance(where)
@@ -264,7 +264,7 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
         raise ConfigError(
             f"{where}.exec",
             wanted=f"an argument with {REPLICAS}",
-            found=" ".join(wanted.exec),
+            got=" ".join(wanted.exec),
             fix="say where the number goes",
         )
 
@@ -299,7 +299,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
         raise ConfigError(
             f"{where}.kind",
             wanted=f"one of {', '.join(KINDS)}, or group, version and resource",
-            found=quote_value(target.kind),
+            got=quote_value(target.kind),
             fix="say where its scale is: /apis/GROUP/VERSION/namespaces/.../RESOURCE/NAME/scale",
         )
     for field, (form, longest, wanted) in _FORMS.items():
@@ -308,7 +308,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
             raise ConfigError(
                 f"{where}.{field}",
                 wanted=f"{wanted}; at most {longest} characters",
-                found=quote_value(text),
+                got=quote_value(text),
                 fix=f"correct the {field}",
             )
     usual = _kind_of(filled)
@@ -317,7 +317,7 @@ def check_target(target: ScaleTarget, where: str) -> None:
         raise ConfigError(
             f"{where}.kind",
             wanted=f"{usual}, which is the kind of {filled.resource} of {filled.group}",
-            found=quote_value(filled.kind),
+            got=quote_value(filled.kind),
             fix="correct the kind or the resource",
         )
 

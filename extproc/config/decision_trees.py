@@ -64,7 +64,7 @@ def _node(
         raise ConfigError(
             validation.location(where, path[:4]),
             wanted=f"a decision tree of at most {DEEPEST} levels",
-            found="more",
+            got="more",
             fix="see whether trees refer to each other in a circle",
         )
     node = validation.to_struct(params, _Node, where=where, path=path)
@@ -73,7 +73,7 @@ def _node(
         raise ConfigError(
             validation.location(where, (*path, "current")),
             wanted="a filter that is no tree",
-            found="a decision tree",
+            got="a decision tree",
             fix="name the filter that its root asks first",
         )
     below = {
@@ -95,7 +95,7 @@ def _entry(
         raise ConfigError(
             validation.location(where, path),
             wanted="either pluginRef or decisionTree",
-            found="both" if entry.plugin_ref else "neither",
+            got="both" if entry.plugin_ref else "neither",
             fix="name a plugin, or write a tree",
         )
     if entry.decision_tree is not None:

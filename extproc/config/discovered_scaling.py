@@ -91,7 +91,7 @@ def check_rule(rule: ScalingRule, *, where: str) -> None:
         raise ConfigError(
             f"{where}.target.namespace",
             wanted="no namespace: the pool's own is meant",
-            found=rule.target.namespace,
+            got=rule.target.namespace,
             fix="remove it",
         )
     target = None if rule.target is None else _named(rule.target, "name")
@@ -128,7 +128,7 @@ def _count(overrides: Mapping[str, str], annotation: str, usual: int, where: str
     raise ConfigError(
         f"{where}: {annotation}",
         wanted="a number of replicas",
-        found=autoscaling.quote_value(text),
+        got=autoscaling.quote_value(text),
         fix="write a number, or remove the annotation",
     )
 
@@ -142,7 +142,7 @@ def _target(rule: ScalingRule, text: str, name: str, where: str) -> ScaleTarget 
         raise ConfigError(
             place,
             wanted="NAME, KIND/NAME, GROUP/VERSION/KIND/NAME or GROUP/VERSION/RESOURCE/KIND/NAME",
-            found=autoscaling.quote_value(text),
+            got=autoscaling.quote_value(text),
             fix="write it like apps/v1/Deployment/vllm",
         )
     return target

@@ -57,7 +57,7 @@ def plan(settings: Settings, *, where: str, environment: Mapping[str, str]) -> E
         raise ConfigError(
             where,
             wanted=f"a Kubernetes cluster that keeps the Lease of {asker}",
-            found="no pool from Kubernetes, no kubeconfig and no pod around",
+            got="no pool from Kubernetes, no kubeconfig and no pod around",
             fix=f"set cluster.kubeconfig, or leave {asker} off: every replica can pick",
         )
     _check_times(wanted.lease, where)
@@ -67,7 +67,7 @@ def plan(settings: Settings, *, where: str, environment: Mapping[str, str]) -> E
         raise ConfigError(
             f"{where}, cluster.lease.name",
             wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",
-            found=repr(name),
+            got=repr(name),
             fix="name the Lease yourself",
         )
     return ElectionPlan(
@@ -98,6 +98,6 @@ def _check_times(wanted: ElectionSettings, where: str) -> None:
     raise ConfigError(
         f"{where}, cluster.lease",
         wanted=f"retry_s times {_SLACK:g} below renew_s, and renew_s below duration_s",
-        found=f"{wanted.retry_s:g}, {wanted.renew_s:g} and {wanted.duration_s}",
+        got=f"{wanted.retry_s:g}, {wanted.renew_s:g} and {wanted.duration_s}",
         fix="leave a leader time to try again, and others time after it gave up",
     )

@@ -105,7 +105,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
         raise ConfigError(
             where,
             wanted="an HTTP connection manager with an ext_proc filter",
-            found=f"{len(managers)} without" if managers else "no connection manager",
+            got=f"{len(managers)} without" if managers else "no connection manager",
             fix="name the file of an Envoy that asks this picker",
         )
     limits = [

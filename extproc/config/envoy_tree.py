@@ -125,6 +125,6 @@ def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
         return usual
     if not isinstance(text, str) or not _SECONDS.fullmatch(text):
         raise ConfigError(
-            where, wanted=f"{name} in seconds, such as 60s", found=str(text), fix="correct it"
+            where, wanted=f"{name} in seconds, such as 60s", got=str(text), fix="correct it"
         )
     return float(text[:-1])

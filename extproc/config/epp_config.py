@@ -94,7 +94,7 @@ def from_endpoint_picker_config(
         raise ConfigError(
             validation.location(where, ("apiVersion",)),
             wanted=f"one of {', '.join(VERSIONS)}",
-            found=validation.show(version),
+            got=validation.show(version),
             fix=f"write {VERSIONS[0]}",
         )
     warnings = []
@@ -106,7 +106,7 @@ def from_endpoint_picker_config(
             raise ConfigError(
                 validation.location(where, (key,)),
                 wanted=f"one of {', '.join(_KEYS)}",
-                found=f"the unknown key {key}",
+                got=f"the unknown key {key}",
                 fix=f"did you mean {suggestion}?" if suggestion else "remove it",
             )
         if _KEYS[key] and value:
@@ -211,7 +211,7 @@ def check_supported(
             raise ConfigError(
                 validation.location(where, (*path, "plugins", index, "type")),
                 wanted="one endpoint for a request",
-                found=f"{plugin.type} with profiles {', '.join(profiles)}: "
+                got=f"{plugin.type} with profiles {', '.join(profiles)}: "
                 f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
                 fix="route to engines that do all of it with one profile, or accept that engines "
                 f"of {_decoding(plugin)} do all of it with --allow-unsupported "
@@ -241,7 +241,7 @@ def _named(
             raise ConfigError(
                 validation.location(where, (*path, "plugins", index, "name")),
                 wanted="every name once",
-                found=f"{name} twice",
+                got=f"{name} twice",
                 fix="give one of them another name",
             )
         theirs = TYPES.get(plugin.type)
@@ -279,7 +279,7 @@ def _translate_plugin(
             raise ConfigError(
                 validation.location(where, spot),
                 wanted="a filter that does something here",
-                found=written.type,
+                got=written.type,
                 fix=TYPES[written.type].note,
             )
         entry = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
@@ -299,7 +299,7 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
             raise ConfigError(
                 f"{spot}.parameters.{name}",
                 wanted=f"one of {', '.join(known.parameters)}",
-                found=f"the unknown parameter {name}",
+                got=f"the unknown parameter {name}",
                 fix=f"did you mean {suggestion}?",
             )
 
@@ -335,7 +335,7 @@ def _routing(
     raise ConfigError(
         validation.location(where, (*path, "schedulingProfiles")),
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
-        found=", ".join(profile.name for profile in profiles),
+        got=", ".join(profile.name for profile in profiles),
         fix="keep the profile that picks who serves the request",
     )
 
@@ -355,7 +355,7 @@ def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> Co
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(sorted(known))}" if few else "a plugin type that exists",
-        found=name,
+        got=name,
         fix=f"did you mean {suggestion}?"
         if suggestion
         else "extproc check --plugins lists what there is",

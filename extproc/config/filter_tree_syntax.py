@@ -93,7 +93,7 @@ def _node(
         raise ConfigError(
             validation.location(where, path[:6]),
             wanted=f"a tree of at most {LARGEST} nodes",
-            found="more",
+            got="more",
             fix="see whether an alias makes a node its own successor",
         )
     theirs = isinstance(written, dict) and "name" in written
@@ -102,7 +102,7 @@ def _node(
         raise ConfigError(
             validation.location(where, (*path, "kind")),
             wanted="a filter that is no tree",
-            found=entry.kind,
+            got=entry.kind,
             fix="write its root here: a node is a tree already",
         )
     node_filter = build(entry, path)

@@ -64,7 +64,7 @@ def plan(
             raise ConfigError(
                 where,
                 wanted="every object of the cluster in one pool",
-                found=f"{source.key} in {names[source.key]} and {pool.name}",
+                got=f"{source.key} in {names[source.key]} and {pool.name}",
                 fix="take it out of one of them",
             )
         names[source.key] = pool.name

@@ -81,18 +81,18 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            str(path), wanted="a readable file", found=error.strerror or "", fix="check the path"
+            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             str(path),
             wanted="UTF-8 text",
-            found=f"byte {error.start} that is not",
+            got=f"byte {error.start} that is not",
             fix="convert the file",
         ) from None
     except ValueError:
         raise ConfigError(
-            repr(str(path)), wanted="a file name", found="a NUL in it", fix="correct the name"
+            repr(str(path)), wanted="a file name", got="a NUL in it", fix="correct the name"
         ) from None
 
 
@@ -114,7 +114,7 @@ def parse(text: str, *, where: str) -> ConfigDocument:
         raise ConfigError(
             where,
             wanted="a mapping with apiVersion and kind",
-            found=validation.show(tree),
+            got=validation.show(tree),
             fix=f"begin with 'apiVersion: {API_VERSION}'",
         )
     if tree.get("kind") == epp_config.KIND:
@@ -211,7 +211,7 @@ def _known_kind(document: ConfigDocument) -> None:
             raise ConfigError(
                 document.where,
                 wanted=f"the key {key}",
-                found="none",
+                got="none",
                 fix=f"begin with '{key}: {value}'",
             )
 
@@ -232,7 +232,7 @@ def check_compatible(merged: Settings, *, where: str) -> None:
         raise ConfigError(
             validation.location(where, ("scrape", "stale_after_s")),
             wanted=f"more than busy_interval_s ({scrape.busy_interval_s:g})",
-            found=f"{scrape.stale_after_s:g}",
+            got=f"{scrape.stale_after_s:g}",
             fix="raise it, or every load counts as unknown before the next scrape",
         )
     least = body_buffer.SHARES * limits.max_body_bytes
@@ -240,14 +240,14 @@ def check_compatible(merged: Settings, *, where: str) -> None:
         raise ConfigError(
             validation.location(where, ("limits", "max_assembly_bytes")),
             wanted=f"at least {body_buffer.SHARES} times max_body_bytes ({least})",
-            found=str(limits.max_assembly_bytes),
+            got=str(limits.max_assembly_bytes),
             fix="raise it or lower max_body_bytes, or the largest body is never let in",
         )
     if merged.server.cert_path and not merged.server.secure_serving:
         raise ConfigError(
             validation.location(where, ("server", "cert_path")),
             wanted="no certificate while secure_serving is false",
-            found=merged.server.cert_path,
+            got=merged.server.cert_path,
             fix="set secure_serving to true or remove cert_path",
         )
 
@@ -270,14 +270,14 @@ def _refuse_unusable(
         raise ConfigError(
             where,
             wanted=f"at most {_MOST_VALUES} values",
-            found="more",
+            got="more",
             fix="anchors refer to anchors; write the values out",
         )
     if len(path) > _DEEPEST:
         raise ConfigError(
             where,
             wanted=f"at most {_DEEPEST} levels",
-            found=f"more, below {validation.format_path(path[:3])}",
+            got=f"more, below {validation.format_path(path[:3])}",
             fix="an anchor refers to what it stands in; write the value out",
         )
     if isinstance(tree, dict):
@@ -290,7 +290,7 @@ def _refuse_unusable(
         raise ConfigError(
             validation.location(where, path),
             wanted="a finite number",
-            found=str(tree),
+            got=str(tree),
             fix="write a number; a very large one is as good as infinity",
         )
 
@@ -299,7 +299,7 @@ def _twice(where: str, key: object, line: str) -> ConfigError:
     return ConfigError(
         where,
         wanted="every key once in its mapping",
-        found=f"{key} twice{line}",
+        got=f"{key} twice{line}",
         fix="keep one; the other would be lost without a word",
     )
 
@@ -317,7 +317,7 @@ def _malformed(error: Exception, where: str) -> ConfigError:
     spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
     problem = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
     problem = problem or type(error).__name__
-    return ConfigError(spot, wanted="YAML or JSON", found=problem, fix="correct the syntax there")
+    return ConfigError(spot, wanted="YAML or JSON", got=problem, fix="correct the syntax there")
 
 
 class _Loader(yaml.SafeLoader):

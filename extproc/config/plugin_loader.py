@@ -105,7 +105,7 @@ def combine(
                     raise ConfigError(
                         _line_of(cls, external.origin),
                         wanted=f"a kind that no other class with {role} has",
-                        found=f"{kind}, {_owner(table[kind], outsiders)}",
+                        got=f"{kind}, {_owner(table[kind], outsiders)}",
                         fix=f"give {cls.__name__} another kind",
                     )
                 table[kind] = cls
@@ -133,7 +133,7 @@ def installed() -> Iterator[ExternalPlugins]:
             raise ConfigError(
                 origin,
                 wanted="a module or class that can be imported",
-                found=_format_error(error),
+                got=_format_error(error),
                 fix="correct the package or uninstall it",
             ) from error
         if isinstance(loaded, ModuleType):
@@ -165,7 +165,7 @@ def from_file(path: Path, *, where: str) -> ExternalPlugins:
         raise ConfigError(
             where,
             wanted="a readable Python file",
-            found=f"{path}: {why}",
+            got=f"{path}: {why}",
             fix="correct the path; it is relative to the configuration file",
         ) from None
     # A name of its own for each path: annotations written as text are looked up by module name,
@@ -206,7 +206,7 @@ def _execute(source: bytes, module: ModuleType, path: Path) -> None:
         raise ConfigError(
             f"{path}:{line or 1}",
             wanted="a Python file that can be imported",
-            found=_format_error(error),
+            got=_format_error(error),
             fix="correct it, or take the file out of scheduling.plugin_files",
         ) from error
 
@@ -224,7 +224,7 @@ def _defined_plugins(module: ModuleType, origin: str) -> ExternalPlugins:
         raise ConfigError(
             _line_of(own[0], origin) if own else origin,
             wanted=f"a class with a kind and one of the methods {', '.join(METHODS)}",
-            found=nameless,
+            got=nameless,
             fix="add one; `extproc plugin template scorer` prints a start",
         )
     return ExternalPlugins(origin, tuple(_checked(cls, origin) for cls in plugins))
@@ -240,11 +240,11 @@ def _checked(cls: Any, origin: str) -> type:
         raise ConfigError(
             origin,
             wanted=f"a module, or a class with one of the methods {', '.join(METHODS)}",
-            found=validation.show(cls),
+            got=validation.show(cls),
             fix="let the entry point name one",
         )
     for complaint, actual, fix in _complaints(cls):
-        raise ConfigError(_line_of(cls, origin), wanted=complaint, found=actual, fix=fix)
+        raise ConfigError(_line_of(cls, origin), wanted=complaint, got=actual, fix=fix)
     return cls
 
 

@@ -113,7 +113,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         raise ConfigError(
             validation.location(where, ("pools",)),
             wanted="pool or pools",
-            found="both",
+            got="both",
             fix="make the one in `pool` the first of `pools`, with a name",
         )
     names: set[str] = set()
@@ -122,7 +122,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
             raise ConfigError(
                 validation.location(where, ("pools", at, "name")),
                 wanted="every name once",
-                found=f"{pool.name} again",
+                got=f"{pool.name} again",
                 fix="give it another name",
             )
         names.add(pool.name)
@@ -130,7 +130,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
             raise ConfigError(
                 validation.location(where, ("pools", at)),
                 wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
-                found="none of them",
+                got="none of them",
                 fix="say where its endpoints come from",
             )
 
@@ -161,7 +161,7 @@ def _check_discovered(settings: Settings, where: str) -> None:
         raise ConfigError(
             validation.location(where, ("autoscaling", "discovered_pools")),
             wanted="pools that Kubernetes brings",
-            found="cluster.discover_pools: none",
+            got="cluster.discover_pools: none",
             fix="set cluster.discover_pools, or write pool.autoscaling",
         )
 
@@ -172,7 +172,7 @@ def _check_single_source(pool: pool_schema.PoolSource, where: str) -> None:
         raise ConfigError(
             where,
             wanted="one of endpoints, endpoints_file, kubernetes and autoscaling.launch",
-            found=" and ".join(sources),
+            got=" and ".join(sources),
             fix="keep one; the file is watched, the list is not",
         )
 
@@ -202,7 +202,7 @@ def _check_single_object(section: pool_schema.KubernetesSection, where: str) -> 
         raise ConfigError(
             where,
             wanted="one of inference_pool, selector and service",
-            found=" and ".join(named) or "none of them",
+            got=" and ".join(named) or "none of them",
             fix="name the one object whose endpoints these are",
         )
     misplaced = [
@@ -217,7 +217,7 @@ def _check_single_object(section: pool_schema.KubernetesSection, where: str) -> 
         raise ConfigError(
             where,
             wanted=f"{name} only with {owner}",
-            found=f"{name} with {named[0]}",
+            got=f"{name} with {named[0]}",
             fix=f"remove {name}; {named[0]} says itself which ports there are",
         )
 

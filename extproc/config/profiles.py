@@ -190,7 +190,7 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProf
         raise ConfigError(
             validation.location(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
-            found=strategy,
+            got=strategy,
             fix=f"did you mean {suggestion}?" if suggestion else "name one, or write out a profile",
         )
     return profile
@@ -220,7 +220,7 @@ def _build(
             raise ConfigError(
                 validation.location(where, written.path),
                 wanted=f"one {role}",
-                found=", ".join(plugin.kind for plugin in candidates),
+                got=", ".join(plugin.kind for plugin in candidates),
                 fix="keep one",
             )
     if not pickers:
@@ -257,7 +257,7 @@ def _plugin(
         raise ConfigError(
             validation.location(where, spot),
             wanted=f"parameters that {entry.kind} takes",
-            found=f"{type(error).__name__}: {error}",
+            got=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
         ) from error
     return tables.with_guard(plugin)
@@ -273,6 +273,6 @@ def _require(
             raise ConfigError(
                 validation.location(where, path),
                 wanted=f"every signal that profile {profile.name} reads",
-                found=f"nobody who provides {names}, which {plugin.kind} needs",
+                got=f"nobody who provides {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
             )

@@ -76,13 +76,13 @@ class _Section:
         self.path = path
         self._where = where
         if not isinstance(tree, Mapping):
-            raise self.wrong("", wanted="a mapping", found=tree, fix="write its keys below it")
+            raise self.wrong("", wanted="a mapping", got=tree, fix="write its keys below it")
         self._tree: Mapping[str, object] = tree
         for key in tree:
             if key not in keys:
                 nearest = validation.closest_name(str(key), keys)
                 fix = f"did you mean {nearest}?" if nearest else "remove it"
-                raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", found=key, fix=fix)
+                raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", got=key, fix=fix)
 
     def get(self, key: str) -> object:
         """Return the value of a key; None if it is absent."""
@@ -100,7 +100,7 @@ class _Section:
         split = _QUANTITY.fullmatch(str(written).strip())
         if split is None or isinstance(written, bool):
             fix = "write 100, 1k, 500M or 1Gi"
-            raise self.wrong(key, wanted="a quantity of 0 or more", found=written, fix=fix)
+            raise self.wrong(key, wanted="a quantity of 0 or more", got=written, fix=fix)
         number, suffix, exponent = split.groups()
         if suffix is None:
             factor = 10.0 ** int(exponent or 0)
@@ -123,14 +123,14 @@ class _Section:
         parts = _DURATION_PART.findall(written) if isinstance(written, str) else []
         if not parts or "".join(number + unit for number, unit in parts) != written:
             fix = "write 30s, 1m30s or 500ms"
-            raise self.wrong(key, wanted="a duration of 0 or more", found=written, fix=fix)
+            raise self.wrong(key, wanted="a duration of 0 or more", got=written, fix=fix)
         return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
-    def wrong(self, key: str, *, wanted: str, found: object, fix: str) -> ConfigError:
+    def wrong(self, key: str, *, wanted: str, got: object, fix: str) -> ConfigError:
         """Return an error about a key; an empty key means the section."""
         path = (*self.path, key) if key else self.path
         place = validation.location(self._where, path)
-        return ConfigError(place, wanted=wanted, found=validation.show(found), fix=fix)
+        return ConfigError(place, wanted=wanted, got=validation.show(got), fix=fix)
 
 
 def section_of(
@@ -193,7 +193,7 @@ def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
     written = section.get("priorityBands") or []
     if not isinstance(written, list):
         fix = "write one band per item"
-        raise section.wrong("priorityBands", wanted="a list of bands", found=written, fix=fix)
+        raise section.wrong("priorityBands", wanted="a list of bands", got=written, fix=fix)
     for at, band in enumerate(written):
         yield _Section(band, _BAND_KEYS, path=(*section.path, "priorityBands", at), where=where)
 
@@ -229,7 +229,7 @@ def _policy(
         if kind not in known and kind not in _OTHER_POLICIES:
             fix = "name a plugin of this file, or its type"
             wanted = f"a policy such as {', '.join(known)}"
-            raise band.wrong(key, wanted=wanted, found=name, fix=fix)
+            raise band.wrong(key, wanted=wanted, got=name, fix=fix)
         chosen[validation.format_path(band.path)] = kind
     spot, kind = next(iter(chosen.items()))
     for band in bands[1:]:

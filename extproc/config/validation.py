@@ -172,7 +172,7 @@ def _tagged_struct(
         raise ConfigError(
             location(where, path),
             wanted=f"the key {key}: one of {', '.join(tags)}",
-            found=show(tree),
+            got=show(tree),
             fix=f"add {key}",
         )
     tag = tree[key]
@@ -183,7 +183,7 @@ def _tagged_struct(
     raise ConfigError(
         location(where, (*path, key)),
         wanted=f"one of {', '.join(tags)}",
-        found=show(tag),
+        got=show(tag),
         fix=f"did you mean {suggestion}?" if suggestion else f"write {tags[0]}",
     )
 
@@ -194,7 +194,7 @@ def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> C
     return ConfigError(
         location(where, (*path, str(key))),
         wanted=f"one of {', '.join(names)}" if names else "no keys",
-        found=f"the unknown key {key}",
+        got=f"the unknown key {key}",
         fix=f"did you mean {suggestion}?" if suggestion else "remove it",
     )
 
@@ -214,7 +214,7 @@ def _from_msgspec_error(
         return ConfigError(
             spot,
             wanted=_wanted(expected["types"], expected["bound"]),
-            found=actual,
+            got=actual,
             fix=_fix(expected["types"], expected["bound"], actual),
         )
     if message.startswith("Invalid enum value"):
@@ -223,12 +223,12 @@ def _from_msgspec_error(
     missing = re.match(r"^Object missing required field `(.*)`$", message)
     if missing:
         return ConfigError(
-            spot, wanted=f"the key {missing[1]}", found=actual, fix=f"add {missing[1]}"
+            spot, wanted=f"the key {missing[1]}", got=actual, fix=f"add {missing[1]}"
         )
     # A struct's own check: "expected x of at least 1, got 0".
     wanted, _, rest = message.partition(", got ")
     return ConfigError(
-        spot, wanted=wanted.removeprefix("expected "), found=rest or actual, fix="change the value"
+        spot, wanted=wanted.removeprefix("expected "), got=rest or actual, fix="change the value"
     )
 
 
@@ -265,7 +265,7 @@ def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigErr
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),
-        found=show(value),
+        got=show(value),
         fix=f"did you mean {suggestion}?" if suggestion and len(names) > 1 else f"write {names[0]}",
     )
 

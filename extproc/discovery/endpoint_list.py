@@ -93,7 +93,7 @@ def _distinct(items: Sequence[tuple[str, object]]) -> tuple[EndpointListEntry, .
             raise ConfigError(
                 where,
                 wanted="every endpoint once",
-                found=f"{entry.host} port {entry.port} again, first at {first}",
+                got=f"{entry.host} port {entry.port} again, first at {first}",
                 fix="remove one of them",
             )
         entries.append(entry)
@@ -219,8 +219,8 @@ def _unknown(where: str, key: object, known: Sequence[str]) -> ConfigError:
     return _wrong(where, "only the keys " + ", ".join(known), key, fix)
 
 
-def _wrong(where: str, wanted: str, found: object, fix: str) -> ConfigError:
-    return ConfigError(where, wanted=wanted, found=_shown(found), fix=fix)
+def _wrong(where: str, wanted: str, got: object, fix: str) -> ConfigError:
+    return ConfigError(where, wanted=wanted, got=_shown(got), fix=fix)
 
 
 def _shown(value: object) -> str:

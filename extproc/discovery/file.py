@@ -66,14 +66,14 @@ def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.Endpoin
         raise ConfigError(
             where,
             wanted="an endpoints file",
-            found=error.strerror or type(error).__name__,
+            got=error.strerror or type(error).__name__,
             fix="check the path and its permissions",
         ) from error
     if len(text) > limit_bytes:
         raise ConfigError(
             where,
             wanted=f"at most {limit_bytes} bytes",
-            found="more",
+            got="more",
             fix="split the pool or raise the limit",
         )
     try:
@@ -83,7 +83,7 @@ def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.Endpoin
         raise ConfigError(
             where,
             wanted="YAML or JSON",
-            found=" ".join(str(error).split())[:200] or type(error).__name__,
+            got=" ".join(str(error).split())[:200] or type(error).__name__,
             fix="correct the syntax",
         ) from error
     return endpoint_list.from_document(document, where=where)

@@ -141,6 +141,6 @@ def unexpected_message_error(
         history >>= KIND_BITS
     return ProtocolError(
         wanted=f"an event that fits request {request_state.name}, response {response_state.name}",
-        found=f"{kinds[0]} (last events: {', '.join(reversed(kinds))})",
+        got=f"{kinds[0]} (last events: {', '.join(reversed(kinds))})",
         fix="check the processing modes of the data plane",
     )

@@ -80,7 +80,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                 raise ConfigError(
                     f"profile {self.name}, scorer {scorer.kind}",
                     wanted="a finite weight of 0 or more",
-                    found=str(weight),
+                    got=str(weight),
                     fix="to make a scorer count against, change its formula",
                 )
 

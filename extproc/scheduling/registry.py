@@ -151,7 +151,7 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
         raise ConfigError(
             where,
             wanted=f"one of {', '.join(sorted(table))}",
-            found=kind,
+            got=kind,
             fix=f"did you mean {near[0]}?"
             if near
             else "`extproc check --plugins` lists them; a file of your own is named in plugin_files",

@@ -94,7 +94,7 @@ def _series(spec: str) -> MetricSelector:
         raise ConfigError(
             "metric series",
             wanted="name, name{label=value,...} or name[label]",
-            found=repr(spec),
+            got=repr(spec),
             fix="write the metric name as it stands on the engine's /metrics page",
         )
     return MetricSelector(

@@ -38,14 +38,14 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     try:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        token, found = "", str(error)
+        token, got = "", str(error)
     else:
-        found = "a file without a token"
+        got = "a file without a token"
     if not token or not token.isprintable():
         raise ConfigError(
             where,
             wanted="a file with a token of printable ASCII",
-            found=found,
+            got=got,
             fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",
         )
     return token

@@ -163,6 +163,6 @@ def port_in_use_error(flag: str, port: int, *, why: str) -> ConfigError:
     return ConfigError(
         flag,
         wanted=f"port {port} to be free",
-        found=why,
+        got=why,
         fix="stop what listens there, or name another port (0 picks a free one)",
     )

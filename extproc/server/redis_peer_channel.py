@@ -226,7 +226,7 @@ def _client(settings: PeerSyncSection) -> Redis:
         raise ConfigError(
             "peer_sync.url",
             wanted="the Python package redis",
-            found="it is not installed",
+            got="it is not installed",
             fix=f"{distribution.install_command('sharing')}, or leave peer_sync.url empty",
         ) from None
     try:
@@ -241,7 +241,7 @@ def _client(settings: PeerSyncSection) -> Redis:
         raise ConfigError(
             "peer_sync.url",
             wanted="redis://, rediss:// or unix:// with host and port, or a path",
-            found="another URL",  # it may carry a password
+            got="another URL",  # it may carry a password
             fix="write it as redis://:password@host:6379/0",
         ) from None
 

@@ -103,14 +103,14 @@ class KeyPair:
             raise ConfigError(
                 "--cert-path",
                 wanted=f"tls.crt and tls.key in PEM in {self._folder}",
-                found=f"{type(error).__name__}: {error}",
+                got=f"{type(error).__name__}: {error}",
                 fix="mount the certificate there, or leave the flag out for a self-signed one",
             ) from error
         if key.public_key() != certificate.public_key():
             raise ConfigError(
                 "--cert-path",
                 wanted="a key that belongs to the certificate",
-                found=f"two that do not match in {self._folder}",
+                got=f"two that do not match in {self._folder}",
                 fix="replace both files",
             )
         self._stamp = stamp

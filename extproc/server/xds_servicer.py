@@ -94,7 +94,7 @@ def require() -> None:
         raise ConfigError(
             "xds.enabled",
             wanted="the types of Envoy's xDS (envoy-data-plane)",
-            found="no such package",
+            got="no such package",
             fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
         )
 

@@ -99,7 +99,7 @@ def _bad(text: str) -> errors.ConfigError:
     return errors.ConfigError(
         "fault",
         wanted=f"KIND[=VALUE][,rate=0..1][,count=N][,for=SECONDS] with one of {kinds}",
-        found=repr(text),
+        got=repr(text),
         fix="name one kind, with a value where it takes one",
     )
 

@@ -144,7 +144,7 @@ def find(name: str) -> EngineProfile:
         raise errors.ConfigError(
             "--profile",
             wanted=f"one of {', '.join(sorted(PROFILES))}",
-            found=repr(name),
+            got=repr(name),
             fix="name a listed profile",
         )
     return profile
@@ -161,20 +161,20 @@ def check(profile: EngineProfile) -> None:
         raise errors.ConfigError(
             f"profile {profile.name}",
             wanted=f"token_budget of at least max_num_seqs ({profile.max_num_seqs})",
-            found=str(profile.token_budget),
+            got=str(profile.token_budget),
             fix="raise the budget: every running sequence decodes one token per step",
         )
     if profile.base_s <= 0:
         raise errors.ConfigError(
             f"profile {profile.name}",
             wanted="base_s above 0",
-            found=str(profile.base_s),
+            got=str(profile.base_s),
             fix="give every step some time: the simulation would not advance",
         )
     if profile.longest < 2 * profile.block_tokens:
         raise errors.ConfigError(
             f"profile {profile.name}",
             wanted=f"at least two KV blocks of {profile.block_tokens} tokens beside the adapters",
-            found=f"room for {profile.longest} tokens",
+            got=f"room for {profile.longest} tokens",
             fix="raise kv_tokens, or lower max_loras or lora_kv_tokens",
         )

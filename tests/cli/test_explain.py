@@ -343,7 +343,7 @@ def test_watch_shows_until_it_is_interrupted(capsys):
     def show():
         rounds.append(1)
         if len(rounds) == 1:
-            raise explain.UnreachableError(wanted="a", found="b", fix="c")
+            raise explain.UnreachableError(wanted="a", got="b", fix="c")
         return 0
 
     def wait(seconds):

@@ -195,7 +195,7 @@ def test_prefill_of_its_own_is_refused_unless_allowed(handler):
     )
     with pytest.raises(ConfigError) as raised:
         resolve(ENDPOINTS, "--config-text", text)
-    assert "engines of prefill would idle" in raised.value.found
+    assert "engines of prefill would idle" in raised.value.got
     assert "--allow-unsupported" in raised.value.fix
     resolved = resolve(ENDPOINTS, "--config-text", text, "--allow-unsupported")
     assert resolved.settings.scheduling.allow_unsupported

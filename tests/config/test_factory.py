@@ -108,8 +108,8 @@ def test_signal_nobody_provides(tree, plugin, signal):
     """A plugin that would read what nobody writes is refused with its name and the signal."""
     with pytest.raises(ConfigError) as raised:
         profiles.build_profile(scheduling(**tree), where="pool.yaml")
-    assert plugin in raised.value.found
-    assert signal in raised.value.found
+    assert plugin in raised.value.got
+    assert signal in raised.value.got
     assert plugin in raised.value.fix
 
 

@@ -146,9 +146,9 @@ def test_error_names_place_wanted_found_and_fix(name):
     assert error.where.startswith("pool.yaml")
     assert where in error.where
     assert wanted in error.wanted
-    assert actual in error.found
+    assert actual in error.got
     assert fix in error.fix
-    for part in (error.where, error.wanted, error.found, error.fix):
+    for part in (error.where, error.wanted, error.got, error.fix):
         assert part in str(error)
 
 
@@ -169,7 +169,7 @@ def test_file_says_what_it_is(text, wanted, actual, fix):
     with pytest.raises(ConfigError) as raised:
         settings(text, head="")
     assert wanted in raised.value.wanted
-    assert actual in raised.value.found
+    assert actual in raised.value.got
     assert fix in raised.value.fix
 
 
@@ -221,7 +221,7 @@ def test_missing_file_is_a_config_error(tmp_path):
     """A path that leads nowhere is told as such."""
     with pytest.raises(ConfigError) as raised:
         loader.read(tmp_path / "none.yaml")
-    assert "No such file" in raised.value.found
+    assert "No such file" in raised.value.got
 
 
 def test_bytes_that_are_no_text_are_a_config_error(tmp_path):
@@ -230,7 +230,7 @@ def test_bytes_that_are_no_text_are_a_config_error(tmp_path):
     path.write_bytes(b"kind: \xff")
     with pytest.raises(ConfigError) as raised:
         loader.read(path)
-    assert "byte 6" in raised.value.found
+    assert "byte 6" in raised.value.got
 
 
 def test_read_takes_a_file(tmp_path):

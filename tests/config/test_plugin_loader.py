@@ -163,7 +163,7 @@ def test_a_file_that_raises(write, body, line, actual):
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + line}"
     assert error.wanted == "a Python file that can be imported"
-    assert error.found.startswith(actual)
+    assert error.got.startswith(actual)
     assert "plugin_files" in error.fix
 
 
@@ -171,7 +171,7 @@ def test_a_file_that_is_not_there(tmp_path):
     """The error stands where the file is named."""
     error = refused(tmp_path / "none.py")
     assert error.where == "extproc.yaml: scheduling.plugin_files[0]"
-    assert "No such file" in error.found
+    assert "No such file" in error.got
     assert "relative to the configuration file" in error.fix
 
 
@@ -179,7 +179,7 @@ def test_a_file_without_plugins(write):
     """A file that adds nothing is a mistake."""
     path = write("x = 1\n")
     error = refused(path)
-    assert (error.where, error.found) == (str(path), "none")
+    assert (error.where, error.got) == (str(path), "none")
 
 
 def test_a_class_that_lacks_a_kind_is_pointed_at(write):
@@ -187,7 +187,7 @@ def test_a_class_that_lacks_a_kind_is_pointed_at(write):
     path = write("class Last:\n    def score(self, turn, candidates): ...\n")
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + 1}"
-    assert error.found == "Last with score and no kind"
+    assert error.got == "Last with score and no kind"
 
 
 NEEDS = "needs: ClassVar[frozenset[Signal]] = frozenset()"
@@ -217,7 +217,7 @@ def test_a_class_that_is_no_plugin(write, bases, lines, wanted, actual):
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + 2}"
     assert wanted in error.wanted
-    assert error.found == actual
+    assert error.got == actual
     assert error.fix
 
 
@@ -227,7 +227,7 @@ def test_kinds_clash_with_the_catalogue(write):
     with pytest.raises(ConfigError) as raised:
         plugin_loader.tables(scheduling(path), where="x")
     assert raised.value.where == f"{path}:{HEAD_LINES + 2}"
-    assert raised.value.found == "queue-depth, a built-in"
+    assert raised.value.got == "queue-depth, a built-in"
 
 
 def test_kinds_clash_with_another_file(write):
@@ -286,7 +286,7 @@ def test_broken_entry_points(package, body, value, actual):
     with pytest.raises(ConfigError) as raised:
         plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
     assert raised.value.where == "entry point wise of fleetwise"
-    assert raised.value.found == actual
+    assert raised.value.got == actual
 
 
 def configured(path, tree):
@@ -395,4 +395,4 @@ def test_a_check_of_its_own_that_breaks(write):
     with pytest.raises(ConfigError) as raised:
         profiles.build_profile(configured(write(body), PROFILE % 1), where="x")
     assert raised.value.where == "x: scheduling.profile.scorers[0].params"
-    assert raised.value.found == "KeyError: 'power'"
+    assert raised.value.got == "KeyError: 'power'"

@@ -163,7 +163,7 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
 
     async def wrong(_):
-        raise ConfigError("x", wanted="a", found="b", fix="c")
+        raise ConfigError("x", wanted="a", got="b", fix="c")
 
     scene.picker = None
     build = app.EndpointPickerProcess

@@ -260,7 +260,7 @@ def _split(written: str) -> tuple[str, int]:
         raise ConfigError(
             "autoscaling.peers",
             wanted="host:port, the port being that of the other pickers' pages",
-            found=repr(written),
+            got=repr(written),
             fix="write it like extproc-peers:9090",
         )
     return host.strip("[]"), int(port)

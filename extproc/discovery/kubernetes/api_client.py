@@ -311,7 +311,7 @@ async def _load(wanted: settings.KubernetesSettings) -> client.ApiClient:
         raise ConfigError(
             "kubernetes",
             wanted="the address of an API server and credentials for it",
-            found=f"{_why(error)} ({where})",
+            got=f"{_why(error)} ({where})",
             fix="run inside a pod with a service account, or name a kubeconfig file",
         ) from error
 

@@ -109,14 +109,14 @@ def check(sources: Sequence[settings.KubernetesSource]) -> None:
             raise ConfigError(
                 where,
                 wanted="an InferencePool of " + " or ".join(POOLS_OF),
-                found=source.group,
+                got=source.group,
                 fix="correct the group",
             )
         if isinstance(source, settings.AllPools):
             continue
         if source.key in keys:
             raise ConfigError(
-                where, wanted="one pool per name", found=f"{source.key} again", fix="rename one"
+                where, wanted="one pool per name", got=f"{source.key} again", fix="rename one"
             )
         keys.add(source.key)
 
@@ -126,7 +126,7 @@ def _check_selector(source: settings.PodSelector, where: str) -> None:
         raise ConfigError(
             where,
             wanted="at least one label",
-            found="none, which would take every pod",
+            got="none, which would take every pod",
             fix="name the labels of the engines",
         )
     distinct = len(set(source.ports)) == len(source.ports) <= settings.MOST_PORTS
@@ -134,7 +134,7 @@ def _check_selector(source: settings.PodSelector, where: str) -> None:
         raise ConfigError(
             where,
             wanted=f"at most {settings.MOST_PORTS} different ports from 1 to 65535",
-            found=", ".join(map(str, source.ports)),
+            got=", ".join(map(str, source.ports)),
             fix="correct the target ports",
         )
 

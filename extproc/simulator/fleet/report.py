@@ -174,7 +174,7 @@ def report(scenario: Scenario, runs: Sequence[Run], *, baseline: str = "") -> Re
         raise ConfigError(
             "baseline",
             wanted=f"one of {', '.join(names)}",
-            found=baseline,
+            got=baseline,
             fix="name a strategy that is run",
         )
     by_name: dict[str, dict[int, RunSummary]] = {name: {} for name in names}

@@ -59,7 +59,7 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(
                     f"fleet: set: {name}",
                     wanted=f"one of {', '.join(n for n in kinds if n != 'name')}",
-                    found=name,
+                    got=name,
                     fix="name a number of the profile",
                 )
             changed[name] = int(value) if kind in {"int", int} else float(value)
@@ -232,7 +232,7 @@ def check(scenario: Scenario, *, where: str) -> None:
             raise ConfigError(
                 f"{where}: outages",
                 wanted=f"an engine from 0 to {size - 1}",
-                found=str(outage.engine),
+                got=str(outage.engine),
                 fix="count engines from 0 in the order of the fleet",
             )
     clients = [scenario.client, *(v.client for v in scenario.variants if v.client is not None)]
@@ -247,7 +247,7 @@ def check(scenario: Scenario, *, where: str) -> None:
         raise ConfigError(
             f"{where}: strategies",
             wanted="names that differ",
-            found=f"{twice[0]!r} more than once",
+            got=f"{twice[0]!r} more than once",
             fix="give each variant its own name",
         )
 
@@ -257,12 +257,12 @@ def _check_engines(engines: EngineGroup, *, where: str) -> None:
         profile = engines.resolved()
     except ConfigError as error:
         # The same, with the place in the scenario.
-        raise ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix) from None
+        raise ConfigError(where, wanted=error.wanted, got=error.got, fix=error.fix) from None
     if profile.block_tokens != KEY_TOKENS:
         raise ConfigError(
             f"{where}.set.block_tokens",
             wanted=f"{KEY_TOKENS}, the tokens of one block of a simulated prompt",
-            found=str(profile.block_tokens),
+            got=str(profile.block_tokens),
             fix="remove it",
         )
 
@@ -276,6 +276,6 @@ def _check_client(client: Client, workload: Workload, *, where: str) -> None:
             wanted="no users and no rate_per_s with a trace or groups, which have times of their own"
             if not wanted
             else "one of users (closed loop) and rate_per_s (Poisson arrivals)",
-            found=f"{ways} of them",
+            got=f"{ways} of them",
             fix="say how requests are offered once",
         )

@@ -108,7 +108,7 @@ def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec
         yield (at - begin).total_seconds(), work
 
 
-def _unreadable(where: str, number: int, wanted: str, found: str) -> ConfigError:
+def _unreadable(where: str, number: int, wanted: str, got: str) -> ConfigError:
     return ConfigError(
-        f"{where}: line {number}", wanted=wanted, found=found, fix="check the trace's format"
+        f"{where}: line {number}", wanted=wanted, got=got, fix="check the trace's format"
     )

@@ -1,0 +1,39 @@
+import pytest
+
+from tests.style import names
+
+
+def test_the_package_has_no_name_that_says_nothing():
+    """Identifiers, docstrings, imports and class names of extproc/ keep the rules of CONTRIBUTING."""
+    assert names.main() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("told = 1", ["m.py:1: `told` does not say what it names"]),
+        ("def run(_of): ...", ["m.py:1: `_of` does not say what it names"]),
+        ("run(found=1)", ["m.py:1: `found` does not say what it names"]),
+        (
+            '"""What it does."""',
+            ["m.py:1: docstring begins with `What`; begin with the subject or the verb"],
+        ),
+        (
+            "from extproc.pool import store as fleet",
+            ["m.py:1: `store` is imported as `fleet`; rename it where it is defined"],
+        ),
+        ("import datetime as dt", []),
+        ('"""Reads one page."""\noneself = 1', []),
+    ],
+)
+def test_check_names_each_problem(text, expected):
+    """A line for each problem, with its place."""
+    assert names.check([("m.py", text)]) == expected
+
+
+def test_check_finds_classes_of_one_name():
+    """Both places are printed."""
+    assert names.check([("a.py", "class Pool: ..."), ("b.py", "class Pool: ...")]) == [
+        "a.py:1: there are 2 classes `Pool`; add what tells them apart",
+        "b.py:1: there are 2 classes `Pool`; add what tells them apart",
+    ]
