@@ -11,9 +11,10 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from extproc.protocol.messages import BodyMode, MessageKind
-from extproc.protocol.replies import (
+from extproc.protocol.messages import (
+    BodyMode,
     ContinueResponse,
+    MessageKind,
     ResponseHeadersMutation,
     RouteResponse,
     StreamedBodyResponse,

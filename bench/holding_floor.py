@@ -16,8 +16,7 @@ import grpc
 import uvloop
 
 from bench.holding import METHOD
-from extproc.protocol.messages import MessageKind
-from extproc.protocol.replies import ContinueResponse
+from extproc.protocol.messages import ContinueResponse, MessageKind
 from extproc.server import grpc_workarounds, listeners
 from extproc.wire import codec
 

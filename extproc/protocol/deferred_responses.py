@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from extproc.protocol.body_buffer import BodyBuffer
-from extproc.protocol.messages import MessageKind
-from extproc.protocol.replies import (
+from extproc.protocol.messages import (
     CHUNK_BYTES,
     ContinueResponse,
     Headers,
+    MessageKind,
     ProcessingResponse,
     RouteResponse,
     StreamedBodyResponse,

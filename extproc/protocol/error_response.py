@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.decision import CANONICAL_CODES, Rejection
-from extproc.protocol.replies import Headers, ImmediateResponse
+from extproc.protocol.messages import Headers, ImmediateResponse
 
 REASON_HEADER = "x-llm-d-request-dropped-reason"
 

@@ -22,13 +22,11 @@ from extproc.protocol.messages import (
     NO_HEADERS,
     BodyMode,
     BodyModes,
-    MessageKind,
-    ProcessingRequest,
-)
-from extproc.protocol.replies import (
     ContinueResponse,
     Headers,
     ImmediateResponse,
+    MessageKind,
+    ProcessingRequest,
     ProcessingResponse,
     chunks,
 )

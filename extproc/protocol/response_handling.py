@@ -14,17 +14,20 @@ from extproc.protocol.headers import (
     changed_length,
     is_length,
 )
-from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
-from extproc.protocol.model_name_restorer import ModelNameRestorer
-from extproc.protocol.replies import (
+from extproc.protocol.messages import (
+    BodyMode,
+    BodyModes,
     BodyMutation,
     ContinueResponse,
     Headers,
+    MessageKind,
+    ProcessingRequest,
     ProcessingResponse,
     ResponseHeadersMutation,
     StreamedBodyResponse,
     chunks,
 )
+from extproc.protocol.model_name_restorer import ModelNameRestorer
 from extproc.protocol.settings import ExchangeSettings
 
 #: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room

@@ -14,7 +14,7 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import model_rewrite, pending_load, response_feedback, routing_config
+from extproc.routing import pending_load, request_preparer, response_feedback, routing_config
 from extproc.routing.journal import RequestEventListener
 from extproc.routing.model_bitsets import ModelBitsets
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
@@ -149,7 +149,7 @@ class Director:
             prompted=prepared.with_prompt,
         )
         return (
-            model_rewrite.attach_model_rewrite(
+            request_preparer.attach_model_rewrite(
                 outcome, raw, prepared.parsed, prepared.upstream_model
             )
             if prepared.upstream_model

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from extproc.parsing import usage
-from extproc.protocol.messages import MessageKind, ProcessingRequest
-from extproc.protocol.replies import ProcessingResponse, WithRequestCost
+from extproc.protocol.messages import (
+    MessageKind,
+    ProcessingRequest,
+    ProcessingResponse,
+    WithRequestCost,
+)
 
 
 def is_last_response_message(event: ProcessingRequest) -> bool:

@@ -1,4 +1,7 @@
-"""Scheduler: chooses the best endpoint for a request from the current snapshot."""
+"""Scheduler: chooses the best endpoint for a request from the current snapshot.
+
+Prefix matching: predicted cached tokens of a prompt for every endpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,60 @@ from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
 from extproc.pool import load_imputation, snapshot
 from extproc.pool.conversations import ConversationTracker
+from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
-from extproc.prefix_cache import blocks
+from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
-from extproc.routing import (
-    admission,
-    eligibility,
-    rendezvous_affinity,
-    routing_config,
-    saturation,
-    shedding,
-)
-from extproc.routing.prefix_matcher import PrefixMatcher
+from extproc.routing import admission, eligibility, rendezvous_affinity, routing_config
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 from extproc.scheduling.profile import SchedulerProfile
+
+
+class PrefixMatcher:
+    """Looks prompts up in the index for the members of a fleet.
+
+    Args:
+        fleet: Whose members.
+        index: Predicted prefix blocks per endpoint.
+    """
+
+    def __init__(self, fleet: PoolStore, index: PrefixIndex) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._slots: Mapping[str, int] = {}
+        self._slots_in_order: Sequence[int] = ()
+        self._slots_of: object = None
+
+    def match(
+        self, chain: Sequence[int], members: Sequence[EndpointSnapshot], tokens: Sequence[int]
+    ) -> Sequence[int]:
+        """Predicted cached prompt tokens per member.
+
+        Args:
+            chain: The prompt's block hashes, root first.
+            members: Endpoints to match.
+            tokens: By depth in the chain.
+        """
+        if not chain:
+            return [0] * len(members)
+        self._follow_pool()
+        depths = self._index.match(chain)
+        if members is self._fleet.pool.members:
+            return [tokens[depths[slot]] for slot in self._slots_in_order]
+        slots = self._slots
+        return [tokens[depths[slots[member.endpoint.address]]] for member in members]
+
+    def _follow_pool(self) -> None:
+        """Look index slots up again when the endpoint set changed."""
+        pool = self._fleet.pool
+        if self._slots_of is not pool.positions:
+            self._slots_of = pool.positions
+            self._slots_in_order = [
+                self._index.slot(cache_model.index_key(member.endpoint)) for member in pool.members
+            ]
+            self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))
 
 
 class Scheduler:
@@ -123,7 +164,7 @@ class Scheduler:
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
-        if request.priority < 0 and shedding.saturated(profile, candidates):
+        if request.priority < 0 and admission.saturated(profile, candidates):
             return sheddable_dropped()
         turn = SchedulingContext(
             request, now, self._rng, headers, chain, read_opening, adapter, *learned
@@ -165,7 +206,7 @@ class Scheduler:
         if self._settings.busy_s is None:
             return profile.run(turn, candidates, count=count)
         if turn.request.priority > 0:
-            self._shared_until = turn.now + saturation.REMEMBERED_S
+            self._shared_until = turn.now + admission.REMEMBERED_S
         return admission.admit(
             lambda some: profile.run(turn, some, count=count),
             candidates,

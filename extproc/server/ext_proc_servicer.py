@@ -11,8 +11,7 @@ from typing import NamedTuple
 import grpc
 
 from extproc.errors import ProtocolError
-from extproc.protocol.messages import ProcessingRequest
-from extproc.protocol.replies import ProcessingResponse
+from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.protocol.upload_progress import Uploads
 from extproc.server import grpc_workarounds
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream

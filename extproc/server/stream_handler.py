@@ -14,8 +14,7 @@ from extproc.parsing import usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.messages import MessageKind, ProcessingRequest
-from extproc.protocol.replies import ProcessingResponse
+from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import HttpRequest

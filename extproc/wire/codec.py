@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from extproc.protocol.headers import COST, DESTINATION, SCORES
-from extproc.protocol.messages import MessageKind
-from extproc.protocol.replies import (
+from extproc.protocol.messages import (
     BodyMutation,
     ContinueResponse,
     Headers,
     ImmediateResponse,
+    MessageKind,
     ProcessingResponse,
     ResponseHeadersMutation,
     RouteResponse,

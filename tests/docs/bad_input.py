@@ -19,7 +19,7 @@ from extproc.endpoint import Load, ServedModels
 from extproc.errors import ConfigError, ProtocolError
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.replies import ImmediateResponse, ProcessingResponse
+from extproc.protocol.messages import ImmediateResponse, ProcessingResponse
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scrape import metrics_page
 from extproc.server.stream_handler import STALLED

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.flow_control.drain_rate import DrainRateEstimator
-from extproc.flow_control.queue import Blocked, DepartureCause, EnqueueResult, Queue
+from extproc.flow_control.queue import (
+    Blocked,
+    DepartureCause,
+    DrainRateEstimator,
+    EnqueueResult,
+    Queue,
+)
 from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 
 

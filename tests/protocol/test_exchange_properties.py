@@ -16,13 +16,11 @@ from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
+    ContinueResponse,
+    ImmediateResponse,
     LbMetadata,
     MessageKind,
     ProcessingRequest,
-)
-from extproc.protocol.replies import (
-    ContinueResponse,
-    ImmediateResponse,
     ProcessingResponse,
     ResponseHeadersMutation,
     RouteResponse,

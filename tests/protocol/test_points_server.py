@@ -6,8 +6,7 @@ import grpc
 import pytest
 
 from extproc.decision import Outcome
-from extproc.protocol.messages import MessageKind
-from extproc.protocol.replies import RouteResponse
+from extproc.protocol.messages import MessageKind, RouteResponse
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
 from tests.support import ext_proc_script, peer, serving

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.protocol.messages import MessageKind, ProcessingRequest
-from extproc.protocol.replies import ContinueResponse, WithRequestCost
+from extproc.protocol.messages import (
+    ContinueResponse,
+    MessageKind,
+    ProcessingRequest,
+    WithRequestCost,
+)
 from extproc.routing import request_cost
 
 REPLIES = (

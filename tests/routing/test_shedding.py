@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.endpoint import Candidate, Endpoint, Load
-from extproc.routing import shedding
+from extproc.routing import admission
 from extproc.scheduling.filters.utilization_detector import UtilizationDetector
 from extproc.scheduling.pickers.random import Random
 from extproc.scheduling.profile import SchedulerProfile
@@ -37,4 +37,4 @@ def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds,
         UtilizationDetector(queue_depth_threshold=threshold) for threshold in thresholds
     )
     profile = SchedulerProfile("p", detectors, (), Random())
-    assert shedding.saturated(profile, candidates(*waiting)) is is_full
+    assert admission.saturated(profile, candidates(*waiting)) is is_full

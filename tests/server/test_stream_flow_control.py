@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.config.flow_control import FlowControlSection
 from extproc.endpoint import Endpoint, Load
 from extproc.flow_control.rate_limit import RateLimit
-from extproc.protocol import replies
+from extproc.protocol import messages
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
 from extproc.protocol.settings import ExchangeSettings
@@ -88,7 +88,7 @@ class StreamFixture:
 
 def refusals(answers):
     """Status codes of immediate responses."""
-    return [answer.status for answer in answers if isinstance(answer, replies.ImmediateResponse)]
+    return [answer.status for answer in answers if isinstance(answer, messages.ImmediateResponse)]
 
 
 async def turned(stream):

@@ -14,11 +14,12 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
+    ContinueResponse,
+    ImmediateResponse,
     LbMetadata,
     MessageKind,
     ProcessingRequest,
 )
-from extproc.protocol.replies import ContinueResponse, ImmediateResponse
 from extproc.protocol.settings import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import listeners, stream_handler

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
+    ContinueResponse,
+    ImmediateResponse,
     LbMetadata,
     MessageKind,
     ProcessingRequest,
-)
-from extproc.protocol.replies import (
-    ContinueResponse,
-    ImmediateResponse,
     ProcessingResponse,
     ResponseHeadersMutation,
     RouteResponse,
