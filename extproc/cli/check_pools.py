@@ -10,7 +10,7 @@ from extproc.config import (
     autoscaling,
     discovered_matches,
     discovered_scaling,
-    election,
+    kubernetes_plan,
     loader,
     policy_schema,
     pool_schema,
@@ -54,7 +54,7 @@ def lines(settings: Settings) -> Iterator[str]:
         yield from discovered_matches.describe_rules(cluster.claims)
         for rule in settings.autoscaling.discovered_pools:
             yield from discovered_scaling.describe_rule(rule)
-    elected = election.plan(settings, where="cluster", environment=os.environ)
+    elected = kubernetes_plan.plan_election(settings, where="cluster", environment=os.environ)
     if elected is not None and cluster.leader_election:
         lease = elected.lease
         yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"

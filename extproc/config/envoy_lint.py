@@ -3,22 +3,145 @@
 Input is the static part of an Envoy file, or a config dump: every HTTP connection manager with an
 ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
 (docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
+
+Queries over an Envoy configuration as nested mappings and lists.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from extproc.config import envoy_tree
-from extproc.config.envoy_tree import YamlTree
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.flow_control.request_headers import FlowHeaders
 from extproc.protocol import headers
 from extproc.routing.policy_resolver import OBJECTIVE_HEADERS
+
+#: Any part of it.
+YamlTree = Mapping[str, Any]
+
+#: Requests a cluster lets be open at once where its file says nothing (Envoy's default).
+REQUESTS = 1024
+
+_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?s")
+
+#: Keys only clusters have.
+_CLUSTERS = frozenset(
+    {
+        "load_assignment",
+        "lb_policy",
+        "original_dst_lb_config",
+        "eds_cluster_config",
+        "load_balancing_policy",
+    }
+)
+
+
+def open_requests(cluster: YamlTree) -> int:
+    """Requests that a cluster's circuit breakers allow at once (count)."""
+    thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
+    usual = [
+        threshold for threshold in thresholds if threshold.get("priority", "DEFAULT") == "DEFAULT"
+    ]
+    if not usual:
+        return REQUESTS
+    first = usual[0]
+    return min(
+        int(first.get("max_requests", REQUESTS)), int(first.get("max_pending_requests", REQUESTS))
+    )
+
+
+def routes(manager: YamlTree) -> Iterator[YamlTree]:
+    """Yield the route actions of a connection manager."""
+    for message in walk(manager):
+        route = message.get("route")
+        if isinstance(route, Mapping) and "match" in message:
+            yield route
+
+
+def route_clusters(manager: YamlTree) -> Iterator[str]:
+    """Yield the names of the clusters that routes of a connection manager name."""
+    for route in routes(manager):
+        if isinstance(route.get("cluster"), str):
+            yield route["cluster"]
+        for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []:
+            yield weighted.get("name", "")
+
+
+def mode(processor: YamlTree, name: str) -> str:
+    """Return a processing mode of an ext_proc filter; Envoy's default if it is not written."""
+    usual = "SKIP" if "trailer" in name else "SEND" if "header" in name else "NONE"
+    return str((processor.get("processing_mode") or {}).get(name, usual))
+
+
+def removed_headers(manager: YamlTree) -> frozenset[str]:
+    """Lowercase request headers that a connection manager removes before its ext_proc filter."""
+    early = manager.get("early_header_mutation_extensions") or []
+    ahead = itertools.takewhile(
+        lambda extension: (
+            not is_a(extension.get("typed_config") or {}, "ext_proc.v3.ExternalProcessor")
+        ),
+        manager.get("http_filters") or [],
+    )
+    removed: set[str] = set()
+    for extension in (*early, *ahead):
+        config = extension.get("typed_config") or {}
+        if not is_a(config, "header_mutation.v3.HeaderMutation"):
+            continue
+        # The early extension has its list in `mutations`, the filter one level below.
+        mutations = config.get("mutations") or []
+        if isinstance(mutations, Mapping):
+            mutations = mutations.get("request_mutations") or []
+        removed |= {str(change["remove"]).lower() for change in mutations if "remove" in change}
+    return frozenset(removed)
+
+
+def is_a(message: YamlTree, kind: str) -> bool:
+    """Return True if the `@type` of a mapping ends with `kind`."""
+    return str(message.get("@type", "")).endswith(kind)
+
+
+def cluster_name(message: YamlTree) -> str:
+    """Return the name of a cluster; empty if the mapping is no cluster."""
+    return str(message["name"]) if "name" in message and _CLUSTERS & set(message) else ""
+
+
+def has_cluster_discovery(tree: object) -> bool:
+    """Return True if clusters may come over xDS."""
+    return any("cds_config" in part or "dynamic_active_clusters" in part for part in walk(tree))
+
+
+def walk(tree: object) -> Iterator[YamlTree]:
+    """Yield every mapping in a tree, parents before children."""
+    if isinstance(tree, Mapping):
+        yield tree
+        for value in tree.values():
+            yield from walk(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from walk(value)
+
+
+def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
+    """Read a duration as Envoy's JSON writes it, in seconds; 0 is off, `usual` the default.
+
+    Raises:
+        ConfigError: The value is no duration.
+    """
+    text = tree.get(name)
+    if text is None:
+        return usual
+    if not isinstance(text, str) or not _SECONDS.fullmatch(text):
+        raise ConfigError(
+            where, wanted=f"{name} in seconds, such as 60s", got=str(text), fix="correct it"
+        )
+    return float(text[:-1])
+
 
 _MANAGER = "http_connection_manager.v3.HttpConnectionManager"
 _PROCESSOR = "ext_proc.v3.ExternalProcessor"
@@ -82,17 +205,11 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     Raises:
         ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.
     """
-    clusters = {
-        name: message
-        for message in envoy_tree.walk(tree)
-        if (name := envoy_tree.cluster_name(message))
-    }
-    managers = [message for message in envoy_tree.walk(tree) if envoy_tree.is_a(message, _MANAGER)]
+    clusters = {name: message for message in walk(tree) if (name := cluster_name(message))}
+    managers = [message for message in walk(tree) if is_a(message, _MANAGER)]
     has_processor = False
     for at, manager in enumerate(managers):
-        processors = [
-            message for message in envoy_tree.walk(manager) if envoy_tree.is_a(message, _PROCESSOR)
-        ]
+        processors = [message for message in walk(manager) if is_a(message, _PROCESSOR)]
         for processor in processors:
             has_processor = True
             place = f"connection manager {manager.get('stat_prefix', at)}"
@@ -108,14 +225,10 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
             got=f"{len(managers)} without" if managers else "no connection manager",
             fix="name the file of an Envoy that asks this picker",
         )
-    limits = [
-        message
-        for message in envoy_tree.walk(tree)
-        if "per_connection_buffer_limit_bytes" in message
-    ]
+    limits = [message for message in walk(tree) if "per_connection_buffer_limit_bytes" in message]
     yield from _buffers(limits, managers, settings)
-    named = {name for manager in managers for name in envoy_tree.route_clusters(manager)}
-    if not envoy_tree.has_cluster_discovery(tree):
+    named = {name for manager in managers for name in route_clusters(manager)}
+    if not has_cluster_discovery(tree):
         yield from _missing_clusters(sorted({*named, *_picker_clusters(managers)} - set(clusters)))
     for name in sorted(named & set(clusters)):
         yield from _engines(name, clusters[name], where=where)
@@ -124,8 +237,8 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 def _picker_clusters(managers: list[YamlTree]) -> Iterator[str]:
     """Names of the clusters to which the ext_proc filters connect."""
     for manager in managers:
-        for processor in envoy_tree.walk(manager):
-            if envoy_tree.is_a(processor, _PROCESSOR):
+        for processor in walk(manager):
+            if is_a(processor, _PROCESSOR):
                 service = processor.get("grpc_service") or {}
                 name = (service.get("envoy_grpc") or {}).get("cluster_name")
                 if name:
@@ -155,7 +268,7 @@ def _manager(
     manager: YamlTree, processor: YamlTree, settings: Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
-    idle_s = envoy_tree.seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
+    idle_s = seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
     if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
         yield Finding(
             "cut" if idle_s <= hold_s else "warning",
@@ -166,15 +279,15 @@ def _manager(
     else:
         yield Finding("fine", place, f"stream_idle_timeout is {_format_seconds(idle_s)}")
     common = manager.get("common_http_protocol_options") or {}
-    duration_s = envoy_tree.seconds(common, "max_stream_duration", 0.0, where=where)
+    duration_s = seconds(common, "max_stream_duration", 0.0, where=where)
     if duration_s:
         yield Finding(
             "warning",
             place,
             f"max_stream_duration is {duration_s:g} s: every answer that takes longer is cut",
         )
-    body = envoy_tree.mode(processor, "request_body_mode")
-    message_s = envoy_tree.seconds(processor, "message_timeout", _MESSAGE_S, where=where)
+    body = mode(processor, "request_body_mode")
+    message_s = seconds(processor, "message_timeout", _MESSAGE_S, where=where)
     if body in _TIMED and message_s <= hold_s:
         yield Finding(
             "cut",
@@ -195,7 +308,7 @@ def _manager(
 
 def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
     """Check the time limits of uploads; the time in our queue does not count towards them."""
-    head_s = envoy_tree.seconds(manager, "request_headers_timeout", 0.0, where=where)
+    head_s = seconds(manager, "request_headers_timeout", 0.0, where=where)
     if not head_s:
         yield Finding(
             "warning",
@@ -203,7 +316,7 @@ def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
             "request_headers_timeout is off: a client that never ends its headers keeps its "
             "connection; write 10s",
         )
-    upload_s = envoy_tree.seconds(manager, "request_timeout", 0.0, where=where)
+    upload_s = seconds(manager, "request_timeout", 0.0, where=where)
     if not upload_s:
         yield Finding(
             "warning",
@@ -221,7 +334,7 @@ def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
 
 def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check that headers of clients cannot choose the endpoint or the priority."""
-    removed = envoy_tree.removed_headers(manager)
+    removed = removed_headers(manager)
     steering = sorted(_STEERING - removed)
     if steering:
         yield Finding(
@@ -241,9 +354,9 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
 
 def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
-    for number, route in enumerate(envoy_tree.routes(manager)):
+    for number, route in enumerate(routes(manager)):
         spot = f"{place}, route {number}"
-        answer_s = envoy_tree.seconds(route, "timeout", _ROUTE_S, where=where)
+        answer_s = seconds(route, "timeout", _ROUTE_S, where=where)
         if answer_s:
             yield Finding(
                 "cut",
@@ -254,7 +367,7 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
         else:
             yield Finding("fine", spot, "timeout is off")
         if "idle_timeout" in route:
-            idle_s = envoy_tree.seconds(route, "idle_timeout", 0.0, where=where)
+            idle_s = seconds(route, "idle_timeout", 0.0, where=where)
             if idle_s and idle_s <= hold_s:
                 yield Finding(
                     "cut",
@@ -263,7 +376,7 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
                     f"that wait up to {hold_s:g} s",
                 )
         longest = route.get("max_stream_duration") or {}
-        duration_s = envoy_tree.seconds(longest, "max_stream_duration", 0.0, where=where)
+        duration_s = seconds(longest, "max_stream_duration", 0.0, where=where)
         if duration_s:
             yield Finding(
                 "warning", spot, f"max_stream_duration is {duration_s:g} s: longer answers are cut"
@@ -275,7 +388,7 @@ def _processor(
 ) -> Iterator[Finding]:
     place, where = spot["place"], spot["where"]
     service = processor.get("grpc_service") or {}
-    timeout_s = envoy_tree.seconds(service, "timeout", 0.0, where=where)
+    timeout_s = seconds(service, "timeout", 0.0, where=where)
     if timeout_s:
         yield Finding(
             "cut",
@@ -283,14 +396,14 @@ def _processor(
             f"grpc_service.timeout is {timeout_s:g} s: the stream to the picker ends then, and with "
             "it the account of the request; remove it",
         )
-    if envoy_tree.mode(processor, "request_body_mode") == "NONE":
+    if mode(processor, "request_body_mode") == "NONE":
         yield Finding(
             "warning",
             place,
             "request_body_mode is NONE: the picker sees neither model nor prompt; write BUFFERED "
             "or FULL_DUPLEX_STREAMED",
         )
-    if envoy_tree.mode(processor, "response_header_mode") == "SKIP":
+    if mode(processor, "response_header_mode") == "SKIP":
         yield Finding(
             "warning",
             place,
@@ -316,20 +429,17 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     """Check that body and trailer modes fit each other."""
     duplex = "FULL_DUPLEX_STREAMED"
     for way in ("request", "response"):
-        trailers = envoy_tree.mode(processor, f"{way}_trailer_mode")
-        if envoy_tree.mode(processor, f"{way}_body_mode") == duplex and trailers != "SEND":
+        trailers = mode(processor, f"{way}_trailer_mode")
+        if mode(processor, f"{way}_body_mode") == duplex and trailers != "SEND":
             yield Finding("cut", place, f"{way}_body_mode {duplex} needs {way}_trailer_mode SEND")
-    if envoy_tree.mode(processor, "response_trailer_mode") != "SEND":
+    if mode(processor, "response_trailer_mode") != "SEND":
         yield Finding(
             "warning",
             place,
             "response_trailer_mode is not SEND: the picker cannot tell when an answer ends, so its "
             "account of open requests is too low",
         )
-    if (
-        processor.get("failure_mode_allow")
-        and envoy_tree.mode(processor, "request_body_mode") == duplex
-    ):
+    if processor.get("failure_mode_allow") and mode(processor, "request_body_mode") == duplex:
         yield Finding(
             "warning",
             place,
@@ -341,34 +451,34 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
 def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
     """Check circuit breakers: every open request has a stream to the picker, queued ones too."""
     held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
-    required = max(held, envoy_tree.REQUESTS + 1)
-    open_requests = envoy_tree.open_requests(cluster)
-    if open_requests < required:
+    required = max(held, REQUESTS + 1)
+    num_allowed = open_requests(cluster)
+    if num_allowed < required:
         yield Finding(
-            "cut" if open_requests <= held else "warning",
+            "cut" if num_allowed <= held else "warning",
             place,
-            f"circuit_breakers let {open_requests} requests be open at once, one for every request under "
+            f"circuit_breakers let {num_allowed} requests be open at once, one for every request under "
             f"way; {held} may wait alone: write max_requests and max_pending_requests 40000",
         )
 
 
 def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
     place = f"cluster {name}"
-    if envoy_tree.open_requests(cluster) <= envoy_tree.REQUESTS:
+    if open_requests(cluster) <= REQUESTS:
         yield Finding(
             "warning",
             place,
-            f"circuit_breakers let {envoy_tree.open_requests(cluster)} requests be open at once",
+            f"circuit_breakers let {open_requests(cluster)} requests be open at once",
         )
     options: YamlTree = next(
         (
             message["common_http_protocol_options"]
-            for message in (*envoy_tree.walk(cluster),)
+            for message in (*walk(cluster),)
             if isinstance(message.get("common_http_protocol_options"), Mapping)
         ),
         {},
     )
-    idle_s = envoy_tree.seconds(options, "idle_timeout", 3600.0, where=where)
+    idle_s = seconds(options, "idle_timeout", 3600.0, where=where)
     if idle_s >= _ENGINE_KEEPS_S or not idle_s:
         yield Finding(
             "warning",
@@ -382,10 +492,10 @@ def _buffers(
     limits: list[YamlTree], managers: list[YamlTree], settings: Settings
 ) -> Iterator[Finding]:
     modes = {
-        envoy_tree.mode(processor, "request_body_mode")
+        mode(processor, "request_body_mode")
         for manager in managers
-        for processor in envoy_tree.walk(manager)
-        if envoy_tree.is_a(processor, _PROCESSOR)
+        for processor in walk(manager)
+        if is_a(processor, _PROCESSOR)
     }
     if not modes & _BUFFERED:
         return

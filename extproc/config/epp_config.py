@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from extproc.config import (
-    decision_trees,
+    filter_tree_syntax,
     scheduling_schema,
     settings,
     upstream_flow_control,
@@ -285,7 +285,7 @@ def _translate_plugin(
         entry = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
         return entry, written.type == DECISION_TREE
 
-    params = decision_trees.from_decision_tree(plugin.params, find, where=where, path=path)
+    params = filter_tree_syntax.from_decision_tree(plugin.params, find, where=where, path=path)
     return msgspec.structs.replace(plugin, params=params)
 
 

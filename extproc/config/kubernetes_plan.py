@@ -1,4 +1,10 @@
-"""Resolves the Kubernetes objects to watch from settings."""
+"""Resolves the Kubernetes objects to watch from settings.
+
+Resolves leader election from settings: the Lease, and access to the API server.
+
+An election takes place if `cluster.leader_election` ties readiness to it, or if a pool is scaled in
+Kubernetes, which only a single replica may do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import pool_schema
+from extproc.config import pool_schema, pools
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import (
     AllPools,
@@ -17,6 +23,8 @@ from extproc.discovery.kubernetes.settings import (
     PodSelector,
     ServiceRef,
 )
+from extproc.election import lease
+from extproc.election.settings import ElectionSettings
 from extproc.errors import ConfigError
 
 #: File with the namespace of a pod.
@@ -39,7 +47,7 @@ class KubernetesPlan(msgspec.Struct, frozen=True):
     pools: Mapping[str, str]
 
 
-def plan(
+def plan_kubernetes(
     settings: Settings, *, where: str, environment: Mapping[str, str]
 ) -> KubernetesPlan | None:
     """Resolve the objects to watch; None if the settings name none.
@@ -111,3 +119,91 @@ def _source(
     if wanted.service:
         return ServiceRef(place, wanted.service, wanted.port)
     return PodSelector(place, dict(wanted.selector), wanted.ports, name)
+
+
+#: Says that this is a pod (Kubernetes sets it in every container).
+_INSIDE = "KUBERNETES_SERVICE_HOST"
+
+#: client-go's: a leader must be able to try again before its time is up.
+_SLACK = 1.2
+
+
+class ElectionPlan(msgspec.Struct, frozen=True):
+    """Resolved settings of an election.
+
+    Attributes:
+        lease: The Lease, its name and namespace filled in, and the times of candidates.
+        reaching: Access to the API server; it has no sources.
+    """
+
+    lease: ElectionSettings
+    reaching: KubernetesSettings
+
+
+def plan_election(
+    settings: Settings, *, where: str, environment: Mapping[str, str]
+) -> ElectionPlan | None:
+    """Resolve the election; None if the settings need none.
+
+    Args:
+        settings: All sections.
+        where: The file or flags they came from, for errors.
+        environment: Environment variables of the process.
+
+    Raises:
+        ConfigError: No API server is configured, the Lease's name is invalid, or the times
+            contradict each other.
+    """
+    wanted = settings.cluster
+    if not (wanted.leader_election or pools.scales_kubernetes_objects(settings)):
+        return None
+    followed = plan_kubernetes(settings, where=where, environment=environment)
+    if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
+        asker = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
+        raise ConfigError(
+            where,
+            wanted=f"a Kubernetes cluster that keeps the Lease of {asker}",
+            got="no pool from Kubernetes, no kubeconfig and no pod around",
+            fix=f"set cluster.kubeconfig, or leave {asker} off: every replica can pick",
+        )
+    _check_times(wanted.lease, where)
+    here = namespace(environment)
+    name = wanted.lease.name or _name(settings, followed, here)
+    if not lease.is_valid_name(name):
+        raise ConfigError(
+            f"{where}, cluster.lease.name",
+            wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",
+            got=repr(name),
+            fix="name the Lease yourself",
+        )
+    return ElectionPlan(
+        msgspec.structs.replace(wanted.lease, name=name, namespace=wanted.lease.namespace or here),
+        KubernetesSettings(sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context),
+    )
+
+
+def _name(settings: Settings, followed: KubernetesPlan | None, here: str) -> str:
+    """Return the upstream picker's name of the Lease, or a common name for several pools.
+
+    Source: docs/spec/protocol.md#flags-and-defaults.
+    """
+    sources = followed.watching.sources if followed is not None else ()
+    if len(settings.pools) > 1 or len(sources) > 1:
+        return f"epp-{here}-pools.llm-d.ai"
+    for source in sources:
+        if isinstance(source, AllPools):
+            return f"epp-{here}-pools.llm-d.ai"
+        return f"epp-{source.namespace}-{source.name}.llm-d.ai"
+    named = settings.pools[0].name if settings.pools else settings.pool.name
+    return f"epp-{here}-{named or 'pool'}.llm-d.ai"
+
+
+def _check_times(wanted: ElectionSettings, where: str) -> None:
+    if wanted.retry_s * _SLACK < wanted.renew_s < wanted.duration_s:
+        return
+    raise ConfigError(
+        f"{where}, cluster.lease",
+        wanted=f"retry_s times {_SLACK:g} below renew_s, and renew_s below duration_s",
+        got=f"{wanted.retry_s:g}, {wanted.renew_s:g} and {wanted.duration_s}",
+        fix="leave a leader time to try again, and others time after it gave up",
+    )

@@ -158,7 +158,9 @@ class EndpointPickerProcess:
         )
         guards = plugin_guard.GuardFactory(time.perf_counter, self.tallies.plugins)
         shared = RuntimeContext(self.tallies, guards, self._http, scraper.EndpointCounts(), clock)
-        plan = kubernetes_plan.plan(settings, where="the configuration", environment=os.environ)
+        plan = kubernetes_plan.plan_kubernetes(
+            settings, where="the configuration", environment=os.environ
+        )
         self.sites = PoolRegistry(
             settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
         )

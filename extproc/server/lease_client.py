@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from extproc.config import election
+from extproc.config import kubernetes_plan
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import api_errors
 from extproc.election import leader_elector, lease
@@ -40,7 +40,7 @@ class LeaseClient:
         plan: The Lease, and access to the API server.
     """
 
-    def __init__(self, plan: election.ElectionPlan) -> None:
+    def __init__(self, plan: kubernetes_plan.ElectionPlan) -> None:
         self._plan = plan
         self._lease = plan.lease
         # Two calls, a read and a write, fit in the time that a leader has.
@@ -149,7 +149,9 @@ def build_elector(
     Raises:
         ConfigError: There is no Kubernetes to ask, or the section `cluster` contradicts itself.
     """
-    plan = election.plan(settings, where="the configuration", environment=os.environ)
+    plan = kubernetes_plan.plan_election(
+        settings, where="the configuration", environment=os.environ
+    )
     if plan is None:
         return None
     identity = _identity()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config import election
+from extproc.config import kubernetes_plan
 from extproc.config.pool_schema import ClusterSection, KubernetesSection, PoolSection, PoolSource
 from extproc.config.settings import Settings
 from extproc.election.settings import ElectionSettings as Lease
@@ -18,7 +18,7 @@ def planned(*pools, environment=INSIDE, pool=None, **cluster):
         pools=pools,
         cluster=ClusterSection(leader_election=True, **cluster),
     )
-    return election.plan(settings, where="file", environment=environment)
+    return kubernetes_plan.plan_election(settings, where="file", environment=environment)
 
 
 def vllm(**more):
@@ -28,7 +28,7 @@ def vllm(**more):
 def test_no_election_unless_asked_for():
     """By default every replica serves."""
     settings = Settings(pool=vllm())
-    assert election.plan(settings, where="file", environment=INSIDE) is None
+    assert kubernetes_plan.plan_election(settings, where="file", environment=INSIDE) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 def plan(text, **environment):
     settings = loader.settings(loader.parse(HEAD + text, where="f.yaml"))
-    return kubernetes_plan.plan(settings, where="f.yaml", environment=environment)
+    return kubernetes_plan.plan_kubernetes(settings, where="f.yaml", environment=environment)
 
 
 def test_nothing_of_kubernetes_is_nothing_to_follow():

@@ -10,7 +10,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from extproc.config import election
+from extproc.config import kubernetes_plan
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import leader_elector, lease_state
@@ -90,7 +90,7 @@ def refused(status, message):
 async def opened(kubeconfig, **times):
     wanted = ElectionSettings(name=NAME, namespace=PLACE, **times)
     reaching = watching.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
-    client = lease_client.LeaseClient(election.ElectionPlan(wanted, reaching))
+    client = lease_client.LeaseClient(kubernetes_plan.ElectionPlan(wanted, reaching))
     await client.open()
     try:
         yield client
