@@ -195,10 +195,10 @@ def from_decision_tree(
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.
     """
-    return {"root": _decision_trees_node(params, find, where=where, path=path, left=DEEPEST)}
+    return {"root": _decision_node(params, find, where=where, path=path, left=DEEPEST)}
 
 
-def _decision_trees_node(
+def _decision_node(
     params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path, left: int
 ) -> dict[str, object]:
     if not left:
@@ -241,10 +241,8 @@ def _entry(
         )
     if entry.decision_tree is not None:
         spot = (*path, "decisionTree")
-        return _decision_trees_node(
-            entry.decision_tree, find, where=where, path=spot, left=left - 1
-        )
+        return _decision_node(entry.decision_tree, find, where=where, path=spot, left=left - 1)
     plugin, is_tree = find(entry.plugin_ref or "", (*path, "pluginRef"))
     if is_tree:
-        return _decision_trees_node(plugin.params, find, where=where, path=path, left=left - 1)
+        return _decision_node(plugin.params, find, where=where, path=path, left=left - 1)
     return {"kind": plugin.kind, "params": plugin.params}

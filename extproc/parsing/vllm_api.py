@@ -84,13 +84,13 @@ class NativeGenerateBody(envelope.Envelope, gc=False):
     inputs: Any = None
 
 
-_GENERATE_DECODER = msgspec.json.Decoder(GenerateBody)
+_TOKENS_DECODER = msgspec.json.Decoder(GenerateBody)
 _NATIVE_DECODER = msgspec.json.Decoder(NativeGenerateBody)
 
 
 def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a tokens-in request; 400 without token ids. The model is optional there."""
-    body = envelope.decode_loose(_GENERATE_DECODER, raw, wanted=_NO_TOKENS)
+    body = envelope.decode_loose(_TOKENS_DECODER, raw, wanted=_NO_TOKENS)
     if isinstance(body, Rejection):
         return body
     ids = body.token_ids
