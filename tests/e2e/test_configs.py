@@ -12,7 +12,7 @@ import yaml
 from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
 from extproc.xds.cluster_options import ClusterOptions
-from extproc.xds.encoder import ResourceEncoder, clusters
+from extproc.xds.encoder import ResourceEncoder, cluster_v3
 from tests.e2e import installation
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))
@@ -56,7 +56,9 @@ def engines(config):
     """The engines' cluster: of the file, or what extproc serves for it, read with Envoy's types."""
     if "dynamic_resources" not in config:
         return installation.cluster(config, "engines")
-    served = clusters.Cluster.parse(ResourceEncoder(ClusterOptions()).cluster("engines", h2c=False))
+    served = cluster_v3.Cluster.parse(
+        ResourceEncoder(ClusterOptions()).cluster("engines", h2c=False)
+    )
     return served.to_dict(casing=betterproto2.Casing.SNAKE)
 
 
