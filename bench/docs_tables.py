@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench import agreement, capacity, replicas, rig, run, scaling
+from bench import agreement, capacity, replicas, rig, robustness, run, scaling
 from bench.real_vllm import report
 
 
@@ -88,6 +88,54 @@ def scaling_block() -> str:
     return scaling.block(run.read("scaling"))
 
 
+def sizing_block() -> str:
+    """What a replica needs, from the results of several benches."""
+    overhead, route = run.read("overhead"), run.read("route")
+    scrape, cluster, holding = run.read("scrape"), run.read("cluster"), run.read("holding")
+    waiting = holding["default_holding_mib"] - holding["default_before_mib"]
+    rows = [
+        (
+            "CPU of a request, FULL_DUPLEX_STREAMED",
+            f"{overhead['fds']['extproc_cpu_us']} µs",
+            overhead,
+        ),
+        (
+            "CPU of a request, buffered profile",
+            f"{overhead['buffered']['extproc_cpu_us']} µs",
+            overhead,
+        ),
+        (
+            (
+                f"a decision among {route['endpoints']} endpoints, prompt of {route['prompt_bytes']:,} bytes, "
+                "`balanced`, median and p99"
+            ),
+            f"{route['route_us_p50']:.0f} and {route['route_us_p99']:.0f} µs",
+            route,
+        ),
+        (
+            f"scraping {scrape['endpoints']} endpoints every second",
+            f"{scrape['cpu_share_percent']:.0f} % of a core",
+            scrape,
+        ),
+        (
+            f"{cluster['updates_replayed']['updates_per_s']:,} changes of pods per second",
+            f"{cluster['updates_replayed']['cpu_share_percent']:.0f} % of a core",
+            cluster,
+        ),
+        (f"{holding['requests']:,} waiting requests", f"{waiting:.0f} MiB of memory", holding),
+    ]
+    return "\n".join(
+        [
+            "| quantity | measured | command | date |",
+            "|---|---|---|---|",
+            *(
+                f"| {name} | {figure} | `{result['command']}` | {result['date']} |"
+                for name, figure, result in rows
+            ),
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Block:
     """One generated block: the page it belongs to, relative to `docs/`, and its text."""
@@ -105,6 +153,12 @@ BLOCKS: Mapping[str, Block] = {
     "peer_sync": Block("benchmarks/replicas.md", sharing_block),
     "capacity": Block("benchmarks/capacity.md", capacity_block),
     "scaling": Block("benchmarks/autoscaling.md", scaling_block),
+    "sizing": Block("operations/sizing.md", sizing_block),
+    "chaos": Block("benchmarks/robustness.md", lambda: robustness.chaos_table(run.read("chaos"))),
+    "hostile": Block(
+        "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
+    ),
+    "soak": Block("benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))),
 }
 
 

@@ -23,7 +23,7 @@ import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from statistics import linear_regression
@@ -354,6 +354,18 @@ def judged(points: list[tuple[int, float]]) -> dict[str, Any]:
     }
 
 
+def write(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Record the parts that ran, with command and commit; other parts keep theirs."""
+    command = " ".join(["python -m bench.soak", *sys.argv[1:]])
+    path = rig.RESULTS / "soak.json"
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    former = {part: recorded[part] for part in PARTS if part in recorded}
+    new = json.loads(rig.write("soak", command, {}).read_text())
+    origin = {key: new[key] for key in ("command", "commit", "date")}
+    parts = former | {part: {**run, **origin} for part, run in figures.items()}
+    rig.write("soak", command, {part: parts[part] for part in PARTS if part in parts})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1_000_000)
@@ -376,7 +388,7 @@ def main() -> None:
             figures["hostile"] = asyncio.run(hostile(args.requests // 10))
     print(json.dumps(figures, indent=2))
     if args.write:
-        rig.write("soak", " ".join(["python -m bench.soak", *sys.argv[1:]]), figures)
+        write(figures)
     if figures.get("core", {}).get("mib_per_100k", 0.0) > FLAT:
         sys.exit(f"memory grows by more than {FLAT} MiB for each 100,000 requests")
 

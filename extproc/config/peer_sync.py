@@ -15,6 +15,8 @@ class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     Attributes:
         url: The server, as `redis://:password@host:6379/0`, `rediss://` or `unix://`. Empty: pickers
             do not talk, and need no store.
+        password_file: File with the server's password, such as a key of a mounted Secret. It is read
+            at every connection, so a new password needs no restart. Empty: the password of `url`.
         stream: Key of the stream; pickers that share endpoints share it. Who can write to it can
             make endpoints look busy, so give the server a password.
         flush_s: Seconds between two writes at least: after a pause a fact is written at once, and
@@ -26,6 +28,7 @@ class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """
 
     url: str = ""
+    password_file: str = ""
     stream: constraints.Name = "extproc"
     flush_s: constraints.Seconds = 0.002
     beat_s: constraints.PositiveSeconds = 1.0

@@ -182,7 +182,16 @@ TABLE: Final = (
     ReloadRow("decisions", live=("decisions", "header", "scores")),
     ReloadRow("xds", restart=("enabled", "port", "health_check", "outliers")),
     ReloadRow(
-        "peer_sync", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")
+        "peer_sync",
+        restart=(
+            "url",
+            "password_file",
+            "stream",
+            "flush_s",
+            "beat_s",
+            "silent_s",
+            "max_entries",
+        ),
     ),
     ReloadRow("log", live=("level",)),
 )

@@ -24,7 +24,7 @@ _INTERNAL = "/internal/"
 
 
 def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
-    """Read the token of a file, without surrounding blanks; empty for no file.
+    """Read the token or password of a file, without surrounding blanks; empty for no file.
 
     Args:
         path: Of the file; empty for none.
@@ -44,7 +44,7 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     if not token or not token.isprintable():
         raise ConfigError(
             where,
-            wanted="a file with a token of printable ASCII",
+            wanted="a file with a token or password of printable ASCII",
             got=got,
             fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",
         )

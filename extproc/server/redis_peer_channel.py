@@ -10,6 +10,7 @@ import math
 import random
 import secrets
 import socket
+import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from extproc.config.peer_sync import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.routing.director import Director
+from extproc.server import admin_access
 from extproc.server.pool_registry import PoolRegistry
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+    from redis.credentials import CredentialProvider
 
 _log = logging.getLogger("extproc.server")
 
@@ -41,6 +44,8 @@ _PATIENCE_S = 2.0
 _BACK_OFF_S, _MOST_BACK_OFF_S = 0.1, 5.0
 
 _FIELD = b"m"
+
+_CREDENTIALS_FIELD = "peer_sync.password_file"
 
 
 class RedisPeerChannel:
@@ -202,13 +207,14 @@ def build_peer_channel(
 
 
 def require(settings: PeerSyncSection) -> None:
-    """Refuse settings that ask for sharing without its extra, or with an address that is no URL.
+    """Refuse settings that cannot work: no client package, an invalid URL, no readable password.
 
     Raises:
-        ConfigError: The client is not installed, or the URL is none.
+        ConfigError: What is missing or wrong.
     """
     if settings.url:
         _client(settings)  # which connects when it is used
+        admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
 
 
 def _wanted() -> bool:
@@ -230,9 +236,11 @@ def _client(settings: PeerSyncSection) -> Redis:
             fix=f"{distribution.install_command('sharing')}, or leave peer_sync.url empty",
         ) from None
     try:
+        url, provider = _credentials(settings)
         return client.Redis.from_url(
-            settings.url,
+            url,
             protocol=2,
+            credential_provider=provider,
             retry=Retry(NoBackoff(), 0),  # ours has no end
             socket_connect_timeout=_PATIENCE_S,
             socket_timeout=_BLOCK_MS / 1000.0 + _PATIENCE_S,
@@ -244,6 +252,42 @@ def _client(settings: PeerSyncSection) -> Redis:
             got="another URL",  # it may carry a password
             fix="write it as redis://:password@host:6379/0",
         ) from None
+
+
+def _credentials(settings: PeerSyncSection) -> tuple[str, CredentialProvider | None]:
+    """Return the URL to connect to, and the reader of the password; None without a password file.
+
+    Raises:
+        ConfigError: Both `url` and `password_file` hold a password.
+        ValueError: The URL cannot be parsed.
+    """
+    if not settings.password_file:
+        return settings.url, None
+    from redis.credentials import CredentialProvider  # noqa: PLC0415 - see `_client`
+
+    parts = urllib.parse.urlsplit(settings.url)
+    if parts.password is not None:
+        raise ConfigError(
+            _CREDENTIALS_FIELD,
+            wanted="one source of the password",
+            got="a password in peer_sync.url as well",
+            fix="remove it from the URL",
+        )
+    username = urllib.parse.unquote(parts.username or "")
+
+    class PasswordFile(CredentialProvider):
+        """Reads the password at every connection; the client asks once for each."""
+
+        async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+            try:
+                password = admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
+            except ConfigError as error:
+                # As a server that is away: logged once, tried again.
+                raise OSError(str(error)) from None
+            return (username, password) if username else (password,)
+
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit(parts._replace(netloc=host)), PasswordFile()
 
 
 def _failures() -> tuple[type[Exception], ...]:

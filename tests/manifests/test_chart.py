@@ -156,6 +156,33 @@ def test_engines_are_reachable(values, peers):
     assert [one["port"] for one in rule["ports"]] == given["pool"]["targetPorts"]
 
 
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("", None),
+        ("redis://redis", 6379),
+        ("redis://user:secret@redis:6390/0", 6390),
+        ("rediss://[fd00::1]:6380/0", 6380),
+        ("unix:///run/redis", None),
+    ],
+)
+def test_chart_policy_lets_peer_sync_out(url, port):
+    """The policy has the port of the Redis that the configuration names, and of no other."""
+    policy = parts.only(tools.charted("--set", f"config.peer_sync.url={url}"), "NetworkPolicy")
+    ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
+    plain = parts.only(tools.charted(), "NetworkPolicy")
+    usual = [port["port"] for rule in plain["spec"]["egress"] for port in rule["ports"]]
+    assert sorted(ports) == sorted([*usual, *([port] if port else [])])
+
+
+def test_chart_mounts_extra_volumes():
+    """Volumes and mounts of the values reach pod and container."""
+    pod, container = picker(*SETS["all on"])
+    assert {"name": "redis", "secret": {"secretName": "redis"}} in pod["volumes"]
+    mount = {"name": "redis", "mountPath": "/etc/redis", "readOnly": True}
+    assert mount in container["volumeMounts"]
+
+
 def test_xds_is_off_until_it_is_asked_for():
     """Then it has a port of container and Service, and the policy lets Envoys in."""
     assert parts.parsed(picker()[1]["args"]).xds is None

@@ -190,6 +190,18 @@ def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
     parts.only(documents, "Service", peer.partition(":")[0])
 
 
+def test_component_peer_sync_lets_extproc_reach_redis(tmp_path):
+    """The policy of the base does not allow the port of a store, the component does."""
+    usual, with_store = (
+        parts.only(
+            tools.kustomized(place(tmp_path / name, *components, names=False)), "NetworkPolicy"
+        )
+        for name, components in (("base", ()), ("store", ("peer-sync",)))
+    )
+    rule = {"ports": [{"port": 6379, "protocol": "TCP"}]}
+    assert with_store["spec"]["egress"] == [*usual["spec"]["egress"], rule]
+
+
 def place(folder, *components, namespace="", names=True):
     """A kustomization of the base with components, in a namespace of its own."""
     folder.mkdir()

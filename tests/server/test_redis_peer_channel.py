@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from redis import asyncio as redis
+from redis.exceptions import RedisError
 
 from extproc.config import loader
 from extproc.config.peer_sync import PeerSyncSection
@@ -261,6 +262,57 @@ async def test_a_url_of_another_kind_is_refused():
             PeerSyncSection(url="http://:secret@x"), sites(), time.monotonic
         )
     assert "secret" not in str(raised.value)
+
+
+async def test_peer_channel_reads_the_password_file_at_each_connection(server, tmp_path):
+    """A password that changes on the server and in the file needs no restart."""
+    password = tmp_path / "password"
+    password.write_text("first\n")
+    settings = PeerSyncSection(url=server.url, password_file=str(password))
+    admin = redis_peer_channel._client(PeerSyncSection(url=server.url))
+    await connected(admin)
+    await admin.config_set("requirepass", "first")
+    client = redis_peer_channel._client(settings)
+    assert await client.ping()
+    await client.config_set("requirepass", "second")
+    password.write_text("second\n")
+    await client.connection_pool.disconnect()
+    assert await client.ping()
+    password.unlink()
+    await client.connection_pool.disconnect()
+    with pytest.raises(RedisError, match="password_file"):
+        await client.ping()
+    await client.aclose()
+    await admin.aclose()
+
+
+async def connected(client) -> None:
+    """Wait until the server answers."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(ConnectionError, RedisError):
+                await client.ping()
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_two_passwords_are_refused(tmp_path):
+    """A password in the URL beside a file is refused without being shown."""
+    password = tmp_path / "password"
+    password.write_text("x")
+    with pytest.raises(ConfigError, match="password_file") as raised:
+        redis_peer_channel.require(
+            PeerSyncSection(url="redis://:secret@x", password_file=str(password))
+        )
+    assert "secret" not in str(raised.value)
+
+
+async def test_a_missing_password_file_is_refused(tmp_path):
+    """Start and `extproc check` name the field."""
+    with pytest.raises(ConfigError, match=r"peer_sync\.password_file"):
+        redis_peer_channel.require(
+            PeerSyncSection(url="redis://x", password_file=str(tmp_path / "none"))
+        )
 
 
 async def test_a_missing_client_is_named(monkeypatch):
