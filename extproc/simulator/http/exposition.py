@@ -1,4 +1,4 @@
-"""The /metrics page of a simulated engine, line by line as vLLM 0.32 serves it."""
+"""The /metrics page of a simulated engine: families, labels and order of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ import itertools
 import resource
 from collections.abc import Iterable, Iterator, Mapping
 
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
 from extproc.simulator import profiles, stats, vllm_metric_families
 
-#: What a real server says of itself when it serves plain text.
+#: Content type that vLLM states for the text format.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 #: Requests to these paths are not counted, as in vLLM.
@@ -56,53 +67,14 @@ _CACHE_CONFIG = {
     "user_specified_block_size": "True",
 }
 
-
-def number(value: float) -> str:
-    """A sample value as the Prometheus client writes it: Go's notation from 1e6 on."""
-    text = repr(float(value))
-    dot = text.find(".")
-    if value > 0 and dot > 6 and "e" not in text:
-        mantissa = f"{text[0]}.{text[1:dot]}{text[dot + 1 :]}".rstrip("0.")
-        return f"{mantissa}e+{dot - 1:02d}"
-    return text
-
-
-def labels(pairs: Mapping[str, str]) -> str:
-    """Labels in braces, sorted by name; nothing for none."""
-    if not pairs:
-        return ""
-    escaped = (
-        (name, value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\""))
-        for name, value in sorted(pairs.items())
-    )
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
-
-
-def _header(name: str, kind: str, text: str) -> str:
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
-
-
-class _HistogramLines:
-    """A histogram's samples with everything but the numbers written once."""
-
-    def __init__(self, name: str, pairs: Mapping[str, str], bounds: Iterable[float]) -> None:
-        edges = [*(number(bound) for bound in bounds), "+Inf"]
-        self._buckets = [f"{name}_bucket{labels({**pairs, 'le': edge})} " for edge in edges]
-        self._count = f"{name}_count{labels(pairs)} "
-        self._sum = f"{name}_sum{labels(pairs)} "
-        self._rendered_count = -1
-        self._text = ""
-
-    def text(self, histogram: stats.Histogram) -> str:
-        """The samples; written anew only after an observation."""
-        if histogram.count == self._rendered_count:
-            return self._text
-        totals = list(itertools.accumulate(histogram.counts))
-        self._rendered_count = histogram.count
-        out = [f"{at}{total}.0\n" for at, total in zip(self._buckets, totals, strict=True)]
-        out.append(f"{self._count}{totals[-1]}.0\n{self._sum}{number(histogram.sum)}\n")
-        self._text = "".join(out)
-        return self._text
+#: Labels of `python_info`.
+_PYTHON = {
+    "implementation": "CPython",
+    "major": "3",
+    "minor": "11",
+    "patchlevel": "7",
+    "version": "3.11.7",
+}
 
 
 class HttpCounts:
@@ -134,66 +106,49 @@ class HttpCounts:
             seconds
         )
 
-    def lines(self) -> Iterator[str]:
-        """The `http_` part of the page."""
-        born = number(self._created)
-        text = "Total number of requests by method, status and handler."
-        by_status = [
-            (labels({"handler": handler, "method": method, "status": status}), count)
-            for (handler, method, status), count in self._requests.items()
-        ]
-        yield _header("http_requests_total", "counter", text)
-        yield from (f"http_requests_total{pairs} {count}.0\n" for pairs, count in by_status)
-        if by_status:
-            yield _header("http_requests_created", "gauge", text)
-            yield from (f"http_requests_created{pairs} {born}\n" for pairs, _ in by_status)
-        for index, which in ((1, "request"), (2, "response")):
-            yield from self._size_lines(f"http_{which}_size_bytes", which, index)
-        yield from self._duration_lines(born)
-
-    def _size_lines(self, name: str, which: str, index: int) -> Iterator[str]:
-        way = "incoming requests" if which == "request" else "outgoing responses"
-        text = (
-            f"Content length of {way} by handler. Only value of header is respected. "
-            "Otherwise ignored. No percentile calculated. "
+    def families(self) -> Iterator[Metric]:
+        """The `http_` families of the page."""
+        requests = CounterMetricFamily(
+            "http_requests",
+            "Total number of requests by method, status and handler.",
+            labels=["handler", "method", "status"],
         )
-        yield _header(name, "summary", text)
-        for handler, moved in self._bytes.items():
-            pairs = labels({"handler": handler})
-            yield f"{name}_count{pairs} {moved[0]}.0\n{name}_sum{pairs} {number(moved[index])}\n"
-        if self._bytes:
-            yield _header(f"{name}_created", "gauge", text)
-            for handler in self._bytes:
-                yield f"{name}_created{labels({'handler': handler})} {number(self._created)}\n"
-
-    def _duration_lines(self, born: str) -> Iterator[str]:
-        name = "http_request_duration_highr_seconds"
-        text = (
+        for by_status, count in self._requests.items():
+            requests.add_metric(by_status, count, created=self._created)
+        yield requests
+        yield self._sizes("request", "incoming requests", 1)
+        yield self._sizes("response", "outgoing responses", 2)
+        yield _histogram(
+            "http_request_duration_highr_seconds",
             "Latency with many buckets but no API specific labels. "
-            "Made for more accurate percentile calculations. "
+            "Made for more accurate percentile calculations. ",
+            [((), self._all)],
+            created=self._created,
         )
-        yield _header(name, "histogram", text)
-        yield _HistogramLines(name, {}, _HTTP_S).text(self._all)
-        yield _header(f"{name}_created", "gauge", text) + f"{name}_created {born}\n"
-        name = "http_request_duration_seconds"
-        text = (
+        yield _histogram(
+            "http_request_duration_seconds",
             "Latency with only few buckets by handler. "
-            "Made to be only used if aggregation by handler is important. "
+            "Made to be only used if aggregation by handler is important. ",
+            self._by_handler.items(),
+            labels=("handler", "method"),
+            created=self._created,
         )
-        yield _header(name, "histogram", text)
-        keyed = [
-            ({"handler": handler, "method": method}, histogram)
-            for (handler, method), histogram in self._by_handler.items()
-        ]
-        for pairs, histogram in keyed:
-            yield _HistogramLines(name, pairs, _HTTP_FEW_S).text(histogram)
-        if keyed:
-            yield _header(f"{name}_created", "gauge", text)
-            yield from (f"{name}_created{labels(pairs)} {born}\n" for pairs, _ in keyed)
+
+    def _sizes(self, direction: str, messages: str, index: int) -> Metric:
+        family = SummaryMetricFamily(
+            f"http_{direction}_size_bytes",
+            f"Content length of {messages} by handler. Only value of header is respected. "
+            "Otherwise ignored. No percentile calculated. ",
+            labels=["handler"],
+        )
+        for handler, moved in self._bytes.items():
+            family.add_metric([handler], moved[0], moved[index])
+            family.add_sample(f"{family.name}_created", {"handler": handler}, self._created)
+        return family
 
 
-class ExpositionPage:
-    """Renders the page. Everything that does not change is written once.
+class ExpositionPage(Collector):
+    """Renders the page.
 
     Args:
         counts: The engine's statistics.
@@ -214,41 +169,59 @@ class ExpositionPage:
     ) -> None:
         self._stats = counts
         self._http = http
+        self._model = model
         self._profile = profile
         self._created = created
-        born = number(created)
-        self._parts: list[str | tuple[str, str] | tuple[_HistogramLines, str]] = []
-        for family in vllm_metric_families.FAMILIES:
-            self._add(family, model, born)
-        self._cache = (
-            _header("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig")
-            + f"vllm:cache_config_info{labels(self._cache_labels())} 1.0\n"
-        )
 
-    def _add(self, family: vllm_metric_families.Family, model: str, born: str) -> None:
-        """Write a family's constant text, with keys where the numbers go."""
-        counter, histogram = family.kind == "counter", family.kind == "histogram"
-        base = f"vllm:{family.name}"
-        name = f"{base}_total" if counter else base
-        common = {"model_name": model} | ({"engine": "0"} if family.engine else {})
-        variants = [
-            (common | ({family.label: variant} if variant else {}), variant)
+    def render(self) -> bytes:
+        """Return the page as it is now."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families in the order of the page."""
+        yield from self._process()
+        values = self._stats.values()
+        for family in vllm_metric_families.FAMILIES:
+            yield self._family(family, values)
+        if self._profile.max_loras:
+            yield self._adapters()
+        config = self._cache_config()
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Information of the LLMEngine CacheConfig",
+            labels=list(config),
+        )
+        info.add_metric(list(config.values()), 1)
+        yield info
+        yield from self._http.families()
+
+    def _family(self, family: vllm_metric_families.Family, values: Mapping[str, float]) -> Metric:
+        name = f"vllm:{family.name}"
+        common = {"model_name": self._model} | ({"engine": "0"} if family.engine else {})
+        if family.kind == "histogram":
+            histograms = [(tuple(common.values()), self._stats.histograms[family.name])]
+            return _histogram(
+                name, family.help, histograms, labels=tuple(common), created=self._created
+            )
+        labels = [*common, family.label] if family.label else list(common)
+        samples = [
+            (
+                [*common.values(), variant] if variant else list(common.values()),
+                values.get(f"{family.name}/{variant}" if variant else family.name, 0.0),
+            )
             for variant in family.variants
         ]
-        parts = self._parts
-        parts.append(_header(name, family.kind, family.help))
-        if histogram:
-            bounds = self._stats.histograms[family.name].bounds
-            parts.append((_HistogramLines(name, common, bounds), family.name))
-        else:
-            for pairs, variant in variants:
-                key = f"{family.name}/{variant}" if variant else family.name
-                parts.append((f"{name}{labels(pairs)} ", key))
-        if counter or histogram:
-            created = "".join(f"{base}_created{labels(pairs)} {born}\n" for pairs, _ in variants)
-            parts.append(_header(f"{base}_created", "gauge", family.help) + created)
+        if family.kind == "gauge":
+            gauge = GaugeMetricFamily(name, family.help, labels=labels)
+            for texts, value in samples:
+                gauge.add_metric(texts, value)
+            return gauge
+        counter = CounterMetricFamily(name, family.help, labels=labels)
+        for texts, value in samples:
+            counter.add_metric(texts, value, created=self._created)
+        return counter
 
-    def _cache_labels(self) -> dict[str, str]:
+    def _cache_config(self) -> dict[str, str]:
         profile = self._profile
         block = str(profile.block_tokens)
         return _CACHE_CONFIG | {
@@ -262,40 +235,19 @@ class ExpositionPage:
             "num_gpu_blocks_override": str(profile.blocks),
         }
 
-    def render(self) -> bytes:
-        """The page as it is now."""
-        values, histograms = self._stats.values(), self._stats.histograms
-        out = list(self._process_lines())
-        for part in self._parts:
-            if isinstance(part, str):
-                out.append(part)
-                continue
-            prefix, key = part
-            if isinstance(prefix, str):
-                out.append(f"{prefix}{number(values.get(key, 0.0))}\n")
-            else:
-                out.append(prefix.text(histograms[key]))
-        out.extend(self._lora_lines())
-        out.append(self._cache)
-        out.extend(self._http.lines())
-        return "".join(out).encode()
-
-    def _lora_lines(self) -> Iterator[str]:
+    def _adapters(self) -> Metric:
         """Every set of adapters ever reported; running and waiting carry the same one."""
-        if not self._profile.max_loras:
-            return
-        name = "vllm:lora_requests_info"
-        yield _header(name, "gauge", "Running stats on lora requests.")
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Running stats on lora requests.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
         for adapters, at in self._stats.adapters.items():
-            pairs = {
-                "max_lora": str(self._profile.max_loras),
-                "running_lora_adapters": adapters,
-                "waiting_lora_adapters": adapters,
-            }
-            yield f"{name}{labels(pairs)} {number(at)}\n"
+            family.add_metric([str(self._profile.max_loras), adapters, adapters], at)
+        return family
 
-    def _process_lines(self) -> Iterator[str]:
-        """Lines of the process collector of the Prometheus client."""
+    def _process(self) -> Iterator[Metric]:
+        """The families of the process and platform collectors of the Prometheus client."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         generations = gc.get_stats()
         for name, text, key in (
@@ -303,35 +255,49 @@ class ExpositionPage:
             ("objects_uncollectable", "Uncollectable objects found during GC", "uncollectable"),
             ("collections", "Number of times this generation was collected", "collections"),
         ):
-            yield _header(f"python_gc_{name}_total", "counter", text)
+            counter = CounterMetricFamily(f"python_gc_{name}", text, labels=["generation"])
             for index, generation in enumerate(generations):
-                yield f'python_gc_{name}_total{{generation="{index}"}} {number(generation[key])}\n'
-        info = {
-            "implementation": "CPython",
-            "major": "3",
-            "minor": "11",
-            "patchlevel": "7",
-            "version": "3.11.7",
-        }
-        yield _header("python_info", "gauge", "Python platform information")
-        yield f"python_info{labels(info)} 1.0\n"
+                counter.add_metric([str(index)], generation[key])
+            yield counter
+        python = GaugeMetricFamily("python_info", "Python platform information", labels=[*_PYTHON])
+        python.add_metric(list(_PYTHON.values()), 1)
+        yield python
         resident = used.ru_maxrss * 1024
-        for name, kind, text, value in (
-            ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", 4 * resident),
-            ("resident_memory_bytes", "gauge", "Resident memory size in bytes.", resident),
-            (
-                "start_time_seconds",
-                "gauge",
-                "Start time of the process since unix epoch in seconds.",
-                self._created,
-            ),
-            (
-                "cpu_seconds_total",
-                "counter",
-                "Total user and system CPU time spent in seconds.",
-                used.ru_utime + used.ru_stime,
-            ),
-            ("open_fds", "gauge", "Number of open file descriptors.", 34),
-            ("max_fds", "gauge", "Maximum number of open file descriptors.", 20000),
-        ):
-            yield _header(f"process_{name}", kind, text) + f"process_{name} {number(value)}\n"
+        yield GaugeMetricFamily(
+            "process_virtual_memory_bytes", "Virtual memory size in bytes.", value=4 * resident
+        )
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes", "Resident memory size in bytes.", value=resident
+        )
+        yield GaugeMetricFamily(
+            "process_start_time_seconds",
+            "Start time of the process since unix epoch in seconds.",
+            value=self._created,
+        )
+        yield CounterMetricFamily(
+            "process_cpu_seconds",
+            "Total user and system CPU time spent in seconds.",
+            value=used.ru_utime + used.ru_stime,
+        )
+        yield GaugeMetricFamily("process_open_fds", "Number of open file descriptors.", value=34)
+        yield GaugeMetricFamily(
+            "process_max_fds", "Maximum number of open file descriptors.", value=20000
+        )
+
+
+def _histogram(
+    name: str,
+    text: str,
+    histograms: Iterable[tuple[tuple[str, ...], stats.Histogram]],
+    *,
+    labels: tuple[str, ...] = (),
+    created: float,
+) -> Metric:
+    """Convert histograms to one family; each comes with its label values."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for texts, histogram in histograms:
+        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+        family.add_metric(texts, buckets, histogram.sum)
+        family.add_sample(f"{name}_created", dict(zip(labels, texts, strict=True)), created)
+    return family

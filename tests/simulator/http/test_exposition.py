@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from extproc.simulator.http import exposition
 from tests.simulator import engine_server
 from tests.simulator.engine_server import chat
 
@@ -198,24 +197,3 @@ async def test_without_lora_there_is_no_lora_family():
     async with engine_server.engine(machine={"max_loras": 0}) as (_, client):
         await client.post("/v1/completions", json={"prompt": "x"})
         assert "lora" not in (await scrape(client)).replace("(LoRA", "")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0.0"),
-        (254591.0, "254591.0"),
-        (1795187264.8879662, "1.7951872648879662e+09"),
-        (1000000, "1e+06"),
-        (0.001, "0.001"),
-        (1e22, "1e+22"),
-    ],
-)
-def test_numbers_are_written_as_the_prometheus_client_does(value, text):
-    """Go's exponent notation from a million on."""
-    assert exposition.number(value) == text
-
-
-def test_label_values_are_escaped():
-    """Quotes, backslashes and line ends."""
-    assert exposition.labels({"b": 'x"\\\n', "a": "1"}) == '{a="1",b="x\\"\\\\\\n"}'
