@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from extproc.endpoint import Endpoint
-from extproc.scrape import client, models_page, needs, schedule
+from extproc.pool.store import PoolStore
+from extproc.scrape import client, models_page, schedule
 
 
 class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class ModelListPoller:
 
     Args:
         endpoint: Endpoint to poll.
-        fleet: Where names go.
+        store: Receiver of model lists.
         client: Fetches pages.
         clock: Monotonic seconds.
         rng: Chance, for the jitter.
@@ -61,8 +61,8 @@ class ModelListPoller:
         self,
         endpoint: Endpoint,
         *,
-        fleet: needs.Fleet[Any],
-        client: needs.Fetcher,
+        store: PoolStore,
+        client: client.ScrapeClient,
         clock: Callable[[], float],
         rng: random.Random,
         settings: ModelListSettings,
@@ -70,7 +70,7 @@ class ModelListPoller:
     ) -> None:
         self.target = _target(endpoint)
         self._endpoint = endpoint
-        self._fleet = fleet
+        self._store = store
         self._client = client
         self._clock = clock
         self._rng = rng
@@ -105,7 +105,7 @@ class ModelListPoller:
             self._failures += 1
         else:
             self._failures = 0
-            self._fleet.observe_models(self._endpoint, models)
+            self._store.observe_models(self._endpoint, models)
         self._due = began + schedule.listing_wait_s(
             interval_s,
             retry_s=self._settings.retry_s,
@@ -117,7 +117,7 @@ class ModelListPoller:
 
     def _forgotten(self) -> bool:
         """Returns True if the pool dropped the last list, as it does at an engine restart."""
-        member = self._fleet.pool.find(self._endpoint.address)
+        member = self._store.pool.find(self._endpoint.address)
         return self._listed and member is not None and member.models is None
 
     def _wanted(self, now: float) -> bool:

@@ -9,13 +9,14 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Final, Generic
+from typing import Final
 
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load
-from extproc.scrape import client, engines, metrics_page, model_list_poller, needs, schedule
-from extproc.scrape.needs import MarkT
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.store import PoolStore, ScrapeToken
+from extproc.scrape import client, engines, metrics_page, model_list_poller, schedule
 from extproc.supervision import Supervisor
 
 #: Endpoint label that moves its metrics to another port of the same address.
@@ -91,18 +92,18 @@ class EndpointCounts:
         self.all = 0
 
 
-class EndpointScraper(Generic[MarkT]):
+class EndpointScraper:
     """Scrapes one endpoint incarnation.
 
     Args:
-        scraper: Whose settings, fleet and client it uses.
+        scraper: Its settings, store and client.
         member: The endpoint; replaced when a new snapshot has a new object for it.
 
     Attributes:
         is_refused: Whether the last scrape met a refused connection.
     """
 
-    def __init__(self, scraper: Scraper[MarkT], member: needs.Member) -> None:
+    def __init__(self, scraper: Scraper, member: EndpointSnapshot) -> None:
         self.member = member
         self.busy = True
         self.failures = 0
@@ -111,9 +112,9 @@ class EndpointScraper(Generic[MarkT]):
         self._scraper = scraper
         self._opened = -1
         self.target = _target(member.endpoint, scraper.settings.path)
-        self._roll = model_list_poller.ModelListPoller(
+        self._model_list = model_list_poller.ModelListPoller(
             member.endpoint,
-            fleet=scraper.fleet,
+            store=scraper.store,
             client=scraper.client,
             clock=scraper.clock,
             rng=scraper.rng,
@@ -138,28 +139,28 @@ class EndpointScraper(Generic[MarkT]):
         scraper, endpoint = self._scraper, self.member.endpoint
         self._note_traffic()
         began = scraper.clock()
-        mark = scraper.fleet.begin_scrape(endpoint)
+        token = scraper.store.begin_scrape(endpoint)
         fetched = await scraper.client.get(self.target)
         now = scraper.clock()
-        outcome, engine = await self._take(mark, fetched, now)
+        outcome, engine = await self._observe(token, fetched, now)
         if outcome == "ok":
             self.failures = 0
         else:
             self.failures += 1
-            scraper.fleet.scrape_failed(mark, outcome, now)
+            scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED
         scraper.on_fact(ScrapeResult(endpoint.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
             began = scraper.clock()
-            listed = await self._roll.step()
+            listed = await self._model_list.step()
             if listed:
                 seconds = scraper.clock() - began
                 scraper.on_fact(ScrapeResult(endpoint.address, listed, seconds, listing=True))
         if not outcome.startswith(BUG):
             scraper.supervisor.works("scrape", endpoint.address)
 
-    async def _take(
-        self, mark: MarkT, fetched: bytes | client.FetchFailed, now: float
+    async def _observe(
+        self, token: ScrapeToken, fetched: bytes | client.FetchFailed, now: float
     ) -> tuple[str, str]:
         """Reads a page and passes its load on; returns the outcome and the engine type.
 
@@ -172,7 +173,7 @@ class EndpointScraper(Generic[MarkT]):
             else:
                 read = _read(fetched, endpoint, now)
             if isinstance(read, Load):
-                scraper.fleet.observe(mark, read, now)
+                scraper.store.observe(token, read, now)
                 return "ok", read.engine
         except Exception as bug:  # noqa: BLE001 - one page must not end every other loop
             scraper.supervisor.failed("scrape", bug, instance=endpoint.address)
@@ -183,8 +184,8 @@ class EndpointScraper(Generic[MarkT]):
     def targets(self) -> Iterator[client.ScrapeTarget]:
         """Scrape targets, one per keep-alive connection."""
         yield self.target
-        if self._roll.target.port != self.target.port:
-            yield self._roll.target
+        if self._model_list.target.port != self.target.port:
+            yield self._model_list.target
 
     def _note_traffic(self) -> None:
         account = self.member.account
@@ -194,12 +195,12 @@ class EndpointScraper(Generic[MarkT]):
         self.busy = busy
 
 
-class Scraper(Generic[MarkT]):
+class Scraper:
     """Runs one `EndpointScraper` per endpoint of the pool.
 
     Args:
         settings: How pages are fetched.
-        fleet: Whose endpoints, and where loads go.
+        store: Source of endpoints, receiver of loads and model lists.
         client: Fetches pages.
         clock: Monotonic seconds.
         rng: Chance, for spreading.
@@ -213,26 +214,26 @@ class Scraper(Generic[MarkT]):
     def __init__(  # noqa: PLR0913 - the last two are what all scrapers of a process share
         self,
         settings: ScraperSettings,
-        fleet: needs.Fleet[MarkT],
+        store: PoolStore,
         *,
-        client: needs.Fetcher,
+        client: client.ScrapeClient,
         clock: Callable[[], float],
         rng: random.Random,
         on_fact: Callable[[ScrapeResult], None] = lambda _: None,
         missed: Callable[[], int] = lambda: 0,
-        census: EndpointCounts | None = None,
+        endpoint_counts: EndpointCounts | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self.settings = settings
-        self.fleet = fleet
+        self.store = store
         self.client = client
         self.clock = clock
         self.rng = rng
         self.on_fact = on_fact
         self.missed = missed
-        self.endpoint_counts = census or EndpointCounts()
+        self.endpoint_counts = endpoint_counts or EndpointCounts()
         self.supervisor = supervisor or Supervisor(clock=clock)
-        self.watches: dict[str, EndpointScraper[MarkT]] = {}
+        self.watches: dict[str, EndpointScraper] = {}
 
     async def run(self) -> None:
         """Follows the endpoint set and scrapes it until cancelled."""
@@ -248,7 +249,7 @@ class Scraper(Generic[MarkT]):
     async def step(self, tasks: asyncio.TaskGroup) -> None:
         """Starts and stops scrape loops so that they match the pool."""
         left = dict(self.watches)
-        for member in self.fleet.pool.members:
+        for member in self.store.pool.members:
             address = member.endpoint.address
             watch = left.get(address)
             if watch is not None and _same(watch.member.endpoint, member.endpoint):
@@ -264,7 +265,7 @@ class Scraper(Generic[MarkT]):
         for address in left:
             self._stop(address)
 
-    def wait_s(self, watch: EndpointScraper[MarkT]) -> float:
+    def wait_s(self, watch: EndpointScraper) -> float:
         """Returns seconds from the start of the last scrape of this endpoint to the next one."""
         return schedule.wait_s(
             self.settings.pace,
@@ -276,7 +277,7 @@ class Scraper(Generic[MarkT]):
             rng=self.rng,
         )
 
-    def _start(self, member: needs.Member, tasks: asyncio.TaskGroup) -> None:
+    def _start(self, member: EndpointSnapshot, tasks: asyncio.TaskGroup) -> None:
         watch = EndpointScraper(self, member)
         address = member.endpoint.address
         self.endpoint_counts.busy += watch.busy
@@ -295,7 +296,7 @@ class Scraper(Generic[MarkT]):
             watch.task.cancel()
         self._forget(watch)
 
-    def _forget(self, watch: EndpointScraper[MarkT]) -> None:
+    def _forget(self, watch: EndpointScraper) -> None:
         for where in watch.targets:
             self.client.forget(where)
 

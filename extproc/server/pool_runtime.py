@@ -34,14 +34,14 @@ class RuntimeContext(msgspec.Struct, frozen=True):
         tallies: Metrics of the process.
         guards: Measures third-party plugins.
         http: HTTP client for scrapes.
-        census: Counts of scraped endpoints.
+        endpoint_counts: Counts of scraped endpoints.
         clock: Monotonic seconds.
     """
 
     tallies: ProcessCounters
     guards: plugin_guard.GuardFactory
     http: client.ScrapeClient
-    census: scraper.EndpointCounts
+    endpoint_counts: scraper.EndpointCounts
     clock: Callable[[], float]
 
     @property
@@ -218,7 +218,7 @@ class PoolRuntime:
             self.flow_controller.close()
         self._shared.tallies.pools.pop(self.name, None)
 
-    def _scraper(self) -> scraper.Scraper:  # type: ignore[type-arg]  # the fleet's own mark
+    def _scraper(self) -> scraper.Scraper:
         shared, parts = self._shared, self.parts
         return scraper.Scraper(
             parts.scraping,
@@ -228,7 +228,7 @@ class PoolRuntime:
             rng=parts.rng,
             on_fact=self._scraped,
             missed=lambda: self._counts.unlisted,
-            census=shared.census,
+            endpoint_counts=shared.endpoint_counts,
             supervisor=shared.supervisor,
         )
 
