@@ -1,16 +1,45 @@
-"""Resolution of host names through the system resolver."""
+"""Resolves host names of endpoint list entries, and merges the answers into endpoints.
+
+`DnsResolver` asks the system resolver; the rest is pure. A name that does not resolve now keeps its
+last answer: a resolver that is down for a minute must not take the engines with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from extproc.discovery import dns_answers
+import msgspec
+
+from extproc.discovery import endpoint_list
+from extproc.endpoint import Endpoint
 
 #: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
 MAX_ADDRESSES: Final = 4096
+
+#: Host name to its IP addresses; an empty tuple means that it did not resolve.
+DnsAnswers = Mapping[str, tuple[str, ...]]
+
+
+class DnsResolution(msgspec.Struct, frozen=True):
+    """Endpoints of a list, and the resolution status of its names.
+
+    Attributes:
+        endpoints: In the order of the list, and by address within one name; none twice.
+        answers: The answer in use of every name that ever had one and is still listed.
+        stale: Names that did not resolve and stand on an earlier answer.
+        missing: Names that did not resolve and never have; they have no endpoint.
+        left_out: Addresses beyond `endpoint_list.MAX_ENDPOINTS`, which are no endpoints (count).
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    answers: DnsAnswers
+    stale: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    left_out: int = 0
 
 
 class DnsResolver:
@@ -23,7 +52,7 @@ class DnsResolver:
     def __init__(self, *, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
 
-    async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
+    async def resolve(self, names: Sequence[str]) -> DnsAnswers:
         """Resolves names; an empty answer for a name that failed or timed out."""
         return dict(
             zip(
@@ -45,3 +74,53 @@ class DnsResolver:
             # Name servers rotate what they answer: the same ones stay, in whatever order.
             return tuple(sorted(addresses)[:MAX_ADDRESSES])
         return tuple(addresses)
+
+
+def host_names(listed: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:
+    """Returns the host names to resolve, without duplicates, in list order."""
+    return tuple(dict.fromkeys(entry.host for entry in listed if not entry.literal))
+
+
+def merge_answers(
+    listed: Sequence[endpoint_list.EndpointListEntry], fresh: DnsAnswers, *, last: DnsAnswers
+) -> DnsResolution:
+    """Merges entries and answers into endpoints with unique addresses, up to `MAX_ENDPOINTS`.
+
+    Args:
+        listed: The entries.
+        fresh: Answers of this round; a name that is not in it did not resolve.
+        last: `DnsResolution.answers` of the round before.
+    """
+    answers = {}
+    stale, missing = [], []
+    for name in host_names(listed):
+        if fresh.get(name):
+            answers[name] = tuple(sorted(set(fresh[name]), key=_order))
+        elif last.get(name):
+            answers[name] = last[name]
+            stale.append(name)
+        else:
+            missing.append(name)
+    endpoints: dict[str, Endpoint] = {}
+    left_out = 0
+    for entry in listed:
+        ips = (entry.host,) if entry.literal else answers.get(entry.host, ())
+        if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
+            left_out += len(ips)
+            continue
+        for ip in ips:
+            address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
+            if address in endpoints:
+                continue
+            if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
+                left_out += 1
+                continue
+            name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
+            endpoints[address] = Endpoint(address, name=name, labels=entry.labels)
+    return DnsResolution(tuple(endpoints.values()), answers, tuple(stale), tuple(missing), left_out)
+
+
+def _order(ip: str) -> tuple[int, int, str]:
+    """Sorts IPv4 before IPv6, then by value; a zone (`fe80::1%eth0`) is part of the address."""
+    address = ipaddress.ip_address(ip)
+    return address.version, int(address), ip

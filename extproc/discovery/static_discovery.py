@@ -6,13 +6,13 @@ import asyncio
 import pathlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
-from extproc.discovery import dns_answers, endpoint_list, file
+from extproc.discovery import dns, endpoint_list, file
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
+from extproc.pool.store import PoolStore
 from extproc.supervision import Supervisor
 
 
@@ -43,7 +43,7 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
     """Event worth a log line and a counter.
 
     Attributes:
-        kind: `replaced` (the fleet has a new list), `file-broken` (the old list stays),
+        kind: `replaced` (the store has a new list), `file-broken` (the old list stays),
             `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
             `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
         detail: What exactly.
@@ -55,26 +55,12 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
     endpoints: int
 
 
-class EndpointSink(Protocol):
-    """Receiver of the endpoint list."""
-
-    def set_endpoints(self, endpoints: Sequence[Endpoint], now: float) -> None:
-        """Replaces the endpoint list."""
-
-
-class NameResolver(Protocol):
-    """Resolver of host names; implemented by `dns.DnsResolver`."""
-
-    async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
-        """Resolves names; an empty answer for a name that failed."""
-
-
 class StaticDiscovery:
     """Updates the sink at start, on file changes and on changed DNS answers.
 
     Args:
         settings: How sources are followed.
-        fleet: Receiver of the endpoint list.
+        store: Receiver of the endpoints.
         listed: Entries from flags; they come before those of the file.
         resolver: Resolver of host names.
         clock: Monotonic seconds.
@@ -86,17 +72,17 @@ class StaticDiscovery:
     def __init__(
         self,
         settings: StaticDiscoverySettings,
-        fleet: EndpointSink,
+        store: PoolStore,
         *,
         listed: Sequence[endpoint_list.EndpointListEntry],
-        resolver: NameResolver,
+        resolver: dns.DnsResolver,
         clock: Callable[[], float],
         rng: random.Random,
         on_fact: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
-        self._fleet = fleet
+        self._store = store
         self._path = pathlib.Path(settings.file) if settings.file else None
         self._flags = tuple(listed)
         self._resolver = resolver
@@ -108,10 +94,10 @@ class StaticDiscovery:
         self._filed: tuple[endpoint_list.EndpointListEntry, ...] = ()
         self._stamp: file.Stamp | None = None
         self._refresh_at = float("-inf")
-        #: Whether the file has another list that the fleet does not have yet.
+        #: Whether the file has another list that the store does not have yet.
         self._unresolved = False
         self._published: tuple[Endpoint, ...] | None = None
-        self._answers: dns_answers.Answers = {}
+        self._answers: dns.DnsAnswers = {}
         self._troubled: frozenset[str] = frozenset()
         self._left_out = 0
 
@@ -150,7 +136,7 @@ class StaticDiscovery:
             await self._resolve()
 
     def _due(self) -> bool:
-        return self._clock() >= self._refresh_at and bool(dns_answers.names(self._all()))
+        return self._clock() >= self._refresh_at and bool(dns.host_names(self._all()))
 
     def _all(self) -> tuple[endpoint_list.EndpointListEntry, ...]:
         return self._flags + self._filed
@@ -176,9 +162,9 @@ class StaticDiscovery:
 
     async def _resolve(self) -> None:
         listed = self._all()
-        names = dns_answers.names(listed)
+        names = dns.host_names(listed)
         fresh = await self._resolver.resolve(names) if names else {}
-        result = dns_answers.merge(listed, fresh, last=self._answers)
+        result = dns.merge_answers(listed, fresh, last=self._answers)
         settings = self._settings
         troubled = result.stale or result.missing
         spread = self._rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
@@ -187,13 +173,13 @@ class StaticDiscovery:
         self._answers = result.answers
         self._note_names(result)
         if result.endpoints != self._published:
-            self._fleet.set_endpoints(result.endpoints, self._clock())
+            self._store.set_endpoints(result.endpoints, self._clock())
             self._published = result.endpoints
             self._note("replaced", f"entries in the endpoint list: {len(listed)}")
         self._note_left_out(result.left_out)
         self._unresolved = False
 
-    def _note_names(self, result: dns_answers.Resolution) -> None:
+    def _note_names(self, result: dns.DnsResolution) -> None:
         """Reports a name once when it stops resolving, not at every refresh."""
         for kind, names in (("name-kept", result.stale), ("name-missing", result.missing)):
             for name in names:

@@ -1,6 +1,10 @@
 import asyncio
 
-from extproc.discovery import dns
+import hypothesis
+from hypothesis import strategies as st
+
+from extproc.discovery import dns, endpoint_list
+from extproc.endpoint import Endpoint
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -49,3 +53,105 @@ def test_the_system_resolver_knows_localhost():
     """The real resolver is asked in the real way."""
     answers = asyncio.run(dns.DnsResolver().resolve(["localhost"]))
     assert set(answers["localhost"]) & {"127.0.0.1", "::1"}
+
+
+def entries_of(places):
+    """Entries from `host:port` texts, several of them separated by commas."""
+    listed = [place for text in places for place in text.split(",")]
+    return endpoint_list.from_document({"endpoints": listed}, where="f")
+
+
+def addresses(resolution):
+    return [endpoint.address for endpoint in resolution.endpoints]
+
+
+def test_literals_need_no_answer():
+    """IPv4 and IPv6 literals become endpoints in the order of the list."""
+    listed = entries_of(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
+    result = dns.merge_answers(listed, {}, last={})
+    assert addresses(result) == ["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"]
+    assert dns.host_names(listed) == ()
+
+
+def test_a_name_gives_one_endpoint_per_address():
+    """Answers are sorted by number, IPv4 first, whatever order the resolver chose."""
+    listed = (endpoint_list.EndpointListEntry("engines", 8000, name="e", labels={"zone": "a"}),)
+    fresh = {"engines": ("fd00::2", "10.0.0.10", "10.0.0.9", "10.0.0.9")}
+    assert dns.merge_answers(listed, fresh, last={}).endpoints == (
+        Endpoint("10.0.0.9:8000", name="e@10.0.0.9", labels={"zone": "a"}),
+        Endpoint("10.0.0.10:8000", name="e@10.0.0.10", labels={"zone": "a"}),
+        Endpoint("[fd00::2]:8000", name="e@fd00::2", labels={"zone": "a"}),
+    )
+
+
+def test_the_order_does_not_depend_on_the_resolver():
+    """Round-robin DNS does not reorder the pool."""
+    listed = entries_of(["engines:1"])
+    ordered = dns.merge_answers(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
+    two = dns.merge_answers(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
+    assert ordered == two
+
+
+def test_a_name_on_two_ports_is_asked_once():
+    """Two ports of one name share its answer."""
+    listed = entries_of(["engines:1,engines:2"])
+    assert dns.host_names(listed) == ("engines",)
+    result = dns.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
+    assert addresses(result) == ["10.0.0.1:1", "10.0.0.1:2"]
+
+
+def test_an_address_named_twice_is_one_endpoint():
+    """A literal and a name of the same place are one endpoint; the first one names it."""
+    listed = entries_of(["10.0.0.1:1,engines:1"])
+    result = dns.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
+    assert result.endpoints == (Endpoint("10.0.0.1:1"),)
+
+
+def test_a_name_that_fails_keeps_its_last_answer():
+    """A resolver that is down takes nobody out of the pool, and it is said."""
+    listed = entries_of(["engines:1,others:1"])
+    first = dns.merge_answers(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
+    assert (first.stale, first.missing) == ((), ("others",))
+    second = dns.merge_answers(listed, {}, last=first.answers)
+    assert addresses(second) == addresses(first) == ["10.0.0.1:1"]
+    assert (second.stale, second.missing) == (("engines",), ("others",))
+
+
+def test_answers_of_names_no_longer_listed_are_forgotten():
+    """A name that left the list leaves the memory."""
+    result = dns.merge_answers((), {}, last={"engines": ("10.0.0.1",)})
+    assert (result.answers, result.endpoints) == ({}, ())
+
+
+_IPS = st.ip_addresses().map(str)
+
+
+@hypothesis.given(
+    rounds=st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.lists(_IPS, max_size=3).map(tuple)), max_size=6
+    )
+)
+def test_no_series_of_failures_empties_a_name(rounds):
+    """Once a name has resolved it has endpoints for ever, each address once."""
+    listed = entries_of(["a:1,b:1,c:1"])
+    last, resolved = {}, set()
+    for fresh in rounds:
+        result = dns.merge_answers(listed, fresh, last=last)
+        last = result.answers
+        resolved |= {name for name, ips in fresh.items() if ips}
+        assert set(last) == resolved
+        assert all(last.values())
+        assert len(set(addresses(result))) == len(result.endpoints)
+
+
+def test_endpoints_of_all_names_are_counted():
+    """However many addresses names answer, a pool has as many endpoints as a list may have."""
+    answers = {
+        f"engine-{at}.example": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
+        for at in range(5)
+    }
+    listed = [endpoint_list.EndpointListEntry(name, 8000) for name in answers]
+    merged = dns.merge_answers(listed, answers, last={})
+    assert len(merged.endpoints) == endpoint_list.MAX_ENDPOINTS
+    assert merged.left_out == 20_000 - endpoint_list.MAX_ENDPOINTS
+    assert merged.endpoints == dns.merge_answers(listed, answers, last={}).endpoints
