@@ -122,6 +122,7 @@ class ScalingPolicy(Protocol):
         interval_s: Seconds between two steps. It is also stepped at once when a request waits and
             there is no replica.
         watch_s: Seconds it must have watched before fewer replicas are believed.
+        window_s: Seconds over which it averages demand.
     """
 
     kind: ClassVar[str]
@@ -133,6 +134,10 @@ class ScalingPolicy(Protocol):
 
     @property
     def watch_s(self) -> float:
+        """See the class."""
+
+    @property
+    def window_s(self) -> float:
         """See the class."""
 
     def step(

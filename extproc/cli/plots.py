@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc import distribution
+from extproc.autoscaling.scaling_history import CHARTS
 from extproc.errors import ConfigError
 from extproc.simulator.fleet.report import Column, Report, Run
 
@@ -22,14 +23,6 @@ _BARS = (
     ("throughput", "requests_per_s", 1.0, "requests per second"),
     ("ttft_mean", "ttft_mean_s", 1e3, "mean TTFT (ms)"),
     ("ttft_p99", "ttft_p99_s", 1e3, "p99 TTFT (ms)"),
-)
-
-#: The four charts of Wallaroo's page, from `extproc.simulator.fleet.scaling_history`.
-_CHARTS = (
-    ("depth", "queue depth"),
-    ("depth_mean", "queue depth, average over the window"),
-    ("queries_per_s", "queries per second, over 3 minutes"),
-    ("available", "replicas available"),
 )
 
 
@@ -98,7 +91,7 @@ def _charted(report: Report, base: Path, runs: Sequence[Run]) -> Iterator[Path]:
     def fill(figure: Any) -> None:
         figure.subplots_adjust(left=0.08, right=0.98, bottom=0.09, top=0.89, hspace=0.3)
         figure.suptitle(f"{report.scenario.title} (seed {runs[0].seed})")
-        for n, (field, label) in enumerate(_CHARTS):
+        for n, (field, label) in enumerate(CHARTS.items()):
             axes = figure.add_subplot(2, 2, n + 1)
             for run in runs:
                 rows = run.summary.scaling
@@ -107,7 +100,7 @@ def _charted(report: Report, base: Path, runs: Sequence[Run]) -> Iterator[Path]:
             axes.set_title(label, fontsize="medium")
             axes.set_ylim(bottom=0)
             axes.grid(visible=True, axis="y", alpha=0.3)
-            if n >= len(_CHARTS) // 2:
+            if n >= len(CHARTS) // 2:
                 axes.set_xlabel("minutes")
             if not n:
                 axes.legend()

@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from extproc.autoscaling.scaling_history import HistoryRow
 from extproc.cli import envoy_files
 from extproc.demo import scaling_plot, stack
 
@@ -207,12 +208,12 @@ async def _watch(
         samples = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
         pool = '{pool=""}'
         chart.add(
-            scaling_plot.HistoryRow(
+            HistoryRow(
                 at_s=time.monotonic() - began,
                 depth=float(samples.get(f"queue_depth{pool}", 0.0)),
-                mean_depth=float(samples.get(f"queue_depth_mean{pool}", 0.0)),
-                requests_per_s=float(samples.get(f"requests_per_second{pool}", 0.0)),
-                requested=int(float(samples.get('replicas{pool="",state="asked"}', 0.0))),
+                depth_mean=float(samples.get(f"queue_depth_mean{pool}", 0.0)),
+                queries_per_s=float(samples.get(f"requests_per_second{pool}", 0.0)),
+                spec=int(float(samples.get('replicas{pool="",state="asked"}', 0.0))),
                 available=int(float(samples.get('replicas{pool="",state="available"}', 0.0))),
             )
         )

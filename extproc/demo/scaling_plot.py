@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from extproc import distribution
+from extproc.autoscaling.scaling_history import CHARTS, HistoryRow
 
 #: From nothing to the highest value of a line.
 _BARS = " ▁▂▃▄▅▆▇█"
 
 #: Characters of a line of text.
 _WIDTH = 72
-
-
-class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample.
-
-    Attributes:
-        at_s: Seconds since the first.
-        depth: Requests that wait or run, per replica that answers.
-        mean_depth: The same, mean over the window of the policy.
-        requests_per_s: Requests that came, mean over 3 minutes.
-        asked: Replicas asked for.
-        available: Replicas that answer.
-    """
-
-    at_s: float
-    depth: float
-    mean_depth: float
-    requests_per_s: float
-    requested: int
-    available: int
 
 
 class ScalingPlot:
@@ -52,7 +31,7 @@ class ScalingPlot:
     def add(self, row: HistoryRow) -> None:
         """Add a sample."""
         self.rows.append(row)
-        if row.requested or row.available:
+        if row.spec or row.available:
             self._empty.clear()
         else:
             self._empty.set()
@@ -62,23 +41,14 @@ class ScalingPlot:
         await self._empty.wait()
 
 
-#: Title of each chart, and its value.
-_CHARTS: Sequence[tuple[str, Callable[[HistoryRow], float]]] = (
-    ("queue depth per replica", lambda row: row.depth),
-    ("queue depth, mean over the window", lambda row: row.mean_depth),
-    ("requests per second, over 3 minutes", lambda row: row.requests_per_s),
-    ("replicas available", lambda row: row.available),
-)
-
-
 def as_text(chart: ScalingPlot) -> str:
     """The charts as text, one line each."""
     rows = chart.rows
     if not rows:
         return "no samples"
     lines = [f"{rows[-1].at_s:.0f} s, from left to right:"]
-    for title, read in _CHARTS:
-        values = [read(row) for row in rows]
+    for field, title in CHARTS.items():
+        values: list[float] = [getattr(row, field) for row in rows]
         lines.append(f"{title}, up to {max(values):.3g}")
         lines.append(f"  |{_line(values)}|")
     return "\n".join(lines)
@@ -94,16 +64,16 @@ def save_plot(chart: ScalingPlot, path: Path) -> str:
     figure = Figure(figsize=(8, 8))
     FigureCanvasAgg(figure)
     times = [row.at_s for row in chart.rows]
-    for at, (title, read) in enumerate(_CHARTS, 1):
-        axes = figure.add_subplot(len(_CHARTS), 1, at)
-        if title.startswith("replicas"):
-            axes.step(times, [row.requested for row in chart.rows], where="post", label="requested")
-        label = "available" if title.startswith("replicas") else title
-        axes.step(times, [read(row) for row in chart.rows], where="post", label=label)
+    for at, (field, title) in enumerate(CHARTS.items(), 1):
+        axes = figure.add_subplot(len(CHARTS), 1, at)
+        if field == "available":
+            axes.step(times, [row.spec for row in chart.rows], where="post", label="requested")
+        values = [getattr(row, field) for row in chart.rows]
+        axes.step(times, values, where="post", label=field)
         axes.set_ylim(bottom=0)
         axes.set_title(title, fontsize=9, loc="left")
         axes.grid(visible=True, alpha=0.3)
-        if title.startswith("replicas"):
+        if field == "available":
             axes.legend(fontsize=8)
     axes.set_xlabel("seconds")
     figure.tight_layout()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from extproc.autoscaling.scaling_history import HistoryRow
 from extproc.demo import scaling_plot
 
 ROWS = [(0.0, 0.0, 0, 0), (1.0, 2.0, 2, 0), (2.0, 8.0, 2, 2), (3.0, 0.0, 0, 0)]
@@ -11,12 +12,12 @@ def chart():
     plot = scaling_plot.ScalingPlot()
     for at_s, depth, requested, available in ROWS:
         plot.add(
-            scaling_plot.HistoryRow(
+            HistoryRow(
                 at_s=at_s,
                 depth=depth,
-                mean_depth=depth,
-                requests_per_s=depth,
-                requested=requested,
+                depth_mean=depth,
+                queries_per_s=depth,
+                spec=requested,
                 available=available,
             )
         )

@@ -127,7 +127,7 @@ class Autoscaler:
 
     def figures(self) -> Mapping[str, ScalingMetrics]:
         """Metrics by name of the pool."""
-        shown = {name: pool.charts.figures() for name, pool in self._scaled.items()}
+        shown = {name: pool.loop.metrics.snapshot() for name, pool in self._scaled.items()}
         for name, count in self._refusals.items():
             shown[name] = msgspec.structs.replace(shown.get(name, ScalingMetrics()), refusals=count)
         return shown

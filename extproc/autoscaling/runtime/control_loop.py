@@ -13,8 +13,8 @@ from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState
 from extproc.autoscaling.interface import Demand, ScalingDecision
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.runtime import actuator, demand_counters
+from extproc.autoscaling.runtime.loop_metrics import LoopMetrics
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
-from extproc.autoscaling.runtime.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScalingSection
 from extproc.server.pool_runtime import PoolRuntime
 
@@ -51,7 +51,6 @@ class ControlLoop:
         acting: Applies decisions.
         counters: Counters of this process for the pool.
         peers: Counters of other replicas of the endpoint picker.
-        charts: Metrics of the loop.
         clock: Monotonic seconds.
         on_change: Called after every step, successful or not.
 
@@ -62,6 +61,7 @@ class ControlLoop:
         name: Name of the pool.
         desired: Last decision; None before the first step.
         demand: Demand of the last step; None before it.
+        metrics: Demand, decisions and changes for /metrics.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class ControlLoop:
         acting: actuator.Actuator,
         counters: demand_counters.DemandCounters,
         peers: PeerCounterClient,
-        charts: ScalingHistory,
         clock: Callable[[], float],
         on_change: Callable[[ControlLoop], None],
     ) -> None:
@@ -83,14 +82,13 @@ class ControlLoop:
         self._site = site
         self._counters = counters
         self._peers = peers
-        self._charts = charts
         self._clock = clock
         self._on_change = on_change
         self._meter = DemandEstimator(scaling.meter)
         self._scaler = PolicyRunner(
             scaling.policy_instance(f"autoscaling of {site.name or 'the pool'}"), scaling.bounds
         )
-        charts.window_s = float(getattr(self._scaler.policy, "window_s", charts.window_s))
+        self.metrics = LoopMetrics(self._scaler.policy.window_s)
         self._woken = asyncio.Event()
         self._asleep = True
         self._waits_since: float | None = None
@@ -177,7 +175,7 @@ class ControlLoop:
         pickers = {**peer_counters, self._peers.identity: own}
         demand = self._meter.read(now, pickers, observation)
         self.demand, self.desired = demand, self._scaler.step(demand)
-        self._charts.record(demand, self.desired, pickers)
+        self.metrics.record(demand, self.desired, pickers)
         self._asleep, self._requested = not spec, spec
         if spec:
             self._waits_since = None
@@ -191,9 +189,9 @@ class ControlLoop:
             failed = await self.actuator.scale(desired, spec)
             if failed is None:
                 self._asleep, self._requested = not desired.replicas, desired.replicas
-                self._charts.changed(desired.reason)
+                self.metrics.changed(desired.reason)
                 if self._waits_since is not None:
-                    self._charts.wake_s = self._clock() - self._waits_since
+                    self.metrics.wake_s = self._clock() - self._waits_since
                     self._waits_since = None
                 self._tell(desired, spec)
         if failed is not None:
@@ -215,7 +213,7 @@ class ControlLoop:
         _log.info("%s: %s, %s%s", self._named, change, desired.reason, because)
 
     def _failed(self, failed: actuator.ActuatorError) -> None:
-        self._charts.failures += 1
+        self.metrics.failures += 1
         if failed.message != self._failing:
             self._failing = failed.message
             _log.warning("%s: %s", self._named, failed.message)

@@ -16,7 +16,6 @@ from extproc.autoscaling.runtime import (
 )
 from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
-from extproc.autoscaling.runtime.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
@@ -66,7 +65,6 @@ class ScaledPool:
         scaling: Policy, bounds and parameters.
         target: The object that is scaled; None where another actuator acts.
         counts: Counters of this process for the pool.
-        charts: Metrics of the loop.
         loop: The control loop.
     """
 
@@ -78,14 +76,12 @@ class ScaledPool:
         self.target = _placed(scaling.target, around.here)
         tallies = around.tallies.for_pool(site.name)
         self.counts = demand_counters.DemandCounters(site, tallies)
-        self.charts = ScalingHistory()
         self.loop = ControlLoop(
             site,
             scaling,
             acting=self._actuator(scaling, around),
             counters=self.counts,
             peers=around.peers,
-            charts=self.charts,
             clock=around.clock,
             on_change=around.looked,
         )

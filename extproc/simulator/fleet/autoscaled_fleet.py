@@ -11,6 +11,7 @@ import msgspec
 from extproc.autoscaling import demand_estimator, registry
 from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
+from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
 from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection, all_busy, no_endpoints
 from extproc.endpoint import StepTimeModel
@@ -18,7 +19,7 @@ from extproc.flow_control import controller
 from extproc.simulator.fleet import flow_control
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
-from extproc.simulator.fleet.scaling_history import FleetScalingHistory, ScalingSummary
+from extproc.simulator.fleet.replica_lifetimes import ReplicaLifetimes, ScalingSummary
 from extproc.simulator.fleet.scenario import HoldSpec, ScenarioAutoscaling
 from extproc.simulator.fleet.sim_request import SimRequest
 
@@ -92,7 +93,9 @@ class AutoscaledFleet:
         )
         self._spec = min(config.start, len(sites))
         self._counters = demand_estimator.PickerCounters()
-        self._charts = FleetScalingHistory(config.window_s)
+        self._history = ScalingHistory(config.window_s)
+        self._rows: list[HistoryRow] = []
+        self._lifetimes = ReplicaLifetimes()
         self._fresh()
 
     def begin(self) -> None:
@@ -100,8 +103,8 @@ class AutoscaledFleet:
         for n in range(self._spec):
             self._is[n] = _Is.UP
             self._sites[n].start()
-            self._charts.replica_requested(n, 0.0)
-            self._charts.up(n, 0.0)
+            self._lifetimes.replica_requested(n, 0.0)
+            self._lifetimes.up(n, 0.0)
         self._list()
         self._tick()
         for at in self._config.restarts_s:
@@ -115,7 +118,6 @@ class AutoscaledFleet:
 
     def arrived(self, sim_request: SimRequest) -> None:
         """Admit, queue or reject a new request."""
-        self._charts.arrived(self._timeline.now)
         self._count(arrived=1, prompt_tokens=sim_request.work.prompt_tokens)
         room, gate = self._room(sim_request), self._gate
         refused = gate.admit(sim_request, room)
@@ -145,13 +147,11 @@ class AutoscaledFleet:
     def close(self, over_at: float) -> ScalingSummary:
         """Summary of the run; the last request ended at `over_at`."""
         now = self._timeline.now
-        self._charts.row(
-            now,
+        self._record(
             requests=float(self._gate.queue.count + sum(self._loads)),
             available=sum(kind is _Is.UP for kind in self._is),
-            spec=self._spec,
         )
-        return self._charts.closed(now, over_at=over_at)
+        return self._lifetimes.closed(now, self._rows, over_at=over_at)
 
     # Requests.
 
@@ -202,14 +202,19 @@ class AutoscaledFleet:
 
     def _look(self) -> None:
         demand = self._demand()
-        self._charts.row(
-            demand.now,
-            requests=demand.requests,
-            available=demand.available,
-            spec=demand.spec,
-        )
+        self._record(requests=demand.requests, available=demand.available)
         self._spec = self._scaler.step(demand).replicas
         self._match()
+
+    def _record(self, *, requests: float, available: int) -> None:
+        row = self._history.record(
+            self._timeline.now,
+            requests=requests,
+            available=available,
+            spec=self._spec,
+            arrived={"picker": self._counters.arrived},
+        )
+        self._rows.append(row)
 
     def _demand(self) -> Demand:
         now = self._timeline.now
@@ -248,7 +253,7 @@ class AutoscaledFleet:
         now = self._timeline.now
         self._is[n] = _Is.STARTING
         self._born[n] = now
-        self._charts.replica_requested(n, now)
+        self._lifetimes.replica_requested(n, now)
         self._timeline.after(self._config.cold_start_s, lambda: self._up(n, now))
 
     def _up(self, n: int, born: float) -> None:
@@ -256,7 +261,7 @@ class AutoscaledFleet:
             return  # taken away meanwhile
         self._is[n] = _Is.UP
         self._sites[n].start()
-        self._charts.up(n, self._timeline.now)
+        self._lifetimes.up(n, self._timeline.now)
         self._list()
         self._gate.pump()
 
@@ -265,7 +270,7 @@ class AutoscaledFleet:
             self._gone(n)
             return
         self._is[n] = _Is.LEAVING
-        self._charts.leaves(n, self._timeline.now)
+        self._lifetimes.leaves(n, self._timeline.now)
         self._list()
         grace_s, born = self._config.grace_s, self._born[n]
         if grace_s is not None:
@@ -279,7 +284,7 @@ class AutoscaledFleet:
     def _gone(self, n: int) -> None:
         before, self._is[n] = self._is[n], _Is.DOWN
         self._sites[n].up = False
-        self._charts.gone(n, self._timeline.now)
+        self._lifetimes.gone(n, self._timeline.now)
         if before is _Is.UP:
             self._list()
         elif before is _Is.LEAVING:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc.simulator.fleet.engine_node import EngineNode
-from extproc.simulator.fleet.scaling_history import ScalingSummary
+from extproc.simulator.fleet.replica_lifetimes import ScalingSummary
 from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Gaps between tokens are counted in bins this much apart (ratio); percentiles are as exact.

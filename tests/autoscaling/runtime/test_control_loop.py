@@ -10,7 +10,6 @@ from extproc.autoscaling.interface import ScalingReason
 from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.autoscaling.runtime.demand_counters import DemandCounters
-from extproc.autoscaling.runtime.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScalingSection
 from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -91,7 +90,6 @@ class Place:
         self.site = self.sites.by_name[""]
         self.hands, self.others = Hands(spec), Others()
         self.changes = []
-        self.charts = ScalingHistory()
         params = POLICY if policy == "queue-depth" else {}
         self.loop = ControlLoop(
             self.site,
@@ -99,7 +97,6 @@ class Place:
             acting=self.hands,
             counters=DemandCounters(self.site, tallies.for_pool("")),
             peers=self.others,
-            charts=self.charts,
             clock=lambda: self.now,
             on_change=self.changes.append,
         )
@@ -224,7 +221,7 @@ async def test_what_fails_is_tried_again_and_said_once(caplog):
     assert await place.loop.step() == 5.0
     assert place.hands.spec == 1
     assert "autoscaling: scaling works again" in caplog.messages
-    assert place.charts.figures().failures == 3
+    assert place.loop.metrics.snapshot().failures == 3
 
 
 async def test_a_loop_goes_on_where_another_stopped():

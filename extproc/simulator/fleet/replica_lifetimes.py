@@ -1,35 +1,30 @@
-"""Replica history of a run: the four charts of the autoscaling page, and their sums."""
+"""Lifetimes of the replicas of a run, and its summary."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
-from extproc.autoscaling.time_window import TimeWindow
-
-#: Seconds over which requests per second are charted, as the published page does.
-_RATE_S = 180.0
+from extproc.autoscaling.scaling_history import HistoryRow
 
 
 class ScalingSummary(msgspec.Struct, frozen=True):
-    """Replica history of one run. Sequences are rows of the charts, by time.
+    """Replica history of one run. Sequences are columns of `HistoryRow`, by time.
 
     Attributes:
-        replica_s: Seconds of replicas, from asking for one until it is gone.
+        replica_s: Seconds of replicas, from the request for a replica until it is gone.
         mean_replicas: The same until the last request ended, over that time.
-        mean_available: Replicas that answer until then, over that time: what the published page
-            charts.
-        cold_starts: Replicas that were asked for (count).
+        mean_available: Ready replicas until then, over that time: what the published page charts.
+        cold_starts: Requested replicas (count).
         most: Most replicas at a time.
         to_least_s: From the end of the last request until there are as few as there may be.
-        at_s: When a row was taken, virtual seconds.
-        depth: Requests that wait or run, per replica that answers (at least 1).
-        depth_mean: The same, averaged over the window.
-        queries_per_s: Requests that came, over 3 minutes.
-        available: Replicas that answer.
-        spec: Replicas that were asked for.
+        at_s: Virtual seconds of the row.
+        depth: See `HistoryRow`.
+        depth_mean: See `HistoryRow`.
+        queries_per_s: See `HistoryRow`.
+        available: See `HistoryRow`.
+        spec: See `HistoryRow`.
     """
 
     replica_s: float
@@ -46,37 +41,15 @@ class ScalingSummary(msgspec.Struct, frozen=True):
     spec: Sequence[int] = ()
 
 
-class FleetScalingHistory:
-    """Collects chart rows and replica lifetimes. Mutable; one owner.
+class ReplicaLifetimes:
+    """Records when replicas are requested, ready, draining and gone. Mutable; one owner."""
 
-    Args:
-        window_s: Seconds the queue depth is averaged over.
-    """
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._depths = TimeWindow()
-        self._arrivals: deque[float] = deque()
-        self._rows: list[tuple[float, float, float, float, int, int]] = []
+    def __init__(self) -> None:
         self._begun: dict[int, float] = {}
         self._lives: list[tuple[float, float]] = []
         self._answered: dict[int, float] = {}
         self._answering: list[tuple[float, float]] = []
         self._most = 0
-
-    def arrived(self, now: float) -> None:
-        """Count an arrival."""
-        self._arrivals.append(now)
-
-    def row(self, now: float, *, requests: float, available: int, spec: int) -> None:
-        """Append a row to the charts."""
-        while self._arrivals and self._arrivals[0] <= now - _RATE_S:
-            self._arrivals.popleft()
-        depth = requests / max(1, available)
-        self._depths = self._depths.add(now, depth, span_s=self._window_s)
-        mean = self._depths.mean(now, self._window_s)
-        rate = len(self._arrivals) / _RATE_S
-        self._rows.append((now, depth, mean, rate, available, spec))
 
     def replica_requested(self, site: int, now: float) -> None:
         """Record the request for a replica."""
@@ -97,17 +70,16 @@ class FleetScalingHistory:
         self.leaves(site, now)
         self._lives.append((self._begun.pop(site), now))
 
-    def closed(self, now: float, *, over_at: float) -> ScalingSummary:
+    def closed(self, now: float, rows: Sequence[HistoryRow], *, over_at: float) -> ScalingSummary:
         """Summary of the run.
 
         Args:
             now: When it ended, with as few replicas as there may be or without patience.
+            rows: Its history.
             over_at: When the last request had ended.
         """
         lives = [*self._lives, *((begun, now) for begun in self._begun.values())]
         answering = [*self._answering, *((begun, now) for begun in self._answered.values())]
-        columns = [list(column) for column in zip(*self._rows, strict=True)] or [[]] * 6
-        at_s, depth, mean, rate, available, spec = columns
         return ScalingSummary(
             replica_s=sum(end - begun for begun, end in lives),
             mean_replicas=_mean(lives, over_at),
@@ -115,12 +87,12 @@ class FleetScalingHistory:
             cold_starts=len(lives),
             most=self._most,
             to_least_s=now - over_at,
-            at_s=at_s,
-            depth=depth,
-            depth_mean=mean,
-            queries_per_s=rate,
-            available=[int(value) for value in available],
-            spec=[int(value) for value in spec],
+            at_s=[row.at_s for row in rows],
+            depth=[row.depth for row in rows],
+            depth_mean=[row.depth_mean for row in rows],
+            queries_per_s=[row.queries_per_s for row in rows],
+            available=[row.available for row in rows],
+            spec=[row.spec for row in rows],
         )
 
 
