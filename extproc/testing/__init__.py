@@ -1,9 +1,8 @@
-"""For people who write plugins: builders and the contract every plugin keeps.
+"""Tools for tests of scheduling plugins: builders of contexts and candidates, and the plugin contract.
 
-Here live: `builders`, turns and candidates that name only the facts that matter; `contract`, one check
-for each role, which the tests of the built-in plugins and `extproc plugin test` run as well.
+`builders` makes contexts and candidates from the fields that a test names. `contract` has a check
+for each role of plugin, which the tests of the built-in plugins and `extproc plugin test` run.
+`templates` are commented plugin files, which `extproc plugin template` prints.
 
-Not here: test frameworks, files, clocks, anything a server runs. Tests and the command line drive
-this room; nothing below may import it, so it stands beside the other ways to run the core outside
-of a server (sim). Its names are public: they change with a note in the changelog.
+The names here are public: changes are listed in the changelog.
 """

@@ -13,7 +13,7 @@ from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Loa
 from extproc.request import InferenceRequest
 from extproc.scheduling.context import SchedulingContext
 
-#: Monotonic seconds of every turn; scrapes are a second old.
+#: `now` of every context, in seconds; scrapes are a second old.
 NOW = 100.0
 
 _OF_TURN = frozenset(SchedulingContext.__struct_fields__) - {
@@ -29,13 +29,13 @@ _SETS = ("adapters", "waiting_adapters")
 
 
 def context(seed: int = 1, *, opening: str = "", **facts: Any) -> SchedulingContext:
-    """Scheduling context of a chat request.
+    """Build the scheduling context of a chat request.
 
     Args:
-        seed: Of its chance.
+        seed: Seed of `rng`.
         opening: Beginning of the first user message.
-        **facts: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of `InferenceRequest`; an `adapter` is
-            known to both.
+        **facts: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of
+            `InferenceRequest`; `adapter` sets both.
     """
     own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
     request = InferenceRequest(**{"api": "chat", **facts})
@@ -46,16 +46,17 @@ def context(seed: int = 1, *, opening: str = "", **facts: Any) -> SchedulingCont
 
 
 def candidate(name: str, **facts: Any) -> Candidate:
-    """A candidate at `NAME:8000`.
+    """Build a candidate at `NAME:8000`.
 
     Args:
-        name: Its name and host.
+        name: Name and host of the endpoint.
         **facts: Fields of `Candidate` and of `Load`, and `labels`. Sets may be lists, `residency`
-            a word and `rates` a mapping. Without a fact of the load it was never scraped;
-            `estimated_requests` is the larger of `in_flight` and running plus waiting unless it is given.
+            the name of an `AdapterResidency`, `rates` a mapping. Without a field of `Load` the
+            endpoint was never scraped. `estimated_requests` defaults to the larger of `in_flight`
+            and running plus waiting.
 
     Raises:
-        TypeError: There is no fact of that name.
+        TypeError: No field has that name.
     """
     strange = facts.keys() - _OF_CANDIDATE - _OF_LOAD - {"labels"}
     if strange:
@@ -78,22 +79,22 @@ def candidate(name: str, **facts: Any) -> Candidate:
 
 
 def candidates(endpoints: Mapping[str, Mapping[str, Any] | None]) -> list[Candidate]:
-    """Candidates by name, from facts; None or an empty mapping for no known facts."""
+    """Build candidates from their fields by name; None for an endpoint that was never scraped."""
     return [candidate(name, **(facts or {})) for name, facts in endpoints.items()]
 
 
 def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
-    """Names of candidates or endpoints."""
+    """Return the names of candidates or endpoints."""
     return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
 
 
 def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
-    """Candidates with varied loads; every fifth was never scraped.
+    """Build candidates with varied loads, of which every fifth was never scraped.
 
     Args:
-        size: How many.
-        known: False for candidates that were never scraped.
-        seed: Of what they are.
+        size: Number of candidates.
+        known: False if none was ever scraped.
+        seed: Seed of the loads.
     """
     rng = Random(seed)
     loaded = []
@@ -116,12 +117,12 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
 
 
 def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
-    """Candidates that differ in scraped values only, with equal in-flight estimates.
+    """Build candidates that differ in scraped values only; every fifth was never scraped.
 
     Args:
-        size: How many; every fifth was never scraped.
-        known: False for candidates that were never scraped.
-        seed: Of what they are.
+        size: Number of candidates.
+        known: False if none was ever scraped.
+        seed: Seed of the scraped values.
     """
     rng = Random(seed)
     identical = [
@@ -135,7 +136,7 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
 
 
 def with_load(rng: Random) -> dict[str, Any]:
-    """Random scraped values of one endpoint."""
+    """Return random scraped values of an endpoint."""
     return {
         "engine": "vllm",
         "waiting": rng.randrange(60),

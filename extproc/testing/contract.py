@@ -1,8 +1,8 @@
 """Contract of scheduling plugins, with a check for each role.
 
-Each check takes the class, or any function that makes a new plugin of it, and raises an
-`AssertionError` that says what was wanted, what came and in which situation. Situations are 1 to
-1000 endpoints about which much, little or nothing is known.
+Each check takes the plugin class, or a function without arguments that returns a new plugin, and
+raises an `AssertionError` with the rule, the value that broke it and the situation. Situations are
+1 to 1000 endpoints whose signals are all, partly or not known.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from extproc.scheduling.framework import CostModel, Filter, Observer, Picker, Pl
 from extproc.testing import builders, probes
 from extproc.testing.probes import demand, probe_context, short
 
-#: How many endpoints there are.
+#: Numbers of endpoints.
 SIZES = (1, 2, 7, 100, 1000)
 
-#: How many endpoints a picker is asked for; more than there are, too.
+#: Numbers of endpoints that a picker must return; the last is more than there are.
 COUNTS = (1, 3, 2000)
 
 #: Signals that come from a metrics page only, and so may be unknown.
@@ -36,13 +36,17 @@ _APART = 0.07
 
 
 def check_filter(make: Callable[[], Filter]) -> None:
-    """A filter keeps some of the candidates in their order, whatever their order is.
+    """Check that a filter returns some of the candidates in their order.
 
-    The same again for the same turn, whatever the seed. One that reads nothing but metrics pages
-    keeps everybody while nothing is known.
+    The result must not depend on the order of the candidates or on the seed, and must be the same
+    for an equal context. A filter that reads scraped signals only must return all candidates while
+    none was scraped.
+
+    Args:
+        make: The filter class, or a function that returns a new filter.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: The filter breaks a rule.
     """
     plugin = probes.declared(make)
     for there, about, known in _situations(plugin):
@@ -54,26 +58,40 @@ def check_filter(make: Callable[[], Filter]) -> None:
             demand(
                 all(id(candidate) in places for candidate in result),
                 about,
-                "candidates it was given",
+                "only candidates of the call",
             )
             order = [places[id(candidate)] for candidate in result]
-            demand(order == sorted(set(order)), about, "each once and in their order", order)
+            demand(
+                order == sorted(set(order)),
+                about,
+                "every candidate once at most, in the order of the call",
+                order,
+            )
 
         result = probes.stable_answer(make, _keep, there, about=about, check_answer=check_answer)
         back = builders.names(_keep(make(), probe_context(), there[::-1])[::-1])
         _same(builders.names(result) == back, builders.names(result), back, about=about)
         if not known and plugin.needs and plugin.needs <= SCRAPED:
-            demand(len(result) == len(there), about, "everybody, for nothing is known", len(result))
+            demand(
+                len(result) == len(there),
+                about,
+                "all candidates, because nothing is known of them",
+                len(result),
+            )
 
 
 def check_scorer(make: Callable[[], Scorer]) -> None:
-    """A scorer gives each candidate a finite number of 0 to 1, in whatever order they come.
+    """Check that a scorer returns a finite number from 0 to 1 for each candidate.
 
-    The same again for the same turn, whatever the seed. Of candidates that differ in scraped
-    values only, an unknown one is neither best nor worst.
+    The scores must not depend on the order of the candidates or on the seed, and must be the same
+    for an equal context. Of candidates that differ in scraped values only, those with unknown values
+    must score neither best nor worst.
+
+    Args:
+        make: The scorer class, or a function that returns a new scorer.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: The scorer breaks a rule.
     """
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
@@ -81,7 +99,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
         def check_answer(scores: object, size: int = len(there), about: str = about) -> None:
             numbers = _numbers(scores, size, "scores", about)
             wrong = [score for score in numbers if not 0 <= score <= 1]
-            demand(not wrong, about, "numbers of 0 to 1", wrong)
+            demand(not wrong, about, "numbers from 0 to 1", wrong)
 
         scores = probes.stable_answer(make, _score, there, about=about, check_answer=check_answer)
         back = make().score(probe_context(), there[::-1])[::-1]
@@ -91,18 +109,22 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
 
 
 def check_cost(make: Callable[[], CostModel]) -> None:
-    """A cost model gives each candidate a finite number, in whatever order they come.
+    """Check that a cost model returns a finite number for each candidate.
 
-    Terms are as many as candidates. The same again for the same turn, whatever the seed.
+    Each term must have one number per candidate. The costs must not depend on the order of the
+    candidates or on the seed, and must be the same for an equal context.
+
+    Args:
+        make: The class of the cost model, or a function that returns a new one.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: The cost model breaks a rule.
     """
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
         def check_answer(priced: CostResult, size: int = len(there), about: str = about) -> None:
-            demand(isinstance(priced, CostResult), about, "a Priced", type(priced).__name__)
+            demand(isinstance(priced, CostResult), about, "a CostResult", type(priced).__name__)
             for name, numbers in (("costs", priced.costs), *priced.terms):
                 _numbers(list(numbers), size, name, about)
 
@@ -114,21 +136,26 @@ def check_cost(make: Callable[[], CostModel]) -> None:
 
 
 def check_picker(make: Callable[[], Picker]) -> None:
-    """A picker names different positions, as many as asked for if there are.
+    """Check that a picker returns different positions of candidates, `count` of them if it can.
 
-    The same again for the same seed, and over many turns each endpoint gets the same share in
-    whatever order they come.
+    The positions must be the same for an equal context and seed. Over many requests the share of
+    each endpoint must not depend on the order of the candidates.
+
+    Args:
+        make: The picker class, or a function that returns a new picker.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: The picker breaks a rule.
     """
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
         for count in COUNTS:
-            _check_picks(make, there, count, about=f"{about}, asked for {count}")
+            _check_picks(make, there, count, about=f"{about}, count {count}")
     forth, back = (_shares(make, step) for step in (1, -1))
     apart = max(abs(first - other) for first, other in zip(forth, back, strict=True))
-    _same(apart <= _APART, forth, back, about=f"{plugin.kind} with 4 endpoints and {_PICKS} turns")
+    _same(
+        apart <= _APART, forth, back, about=f"{plugin.kind} with 4 endpoints and {_PICKS} requests"
+    )
 
 
 #: The check of each role, by the method that makes it.
@@ -173,9 +200,9 @@ def _check_picks(
     def check_answer(order: object) -> None:
         places = _numbers(order, min(size, count), "positions", about)
         inside = all(isinstance(at, int) and 0 <= at < size for at in places)
-        demand(inside, about, f"positions of 0 to {size - 1}", order)
-        demand(len(set(places)) == len(places), about, "nobody twice", order)
-        demand(totals == before, about, "totals left as they are", "a change")
+        demand(inside, about, f"positions from 0 to {size - 1}", order)
+        demand(len(set(places)) == len(places), about, "no position twice", order)
+        demand(totals == before, about, "unchanged totals", "a change")
 
     probes.stable_answer(make, pick, there, about=about, check_answer=check_answer, seeds=(1,))
 
@@ -195,7 +222,7 @@ def _shares(make: Callable[[], Picker], step: int) -> list[float]:
 
 
 def _check_neutral(plugin: Scorer) -> None:
-    """Unknown is neither best nor worst (the rule of `scheduling.unknown`)."""
+    """Check that unknown values are imputed (`extproc.scheduling.normalization`)."""
     there = builders.identical_candidates(200)
     scores = plugin.score(probe_context(), there)
     low, high = min(scores), max(scores)
@@ -220,10 +247,10 @@ def _check_neutral(plugin: Scorer) -> None:
 
 
 def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
-    """A list of so many finite numbers.
+    """Return values that are a list of `size` finite numbers.
 
     Raises:
-        AssertionError: It is none.
+        AssertionError: They are not.
     """
     if not isinstance(values, list):
         raise AssertionError(f"{about}: expected a list of {what}, got {type(values).__name__}")  # noqa: TRY004 - the one error of a check
@@ -243,5 +270,5 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def _same(equal: object, forth: object, back: object, *, about: str) -> None:
-    actual = f"{short(forth)}, and {short(back)} when they come backwards"
-    demand(equal, about, "the same for each endpoint in whatever order they come", actual)
+    actual = f"{short(forth)}, and {short(back)} for the reversed order"
+    demand(equal, about, "the same result for each endpoint in any order", actual)

@@ -33,20 +33,20 @@ def demand(met: object, about: str, expected: str, actual: object = "others") ->
     """Raise unless a rule of the contract holds.
 
     Args:
-        met: Whether it is kept.
+        met: True (or a truthy value) if the rule holds.
         about: The plugin and the situation.
         expected: The rule.
         actual: The value that broke it.
 
     Raises:
-        AssertionError: It is not.
+        AssertionError: The rule does not hold.
     """
     if not met:
         raise AssertionError(f"{about}: expected {expected}, got {short(actual)}")
 
 
 def short(value: object) -> str:
-    """A value for a message."""
+    """Return a value as text of at most 160 characters, for messages."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 160 else f"{text[:157]}..."
 
@@ -62,13 +62,13 @@ class _Pair:
 
 
 def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
-    """Description of a plugin and its candidates, for messages."""
+    """Describe a plugin and its candidates, for messages."""
     scraped = "some" if known else "none"
     return f"{plugin.kind} with {len(there)} endpoints, {scraped} of them scraped"
 
 
 def probe_context(seed: int = 1) -> SchedulingContext:
-    """Scheduling context of the checks: 1000 prompt tokens, for an adapter that some hold."""
+    """Build the context of the checks: 1000 prompt tokens, an adapter that some endpoints hold."""
     return builders.context(
         seed,
         model="lora",
@@ -85,14 +85,14 @@ def declared(make: Callable[[], Role]) -> Role:
     """Build a plugin and check its declaration: kind, needs, frozen and strict parameters.
 
     Raises:
-        AssertionError: It is not.
+        AssertionError: The declaration breaks a rule.
     """
     try:
         plugin = make()
     except Exception as error:
         raise AssertionError(
-            f"{getattr(make, '__name__', make)}: expected a plugin made without parameters, got "
-            f"{_error_text(error)}; give every parameter a default, or hand in a function that makes one"
+            f"{getattr(make, '__name__', make)}: expected a plugin that can be built without parameters, got "
+            f"{_error_text(error)}; give every parameter a default, or pass a function that builds one"
         ) from error
     cls: Any = type(plugin)
     about: str = cls.__name__
@@ -109,7 +109,7 @@ def declared(make: Callable[[], Role]) -> Role:
     demand(
         config.forbid_unknown_fields,
         about,
-        "forbid_unknown_fields=True, so that a misspelt parameter is an error",
+        "forbid_unknown_fields=True, so that a misspelled parameter is an error",
         "unknown fields ignored",
     )
     return plugin
@@ -124,18 +124,18 @@ def stable_answer(
     check_answer: Callable[[AnswerT], None],
     seeds: Sequence[int] = (1, 2),
 ) -> AnswerT:
-    """Answer of a plugin, checked to be repeatable and free of side effects.
+    """Return the answer of a plugin, checked to be repeatable and free of side effects.
 
     Args:
-        make: Makes the plugin.
+        make: Builds the plugin.
         act: Calls it.
         there: The candidates.
         about: The plugin and the situation.
         check_answer: Checks an answer on its own.
-        seeds: Over which the answer must be the same.
+        seeds: Seeds of the context that must give the same answer.
 
     Raises:
-        AssertionError: Something is not as it must be.
+        AssertionError: The plugin breaks a rule.
     """
     candidates, turn = list(there), probe_context()
     facts = _written(candidates, turn)
@@ -145,24 +145,26 @@ def stable_answer(
     demand(
         list(map(id, candidates)) == list(map(id, there)),
         about,
-        "the candidates left in their order",
+        "unchanged order of the candidates",
         "another order",
     )
-    demand(_written(candidates, turn) == facts, about, "turn and candidates left alone", "a change")
+    demand(
+        _written(candidates, turn) == facts, about, "unchanged context and candidates", "a change"
+    )
     for seed in seeds:
         again = _called(act, plugin, probe_context(seed), candidates, about)
         demand(
             again == answer,
             about,
-            f"the same answer to the same question (seed {seed}; memory changes in chosen only, "
-            "because dry runs ask too)",
+            f"the same answer to the same call (seed {seed}; state may change in on_committed only, "
+            "because dry runs call the plugin too)",
             _Pair(answer, "and then", again),
         )
     _remember(plugin, there[0], about)
     demand(
         _called(act, other, probe_context(), candidates, about) == answer,
         about,
-        "the same answer of a second instance: nothing shared, no chance but turn.rng",
+        "the same answer of a second instance: no shared state, no chance but the rng of the context",
         "another answer",
     )
     _remember(other, there[0], about)
@@ -170,7 +172,9 @@ def stable_answer(
         _called(act, instance, probe_context(), candidates, about) for instance in (plugin, other)
     )
     check_answer(first)
-    demand(first == second, about, "equal answers after equal choices", _Pair(first, "and", second))
+    demand(
+        first == second, about, "equal answers after equal decisions", _Pair(first, "and", second)
+    )
     return answer
 
 
@@ -202,7 +206,7 @@ def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
         raise
     except Exception as error:
         raise AssertionError(
-            f"{about}: expected chosen, keys and answer_headers to take any decision, got "
+            f"{about}: expected on_committed, keys and answer_headers to accept any decision, got "
             f"{_error_text(error)}"
         ) from error
 

@@ -73,7 +73,7 @@ def test_a_broken_contract(tmp_path, capsys):
     output = capsys.readouterr()
     assert output.out == ""
     assert f"{file}: scorer my-scorer: my-scorer with 1 endpoints" in output.err
-    assert "expected numbers of 0 to 1, got [" in output.err
+    assert "expected numbers from 0 to 1, got [" in output.err
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ NOTHING = frozenset()
 
 
 class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A plugin whose answers a test gives."""
+    """A plugin whose answers come from the test."""
 
     kind: ClassVar[str] = "odd"
     needs: ClassVar[frozenset[Signal]] = NOTHING
 
 
 def scorer(answer, needs=NOTHING):
-    """A scorer class that answers by a function of turn and candidates."""
+    """Build a scorer class from a function of context and candidates."""
 
     class Odd(Plugin, frozen=True):
         def score(self, turn, candidates):
@@ -38,7 +38,7 @@ def complaint(check, cls):
 
 
 def test_a_sound_scorer_passes():
-    """What keeps the contract is not complained about."""
+    """A plugin that keeps the contract passes."""
     contract.check_scorer(scorer(lambda turn, them: [1 / (1 + c.in_flight) for c in them]))
 
 
@@ -63,22 +63,22 @@ TICKS = itertools.count()
     ("answer", "wanted"),
     [
         (lambda turn, them: [0.5], "odd with 2 endpoints, some of them scraped: expected 2 scores"),
-        (lambda turn, them: [2.0] * len(them), "expected numbers of 0 to 1, got [2.0]"),
+        (lambda turn, them: [2.0] * len(them), "expected numbers from 0 to 1, got [2.0]"),
         (lambda turn, them: [float("nan")] * len(them), "finite numbers, got [nan]"),
         (lambda turn, them: ["1"] * len(them), "finite numbers, got ['1']"),
         (lambda turn, them: (0.5,) * len(them), "expected a list of scores, got tuple"),
         (lambda turn, them: None, "expected a list of scores, got NoneType"),
         (lambda turn, them: [1 / 0], "expected an answer, got ZeroDivisionError"),
         (lambda turn, them: [c.load.waiting / 100 for c in them], "got TypeError"),
-        (by_place, "the same for each endpoint in whatever order they come"),
-        (sorts, "the candidates left in their order"),
-        (headers, "turn and candidates left alone"),
-        (lambda turn, them: [turn.rng.random()] * len(them), "the same question (seed 2"),
-        (lambda turn, them: [next(TICKS) % 7 / 7] * len(them), "the same question (seed 1"),
+        (by_place, "the same result for each endpoint in any order"),
+        (sorts, "unchanged order of the candidates"),
+        (headers, "unchanged context and candidates"),
+        (lambda turn, them: [turn.rng.random()] * len(them), "the same call (seed 2"),
+        (lambda turn, them: [next(TICKS) % 7 / 7] * len(them), "the same call (seed 1"),
     ],
 )
-def test_unsound_scorers_are_told_why(answer, wanted):
-    """Each broken rule is named with the situation and what came."""
+def test_unsound_scorers_are_named(answer, wanted):
+    """An error names the broken rule, the situation and the value."""
     assert wanted in complaint(contract.check_scorer, scorer(answer))
 
 
@@ -120,7 +120,7 @@ def test_declarations_are_checked():
     for cls, wanted in (
         (Loose, "frozen=True"),
         (Ignores, "forbid_unknown_fields=True"),
-        (Asks, "Asks: expected a plugin made without parameters"),
+        (Asks, "Asks: expected a plugin that can be built without parameters"),
         (Shouts, "a kind in lower case"),
         (Greedy, "needs as a frozenset of Signal"),
     ):
@@ -140,27 +140,33 @@ def filtering(answer, needs=NOTHING):
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them: [msgspec.structs.replace(c) for c in them], "candidates it was given"),
-        (lambda turn, them: them[::-1], "each once and in their order"),
-        (lambda turn, them: [them[0], them[0]], "each once and in their order"),
-        (lambda turn, them: them[:1], "in whatever order they come"),
-        (lambda turn, them: [c for c in them if turn.rng.random() < 0.5], "same question"),
+        (
+            lambda turn, them: [msgspec.structs.replace(c) for c in them],
+            "only candidates of the call",
+        ),
+        (lambda turn, them: them[::-1], "every candidate once at most, in the order of the call"),
+        (
+            lambda turn, them: [them[0], them[0]],
+            "every candidate once at most, in the order of the call",
+        ),
+        (lambda turn, them: them[:1], "in any order"),
+        (lambda turn, them: [c for c in them if turn.rng.random() < 0.5], "same call"),
     ],
 )
-def test_unsound_filters_are_told_why(answer, wanted):
-    """A filter keeps candidates it was given, in their order, the same ones always."""
+def test_unsound_filters_are_named(answer, wanted):
+    """A filter must return candidates of the call, in their order, and the same ones for an equal context."""
     assert wanted in complaint(contract.check_filter, filtering(answer))
 
 
 def test_a_filter_of_scraped_values_lets_unknown_pass():
-    """Nobody is refused for what nobody knows."""
+    """A filter must not drop candidates whose signals are unknown."""
 
     def answer(turn, them):
         return [c for c in them if c.load.waiting is not None]
 
     contract.check_filter(filtering(answer))
     scraped = filtering(answer, frozenset({Signal.WAITING}))
-    assert "everybody, for nothing is known" in complaint(contract.check_filter, scraped)
+    assert "all candidates, because nothing is known" in complaint(contract.check_filter, scraped)
 
 
 def pricing(answer):
@@ -172,13 +178,13 @@ def pricing(answer):
 
 
 def test_costs():
-    """A cost model gives finite costs and as many terms, whatever the order."""
+    """A cost model must return finite costs and terms in the order of the candidates."""
     contract.check_cost(pricing(lambda them: CostResult("odd", "s", [c.in_flight for c in them])))
     for answer, wanted in (
-        (lambda them: [1.0] * len(them), "a Priced, got list"),
+        (lambda them: [1.0] * len(them), "a CostResult, got list"),
         (lambda them: CostResult("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
         (lambda them: CostResult("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
-        (lambda them: CostResult("odd", "s", list(range(len(them)))), "in whatever order"),
+        (lambda them: CostResult("odd", "s", list(range(len(them)))), "in any order"),
     ):
         assert wanted in complaint(contract.check_cost, pricing(answer))
 
@@ -194,24 +200,27 @@ def picking(answer):
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them, totals, count: [0], "asked for 3: expected 2 positions"),
-        (lambda turn, them, totals, count: [0] * min(count, len(them)), "nobody twice"),
+        (lambda turn, them, totals, count: [0], "count 3: expected 2 positions"),
+        (lambda turn, them, totals, count: [0] * min(count, len(them)), "no position twice"),
         (lambda turn, them, totals, count: range(min(count, len(them))), "a list of positions"),
         (lambda turn, them, totals, count: [*range(1, 1 + min(count, len(them)))], "0 to 0"),
-        (lambda turn, them, totals, count: [*range(min(count, len(them)))], "the same for each"),
+        (
+            lambda turn, them, totals, count: [*range(min(count, len(them)))],
+            "the same result for each",
+        ),
         (
             lambda turn, them, totals, count: [*range(len(them))][: totals.sort() or count],
-            "totals left as they are",
+            "unchanged totals",
         ),
     ],
 )
-def test_unsound_pickers_are_told_why(answer, wanted):
-    """A picker names different places, as many as asked for, without regard to their order."""
+def test_unsound_pickers_are_named(answer, wanted):
+    """A picker must return different positions, and its shares must not depend on the order."""
     assert wanted in complaint(contract.check_picker, picking(answer))
 
 
 def test_a_picker_may_draw():
-    """Chance of the turn is allowed, for it repeats itself."""
+    """The rng of the context may be used, because it is seeded."""
 
     def answer(turn, them, totals, count):
         return turn.rng.sample(range(len(them)), min(count, len(them)))
@@ -220,7 +229,7 @@ def test_a_picker_may_draw():
 
 
 class Remembers(Plugin, frozen=True):
-    """Scores down who was chosen before."""
+    """Scores lower the endpoints that were chosen before."""
 
     @cached_property
     def addresses(self):
@@ -246,11 +255,11 @@ def test_a_memory_takes_any_decision():
             raise KeyError(decision.picker)
 
     message = complaint(contract.check_scorer, Picky)
-    assert "answer_headers to take any decision, got KeyError" in message
+    assert "answer_headers to accept any decision, got KeyError" in message
 
 
 def test_keys_and_answer_headers_are_text():
-    """What a plugin remembers a request by and tells the client can be carried."""
+    """Keys and response headers of a plugin must be text."""
 
     class Numbers(Remembers, frozen=True):
         def answer_headers(self, turn, chosen):
@@ -269,7 +278,7 @@ def test_keys_and_answer_headers_are_text():
 
 
 def test_a_memory_is_not_shared():
-    """What one instance was told is not known to another."""
+    """Instances of a plugin must not share state."""
     decisions = []
 
     class Shares(Plugin, frozen=True):
@@ -279,14 +288,14 @@ def test_a_memory_is_not_shared():
         def on_committed(self, decision, now):
             decisions.append(decision)
 
-    assert "a second instance: nothing shared" in complaint(contract.check_scorer, Shares)
+    assert "a second instance: no shared state" in complaint(contract.check_scorer, Shares)
 
 
 def test_a_broken_answer_after_a_choice():
-    """The answer is looked at again once there is something to remember."""
+    """The answer is checked again after a decision."""
 
     class Grows(Remembers, frozen=True):
         def score(self, turn, candidates):
             return [float(2 * len(self.addresses))] * len(candidates)
 
-    assert "numbers of 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)
+    assert "numbers from 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)
