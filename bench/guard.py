@@ -13,9 +13,9 @@ import json
 import statistics
 from time import perf_counter
 
-from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
-from extproc.scheduling.scorers.in_flight import InFlight
+from extproc.scheduling.scorers.open_requests import InFlight
 from extproc.testing import builders, probes
 
 _BLOCK = 100
@@ -54,7 +54,7 @@ def main() -> None:
     found["score"] = compare(
         lambda: scorer.score(turn, there), lambda: held.score(turn, there), args.calls
     )
-    picker = MaxScore()
+    picker = MaxScorePicker()
     picking = GuardedPlugin(picker, guards)
     found["pick"] = compare(
         lambda: picker.pick(turn, there, totals, count=1),

@@ -327,8 +327,11 @@ def _plugins() -> Iterator[str]:
 
 def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
     yield title
-    for kind in sorted(kinds):
+    for kind in sorted(kinds.keys() - registry.ALIASES.keys()):
+        aliases = registry.aliases_of(kind)
         yield f"  {_offered(kind, kinds[kind])}"
+        if aliases:
+            yield f"    also {', '.join(aliases)}"
 
 
 def _offered(kind: str, cls: type[Plugin]) -> str:

@@ -88,13 +88,13 @@ def _timed(plugin: Any, method: str) -> str:
     from extproc.scheduling import plugin_guard
     from extproc.testing import builders, probes
 
-    there, turn = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
+    candidates, context = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
     spent_s = []
     for _ in range(_CALLS):
         started = time.perf_counter()
-        getattr(plugin, method)(turn, there, *extra, **named)
+        getattr(plugin, method)(context, candidates, *extra, **named)
         spent_s.append(time.perf_counter() - started)
     median_s, budget_s = statistics.median(spent_s), plugin_guard.GuardLimits().budget_s
     timing = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"

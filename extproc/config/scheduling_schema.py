@@ -36,7 +36,7 @@ class WeightedScorer(PluginEntry, frozen=True, forbid_unknown_fields=True, kw_on
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
 
 
-_MAX_SCORE = PluginEntry(kind="max-score")
+_MAX_SCORE = PluginEntry(kind="max-score-picker")
 
 
 class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,7 +46,7 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         name: Shown in decisions. `custom` tells it from the named strategies.
         filters: In the order they run. None: every endpoint may serve.
         scorers: Each with its weight. None: then the picker alone decides.
-        picker: Chooses by totals. `max-score` does what the weights say.
+        picker: Chooses by totals. `max-score-picker` does what the weights say.
         cost: A cost model in place of the scorers' sum. None: the weights say what counts.
     """
 

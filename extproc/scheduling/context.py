@@ -1,4 +1,4 @@
-"""One scheduling turn: the request, the time and the chance that belong to it."""
+"""Scheduling context: a request, its time and its source of chance."""
 
 from __future__ import annotations
 

@@ -1,19 +1,32 @@
-"""Decision tree of filters: the next filter depends on the success of the one before.
+"""Decision trees of filters: the next filter depends on the success of the filter before it.
 
-A filter that runs others stands here and not among the filters, which do not know each other.
+Filters that run others stand here and not among the filters, which do not know each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.filters.adapters import (
+    AdapterActive,
+    AdapterSoftAffinity,
+    CanAcceptAdapter,
+    LowCostAdapter,
+)
+from extproc.scheduling.filters.load_bounds import (
+    KvRange,
+    LowLatency,
+    QueueRange,
+    SheddableCapacity,
+)
+from extproc.scheduling.filters.request_filters import CriticalRequest, DropRequest
 from extproc.scheduling.framework import (
     Filter,
     Observer,
@@ -38,16 +51,16 @@ class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     on_failure: FilterTreeNode | None = None
     on_either: FilterTreeNode | None = None
 
-    def next(self, *, left_anybody: bool) -> tuple[str, FilterTreeNode | None]:
+    def next(self, *, is_success: bool) -> tuple[str, FilterTreeNode | None]:
         """Name of the branch and the node it leads to; empty and None at the end of the walk."""
-        named = self.on_success if left_anybody else self.on_failure
+        named = self.on_success if is_success else self.on_failure
         if named is not None:
-            return ("success" if left_anybody else "failure"), named
+            return ("success" if is_success else "failure"), named
         return ("" if self.on_either is None else "either"), self.on_either
 
     def __repr__(self) -> str:
-        ways = (("yes", self.on_success), ("no", self.on_failure), ("then", self.on_either))
-        below = ", ".join(f"{word} {node!r}" for word, node in ways if node is not None)
+        successors = (("yes", self.on_success), ("no", self.on_failure), ("then", self.on_either))
+        below = ", ".join(f"{word} {node!r}" for word, node in successors if node is not None)
         return f"{self.filter.kind} ({below})" if below else f"{self.filter.kind}"
 
 
@@ -82,13 +95,13 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return frozenset().union(*(plugin.needs for plugin in self.filters))
 
     def filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        return self.walk(turn, candidates)[0]
+        return self.walk(context, candidates)[0]
 
     def walk(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """See `framework.TracedFilter`."""
         node: FilterTreeNode | None = self.root
@@ -97,14 +110,14 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         while node is not None:
             error: Exception | None = None
             try:
-                remaining = node.filter.filter(turn, candidates)
+                remaining = node.filter.filter(context, candidates)
             except Exception as raised:  # noqa: BLE001 - an error takes the failure branch
                 remaining, error = (), raised
-            way, below = node.next(left_anybody=bool(remaining))
+            branch, below = node.next(is_success=bool(remaining))
             if error is not None and below is None:
                 raise error
-            fault = type(error).__name__ if error is not None else ""
-            branches.append(FilterTreeStep(node.filter.kind, remaining, way, fault))
+            error_type = type(error).__name__ if error is not None else ""
+            branches.append(FilterTreeStep(node.filter.kind, remaining, branch, error_type))
             candidates = remaining or candidates
             node = below
         return remaining, branches
@@ -115,24 +128,111 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if isinstance(plugin, Observer):
                 plugin.on_committed(decision, now)
 
-    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
+    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """Keys by which its filters remember the request."""
         keys: dict[str, str] = {}
         for plugin in self.filters:
             if isinstance(plugin, RequestKeyProvider):
-                keys |= plugin.keys(turn)
+                keys |= plugin.keys(context)
         return keys
 
     def answer_headers(
-        self, turn: SchedulingContext, chosen: Endpoint
+        self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
         """Response headers that its filters add."""
         return [
             header
             for plugin in self.filters
             if isinstance(plugin, ResponseHeaderProvider)
-            for header in plugin.answer_headers(turn, chosen)
+            for header in plugin.answer_headers(context, chosen)
         ]
+
+
+class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """The tree of docs/spec/prior-systems.md#filter-tree.
+
+    Critical requests: candidates with `waiting < below_waiting_requests`, among these the holders
+    of the adapter, or else those with a slot for it, or else all; then queue range and KV range.
+    When every queue is longer: queue range, then holders and those with a slot, then KV range.
+    Sheddable requests: candidates with `waiting <= sheddable_waiting_requests` and
+    `kv_usage <= sheddable_kv_usage`, of these queue range, holders and those with a slot, KV range;
+    the request is refused with 429 when there are none. Requests for the base model are held to be of no
+    adapter: they too avoid full slots.
+
+    With `affinity_share` below 1, holders and those with a slot are chosen between by chance, in
+    both critical branches (the gateway's change #423; it moved the bound of waiting to 128).
+
+    Attributes:
+        below_waiting_requests: See `low-latency`. 50, as there.
+        sheddable_waiting_requests: See `sheddable-capacity`. 5, as there.
+        sheddable_kv_usage: See `sheddable-capacity`. 0.8, as there.
+        affinity_share: Probability of the holders. 1 keeps the affinity hard, as it was first.
+        header: See `critical-request`.
+        sheddable: See `critical-request`.
+    """
+
+    kind: ClassVar[str] = "filter-chain"
+    needs: ClassVar[frozenset[Signal]] = frozenset(
+        {Signal.WAITING, Signal.KV_USAGE, Signal.ADAPTERS, Signal.HEADERS}
+    )
+
+    below_waiting_requests: float = 50.0
+    sheddable_waiting_requests: float = 5.0
+    sheddable_kv_usage: float = 0.8
+    affinity_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    header: str = "x-llm-d-inference-objective"
+    sheddable: str = "sheddable"
+
+    @cached_property
+    def tree(self) -> FilterTree:
+        """The tree that these parameters mean."""
+        kv = FilterTreeNode(filter=KvRange())
+        queue_kv = FilterTreeNode(filter=QueueRange(), on_either=kv)
+        low_cost = FilterTreeNode(
+            filter=QueueRange(), on_either=FilterTreeNode(filter=LowCostAdapter(), on_either=kv)
+        )
+        if self.affinity_share < 1:
+            soft = AdapterSoftAffinity(share=self.affinity_share)
+            short = FilterTreeNode(filter=soft, on_either=queue_kv)
+            long = FilterTreeNode(
+                filter=QueueRange(), on_either=FilterTreeNode(filter=soft, on_either=kv)
+            )
+        else:
+            room = FilterTreeNode(filter=CanAcceptAdapter(), on_either=queue_kv)
+            short = FilterTreeNode(filter=AdapterActive(), on_success=queue_kv, on_failure=room)
+            long = low_cost
+        critical = FilterTreeNode(
+            filter=LowLatency(below_waiting_requests=self.below_waiting_requests),
+            on_success=short,
+            on_failure=long,
+        )
+        capacity = SheddableCapacity(
+            max_waiting_requests=self.sheddable_waiting_requests,
+            max_kv_usage=self.sheddable_kv_usage,
+        )
+        return FilterTree(
+            root=FilterTreeNode(
+                filter=CriticalRequest(header=self.header, sheddable=self.sheddable),
+                on_success=critical,
+                on_failure=FilterTreeNode(
+                    filter=capacity,
+                    on_success=low_cost,
+                    on_failure=FilterTreeNode(filter=DropRequest()),
+                ),
+            )
+        )
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        return self.tree.filter(context, candidates)
+
+    def walk(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
+        """See `framework.TracedFilter`."""
+        return self.tree.walk(context, candidates)
 
 
 def _nodes(node: FilterTreeNode | None) -> Iterator[FilterTreeNode]:

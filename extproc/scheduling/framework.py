@@ -54,7 +54,7 @@ class Filter(Plugin, Protocol):
     """Removes candidates that must not serve."""
 
     def filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """Keep some of the candidates, in their order; keeping none refuses the request."""
 
@@ -64,7 +64,7 @@ class TracedFilter(Protocol):
     """A filter that runs others and can say which."""
 
     def walk(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """Filter as `filter` does, and return the branches taken as well."""
 
@@ -72,14 +72,14 @@ class TracedFilter(Protocol):
 class Scorer(Plugin, Protocol):
     """Judges one quality of every candidate."""
 
-    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """Score in 0..1, higher is better, one for each candidate in their order."""
 
 
 class CostModel(Plugin, Protocol):
     """Judges every candidate in one unit; takes the place of the scorers."""
 
-    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
+    def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """Cost of each candidate in their order, lower is better; finite."""
 
 
@@ -95,7 +95,7 @@ class Observer(Protocol):
 class RequestKeyProvider(Protocol):
     """An observer that remembers by something a decision does not hold, such as a header."""
 
-    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
+    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """Keys it needs when the decision is committed; they become `Decision.plugin_keys`."""
 
 
@@ -104,7 +104,7 @@ class ResponseHeaderProvider(Protocol):
     """A plugin that tells the client something: any filter, scorer or picker may be one."""
 
     def answer_headers(
-        self, turn: SchedulingContext, chosen: Endpoint
+        self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
         """Headers for the answer, names in lower case, now that `chosen` serves."""
 
@@ -122,7 +122,7 @@ class Picker(Plugin, Protocol):
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -131,7 +131,7 @@ class Picker(Plugin, Protocol):
         """Choose up to `count` different candidates.
 
         Args:
-            turn: The turn.
+            context: The request and what belongs to its scheduling.
             candidates: Never empty.
             totals: Weighted sums of the scores, or negated costs, aligned with `candidates`.
             count: At least 1.

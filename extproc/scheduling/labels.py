@@ -1,18 +1,11 @@
-"""Labels that say which adapters an endpoint serves, as KubeAI sets them on its pods.
+"""Labels of endpoints: adapters they serve, and their place in the topology.
 
-Context length label: the range of prompt tokens an endpoint is for, such as `0-2048`.
-
-Topology distance between machines, by the labels of endpoints.
-
-A peer is written as the upstream picker's coordinator writes it: `host=n12,rack=r7,zone=a`.
+Adapter labels are those that KubeAI sets on its pods. A peer is written as the upstream picker's coordinator writes it: `host=n12,rack=r7,zone=a`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-
-import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.context import SchedulingContext
@@ -21,85 +14,46 @@ from extproc.scheduling.context import SchedulingContext
 PREFIX = "adapter.kubeai.org/"
 
 
-def adapter(turn: SchedulingContext, candidates: Sequence[Candidate]) -> str:
+def adapter(context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
     """The adapter of a request; empty for the base model.
 
     A surface that names the adapter in the model field does not say whether it is one: it is, where
-    the turn knows it or some candidate is labelled with that name.
+    the context knows it or some candidate is labelled with that name.
 
     Args:
-        turn: The turn.
+        context: The request.
         candidates: Whose labels count.
     """
-    if turn.adapter:
-        return turn.adapter
-    model = turn.request.model
+    if context.adapter:
+        return context.adapter
+    model = context.request.model
     return model if any(PREFIX + model in c.endpoint.labels for c in candidates) else ""
 
 
-def capable(wanted: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def capable(adapter_name: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The candidates that serve an adapter.
 
     Args:
-        wanted: From `adapter`.
+        adapter_name: From `adapter`.
         candidates: Endpoints in play.
 
     Returns:
         All for the base model, and where no candidate carries a label of that kind.
     """
-    if not wanted:
+    if not adapter_name:
         return candidates
-    label = PREFIX + wanted
+    label = PREFIX + adapter_name
     labelled = [c for c in candidates if label in c.endpoint.labels]
     if labelled:
         return labelled
-    spoken = any(name.startswith(PREFIX) for c in candidates for name in c.endpoint.labels)
-    return [] if spoken else candidates
-
-
-LABEL = "llm-d.ai/context-length-range"
-
-_RANGE = re.compile(r"\s*(\d+)\s*-\s*(\d+)\s*", re.ASCII)
-
-
-class Range(msgspec.Struct, frozen=True):
-    """Prompt lengths in tokens, both ends included.
-
-    Attributes:
-        low: Shortest.
-        high: Longest.
-    """
-
-    low: int
-    high: int
-
-    def __contains__(self, length: int) -> bool:
-        """True if the range includes a prompt length."""
-        return self.low <= length <= self.high
-
-    @property
-    def width(self) -> int:
-        """Tokens between the ends."""
-        return self.high - self.low
-
-    def distance(self, length: int) -> int:
-        """Tokens from a length to the nearer end; 0 inside."""
-        return max(self.low - length, length - self.high, 0)
-
-
-def parse_context_range(text: str) -> Range | None:
-    """Parse a range from its label; None when the label is no range."""
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        return None
-    low, high = int(match[1]), int(match[2])
-    return Range(low, high) if low <= high else None
+    labels_exist = any(name.startswith(PREFIX) for c in candidates for name in c.endpoint.labels)
+    return [] if labels_exist else candidates
 
 
 #: Header in which a coordinator names the machine an earlier stage ran on.
 PEER_HEADER = "x-peer-topology"
 
-#: Levels, nearest first, and the labels that tell them; the first label there is counts.
+#: Levels, nearest first, and their labels; the first label that an endpoint has counts.
 LEVELS: Mapping[str, tuple[str, ...]] = {
     "host": ("kubernetes.io/hostname", "host"),
     "rack": ("topology.kubernetes.io/rack", "rack"),

@@ -125,25 +125,29 @@ class GuardedPlugin:
         self._on_trial = False
 
     def filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See `framework.Filter`."""
         plugin, inputs = self.plugin, tuple(candidates)
-        return self._run("filter", turn.now, lambda: list(plugin.filter(turn, inputs)))
+        return self._run("filter", context.now, lambda: list(plugin.filter(context, inputs)))
 
-    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See `framework.Scorer`."""
         plugin, inputs = self.plugin, tuple(candidates)
-        return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, inputs))))
+        return self._run(
+            "scorer", context.now, lambda: list(map(float, plugin.score(context, inputs)))
+        )
 
-    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
+    def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """See `framework.CostModel`."""
         plugin, inputs = self.plugin, tuple(candidates)
-        return self._run("cost", turn.now, lambda: _plain(plugin.cost(turn, inputs), len(inputs)))
+        return self._run(
+            "cost", context.now, lambda: _plain(plugin.cost(context, inputs), len(inputs))
+        )
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -153,8 +157,8 @@ class GuardedPlugin:
         plugin, inputs, sums = self.plugin, tuple(candidates), tuple(totals)
         return self._run(
             "picker",
-            turn.now,
-            lambda: list(map(index, plugin.pick(turn, inputs, sums, count=count))),
+            context.now,
+            lambda: list(map(index, plugin.pick(context, inputs, sums, count=count))),
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
@@ -165,21 +169,21 @@ class GuardedPlugin:
         with contextlib.suppress(Exception):  # counted, and the request is decided already
             self._run("observer", now, lambda: remember(decision, now))
 
-    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
+    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """See `framework.RequestKeyProvider`."""
         remember = self._keys
         if remember is None:
             return {}
-        return self._run("observer", turn.now, lambda: _texts(dict(remember(turn))))
+        return self._run("observer", context.now, lambda: _texts(dict(remember(context))))
 
     def answer_headers(
-        self, turn: SchedulingContext, chosen: Endpoint
+        self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
         """See `framework.ResponseHeaderProvider`."""
         tell = self._answer
         if tell is None:
             return ()
-        return self._run("answerer", turn.now, lambda: _headers(dict(tell(turn, chosen))))
+        return self._run("answerer", context.now, lambda: _headers(dict(tell(context, chosen))))
 
     def _run(self, role: str, now: float, act: Callable[[], ArgumentT]) -> ArgumentT:
         """Let the plugin act, unless it is bypassed.

@@ -1,15 +1,15 @@
-"""The profiles that need no configuration, by one word.
+"""Presets: the scheduling profiles that a strategy names in a word.
 
-The weights of `balanced` hold five unlike things against each other. Each is a number of points; the
+The weights of `balanced` compare five unlike qualities. Each is a number of points; the
 reasons name the trade that fixes it. Take prefix 3 as the yardstick: a fully cached prompt is worth
 three points.
 
 - in-flight 4: more than prefix, so that no cached prefix holds an endpoint for ever, even while
   nothing is scraped. A full match survives until its holder has about 24 requests more than an
   idle one (4 * (1 - 8/(8 + 24)) = 3); half a match until 5 more, a tenth until 1 more.
-- kv-utilization 2: a holder at 90 % gives up half a point to one at 65 %. Enough to decide between
+- kv-cache-utilization-scorer 2: a holder at 90 % gives up half a point to one at 65 %. Enough to decide between
   equals and to move short matches, not enough to scatter conversations.
-- queue-depth 1, over a span of at least 8 requests: dead-reckoned requests count the queue already;
+- queue-scorer 1, over a span of at least 8 requests: dead-reckoned requests count the queue already;
   this adds that waiting is worse than running. With a span of 1, one waiting request would cost as
   much as a third of the prompt.
 - lora-affinity 6: where the adapter is loaded beats where there is room by 1.2 points, about the
@@ -30,28 +30,20 @@ from types import MappingProxyType
 
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.scheduling.costs.lmetric import LMetric
-from extproc.scheduling.filter_chain import FilterChain
-from extproc.scheduling.filters.adapter_capable import AdapterCapable
-from extproc.scheduling.filters.kv_range import KvRange
-from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter
-from extproc.scheduling.filters.queue_range import QueueRange
-from extproc.scheduling.filters.top_k import TopK
+from extproc.scheduling.filter_tree import FilterChain
+from extproc.scheduling.filters.adapters import AdapterCapable, LoraAffinityFilter
+from extproc.scheduling.filters.load_bounds import KvRange, QueueRange, TopK
 from extproc.scheduling.pickers.least_request import LeastRequest
-from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.pickers.prefix_hash import PrefixHash
-from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.pickers.round_robin import RoundRobin
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.in_flight import InFlight
-from extproc.scheduling.scorers.kv_cache_utilization import KvCacheUtilization
-from extproc.scheduling.scorers.kv_cache_utilization_scorer import KvCacheUtilizationScorer
+from extproc.scheduling.scorers.engine_load import KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.scorers.lora_affinity import LoraAffinityTiers
-from extproc.scheduling.scorers.prefix_cache import PrefixCache
-from extproc.scheduling.scorers.prefix_cache_scorer import PrefixCacheScorer
-from extproc.scheduling.scorers.queue_depth import QueueDepth
-from extproc.scheduling.scorers.queue_scorer import QueueScorer
+from extproc.scheduling.scorers.open_requests import InFlight
+from extproc.scheduling.scorers.prefix_cache import PrefixCacheScorer
 
 
 def profiles() -> Mapping[str, SchedulerProfile]:
@@ -61,12 +53,12 @@ def profiles() -> Mapping[str, SchedulerProfile]:
         filters=(),
         scorers=(
             (InFlight(), 4.0),
-            (QueueDepth(min_span_requests=8.0), 1.0),
-            (KvCacheUtilization(), 2.0),
-            (PrefixCache(), 3.0),
+            (QueueScorer(min_span_requests=8.0), 1.0),
+            (KvCacheUtilizationScorer(), 2.0),
+            (PrefixCacheScorer(), 3.0),
             (LoraAffinityTiers(), 6.0),
         ),
-        picker=MaxScore(),
+        picker=MaxScorePicker(),
     )
     weighted = SchedulerProfile(
         name="weighted",
@@ -81,8 +73,8 @@ def profiles() -> Mapping[str, SchedulerProfile]:
     plain = (
         SchedulerProfile("least-request", (), (), LeastRequest()),
         SchedulerProfile("round-robin", (), (), RoundRobin()),
-        SchedulerProfile("random", (), (), Random()),
-        SchedulerProfile("lmetric", (), (), MaxScore(), LMetric()),
+        SchedulerProfile("random", (), (), RandomPicker()),
+        SchedulerProfile("lmetric", (), (), MaxScorePicker(), LMetric()),
         SchedulerProfile("adaptive", (), (), Rendezvous(), EstimatedTime()),
     )
     named = (balanced, weighted, *plain, *_gateway(), *_kubeai())
@@ -94,13 +86,13 @@ def _gateway() -> tuple[SchedulerProfile, ...]:
     queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
     affinity = LoraAffinityFilter(max_waiting_requests=math.inf)
     return (
-        SchedulerProfile("least-queue", (queue,), (), Random()),
-        SchedulerProfile("least-kv-cache", (kv,), (), Random()),
-        SchedulerProfile("queue-kv", (QueueRange(), KvRange()), (), Random()),
-        SchedulerProfile("lora-queue", (affinity, queue), (), Random()),
-        SchedulerProfile("lora-kv", (affinity, kv), (), Random()),
+        SchedulerProfile("least-queue", (queue,), (), RandomPicker()),
+        SchedulerProfile("least-kv-cache", (kv,), (), RandomPicker()),
+        SchedulerProfile("queue-kv", (QueueRange(), KvRange()), (), RandomPicker()),
+        SchedulerProfile("lora-queue", (affinity, queue), (), RandomPicker()),
+        SchedulerProfile("lora-kv", (affinity, kv), (), RandomPicker()),
         *(
-            SchedulerProfile(name, (FilterChain(),), (), Random())
+            SchedulerProfile(name, (FilterChain(),), (), RandomPicker())
             for name in ("filter-chain", "maximum")
         ),
     )

@@ -1,4 +1,4 @@
-"""Filter, score, pick: one profile run over the candidates of one turn.
+"""Scheduler profile: filters, scores and picks among the candidates of a request.
 
 A plugin that raises, or answers something that cannot be right, costs its own contribution and
 nothing else: the filter passes all candidates, the scorer is left out, the pick goes to the fewest
@@ -132,7 +132,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
 
     def run(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         *,
         count: int = 1,
@@ -140,7 +140,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """Choose an endpoint and its fallbacks.
 
         Args:
-            turn: The turn.
+            context: Input of the plugins besides the candidates.
             candidates: Endpoints in play; may be empty.
             count: How many endpoints to name at most, the first one and its fallbacks; `max_endpoints`
                 where that is more.
@@ -153,20 +153,20 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         faults: list[str] = []
         finalists, filtered = candidates, _NONE_FILTERED
         if self.filters:
-            finalists, filtered = self._filter(turn, candidates, faults)
+            finalists, filtered = self._filter(context, candidates, faults)
             if not finalists:
                 return decision.saturated()
-        scored, totals = self._score(turn, finalists, faults)
+        scored, totals = self._score(context, finalists, faults)
         priced = None
         if self.cost is not None:
-            priced, totals = self._price(self.cost, turn, finalists, faults, totals)
-        order = self._pick(turn, finalists, totals, max(count, self.max_endpoints), faults)
+            priced, totals = self._price(self.cost, context, finalists, faults, totals)
+        order = self._pick(context, finalists, totals, max(count, self.max_endpoints), faults)
         chosen = finalists[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
         if self.request_key_providers or self.response_header_providers:
-            keys, answer_headers = self._notify_observers(turn, chosen.endpoint, faults)
+            keys, answer_headers = self._notify_observers(context, chosen.endpoint, faults)
         return Decision(
-            request=turn.request,
+            request=context.request,
             endpoints=[finalists[i].endpoint for i in order],
             profile=self.name,
             candidates=candidates,
@@ -176,7 +176,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             cost=priced,
             totals=totals,
             picker=self.picker.kind,
-            block_hashes=turn.blocks,
+            block_hashes=context.blocks,
             matched_tokens=chosen.matched_tokens,
             answer_headers=answer_headers,
             plugin_keys=keys,
@@ -184,7 +184,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         )
 
     def _filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+        self, context: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
     ) -> tuple[Sequence[Candidate], Sequence[FilterResult]]:
         """Run the filters in order, until no candidate is left."""
         steps: list[FilterResult] = []
@@ -192,9 +192,9 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             branches: Sequence[FilterTreeStep] = ()
             try:
                 if tree is None:
-                    remaining = plugin.filter(turn, candidates)
+                    remaining = plugin.filter(context, candidates)
                 else:
-                    remaining, branches = tree.walk(turn, candidates)
+                    remaining, branches = tree.walk(context, candidates)
                 candidates = _checked(remaining, candidates)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("filter", plugin, error))
@@ -204,14 +204,14 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         return candidates, steps
 
     def _score(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+        self, context: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
     ) -> tuple[Sequence[ScorerResult], Sequence[float]]:
         """Run the scorers; their weighted sum."""
         steps: list[ScorerResult] = []
         totals: list[float] = []
         for plugin, weight in self.scorers:
             try:
-                scores = plugin.score(turn, candidates)
+                scores = plugin.score(context, candidates)
                 # A comparison with NaN is false.
                 if len(scores) != len(candidates) or [s for s in scores if not 0.0 <= s <= 1.0]:
                     scores = _cut(scores, len(candidates))
@@ -228,14 +228,14 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     def _price(
         self,
         cost: CostModel,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         faults: list[str],
         totals: Sequence[float],
     ) -> tuple[CostResult | None, Sequence[float]]:
         """Run the cost model; the negated costs, or the totals as they were if it fails."""
         try:
-            priced = cost.cost(turn, candidates)
+            priced = cost.cost(context, candidates)
             negated = [-value for value in priced.costs]
             if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
                 raise InvalidPluginResultError  # noqa: TRY301 - the same way out as the plugin's own
@@ -246,7 +246,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
 
     def _pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         count: int,
@@ -254,7 +254,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     ) -> list[int]:
         """Run the picker; in its place the fewest requests in flight, equals by address."""
         try:
-            order = self.picker.pick(turn, candidates, totals, count=count)
+            order = self.picker.pick(context, candidates, totals, count=count)
             _check_picked(order, candidates, count)
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
             faults.append(_fault("picker", self.picker, error))
@@ -267,19 +267,19 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         return order[:count]
 
     def _notify_observers(
-        self, turn: SchedulingContext, chosen: Endpoint, faults: list[str]
+        self, context: SchedulingContext, chosen: Endpoint, faults: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
         """Collect the keys and the response headers of plugins."""
         keys: dict[str, str] = {}
         headers: dict[str, str] = {}
         for keyed in self.request_key_providers:
             try:
-                keys |= keyed.keys(turn)
+                keys |= keyed.keys(context)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("keys of", keyed, error))
         for answerer in self.response_header_providers:
             try:
-                headers |= answerer.answer_headers(turn, chosen)
+                headers |= answerer.answer_headers(context, chosen)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("answer of", answerer, error))
         return keys, tuple(headers.items())

@@ -1,103 +1,152 @@
-"""Every plugin kind there is: the name in a configuration, and the class.
+"""Registry of plugin kinds: the name in a configuration, and the class.
 
-A literal table, so that it can be searched. A class here takes its parameters as keyword fields.
+Literal tables, so that they can be searched. A class takes its parameters as keyword fields. Kinds
+that the upstream endpoint picker has go by its name, with its formulas and parameter names, those
+of llm-d-router v0.10.0, so that its configurations load as they are. Docstrings of such plugins
+name the file they reproduce, below `pkg/epp/framework/plugins/scheduling` of
+https://github.com/llm-d/llm-d-router at that tag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.scheduling import filter_chain, filter_tree, plugin_guard, upstream
+from extproc.scheduling import context_length, filter_tree, plugin_guard, session_affinity
 from extproc.scheduling.costs import estimated_time, lmetric
 from extproc.scheduling.filters import (
-    adapter_active,
-    adapter_capable,
-    adapter_soft_affinity,
-    can_accept_adapter,
-    conversation_affinity,
-    critical_request,
-    drop_request,
-    kv_range,
-    low_cost_adapter,
-    low_latency,
-    max_waiting,
-    queue_range,
-    sheddable_capacity,
-    top_k,
+    adapters,
+    endpoint_attribute_filter,
+    endpoint_labels,
+    load_bounds,
+    prefix_affinity,
+    request_filters,
+    utilization,
 )
-from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import (
     least_request,
     max_score,
     prefix_hash,
-    random,
+    random_picker,
     rendezvous,
     round_robin,
-    weighted_random,
 )
 from extproc.scheduling.scorers import (
-    in_flight,
-    kv_cache_utilization,
+    endpoint_attribute_scorer,
+    engine_load,
+    label_affinity,
+    latency_scorer,
     lora_affinity,
+    open_requests,
     prefix_cache,
-    queue_depth,
 )
 
+PluginT = TypeVar("PluginT")
+
+#: Further kinds of a class, to the kind it has itself.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "kv-utilization": "kv-cache-utilization-scorer",
+        "max-score": "max-score-picker",
+        "prefix-cache": "prefix-cache-scorer",
+        "queue-depth": "queue-scorer",
+        "random": "random-picker",
+        "weighted-random": "weighted-random-picker",
+    }
+)
+
+
+def aliases_of(kind: str) -> list[str]:
+    """The further kinds of a class with that kind, sorted."""
+    return sorted(alias for alias, own_kind in ALIASES.items() if own_kind == kind)
+
+
+def _with_aliases(table: Mapping[str, type[PluginT]]) -> Mapping[str, type[PluginT]]:
+    """The table, and its classes under their aliases."""
+    aliases = {alias: table[kind] for alias, kind in ALIASES.items() if kind in table}
+    return MappingProxyType({**table, **aliases})
+
+
 FILTERS: Mapping[str, type[Filter]] = {
-    "adapter-active": adapter_active.AdapterActive,
-    "adapter-capable": adapter_capable.AdapterCapable,
-    "adapter-soft-affinity": adapter_soft_affinity.AdapterSoftAffinity,
-    "can-accept-adapter": can_accept_adapter.CanAcceptAdapter,
-    "critical-request": critical_request.CriticalRequest,
-    "drop-request": drop_request.DropRequest,
-    "filter-chain": filter_chain.FilterChain,
-    "kv-range": kv_range.KvRange,
-    "lora-affinity": LoraAffinityFilter,
-    "low-cost-adapter": low_cost_adapter.LowCostAdapter,
-    "low-latency": low_latency.LowLatency,
-    "max-waiting": max_waiting.MaxWaiting,
-    "conversation-affinity": conversation_affinity.ConversationAffinity,
-    "queue-range": queue_range.QueueRange,
-    "sheddable-capacity": sheddable_capacity.SheddableCapacity,
-    "top-k": top_k.TopK,
+    "adapter-active": adapters.AdapterActive,
+    "adapter-capable": adapters.AdapterCapable,
+    "adapter-soft-affinity": adapters.AdapterSoftAffinity,
+    "by-label": endpoint_labels.ByLabel,
+    "can-accept-adapter": adapters.CanAcceptAdapter,
+    "concurrency-detector": utilization.ConcurrencyDetector,
+    "context-length-aware": context_length.ContextLengthAware,
+    "conversation-affinity": prefix_affinity.ConversationAffinity,
+    "critical-request": request_filters.CriticalRequest,
+    "decode-filter": endpoint_labels.DecodeFilter,
+    "drop-request": request_filters.DropRequest,
+    "encode-filter": endpoint_labels.EncodeFilter,
+    "endpoint-attribute-filter": endpoint_attribute_filter.EndpointAttributeFilter,
+    "filter-chain": filter_tree.FilterChain,
+    "header-based-testing-filter": request_filters.HeaderBasedTestingFilter,
+    "kv-range": load_bounds.KvRange,
+    "label-selector-filter": endpoint_labels.LabelSelectorFilter,
+    "lora-affinity": adapters.LoraAffinityFilter,
+    "low-cost-adapter": adapters.LowCostAdapter,
+    "low-latency": load_bounds.LowLatency,
+    "max-waiting": load_bounds.MaxWaiting,
+    "prefill-filter": endpoint_labels.PrefillFilter,
+    "prefix-cache-affinity-filter": prefix_affinity.PrefixCacheAffinityFilter,
+    "queue-range": load_bounds.QueueRange,
+    "session-affinity-filter": session_affinity.SessionAffinityFilter,
+    "sheddable-capacity": load_bounds.SheddableCapacity,
+    "top-k": load_bounds.TopK,
+    "topology-affinity-filter": endpoint_labels.TopologyAffinityFilter,
     "tree": filter_tree.FilterTree,
-    **upstream.FILTERS,
+    "utilization-detector": utilization.UtilizationDetector,
+    "utilization-filter": utilization.UtilizationFilter,
 }
 
-SCORERS: Mapping[str, type[Scorer]] = {
-    "in-flight": in_flight.InFlight,
-    "kv-utilization": kv_cache_utilization.KvCacheUtilization,
-    "lora-affinity": lora_affinity.LoraAffinityTiers,
-    "prefix-cache": prefix_cache.PrefixCache,
-    "queue-depth": queue_depth.QueueDepth,
-    **upstream.SCORERS,
-}
+SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
+    {
+        "active-request-scorer": open_requests.ActiveRequestScorer,
+        "context-length-aware": context_length.ContextLengthAware,
+        "endpoint-attribute-scorer": endpoint_attribute_scorer.EndpointAttributeScorer,
+        "header-label-affinity-scorer": label_affinity.HeaderLabelAffinityScorer,
+        "in-flight": open_requests.InFlight,
+        "kv-cache-utilization-scorer": engine_load.KvCacheUtilizationScorer,
+        "latency-scorer": latency_scorer.LatencyScorer,
+        "load-aware-scorer": engine_load.LoadAwareScorer,
+        "lora-affinity": lora_affinity.LoraAffinityTiers,
+        "lora-affinity-scorer": lora_affinity.LoraAffinityScorer,
+        "no-hit-lru-scorer": prefix_cache.NoHitLruScorer,
+        "prefix-cache-scorer": prefix_cache.PrefixCacheScorer,
+        "queue-scorer": engine_load.QueueScorer,
+        "running-requests-size-scorer": engine_load.RunningRequestsSizeScorer,
+        "session-affinity-scorer": session_affinity.SessionAffinityScorer,
+        "token-load-scorer": open_requests.TokenLoadScorer,
+        "topology-affinity-scorer": label_affinity.TopologyAffinityScorer,
+    }
+)
 
 COSTS: Mapping[str, type[CostModel]] = {
     "estimated-time": estimated_time.EstimatedTime,
     "lmetric": lmetric.LMetric,
 }
 
-PICKERS: Mapping[str, type[Picker]] = {
-    "least-request": least_request.LeastRequest,
-    "max-score": max_score.MaxScore,
-    "prefix-hash": prefix_hash.PrefixHash,
-    "random": random.Random,
-    "rendezvous": rendezvous.Rendezvous,
-    "round-robin": round_robin.RoundRobin,
-    "weighted-random": weighted_random.WeightedRandom,
-    **upstream.PICKERS,
-}
+PICKERS: Mapping[str, type[Picker]] = _with_aliases(
+    {
+        "least-request": least_request.LeastRequest,
+        "max-score-picker": max_score.MaxScorePicker,
+        "prefix-hash": prefix_hash.PrefixHash,
+        "random-picker": random_picker.RandomPicker,
+        "rendezvous": rendezvous.Rendezvous,
+        "round-robin": round_robin.RoundRobin,
+        "weighted-random-picker": random_picker.WeightedRandomPicker,
+    }
+)
 
-PluginT = TypeVar("PluginT")
-
-#: No class comes from outside.
+#: Without external classes.
 _NO_EXTERNAL_PLUGINS: Mapping[type, str] = {}
 
 
@@ -110,8 +159,8 @@ class PluginRegistry(msgspec.Struct, frozen=True):
         costs: Kind to class.
         pickers: Kind to class.
         external: Classes of third parties, with the file or package they are from.
-        guards: What outsiders are guarded with; None leaves them bare, which is for looking at
-            them and not for routing.
+        guards: Clock and counters for external plugins; None leaves them unguarded, for checks
+            of a profile without routing.
     """
 
     filters: Mapping[str, type[Filter]]
@@ -122,13 +171,13 @@ class PluginRegistry(msgspec.Struct, frozen=True):
     guards: plugin_guard.GuardFactory | None = None
 
     def with_guard(self, plugin: PluginT) -> PluginT:
-        """A plugin as a profile takes it: behind a guard if others wrote it."""
+        """The plugin, behind a guard if its class is external."""
         if self.guards is None or type(plugin) not in self.external:
             return plugin
         return cast("PluginT", plugin_guard.GuardedPlugin(plugin, self.guards))
 
 
-#: What there is without any plugin of others.
+#: The registry without external plugins.
 BUILT_IN = PluginRegistry(FILTERS, SCORERS, COSTS, PICKERS)
 
 

@@ -52,11 +52,11 @@ CANDIDATE HEALTH AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED QUEUED ADAPT
 FILTER LEFT DROPPED
 max-waiting 2 10.0.0.1:8000
 
-SCORE queue-depth x2 in-flight x1 TOTAL ORDER
+SCORE queue-scorer x2 in-flight x1 TOTAL ORDER
 10.0.0.2:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
 10.0.0.3:8000 0.000 = 0.000 0.667 = 0.667 0.667 2
 
-chosen by max-score: 10.0.0.2:8000, then 10.0.0.3:8000; runner-up: 10.0.0.3:8000
+chosen by max-score-picker: 10.0.0.2:8000, then 10.0.0.3:8000; runner-up: 10.0.0.3:8000
 """
 
 
@@ -94,7 +94,7 @@ def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
     )
     matched = [candidate["matched_tokens"] for candidate in output["candidates"]]
     assert matched == [256, 0, 0]
-    at = [scorer["name"] for scorer in output["scorers"]].index("prefix-cache")
+    at = [scorer["name"] for scorer in output["scorers"]].index("prefix-cache-scorer")
     assert output["scored_candidates"][0]["raw"][at] == pytest.approx(
         256 / output["request"]["prompt_tokens"]
     )

@@ -60,10 +60,10 @@ def test_written_profile_is_built_from_the_catalogue():
     assert profile.name == "mine"
     assert profile.filters == (registry.FILTERS["max-waiting"](max_waiting_requests=7),)
     assert [(scorer.kind, weight) for scorer, weight in profile.scorers] == [
-        ("queue-depth", 2.0),
+        ("queue-scorer", 2.0),
         ("in-flight", 1.0),
     ]
-    assert profile.picker.kind == "weighted-random"
+    assert profile.picker.kind == "weighted-random-picker"
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,25 @@ def plugins_block() -> str:
         parts += [f"## {role}", "\n".join(_summary(table, role.removesuffix("s").lower()))]
         parts += [
             _detail(kind, plugin, role.removesuffix("s").lower())
-            for kind, plugin in sorted(table.items())
+            for kind, plugin in _own_kinds(table)
         ]
     return "\n\n".join(parts)
 
 
 def _summary(table: Mapping[str, type[Any]], role: str) -> Iterator[str]:
-    yield f"| {role} | reads | what it does |"
-    yield "|---|---|---|"
-    for kind, plugin in sorted(table.items()):
+    yield f"| {role} | alias | reads | what it does |"
+    yield "|---|---|---|---|"
+    for kind, plugin in _own_kinds(table):
         first = re.split(r"\n\n", _prose(plugin), maxsplit=1)[0]
-        yield f"| [`{kind}`](#{kind}-{role}) | {_reads(plugin)} | {reference.cell(first)} |"
+        alias = ", ".join(f"`{name}`" for name in registry.aliases_of(kind))
+        yield (
+            f"| [`{kind}`](#{kind}-{role}) | {alias} | {_reads(plugin)} | {reference.cell(first)} |"
+        )
+
+
+def _own_kinds(table: Mapping[str, type[Any]]) -> list[tuple[str, type[Any]]]:
+    """Classes by their own kinds, without aliases, sorted."""
+    return sorted((kind, plugin) for kind, plugin in table.items() if kind not in registry.ALIASES)
 
 
 def _detail(kind: str, plugin: type[Any], role: str) -> str:

@@ -85,13 +85,13 @@ SCENARIO = (
 
 
 def attributes(section: type[msgspec.Struct]) -> dict[str, str]:
-    """Field to its text in the `Attributes` of the docstring."""
-    text = inspect.getdoc(section) or ""
-    part = text.partition("Attributes:\n")[2]
-    found = {}
-    for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", part, re.MULTILINE):
-        found[match.group(1)] = " ".join(match.group(2).split())
-    return found
+    """Field to its text in the `Attributes` of its docstring, or of a class it inherits from."""
+    texts = {}
+    for cls in reversed(section.__mro__):
+        part = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", part, re.MULTILINE):
+            texts[match.group(1)] = " ".join(match.group(2).split())
+    return texts
 
 
 def shown(value: object) -> str:

@@ -8,7 +8,7 @@ import pytest
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.protocol import error_response
-from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.peer import DecodedReply
@@ -118,7 +118,7 @@ def test_073_plugins_left_nobody():
     """Endpoints exist and the filters removed them all: 429."""
     house = House(
         {ext_proc_script.ADDRESS: None},
-        profile=SchedulerProfile("strict", (RejectAll(),), (), Random()),
+        profile=SchedulerProfile("strict", (RejectAll(),), (), RandomPicker()),
     )
     assert post("/x", b"x", house) == ext_proc_script.refuse(
         429,

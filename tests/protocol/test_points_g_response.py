@@ -7,9 +7,8 @@ import pytest
 
 from extproc.parsing import usage
 from extproc.protocol.settings import ExchangeSettings
-from extproc.scheduling import sessions
-from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
-from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling import session_affinity
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.ext_proc_script import ADDRESS, JSON, SSE
@@ -77,10 +76,12 @@ def test_090_test_mode_reports_who_served(metadata: Any, value: str):
 
 def test_headers_of_plugins_go_on_the_answer():
     """What plugins tell the client stands on the response, such as the token of a session."""
-    keep = SchedulerProfile("keep", (SessionAffinityFilter(),), (), MaxScore())
+    keep = SchedulerProfile(
+        "keep", (session_affinity.SessionAffinityFilter(),), (), MaxScorePicker()
+    )
     house = House({ADDRESS: None}, profile=keep)
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ADDRESS}})
-    token = ("x-session-token", sessions.token(house.fleet.pool.members[0].endpoint))
+    token = ("x-session-token", session_affinity.token(house.fleet.pool.members[0].endpoint))
     request = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
     ext_proc_script.play(
         [*request, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],

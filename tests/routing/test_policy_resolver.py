@@ -18,8 +18,7 @@ from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetMo
 from extproc.request import HttpRequest
 from extproc.routing import policy_resolver
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.scheduling.filters.concurrency_detector import ConcurrencyDetector
-from extproc.scheduling.filters.utilization_detector import UtilizationDetector
+from extproc.scheduling.filters.utilization import ConcurrencyDetector, UtilizationDetector
 from extproc.scheduling.pickers.round_robin import RoundRobin
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support.pool_fixture import House, load

@@ -6,8 +6,8 @@ import pytest
 
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.routing import admission
-from extproc.scheduling.filters.utilization_detector import UtilizationDetector
-from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.filters.utilization import UtilizationDetector
+from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 
 
@@ -36,5 +36,5 @@ def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds,
     detectors = tuple(
         UtilizationDetector(queue_depth_threshold=threshold) for threshold in thresholds
     )
-    profile = SchedulerProfile("p", detectors, (), Random())
+    profile = SchedulerProfile("p", detectors, (), RandomPicker())
     assert admission.saturated(profile, candidates(*waiting)) is is_full

@@ -5,9 +5,9 @@ import pytest
 
 from extproc.scheduling import presets, registry
 from extproc.scheduling.filter_tree import FilterTreeNode
-from extproc.scheduling.filters.kv_range import KvRange
-from extproc.scheduling.filters.top_k import TopK
+from extproc.scheduling.filters.load_bounds import KvRange, TopK
 from extproc.testing import builders, contract, probes
+from tests.docs import reference
 
 TABLES = {
     "filter": (registry.FILTERS, contract.check_filter),
@@ -49,14 +49,24 @@ def test_plugin_declares_itself(cls, check):
     """A plugin in this tree says what it does, and explains every parameter."""
     assert len(cls.__doc__) > 40
     for field in cls.__struct_fields__:
-        assert f"{field}: " in cls.__doc__
+        assert field in reference.attributes(cls)
 
 
 @pytest.mark.parametrize("role", TABLES)
 def test_kinds_are_listed_under_their_own_names(role):
-    """The name in the catalogue is the kind of the class."""
+    """The name in the registry is the kind of the class, or an alias of it."""
     table, _ = TABLES[role]
-    assert [cls.kind for cls in table.values()] == list(table)
+    assert [cls.kind for cls in table.values()] == [
+        registry.ALIASES.get(name, name) for name in table
+    ]
+
+
+def test_every_alias_is_listed():
+    """An alias leads to a class that is also listed under its own kind."""
+    tables = [table for table, _ in TABLES.values()]
+    for alias, kind in registry.ALIASES.items():
+        assert [alias in table for table in tables] == [kind in table for table in tables]
+        assert any(alias in table for table in tables)
 
 
 @pytest.mark.parametrize(("cls", "check"), PLUGINS)

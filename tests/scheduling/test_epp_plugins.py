@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling import attributes, labels, registry
-from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling import attributes, context_length, labels, registry
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.no_hit_lru_scorer import NoHitLruScorer
+from extproc.scheduling.scorers.prefix_cache import NoHitLruScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})
@@ -158,7 +158,7 @@ def test_every_attribute_is_read():
 @pytest.mark.parametrize("text", ["", "5", "5-", "-5", "a-b", "9-5", "1-2-3", "1.5-2", "٣-٤"])
 def test_labels_that_are_no_range(text):
     """Only two whole numbers in order make a range."""
-    assert labels.parse_context_range(text) is None
+    assert context_length.parse_context_range(text) is None
 
 
 def test_unknown_levels_of_a_peer_are_left_out():

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from extproc.scheduling.filter_chain import FilterChain
+from extproc.scheduling.filter_tree import FilterChain
 from tests.scheduling import builders
 
 

@@ -6,13 +6,10 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling.filter_chain import FilterChain
-from extproc.scheduling.filter_tree import FilterTree, FilterTreeNode
-from extproc.scheduling.filters.adapter_active import AdapterActive
-from extproc.scheduling.filters.drop_request import DropRequest
-from extproc.scheduling.filters.kv_range import KvRange
-from extproc.scheduling.filters.low_latency import LowLatency
-from extproc.scheduling.filters.queue_range import QueueRange
+from extproc.scheduling.filter_tree import FilterChain, FilterTree, FilterTreeNode
+from extproc.scheduling.filters.adapters import AdapterActive
+from extproc.scheduling.filters.load_bounds import KvRange, LowLatency, QueueRange
+from extproc.scheduling.filters.request_filters import DropRequest
 from extproc.scheduling.framework import Signal
 from tests.scheduling import builders
 

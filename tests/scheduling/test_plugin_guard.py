@@ -3,10 +3,10 @@ import pytest
 
 from extproc.decision import CostResult, Decision
 from extproc.scheduling.framework import BypassedError, Observer
-from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits, PluginCounters
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.queue_depth import QueueDepth
+from extproc.scheduling.scorers.engine_load import QueueScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates(
@@ -146,8 +146,8 @@ def test_profile_goes_on_without_a_bypassed_plugin(role):
     profile = SchedulerProfile(
         "p",
         (guarded,) if role == "filter" else (),
-        ((guarded, 9.0),) if role == "scorer" else ((QueueDepth(), 1.0),),
-        guarded if role == "picker" else MaxScore(),
+        ((guarded, 9.0),) if role == "scorer" else ((QueueScorer(), 1.0),),
+        guarded if role == "picker" else MaxScorePicker(),
         guarded if role == "cost" else None,
     )
     bench.slow.takes = 1.0
@@ -166,7 +166,9 @@ def test_exceptions_are_counted_and_never_leave(error):
     """Even an exit costs the plugin's own contribution only."""
     bench = Bench()
     bench.slow.raises = error
-    decision = SchedulerProfile("p", (), ((bench.guarded, 1.0),), MaxScore()).run(bench.turn, FLEET)
+    decision = SchedulerProfile("p", (), ((bench.guarded, 1.0),), MaxScorePicker()).run(
+        bench.turn, FLEET
+    )
     assert isinstance(decision, Decision)
     name = "ZeroDivisionError" if isinstance(error, Exception) else "PluginExitError"
     assert decision.degraded == f"scorer slow raised {name}"
@@ -200,7 +202,7 @@ def test_memory_that_raises_is_swallowed_and_counted():
 def test_a_plugin_without_memory_needs_none():
     """What was chosen is not told to a plugin that does not ask."""
     guards = GuardFactory(lambda: 0.0, PluginCounters())
-    GuardedPlugin(QueueDepth(), guards).on_committed(Decision(builders.context().request, []), 1.0)
+    GuardedPlugin(QueueScorer(), guards).on_committed(Decision(builders.context().request, []), 1.0)
     assert not guards.counts.exceptions
 
 
@@ -254,7 +256,9 @@ def test_positions_are_whole_numbers(order):
 def test_costs_and_terms_are_numbers_as_many_as_candidates(priced):
     """A cost model that answers anything else is left out."""
     guarded, counts = answering(cost=lambda *_: priced)
-    decision = SchedulerProfile("p", (), (), MaxScore(), guarded).run(builders.context(), FLEET)
+    decision = SchedulerProfile("p", (), (), MaxScorePicker(), guarded).run(
+        builders.context(), FLEET
+    )
     assert decision.cost is None
     assert decision.degraded.startswith("cost answers raised ")
     assert counts.exceptions == {("cost", "answers"): 1}
@@ -269,7 +273,7 @@ def test_answer_headers_can_be_sent(headers):
     guarded, counts = answering(
         score=lambda *_: [1.0, 0.0], answer_headers=lambda *_: headers, keys=lambda *_: {"k": 5}
     )
-    decision = SchedulerProfile("p", (), ((guarded, 1.0),), MaxScore()).run(
+    decision = SchedulerProfile("p", (), ((guarded, 1.0),), MaxScorePicker()).run(
         builders.context(), FLEET
     )
     assert (decision.answer_headers, decision.plugin_keys) == ((), {})

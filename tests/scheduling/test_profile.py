@@ -4,11 +4,11 @@ import pytest
 from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
-from extproc.scheduling.filters.max_waiting import MaxWaiting
-from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.filters.load_bounds import MaxWaiting
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.in_flight import InFlight
-from extproc.scheduling.scorers.queue_depth import QueueDepth
+from extproc.scheduling.scorers.engine_load import QueueScorer
+from extproc.scheduling.scorers.open_requests import InFlight
 from tests.scheduling import builders
 
 FLEET = builders.candidates(
@@ -37,11 +37,11 @@ class Says:
         return self.score(turn, candidates)
 
 
-QUEUE = ((QueueDepth(), 2.0),)
+QUEUE = ((QueueScorer(), 2.0),)
 
 
 def profile(*, filters=(), scorers=QUEUE, picker=None):
-    return SchedulerProfile("p", tuple(filters), tuple(scorers), picker or MaxScore())
+    return SchedulerProfile("p", tuple(filters), tuple(scorers), picker or MaxScorePicker())
 
 
 def run(**parts):
@@ -51,7 +51,7 @@ def run(**parts):
 def test_decision_carries_every_step():
     """Who was in play, who survived, what each scorer said, the sums and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
-    scheduler_profile = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
+    scheduler_profile = profile(filters=filters, scorers=((QueueScorer(), 2.0), (InFlight(), 1.0)))
     decision = scheduler_profile.run(
         msgspec.structs.replace(builders.context(), blocks=[1, 2]), FLEET
     )
@@ -62,11 +62,15 @@ def test_decision_carries_every_step():
     ]
     assert builders.names(decision.scored_candidates) == ["b"]
     assert [(s.name, s.weight, s.scores) for s in decision.scores] == [
-        ("queue-depth", 2.0, [1.0]),
+        ("queue-scorer", 2.0, [1.0]),
         ("in-flight", 1.0, [1.0]),
     ]
     assert decision.totals == [3.0]
-    assert (decision.profile, decision.picker, decision.block_hashes) == ("p", "max-score", [1, 2])
+    assert (decision.profile, decision.picker, decision.block_hashes) == (
+        "p",
+        "max-score-picker",
+        [1, 2],
+    )
     assert builders.names(decision.endpoints) == ["b"]
     assert decision.degraded == ""
 
@@ -111,9 +115,9 @@ def test_broken_filter_passes_everybody(answer):
 @pytest.mark.parametrize("answer", [ZeroDivisionError("x"), [1.0], None, ["a", "b"]])
 def test_broken_scorer_is_left_out(answer):
     """A scorer that raises or answers nonsense does not count, and the rest decides."""
-    decision = run(scorers=((Says(answer), 9.0), (QueueDepth(), 1.0)))
+    decision = run(scorers=((Says(answer), 9.0), (QueueScorer(), 1.0)))
     assert builders.names(decision.endpoints) == ["b"]
-    assert [s.name for s in decision.scores] == ["queue-depth"]
+    assert [s.name for s in decision.scores] == ["queue-scorer"]
     assert decision.degraded.startswith("scorer says raised ")
 
 
@@ -185,7 +189,7 @@ class Remembers(Says):
         return [("x-served-by", chosen.name)]
 
 
-class Wide(MaxScore):
+class Wide(MaxScorePicker):
     """A picker that was told how many endpoints to name."""
 
     max_num_of_endpoints: int = 2

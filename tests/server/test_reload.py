@@ -167,7 +167,11 @@ def test_pending_names_fields_that_cannot_change():
 
 def test_no_request_sees_half_a_configuration(scene):
     """Routed between any two reloads, a request names a profile and a picker that go together."""
-    wanted = {"random": "random", "round-robin": "round-robin", "lmetric": "max-score"}
+    wanted = {
+        "random": "random-picker",
+        "round-robin": "round-robin",
+        "lmetric": "max-score-picker",
+    }
 
     async def test():
         for turn in range(60):

@@ -113,7 +113,7 @@ class EstimatedTime(
       will by g: young conversations grow to the size of the others. r is the share of requests that
       go on from an earlier one. v rises from 0 at `crowding_start` to 1 at `crowding_full` and
       falls to 0 at `crowding_end`: as long as the prefixes of all fit, one more costs nothing; the one that
-      no longer fits makes the others miss in turn, since what was used longest ago is evicted first;
+      no longer fits makes the others miss in context, since what was used longest ago is evicted first;
       where they miss anyway, or the engine never found anything, one more is no loss. So
       conversations that do not fit gather on few endpoints, and the other endpoints keep their
       caches. Where no request waits for the batch v rises with (1 + w) A in place of A, w the
@@ -171,20 +171,20 @@ class EstimatedTime(
     crowding_end: float = 1.5
 
     def cost(  # noqa: C901, PLR0915 - one loop, written out
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
         """See the class."""
-        tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
+        tokens, most = context.request.prompt_tokens, context.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
         both = own + others
-        returning, roomy = turn.continuation_ratio, self.crowding_start
-        wasted = self.waste_share * (1.0 - turn.foreign_share)
+        returning, roomy = context.continuation_ratio, self.crowding_start
+        wasted = self.waste_share * (1.0 - context.foreign_share)
         growth, conversations_per_open = (
-            turn.expected_growth_tokens,
-            1.0 + turn.idle_conversations_per_open,
+            context.expected_growth_tokens,
+            1.0 + context.idle_conversations_per_open,
         )
         waiting, per_request = self.waiting_share, self._works.per_request
-        best = _most_matched(turn, candidates)
+        best = _most_matched(context, candidates)
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -234,7 +234,7 @@ class EstimatedTime(
                             returning, tokens + growth, conversations_per_open, c
                         )
             add(cost)
-        # Not the turn: a reference to the decision would keep the prompt in memory.
+        # Not the context: a reference to the decision would keep the prompt in memory.
         request_terms = _RequestTerms(
             tokens, most, returning, growth, conversations_per_open, best, wasted, per_request
         )
@@ -345,12 +345,12 @@ class EstimatedTime(
         return answer * rates.iteration_s(c.estimated_requests) * excess
 
 
-def _most_matched(turn: SchedulingContext, candidates: Sequence[Candidate]) -> int:
+def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:
     """Prompt tokens cached where most of them are; 0 where several endpoints have as many."""
-    if not turn.blocks:
+    if not context.blocks:
         return 0
     matched = [c.matched_tokens for c in candidates]
     most = max(matched, default=0)
     if not most or matched.count(most) > 1:
         return 0
-    return min(most, turn.request.prompt_tokens)
+    return min(most, context.request.prompt_tokens)

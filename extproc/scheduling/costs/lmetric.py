@@ -62,9 +62,9 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
     def _heat(self) -> _HotPrefixes:
         return _HotPrefixes()
 
-    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
+    def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """See the class."""
-        tokens = turn.request.prompt_tokens
+        tokens = context.request.prompt_tokens
         # A call to `max` for every candidate would double the time this takes.
         work = [
             c.queued_tokens + (tokens - c.matched_tokens if c.matched_tokens < tokens else 1)
@@ -72,7 +72,7 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
         ]
         batch = [c.estimated_requests + 1.0 for c in candidates]
         costs = [w * b for w, b in zip(work, batch, strict=True)]
-        shut = self._heat.shut.get(self._class_of(turn.blocks))
+        shut = self._heat.shut.get(self._class_of(context.blocks))
         if shut and not shut.issuperset(c.endpoint.address for c in candidates):
             worst = max(costs)
             costs = [

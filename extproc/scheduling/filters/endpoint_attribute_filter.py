@@ -1,4 +1,4 @@
-"""Keeps endpoints by one named number."""
+"""Filter by a threshold on a named number of an endpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class EndpointAttributeFilter(
 ):
     """Keeps a candidate when its number is on the right side of the threshold.
 
-    Numbers there are: see the scorer `endpoint-attribute-scorer`.
+    Numbers there are: see the scorer `endpoint-attribute-scorer`. Upstream:
+    `filter/endpointattribute/filter.go`.
 
     Attributes:
         attribute: Which number.
@@ -90,7 +91,7 @@ class EndpointAttributeFilter(
         return frozenset({attributes.find(self.attribute).signal})
 
     def filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
         read = attributes.find(self.attribute).read

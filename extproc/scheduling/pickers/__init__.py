@@ -1,5 +1,5 @@
-"""Pickers: choose the endpoint among scored candidates. One picker a module.
+"""Pickers: choose the endpoint among scored candidates.
 
-A picker sees the weighted totals and the candidates, and draws chance from the turn. Pickers know
+A picker sees the weighted totals and the candidates, and draws chance from the context. Pickers know
 neither filters nor scorers nor each other; a profile drives them.
 """

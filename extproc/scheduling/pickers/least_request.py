@@ -41,7 +41,7 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -54,7 +54,7 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         order: list[int] = []
         while left and len(order) < count:
             size = len(left) if self.full_scan else min(self.choices, len(left))
-            drawn = turn.rng.sample(left, size)
+            drawn = context.rng.sample(left, size)
             best = min(drawn, key=lambda i: candidates[i].in_flight)
             order.append(best)
             if len(order) < count:

@@ -1,9 +1,9 @@
-"""Takes the highest total."""
+"""Picker of the highest total."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -12,18 +12,27 @@ from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class MaxScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MaxScorePicker(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
     """The highest totals in falling order; equal totals in random order.
 
     Random among ties, because a fixed order would send every request of a burst to one endpoint.
+    Upstream: `picker/maxscore/picker.go`.
+
+    Attributes:
+        max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
+            server is set to more. 1 is the upstream default.
     """
 
-    kind: ClassVar[str] = "max-score"
+    kind: ClassVar[str] = "max-score-picker"
     needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -33,7 +42,7 @@ class MaxScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if count == 1:
             best = max(totals)
             ties = [i for i, total in enumerate(totals) if total == best]
-            return ties if len(ties) == 1 else [turn.rng.choice(ties)]
-        order = turn.rng.sample(range(len(totals)), len(totals))
+            return ties if len(ties) == 1 else [context.rng.choice(ties)]
+        order = context.rng.sample(range(len(totals)), len(totals))
         order.sort(key=totals.__getitem__, reverse=True)
         return order[:count]

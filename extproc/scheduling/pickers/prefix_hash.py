@@ -74,7 +74,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -82,12 +82,12 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ) -> list[int]:
         """See the class."""
         places = _places(candidates)
-        adapter = labels.adapter(turn, candidates)
+        adapter = labels.adapter(context, candidates)
         able = {id(c) for c in labels.capable(adapter, candidates)}
         in_flight = [c.in_flight for c in candidates]
         bound = self._bound(sum(in_flight), len(candidates))
         key = xxhash.xxh64_intdigest(
-            (adapter + turn.first_user_message[: self.prefix_chars]).encode()
+            (adapter + context.first_user_message[: self.prefix_chars]).encode()
         )
         within: list[int] = []
         beyond: list[int] = []

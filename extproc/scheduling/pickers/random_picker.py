@@ -1,7 +1,8 @@
-"""Takes any candidate, under the upstream name."""
+"""Pickers by chance: uniform, and in proportion to totals."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -17,6 +18,8 @@ class RandomPicker(
 ):
     """Every candidate with the same probability; totals are ignored.
 
+    Upstream: `picker/random/picker.go`.
+
     Attributes:
         max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
             server is set to more. 1 is the upstream default.
@@ -29,11 +32,49 @@ class RandomPicker(
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
         count: int,
     ) -> list[int]:
         """See the class."""
-        return turn.rng.sample(range(len(candidates)), min(count, len(candidates)))
+        return context.rng.sample(range(len(candidates)), min(count, len(candidates)))
+
+
+class WeightedRandomPicker(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Draws without replacement, the probability of a candidate proportional to its total.
+
+    The keys are U ** (1 / total) with U uniform in (0, 1], the highest first (A-Res by Efraimidis
+    and Spirakis); computed as log(U) / total, which does not underflow. A total of 0 comes after
+    all others; when all totals are 0 every candidate is as likely. Several pickers that see the
+    same scores do not herd. Upstream: `picker/weightedrandom/picker.go`.
+
+    Attributes:
+        max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
+            server is set to more. 1 is the upstream default.
+    """
+
+    kind: ClassVar[str] = "weighted-random-picker"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
+
+    def pick(
+        self,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See the class."""
+        draw = context.rng.random
+        # The second item orders the zeros among themselves.
+        keys = [
+            (math.log(1.0 - u) / total if total > 0.0 else -math.inf, u)
+            for u, total in ((draw(), total) for total in totals)
+        ]
+        return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)[:count]

@@ -43,7 +43,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -53,10 +53,10 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         best = max(totals)
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
-        if turn.foreign_share and len(ties) > 1:
+        if context.foreign_share and len(ties) > 1:
             ties = _in_proportion(candidates, ties, best=totals.index(best))
         if len(ties) > 1:
-            ties = self._ordered(turn, candidates, ties, count=count)
+            ties = self._ordered(context, candidates, ties, count=count)
         if count <= len(ties):
             return ties[:count]
         taken = set(ties)
@@ -66,21 +66,21 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def _ordered(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         ties: Sequence[int],
         *,
         count: int,
     ) -> list[int]:
         """The first `count` of `ties` by hash, or all if they are fewer."""
-        request = turn.request
-        key = request.session or turn.first_user_message
+        request = context.request
+        key = request.session or context.first_user_message
         if key:
             seed = mmh3.hash(key, 0, signed=False)
-        elif turn.blocks:
-            seed = turn.blocks[-1] & 0xFFFFFFFF
+        elif context.blocks:
+            seed = context.blocks[-1] & 0xFFFFFFFF
         else:
-            return turn.rng.sample(ties, len(ties))
+            return context.rng.sample(ties, len(ties))
         addresses = [candidates[i].endpoint.address for i in ties]
         ranked = [
             (-mmh3.hash(address, seed, signed=False), address, i)

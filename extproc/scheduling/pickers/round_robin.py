@@ -40,7 +40,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -49,9 +49,9 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """See the class."""
         addresses = [c.endpoint.address for c in candidates]
         order = sorted(range(len(addresses)), key=addresses.__getitem__)
-        last = self._last.get(turn.request.target)
+        last = self._last.get(context.request.target)
         if last is None:
-            start = turn.rng.randrange(len(order))
+            start = context.rng.randrange(len(order))
         else:
             start = next((at for at, i in enumerate(order) if addresses[i] > last), 0)
         order = order[start:] + order[:start]

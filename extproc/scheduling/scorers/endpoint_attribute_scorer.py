@@ -1,4 +1,4 @@
-"""Prefers a high or a low value of one named number."""
+"""Scorer of a named number of an endpoint, higher or lower is better."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class EndpointAttributeScorer(
     """`score = (v - min) / (max - min)` cut to 0..1, or 1 minus that where lower is better.
 
     In an adaptive range of one value all score 1. Unknown v counts as the mean of the known
-    ones, none known scores 0.5; the upstream picker gives 0 for unknown. Numbers there are:
+    ones, none known scores 0.5; the upstream picker gives 0 for unknown. Upstream:
+    `scorer/endpointattribute/endpointattribute.go`. Numbers there are:
     `WaitingQueueSize`, `RunningRequestsSize`, `KVCacheUsagePercent`, the engine's own names of
     these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`
     and `matched_tokens`.
@@ -111,7 +112,7 @@ class EndpointAttributeScorer(
         """Signals from which the attribute is read."""
         return frozenset({attributes.find(self.attribute_key).signal})
 
-    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         attribute = attributes.find(self.attribute_key)
         values = normalization.impute_mean([attribute.read(c) for c in candidates])

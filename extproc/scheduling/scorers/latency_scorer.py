@@ -1,4 +1,4 @@
-"""Prefers endpoints that are likely fast: the upstream predictor's fallback."""
+"""Scorer of expected latency by KV cache, queue and prefix, as upstream without predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class LatencyScorer(
     most among the candidates (a high of 0 gives all of them 1), m the matched tokens and t the
     prompt's. a, b and c are the three composite weights; when all are 0, a counts as 1. It is what
     the upstream scorer does while no prediction is there; here it is all, since there is no
-    latency predictor. Unknown u or w counts as the mean of the known ones; upstream takes 0.
+    latency predictor. Range 0 to 1. Unknown u or w counts as the mean of the known ones, none known
+    as u 0.5 and w 0; upstream takes 0. Upstream: `scorer/latency/plugin.go`.
 
     Attributes:
         composite_kv_weight: a.
@@ -46,7 +47,7 @@ class LatencyScorer(
     tpot_weight: Weight = 0.2
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
-    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         a, b, c = (
             self.composite_kv_weight,
@@ -55,7 +56,7 @@ class LatencyScorer(
         )
         if not a + b + c:
             a = 1.0
-        size, t = len(candidates), turn.request.prompt_tokens
+        size, t = len(candidates), context.request.prompt_tokens
         usage = (
             normalization.impute_mean([candidate.load.kv_usage for candidate in candidates])
             or [0.5] * size

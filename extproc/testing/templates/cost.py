@@ -36,9 +36,9 @@ class MyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     slot_s: float = 0.01
 
-    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
+    def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """A cost for each candidate, in their order, and what it is made of."""
-        prompt = turn.request.prompt_tokens
+        prompt = context.request.prompt_tokens
         prefill = [
             c.rates.prefill_s * (c.queued_tokens + max(0, prompt - c.matched_tokens))
             for c in candidates

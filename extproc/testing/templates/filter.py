@@ -38,7 +38,7 @@ class MyFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_kv_usage: float = 0.95
 
     def filter(
-        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """Eligible candidates, in their order."""
         bound = self.max_kv_usage

@@ -43,15 +43,15 @@ class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def pick(
         self,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
         count: int,
     ) -> list[int]:
-        """Up to `count` different positions, the best first; chance comes from `turn.rng`."""
+        """Up to `count` different positions, the best first; chance comes from `context.rng`."""
         last = self._memory.get("last") if self.apart else None
-        draws = [turn.rng.random() for _ in candidates]
+        draws = [context.rng.random() for _ in candidates]
 
         def rank(at: int) -> tuple[bool, float, float]:
             return candidates[at].endpoint.address == last, -totals[at], draws[at]

@@ -34,7 +34,7 @@ class MyScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     soft_requests: float = 8.0
 
-    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """One score for each candidate, in their order; unknown values must be neutral."""
         soft = self.soft_requests
         return [soft / (soft + c.estimated_requests) for c in candidates]

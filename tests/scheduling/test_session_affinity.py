@@ -2,12 +2,11 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling import sessions
-from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
-from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling import session_affinity
+from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.header_label_affinity_scorer import HeaderLabelAffinityScorer
-from extproc.scheduling.scorers.session_affinity_scorer import SessionAffinityScorer
+from extproc.scheduling.scorers.label_affinity import HeaderLabelAffinityScorer
+from extproc.scheduling.session_affinity import SessionAffinityFilter, SessionAffinityScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})
@@ -96,19 +95,19 @@ def test_plugins_with_different_sources_remember_apart():
 
 def test_memory_is_bounded_by_number():
     """Of too many sessions the longest unused is forgotten."""
-    memory = sessions.SessionTable(10.0)
+    memory = session_affinity.SessionTable(10.0)
     memory.bind("first", "x:1", 0.0)
-    for i in range(sessions.MOST_SESSIONS - 1):
+    for i in range(session_affinity.MOST_SESSIONS - 1):
         memory.bind(str(i), "x:1", 1.0)
     memory.bind("first", "y:1", 1.0)
     memory.bind("last", "x:1", 1.0)
-    assert len(memory) == sessions.MOST_SESSIONS
+    assert len(memory) == session_affinity.MOST_SESSIONS
     assert [memory.find(name, 1.0) for name in ("first", "0", "1")] == ["y:1", "", "x:1"]
 
 
 def test_memory_is_bounded_by_age():
     """Sessions nobody used for long go when something is added."""
-    memory = sessions.SessionTable(10.0)
+    memory = session_affinity.SessionTable(10.0)
     for now, session in enumerate("abca"):
         memory.bind(session, "x:1", float(now))
     memory.bind("d", "x:1", 12.5)
@@ -119,14 +118,14 @@ def test_memory_is_bounded_by_age():
 def test_tokens_that_are_none_name_nobody():
     """Whatever a client sends as a token, there is an answer."""
     for token in ("", "%%%", "YQ", "w6TDtsO8", "/w==", "é", "Lw=="):
-        assert sessions.find_candidate(token, FLEET) == ""
+        assert session_affinity.find_candidate(token, FLEET) == ""
 
 
 @pytest.mark.parametrize("source", [{}, {"header": "x", "attribute": "y"}])
 def test_a_source_is_one_thing(source):
     """A source without a place, or with two, is refused."""
     with pytest.raises(msgspec.ValidationError, match="one of header and attribute"):
-        msgspec.convert({"sources": [source]}, sessions.SessionId)
+        msgspec.convert({"sources": [source]}, session_affinity.SessionId)
 
 
 def test_the_label_of_who_serves_is_told():
@@ -143,4 +142,4 @@ def test_a_decision_without_keys_binds_nobody():
     """A decision made without this plugin, such as a rescue, is no reason to fail."""
     scorer = plugin(SessionAffinityScorer, **BY_ID)
     scorer.on_committed(Decision(builders.context().request, [FLEET[0].endpoint]), 1.0)
-    assert len(scorer._affinity.memory) == 0
+    assert len(scorer.affinity.memory) == 0

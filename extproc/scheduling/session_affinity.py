@@ -1,6 +1,6 @@
-"""Session affinity: parameters and session table of the filter and the scorer.
+"""Session affinity: a filter, a scorer and what they share, parameters and session table.
 
-Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
+It stands here and not among the filters and scorers, which do not know each other. Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
 endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
 name was sent to last.
 """
@@ -11,7 +11,8 @@ import base64
 import binascii
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -19,6 +20,7 @@ from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import shorten_id
 from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import Signal
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.
@@ -126,16 +128,16 @@ class SessionAffinity:
         self._sources = settings.sources
         self.memory = SessionTable(settings.eviction_ttl_seconds)
 
-    def bound(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> str:
+    def bound(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
         """The address the session of a request is bound to; empty when there is none."""
         if not self._remembering:
-            return find_candidate(turn.headers.get(self._header, ""), candidates)
-        session = _session(keys(turn, self._sources), self._sources)
-        return self.memory.find(session, turn.now) if session else ""
+            return find_candidate(context.headers.get(self._header, ""), candidates)
+        session = _session(keys(context, self._sources), self._sources)
+        return self.memory.find(session, context.now) if session else ""
 
-    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
+    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
         """See `framework.RequestKeyProvider`."""
-        return keys(turn, self._sources) if self._remembering else {}
+        return keys(context, self._sources) if self._remembering else {}
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """See `framework.Observer`."""
@@ -146,6 +148,84 @@ class SessionAffinity:
     def answer_headers(self, chosen: Endpoint) -> Sequence[tuple[str, str]]:
         """See `framework.ResponseHeaderProvider`."""
         return () if self._remembering else ((self._header, token(chosen)),)
+
+
+class SessionAffinityPlugin(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    rename="camel",
+    dict=True,
+):
+    """Parameters and state of the filter and the scorer.
+
+    Attributes:
+        strategy: `encoded_endpoint_header` or `session_id`.
+        encoded_endpoint_header_config: Parameters of the first strategy.
+        session_id_config: Parameters of the second strategy.
+    """
+
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
+
+    strategy: SessionStrategy = "encoded_endpoint_header"
+    encoded_endpoint_header_config: EncodedEndpointHeader = EncodedEndpointHeader()
+    session_id_config: SessionId = SessionId()
+
+    @cached_property
+    def affinity(self) -> SessionAffinity:
+        """The session table, and where sessions are read from."""
+        return SessionAffinity(
+            self.strategy, self.encoded_endpoint_header_config.header, self.session_id_config
+        )
+
+    def keys(self, context: SchedulingContext) -> Mapping[str, str]:
+        """The session, where it is remembered here."""
+        return self.affinity.keys(context)
+
+    def on_committed(self, decision: Decision, now: float) -> None:
+        """Remember where the session went."""
+        self.affinity.on_committed(decision, now)
+
+    def answer_headers(
+        self, context: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
+        """The token, where the client carries it."""
+        return self.affinity.answer_headers(chosen)
+
+
+class SessionAffinityFilter(SessionAffinityPlugin, frozen=True):
+    """Keeps only the endpoint the session is bound to; all when it is none of the candidates.
+
+    The hard form of the scorer `session-affinity-scorer`, with the same two strategies. Upstream:
+    `filter/sessionaffinity/session_affinity.go`.
+    """
+
+    kind: ClassVar[str] = "session-affinity-filter"
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        bound = self.affinity.bound(context, candidates)
+        return [c for c in candidates if c.endpoint.address == bound] or candidates
+
+
+class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
+    """1 for the endpoint the session is bound to, 0 for the others; 0 everywhere without a session.
+
+    With `encoded_endpoint_header` a token in the request names the endpoint, and every answer
+    brings the token of the endpoint that served; our tokens hold the address, those of the upstream
+    picker (`namespace/pod`) are understood. With `session_id` the endpoint is remembered here.
+    Upstream: `scorer/sessionaffinity/session_affinity.go`.
+    """
+
+    kind: ClassVar[str] = "session-affinity-scorer"
+
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+        """See the class."""
+        bound = self.affinity.bound(context, candidates)
+        return [float(c.endpoint.address == bound) for c in candidates]
 
 
 def token(endpoint: Endpoint) -> str:
@@ -170,11 +250,11 @@ def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
     return ""
 
 
-def keys(turn: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
+def keys(context: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
     """Keys of a request for `Decision.plugin_keys`: its session, or none."""
     for source in sources:
         header = source.header.lower()
-        session = turn.headers.get(header, "") if header else turn.request.session
+        session = context.headers.get(header, "") if header else context.request.session
         if session:
             return {_key(sources): shorten_id(session)}
     return {}
