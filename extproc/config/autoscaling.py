@@ -49,8 +49,9 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """An object of Kubernetes with a `scale` subresource.
 
     Attributes:
-        kind: Such as Deployment, the usual one. Deployment, StatefulSet, ReplicaSet,
-            LeaderWorkerSet and KubeAI's Model are known; of others say group, version and resource.
+        kind: Kind of the object. Deployment is the usual one. Deployment, StatefulSet, ReplicaSet,
+            LeaderWorkerSet and KubeAI's Model are known; other kinds need group, version and
+            resource.
         name: Name of the object. No default: there is no usual name.
         namespace: Namespace of the object. Empty: the one this process runs in.
         group: API group. Empty: that of the kind.
@@ -81,22 +82,24 @@ class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Engines as child processes, on a machine without Kubernetes.
 
     They end with this process, also when it is killed: an unused engine must not occupy a GPU. For
-    engines that must outlive the picker, let `exec` call the process manager that runs them.
+    engines that must outlive extproc, let `exec` call the process manager that runs them.
 
     Attributes:
-        command: Program and arguments of one engine; `{port}` in an argument becomes a free port of
-            the host. Without it the engine says itself where it listens. No default: there is no
-            usual engine.
+        command: Program and arguments of an engine; `{port}` in an argument is replaced by a free
+            port of the host. Without `{port}`, the engine prints its address. No default: there is
+            no usual engine.
         host: IP address of the endpoints. 127.0.0.1: children are on this machine.
-        listening: What stands before `ip:port` in the line that an engine without `{port}` prints.
-            "listening on " is what `extproc engine` prints. `host` stands in for `0.0.0.0`, `[::]` and
+        listening: Text before `ip:port` in the line that an engine without `{port}` prints.
+            "listening on " is what `extproc engine` prints. `host` replaces `0.0.0.0`, `[::]` and
             names such as `localhost`.
-        health: HTTP path that answers 200 once an engine can serve. /health is vLLM's and SGLang's.
-        start_s: Seconds until an engine that does not answer is ended, and another one tried. 600:
-            large models are read for minutes.
-        drain_s: Seconds that an engine which is no longer wanted has for what it is doing, no new
-            requests coming. 300 is the longest answer that most data planes allow.
-        stop_s: Seconds between SIGTERM and SIGKILL. 10: engines free GPUs in a few.
+        health: HTTP path that answers 200 once an engine can serve. /health is the path of vLLM and
+            SGLang.
+        start_s: Seconds until an engine that does not answer is ended and another one started. 600:
+            large models take minutes to load.
+        drain_s: Seconds that an engine that is being removed may take for its open requests; it
+            receives no new ones. 300 is the longest response that most data planes allow.
+        stop_s: Seconds between SIGTERM and SIGKILL. 10: engines free their GPUs within a few
+            seconds.
     """
 
     command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -117,17 +120,17 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         policy: Scaling policy: `adaptive` from work and learned speed; `queue-depth` and `kubeai`
             from thresholds. `adaptive`: it needs no threshold that fits one model only.
         params: Parameters of the policy. None: its own defaults give reasons.
-        min: Lowest number of replicas. 0: an unused model costs nothing. It needs `flow_control`,
-            or the first request after a pause is refused.
-        max: Highest number of replicas. 1: more costs money, which needs your decision.
-        meter: Measurement of demand; its own defaults give reasons.
-        target: Object whose `scale` is patched, by the replica that holds the Lease of
+        min: Lowest number of replicas. 0: an unused model costs nothing. It needs `flow_control`;
+            otherwise the first request after a pause is rejected.
+        max: Highest number of replicas. 1: more replicas cost money, which is your decision.
+        meter: Measurement of demand; each field has the reason of its default.
+        target: Object whose `scale` subresource is patched, by the replica that holds the Lease of
             `cluster.lease`. Null for none.
-        launch: Engines that the picker starts and ends itself, which are then the pool's endpoints.
-            Null for none.
-        exec: Program and arguments that are run when the number changes; `{replicas}` becomes the
-            number. None.
-        exec_s: Time limit of that program (seconds). 60: an API of a cloud is slow.
+        launch: Engines that extproc starts and ends itself; they are the pool's endpoints. Null for
+            none.
+        exec: Program and arguments that are run when the number changes; `{replicas}` is replaced
+            by the number. None.
+        exec_s: Time limit of that program (seconds). 60: APIs of clouds are slow.
     """
 
     policy: str = registry.DEFAULT
@@ -161,20 +164,20 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         pools: Patterns of `namespace/name` with `*` and `?`; the first rule that matches counts.
-            All: a rule is written to scale what there is.
+            All pools by default.
         policy: Scaling policy, as in `pool.autoscaling`.
         params: Parameters of the policy.
         min: Lowest number of replicas, unless an annotation overrides it. 0: an unused model costs
-            nothing. It needs `flow_control`, or the first request after a pause is refused.
-        max: Highest number of replicas, also for annotations. 1: more costs money, which the author
-            of an InferencePool does not decide alone.
+            nothing. It needs `flow_control`; otherwise the first request after a pause is rejected.
+        max: Highest number of replicas, also for annotations. 1: more replicas cost money, which
+            the author of an InferencePool does not decide alone.
         meter: Measurement of demand.
-        target: Object whose `scale` is patched, unless an annotation overrides it; `{name}` in its
-            name is that of the pool, and it is always in the pool's namespace. Null: the object
-            that an annotation names; without any, the number is only published, on /metrics and to
-            KEDA.
-        annotations: Read annotations of the InferencePool. True; with False, write access to it
-            does not suffice to name another object for the picker to scale.
+        target: Object whose `scale` subresource is patched, unless an annotation overrides it.
+            `{name}` in its name is that of the pool, and it is always in the namespace of the pool.
+            Null: the object that an annotation names; without an annotation, the number is only
+            published, on /metrics and to KEDA.
+        annotations: Read the annotations of the InferencePool. True. With False, write access to an
+            InferencePool does not suffice to choose the object that is scaled.
     """
 
     pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
@@ -191,8 +194,8 @@ class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The external scaler that KEDA polls and streams from.
 
     Attributes:
-        enabled: Serve it. False: without KEDA it has no client.
-        port: TCP port; 0 picks a free one. 9005 is next to our other ports.
+        enabled: Serve the external scaler. False: without KEDA it has no client.
+        port: TCP port; 0 picks a free one. 9005 is next to the other ports.
         tls: Serve with the certificate of the ext_proc port. False, as KEDA connects unless
             `enableTLS` says otherwise.
     """
@@ -203,23 +206,25 @@ class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Autoscaling settings shared by all pools: replicas of the picker, saved state, KEDA.
+    """Autoscaling settings shared by all pools: replicas of extproc, saved state, KEDA.
 
     Attributes:
-        peers: The other replicas of this picker, whose requests count as well: `host:port` of their
-            pages (`server.metrics_port`). A name stands for every address it resolves to, such as
-            that of a headless Service; one's own is left out. None: there is one replica.
-        peer_timeout_s: Seconds a peer has to answer. 1 is far above what it needs.
-        state: Name of the ConfigMap with learned speeds and observed demand, so that a restart
-            changes nothing; in the namespace of this process. Empty: after a restart nothing is
-            scaled down for one window. `extproc-autoscaling` is the name our manifests grant.
-        state_file: File with the same in place of the ConfigMap, for a single picker without a
+        peers: The other replicas of extproc, whose requests count as well: `host:port` of their
+            metrics port (`server.metrics_port`). A name stands for every address that it resolves
+            to, such as that of a headless Service; the own address is skipped. None: there is one
+            replica.
+        peer_timeout_s: Time limit of a request to a peer (seconds). 1 is far above what it takes.
+        state: Name of the ConfigMap, in the namespace of this process, for learned speeds and
+            observed demand, so that a restart changes nothing. Empty: after a restart nothing is
+            scaled down for one window. `extproc-autoscaling` is the name that the shipped manifests
+            grant.
+        state_file: File for the same, in place of the ConfigMap, for a single process without a
             cluster. Its folder must exist. Empty: none.
-        save_s: Seconds between two writes of it, besides those at changes. 30: a crash loses a
-            fraction of a window.
+        save_s: Seconds between two writes of the state, besides those at changes. 30: a crash loses
+            a fraction of a window.
         discovered_pools: Rules for the pools of `cluster.discover_pools`. None: such pools are not
             scaled, because nothing limits their cost.
-        keda: The external scaler; its own defaults give reasons.
+        keda: The external scaler; each field has the reason of its default.
     """
 
     peers: tuple[constraints.Name, ...] = ()

@@ -199,7 +199,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 
     Args:
         tree: The file, as mappings and lists.
-        settings: Settings of the picker that Envoy calls.
+        settings: Settings of the extproc that Envoy calls.
         where: The file, for errors.
 
     Raises:
@@ -223,7 +223,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
             where,
             wanted="an HTTP connection manager with an ext_proc filter",
             got=f"{len(managers)} without" if managers else "no connection manager",
-            fix="name the file of an Envoy that asks this picker",
+            fix="name the file of an Envoy that calls extproc",
         )
     limits = [message for message in walk(tree) if "per_connection_buffer_limit_bytes" in message]
     yield from _buffers(limits, managers, settings)
@@ -284,7 +284,7 @@ def _manager(
         yield Finding(
             "warning",
             place,
-            f"max_stream_duration is {duration_s:g} s: every answer that takes longer is cut",
+            f"max_stream_duration is {duration_s:g} s: every response that takes longer is cut",
         )
     body = mode(processor, "request_body_mode")
     message_s = seconds(processor, "message_timeout", _MESSAGE_S, where=where)
@@ -300,7 +300,7 @@ def _manager(
         yield Finding(
             "warning",
             place,
-            f"message_timeout is {message_s:g} s: a picker that is busy for that long costs a 504",
+            f"message_timeout is {message_s:g} s: extproc being busy for that long costs a 504",
         )
     else:
         yield Finding("fine", place, f"message_timeout is {message_s:g} s, body mode {body}")
@@ -340,16 +340,18 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         yield Finding(
             "warning",
             place,
-            f"nothing removes {', '.join(steering)} of clients before ext_proc: they steer where "
+            f"nothing removes {', '.join(steering)} of clients before ext_proc: they decide where "
             "requests go; remove them in a header_mutation filter in front of it",
         )
     turns = sorted(_TURNS - removed)
     if turns:
         yield Finding(
-            "fine", place, f"clients are trusted to say whose turn it is: {', '.join(turns)} pass"
+            "fine",
+            place,
+            f"clients are trusted to choose tenant and objective: {', '.join(turns)} pass",
         )
     else:
-        yield Finding("fine", place, "clients cannot say whose turn it is")
+        yield Finding("fine", place, "clients cannot choose tenant and objective")
 
 
 def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) -> Iterator[Finding]:
@@ -361,8 +363,8 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
             yield Finding(
                 "cut",
                 spot,
-                f"timeout is {answer_s:g} s from the end of the request to the end of the answer, "
-                f"waiting included: long answers are cut; write 0s",
+                f"timeout is {answer_s:g} s from the end of the request to the end of the response, "
+                f"waiting included: long responses are cut; write 0s",
             )
         else:
             yield Finding("fine", spot, "timeout is off")
@@ -379,7 +381,9 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
         duration_s = seconds(longest, "max_stream_duration", 0.0, where=where)
         if duration_s:
             yield Finding(
-                "warning", spot, f"max_stream_duration is {duration_s:g} s: longer answers are cut"
+                "warning",
+                spot,
+                f"max_stream_duration is {duration_s:g} s: longer responses are cut",
             )
 
 
@@ -393,21 +397,21 @@ def _processor(
         yield Finding(
             "cut",
             place,
-            f"grpc_service.timeout is {timeout_s:g} s: the stream to the picker ends then, and with "
+            f"grpc_service.timeout is {timeout_s:g} s: the stream to extproc ends then, and with "
             "it the account of the request; remove it",
         )
     if mode(processor, "request_body_mode") == "NONE":
         yield Finding(
             "warning",
             place,
-            "request_body_mode is NONE: the picker sees neither model nor prompt; write BUFFERED "
+            "request_body_mode is NONE: extproc sees neither model nor prompt; write BUFFERED "
             "or FULL_DUPLEX_STREAMED",
         )
     if mode(processor, "response_header_mode") == "SKIP":
         yield Finding(
             "warning",
             place,
-            "response_header_mode is SKIP: the picker sees no status, so failing endpoints stay in "
+            "response_header_mode is SKIP: extproc sees no status, so failing endpoints stay in "
             "use; write SEND",
         )
     yield from _bodies(processor, place=place)
@@ -436,7 +440,7 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
         yield Finding(
             "warning",
             place,
-            "response_trailer_mode is not SEND: the picker cannot tell when an answer ends, so its "
+            "response_trailer_mode is not SEND: extproc cannot tell when a response ends, so its "
             "account of open requests is too low",
         )
     if processor.get("failure_mode_allow") and mode(processor, "request_body_mode") == duplex:
@@ -444,12 +448,12 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             "warning",
             place,
             f"failure_mode_allow has no effect on requests with a body in {duplex}: once a piece "
-            "was sent, a lost picker is a 500",
+            "was sent, a lost replica of extproc is a 500",
         )
 
 
 def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
-    """Check circuit breakers: every open request has a stream to the picker, queued ones too."""
+    """Check circuit breakers: every open request has a stream to extproc, queued ones too."""
     held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
     required = max(held, REQUESTS + 1)
     num_allowed = open_requests(cluster)
@@ -509,7 +513,7 @@ def _buffers(
         yield Finding(
             "warning",
             "listener",
-            f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and the picker "
+            f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and extproc "
             f"would take {wanted}",
         )
     if size > settings.limits.max_message_bytes:

@@ -18,31 +18,34 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Queueing of requests while no endpoint is ready or free, and rate limits of tenants.
 
     Attributes:
-        enabled: Queue requests. False: requests go to busy engines, which queue them themselves,
-            and without endpoints they are 503 at once, as the protocol has it. Queueing needs time
+        enabled: Queue requests. False: requests are sent to busy engines, which queue them, and
+            without endpoints they get 503 at once, as the protocol requires. Queueing needs time
             limits of the data plane that allow it; `extproc check --envoy FILE` checks them.
-        timeout_s: Longest wait in seconds. 60 is upstream's, and what clients usually allow.
-        empty_timeout_s: Longest wait in seconds where there is no endpoint. 300 lets an engine
+        timeout_s: Longest wait (seconds). 60 is the limit of upstream, and usual for clients.
+        empty_timeout_s: Longest wait while the pool has no endpoint (seconds). 300 lets an engine
             start; 0 answers 503 at once.
-        max_timeout_s: Longest wait in seconds that a request may ask for. 3600 is the most that
-            Envoy's message_timeout takes.
-        by_objective: Longest waits in seconds by objective. None: all wait alike.
+        max_timeout_s: Longest wait that a request may ask for (seconds). 3600 is the maximum of
+            Envoy's message_timeout.
+        by_objective: Longest wait by objective (seconds). None: the same for all.
         timeout_header: Request header with the longest wait in milliseconds; empty reads none.
-        busy_s: Seconds that a request may be expected to wait on an endpoint before the endpoint
-            counts as busy, five times that for priorities above 0. 0.1 sends a prompt when the one
-            before it is computed: engines stay fed, and the order of the rest is decided later, by
-            priority. At 0.5 priorities wait a third longer, and throughput is the same.
-        max_requests: Requests that may wait (count). 10000 take some 150 MB with short prompts.
-        max_bytes: Bytes of their bodies together. 256 MiB is half of what may be assembled.
-        order: Order of a tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by
+        busy_s: Estimated wait on an endpoint above which it counts as saturated (seconds); five
+            times that for priorities above 0. 0.1 sends a prompt when the one before it is
+            computed: engines always have work, and the order of the remaining requests is decided
+            later, by priority. With 0.5, requests with priority wait a third longer at the same
+            throughput.
+        max_requests: Requests that may wait (count). 10000 take about 150 MB with short prompts.
+        max_bytes: Bytes of the bodies of waiting requests. 256 MiB is half of what may be received
+            at a time.
+        order: Order of the requests of a tenant: `fcfs` by arrival, `edf` by deadline, or `slo` by
             arrival plus `x-llm-d-slo-ttft-ms`. `fcfs`: first come, first served.
-        fairness: Order of tenants of a priority: `least-served` by tokens attained, `round-robin`
-            by requests, or `none`. `least-served`: requests differ a hundredfold in cost.
-        half_life_s: Half-life of the service that a tenant attained (seconds). 60 forgets a burst
-            within minutes.
-        tenant_header: Request header that names the tenant, before `x-llm-d-inference-fairness-id`
-            and its older name. Empty: only those.
-        by_adapter: Let the model or adapter be the tenant where no header names one. False: such
+        fairness: Order of the tenants of a priority: `least-served` by tokens attained,
+            `round-robin` by requests, or `none`. `least-served`: the cost of requests differs a
+            hundredfold.
+        half_life_s: Half-life of the service that a tenant attained (seconds). With 60, a burst is
+            forgotten within minutes.
+        tenant_header: Request header that names the tenant, read before
+            `x-llm-d-inference-fairness-id` and its older name. Empty: only those are read.
+        by_adapter: Take the model or adapter as the tenant where no header names one. False: such
             requests are one tenant.
         limit: Rate limit of every tenant. Null: no limit.
         limits: Rate limits by tenant, in place of `limit`. None: all tenants have `limit`.

@@ -18,10 +18,9 @@ class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A model that replaces the requested model.
 
     Attributes:
-        model: The name to put into the body, a base model or an adapter. No default: a target is
-            its name.
-        weight: Its weight among the targets. Null: if no target has a weight, all are drawn alike;
-            otherwise a target without a weight is never drawn.
+        model: Name to write into the body, a base model or an adapter. No default.
+        weight: Weight among the targets. Null: if no target has a weight, all are drawn with equal
+            probability; otherwise a target without a weight is never drawn.
     """
 
     model: constraints.BoundedName
@@ -32,7 +31,7 @@ class RewriteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A rewrite of requested models to targets.
 
     Attributes:
-        models: Exact names in requests. None: every request that no other rewrite names.
+        models: Exact names in requests. None: every name that no other rewrite lists.
         targets: Models to draw from, at least one.
     """
 

@@ -25,7 +25,7 @@ class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         address: `ip:port`, `[ipv6]:port` or `hostname:port`; a name stands for every address it
             resolves to. No default: an endpoint is its address.
         name: Display name; empty takes the address.
-        labels: Free labels (hardware, zone, role). None, because nothing needs them.
+        labels: Labels for filters and scorers, such as hardware, zone or role. None.
     """
 
     address: constraints.Name
@@ -37,17 +37,17 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """The endpoints of a pool in a Kubernetes cluster: exactly one of the first three fields.
 
     Attributes:
-        inference_pool: Name of an InferencePool; its selector and target ports are followed.
-        selector: Labels pods must have, for clusters without the CRD. None.
-        service: Name of a Service whose EndpointSlices are followed; labels of pods are then
-            unknown. Empty for none.
-        namespace: Of all these. Empty: the one this process runs in, from the environment variable
-            NAMESPACE or the service account, else `default`.
+        inference_pool: Name of an InferencePool, whose selector and target ports are used.
+        selector: Labels that pods must have, for clusters without the CRD. None.
+        service: Name of a Service whose EndpointSlices are used; labels of pods are then unknown.
+            Empty for none.
+        namespace: Namespace of these objects. Empty: the one this process runs in, from the
+            environment variable NAMESPACE or the service account, else `default`.
         group: API group of the InferencePool. `inference.networking.k8s.io` is v1; the older
             `inference.networking.x-k8s.io` is v1alpha2.
-        ports: Ports of the pods a selector finds, each an endpoint of its own. None: pods name
-            theirs in the annotation `model-pod-port`, as those of KubeAI do.
-        port: Name of the Service's port, or number of the port on the pods. Empty: its only one.
+        ports: Ports of the pods that `selector` matches, each an endpoint of its own. None: pods
+            name their port in the annotation `model-pod-port`, as those of KubeAI do.
+        port: Name of the port of the Service, or its number on the pods. Empty: its only port.
     """
 
     inference_pool: str = ""
@@ -66,19 +66,18 @@ class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         name: Label of the pool in metrics and logs. Empty: a single pool needs no label.
-        endpoints: Addresses, or entries with name and labels. None, because there are no usual
-            addresses.
+        endpoints: Addresses, or entries with name and labels. None.
         endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
             changes; empty for none.
         kubernetes: Objects of a cluster to watch; null for none. At most one of the three sources
             is used.
-        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
-            record in a cluster.
-        objectives: Priority by the name that `x-llm-d-inference-objective` carries; requests below
-            0 are dropped while every endpoint is full. None: every request has priority 0.
-        rewrites: Other models for requests that name some, by weight: canaries and aliases. None:
-            engines get the name the client sent.
-        autoscaling: How many replicas there are; null leaves that to others.
+        dns_refresh_s: Seconds between lookups of host names. 30 is the usual lifetime of a record
+            in a cluster.
+        objectives: Priority by objective, the name in `x-llm-d-inference-objective`. Requests below
+            0 are rejected while every endpoint is saturated. None: every request has priority 0.
+        rewrites: Models that replace the requested model, by weight: aliases and canaries. None:
+            engines receive the client's model name.
+        autoscaling: Scaling of the engines of the pool. Null: others decide how many there are.
     """
 
     name: str = ""
@@ -96,21 +95,22 @@ class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Attributes:
         name: Label of the pool in metrics, logs and decisions. No default: it identifies the pool.
-        endpoints: Addresses, or entries with name and labels. None, because there are no usual
-            addresses.
+        endpoints: Addresses, or entries with name and labels. None.
         endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
             changes; empty for none.
         kubernetes: Objects of a cluster to watch; null for none. At most one of the three sources
             is used.
-        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
-            record in a cluster.
-        objectives: Priority by the name that `x-llm-d-inference-objective` carries. None: every
-            request has priority 0.
-        rewrites: Other models for requests that name some. None: engines get the client's name.
-        autoscaling: How many replicas there are; null leaves that to others.
-        match: Conditions on its requests. None: requests that name a model its endpoints list, that
-            the data plane hints to them, or that no other pool takes.
-        scheduling: Its scheduling rules; null takes the section of that name at the top.
+        dns_refresh_s: Seconds between lookups of host names. 30 is the usual lifetime of a record
+            in a cluster.
+        objectives: Priority by objective, the name in `x-llm-d-inference-objective`. Requests below
+            0 are rejected while every endpoint is saturated. None: every request has priority 0.
+        rewrites: Models that replace the requested model, by weight: aliases and canaries. None:
+            engines receive the client's model name.
+        autoscaling: Scaling of the engines of the pool. Null: others decide how many there are.
+        match: Conditions on requests for the pool. None: it takes requests for models that its
+            endpoints list, requests that the subset hint of the data plane directs to them, and
+            those that no other pool takes.
+        scheduling: Scheduling rules of the pool. Null: the section `scheduling` at the top level.
     """
 
     name: constraints.Name
@@ -122,23 +122,23 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Access to the Kubernetes API server, and discovery settings of the process.
 
     Attributes:
-        kubeconfig: Path of a kubeconfig file. Empty: the pod's service account if there is one,
-            else what KUBECONFIG names, else the usual place.
+        kubeconfig: Path of a kubeconfig file. Empty: the service account of the pod if there is
+            one, else the file in KUBECONFIG, else the usual path.
         context: Context in that file; empty for its current one.
-        discover_pools: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
-            of its own, beside those written out. `none`: only those.
+        discover_pools: Serve every InferencePool of a `namespace`, or of the `cluster`, as a pool
+            of its own, besides those of the file. `none`: only those of the file.
         namespace: For `discover_pools: namespace`. Empty: the one this process runs in.
-        claims: Rules for the matches that such pools state by annotations of their InferencePools;
-            a match outside of all rules is ignored. None: write access to an InferencePool does
-            not suffice to take requests that another pool serves.
+        claims: Rules for the matches that such pools state in annotations of their InferencePools;
+            a match outside of all rules is ignored. None: write access to an InferencePool does not
+            suffice to take requests that another pool serves.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
-        override_ip: Let a pod's annotation `model-pod-ip` replace its IP, as KubeAI's
-            allowPodAddressOverride does. False: anyone who may annotate a pod could draw traffic to
-            any address.
-        leader_election: Be ready only while this replica holds a Lease, as the upstream picker's
-            high-availability mode. False: every replica picks, and a gateway may use any of them.
-        lease: Name and times of that Lease; its own defaults give reasons.
+        override_ip: Let the annotation `model-pod-ip` of a pod replace its IP address, as KubeAI's
+            allowPodAddressOverride does. False: anyone who may annotate a pod could direct traffic
+            to any address.
+        leader_election: Be ready only while this replica holds a Lease, as in the high-availability
+            mode of the upstream EPP. False: every replica picks, and a gateway may use any of them.
+        lease: Name and times of the Lease; each field has the reason of its default.
     """
 
     kubeconfig: str = ""

@@ -16,7 +16,7 @@
     responses:     processing of response headers and bodies
     decisions:     recording and reporting of decisions
     xds:           endpoints served over xDS
-    peer_sync:     exchange of request counts between pickers
+    peer_sync:     exchange of request counts between replicas
     log:           log on standard error
     conformance:   bool
     seed:          integer or null
@@ -52,28 +52,28 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Listening addresses, TLS and shutdown.
 
     Attributes:
-        host: IP address to listen on; empty for every address of IPv4 and IPv6, because pods of
-            either family must reach us without configuration.
-        grpc_port: ext_proc (TCP port; 0 picks a free one). 9002 is what every InferencePool
-            example points at.
-        grpc_health_port: gRPC health without TLS (TCP port). 9003 is where the upstream
+        host: IP address to listen on. Empty: every IPv4 and IPv6 address, so that pods of either
+            family reach it without configuration.
+        grpc_port: ext_proc (TCP port; 0 picks a free one). 9002 is the port in the examples of
+            InferencePool.
+        grpc_health_port: gRPC health without TLS (TCP port). 9003 is the port that the upstream
             manifests probe.
-        metrics_port: Our own /metrics and the debug pages, HTTP (TCP port). 9090 is the upstream
-            picker's.
+        metrics_port: /metrics, health and debug endpoints over HTTP (TCP port). 9090 is that of the
+            upstream EPP.
         secure_serving: Serve ext_proc over TLS. True, because gateways connect with TLS unless
             configured otherwise.
-        cert_path: Folder with tls.crt and tls.key; empty makes a self-signed certificate at
+        cert_path: Folder with tls.crt and tls.key. Empty: a self-signed certificate is created at
             start, because gateways do not verify it.
-        enable_cert_reload: Read the certificate again when the files change. True: mounted
-            secrets are renewed while we run, and looking costs one stat per connection.
-        health_checking: Also answer gRPC health on `grpc_port`. True: Envoy's own gRPC health
-            checks go to the port it routes to, and answering them costs nothing.
+        enable_cert_reload: Read the certificate again when the files change. True: mounted Secrets
+            are renewed while the process runs, and the check costs one stat per connection.
+        health_checking: Also answer gRPC health on `grpc_port`. True: Envoy's gRPC health checks
+            use the port that it routes to.
         drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
             grace period of a pod.
-        admin_token_file: File with a token that all pages of `metrics_port` but /metrics, /healthz
-            and /readyz want as `Authorization: Bearer`, read again when it changes; replicas that
-            ask each other need the same. Empty: those pages are for the machine (pod) of the picker
-            itself, and /internal for the addresses of `autoscaling.peers` too.
+        admin_token_file: File with a token that every path of `metrics_port` but /metrics, /healthz
+            and /readyz requires as `Authorization: Bearer`. It is read again when it changes;
+            replicas that exchange counters need the same. Empty: these paths answer the machine
+            (pod) of extproc only, and /internal also the addresses of `autoscaling.peers`.
     """
 
     host: str = ""
@@ -97,37 +97,38 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Scraping of metrics and model lists from engines.
 
     Attributes:
-        enabled: Read them at all. True; without it only our own requests and prefixes are known.
-        path: HTTP path of the metrics page. /metrics is where every engine has it.
-        scheme: Plain `http`, because engines serve metrics on their API port without TLS; or
-            `https`.
-        verify_tls: Whether `https` checks certificates. False: those of engines rarely name an IP
+        enabled: Scrape engines at all. True; without it, only the requests and prefixes of this
+            process are known.
+        path: HTTP path of the metrics page. /metrics is the path of every supported engine.
+        scheme: `http`, because engines serve metrics on their API port without TLS; or `https`.
+        verify_tls: Check certificates with `https`. False: those of engines rarely name an IP
             address, and nothing secret is sent.
-        busy_interval_s: Seconds between scrapes of an endpoint that has our requests. 0.2 is
-            several engine steps; our own requests are counted in between anyway.
-        idle_interval_s: Seconds between scrapes of an endpoint without. 2 keeps foreign work in
-            sight at a tenth of the cost.
-        timeout_s: Seconds one scrape may take. 1 is far above the milliseconds a healthy engine
-            needs, and short enough to notice a hung one.
-        stale_after_s: Age in seconds at which a load counts as unknown. 6 allows two idle scrapes
-            to fail.
-        backoff_cap_s: Longest wait in seconds after repeated failures; after refused connections it
-            is 2 or `idle_interval_s`, if that is shorter, as they cost the engine nothing. 10 bounds
-            how late a recovery is seen.
-        max_scrapes_per_s: Scrapes per second over all endpoints, beyond which intervals are
-            stretched. 100 cost some 4 % of a core.
-        max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
-            something else.
-        initial_scrape_timeout_s: Seconds that readiness waits after start until every endpoint was scraped once, or
-            could not be; 0 does not wait. 3 are some scrapes; without them the first picks of a new
-            replica are blind to the work of others.
-        models: Also ask endpoints which models and adapters they serve (/v1/models), and send
-            requests only where they can be served. True: one small page per endpoint, and without
-            it a pool of several models is routed blindly. An endpoint that does not say stays in
-            for every model. Set it to false where engines load adapters when they are asked for
-            (vLLM's LoRA resolvers): an adapter then stays where it was loaded first.
-        models_interval_s: Seconds between two of these pages of one endpoint; a new or restarted
-            one is asked at once. 30, because only loading an adapter at run time changes them.
+        busy_interval_s: Seconds between scrapes of an endpoint with requests of this process. 0.2
+            is several engine steps; own requests are counted in between.
+        idle_interval_s: Seconds between scrapes of an endpoint without. 2 shows requests of others
+            at a tenth of the cost.
+        timeout_s: Time limit of a scrape (seconds). 1 is far above the milliseconds that a healthy
+            engine needs, and short enough to notice a hung one.
+        stale_after_s: Age at which a load counts as unknown (seconds). 6 allows two idle scrapes to
+            fail.
+        backoff_cap_s: Longest pause after repeated failures (seconds). After refused connections,
+            which cost the engine nothing, it is 2 or `idle_interval_s`, the shorter one. 10 limits
+            how late a recovery is noticed.
+        max_scrapes_per_s: Scrapes per second of all endpoints; above it, intervals are stretched.
+            100 cost about 4 % of a core.
+        max_page_bytes: Largest metrics page that is read (bytes). 4 MiB is 80 times a page of vLLM.
+        initial_scrape_timeout_s: Seconds that readiness waits after start until every endpoint was
+            scraped, or could not be; 0 does not wait. 3 are some scrapes. Without them, the first
+            decisions of a new replica would ignore the load that others cause.
+        models: Also read which models and adapters an endpoint serves (/v1/models), and route
+            requests only to endpoints that serve their model. True: it is one small page per
+            endpoint, and without it the models of a pool are not distinguished. An endpoint whose
+            list is unknown remains a candidate for every model. False suits engines that load
+            adapters on first use (the LoRA resolvers of vLLM); otherwise an adapter stays where it
+            was loaded first.
+        models_interval_s: Seconds between two reads of the list of an endpoint; a new or restarted
+            endpoint is read at once. 30, because only adapters that are loaded at run time change
+            it.
     """
 
     enabled: bool = True
@@ -150,16 +151,16 @@ class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Blocks of prompts, and the size of the prefix index.
 
     Attributes:
-        schedule: Where blocks end (bytes); its own defaults give reasons.
-        capacity_blocks: Blocks remembered for one endpoint (count). 32768 are 2 to 30 million prompt
-            tokens, more than the KV cache of one engine. In memory a block takes some 15 bytes in
-            long prompts, up to 360 in prompts that are one block long and share it with none: at
-            most 12 MB for one endpoint. Endpoints that name the size of their KV cache have no more
+        schedule: Block sizes (bytes); each field has the reason of its default.
+        capacity_blocks: Blocks remembered for an endpoint (count). 32768 are 2 to 30 million prompt
+            tokens, more than the KV cache of one engine. A block takes about 15 bytes of memory in
+            long prompts, and up to 360 in prompts of a single block that no other prompt shares: at
+            most 12 MB per endpoint. An endpoint that reports the size of its KV cache has no more
             blocks than fit in it.
-        max_bytes: Memory for the blocks of all endpoints of a pool (bytes, as estimated). Beyond it
-            what was used longest ago is forgotten, whichever endpoint held it. 512 MiB are 24
-            million blocks of long prompts, or 1.5 million of those that are one block long: 45
-            endpoints of `capacity_blocks` with such prompts alone.
+        max_bytes: Memory for the blocks of all endpoints of a pool (bytes, estimated). Above it,
+            the least recently used blocks of any endpoint are evicted. 512 MiB are 24 million
+            blocks of long prompts, or 1.5 million prompts of a single block: 45 endpoints with
+            `capacity_blocks` of those.
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT
@@ -171,19 +172,20 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Limits on bodies and streams.
 
     Attributes:
-        max_body_bytes: Largest request body (bytes); above it 413. 32 MiB are what Anthropic's API
-            takes: a prompt of a million tokens with a few dozen images.
-        max_streams: Open exchanges above which requests are refused with 429 (count). 10000 are
-            what one process holds in about 1 GiB.
-        max_assembly_bytes: Bytes of bodies being assembled at once. A body above 64 KiB has at most
-            a quarter of what others leave of it, and 429 beyond; smaller ones always get in. 512 MiB
-            are 5000 of 100 kB, and leave room in a 1 GiB container.
-        body_idle_s: Seconds in which more of a request body must come; else 408. 60 is what most
-            proxies wait. A body that Envoy buffers comes in one piece, and counts from its headers.
-            One that takes longer must come at 16 KiB/s, and while bodies on their way take half of
-            `max_streams` or `max_assembly_bytes`, a tenth of the time is left to them.
-        max_message_bytes: Largest gRPC message (bytes). 36 MiB: a buffered body comes in one
-            message, with headers and attributes around it.
+        max_body_bytes: Largest request body (bytes); above it 413. 32 MiB is the limit of
+            Anthropic's API: a prompt of a million tokens with a few dozen images.
+        max_streams: Open ext_proc streams; above it requests get 429 (count). 10000 take about 1
+            GiB in one process.
+        max_assembly_bytes: Bytes of request bodies that are being received, of all streams. A body
+            above 64 KiB may take at most a quarter of what the others leave, and gets 429 beyond;
+            smaller bodies are always accepted. 512 MiB are 5000 bodies of 100 kB, and leave room in
+            a container of 1 GiB.
+        body_idle_s: Seconds within which more of a request body must arrive; otherwise 408. 60 is
+            the limit of most proxies. A body that Envoy buffers arrives as one message, and the
+            time counts from its headers. A body that takes longer must arrive at 16 KiB/s; while
+            bodies take half of `max_streams` or `max_assembly_bytes`, the limit is a tenth of it.
+        max_message_bytes: Largest gRPC message (bytes). 36 MiB: a buffered body arrives as one
+            message, with headers and attributes.
     """
 
     max_body_bytes: constraints.Positive = 32 * _MIB
@@ -197,21 +199,21 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Processing of responses.
 
     Attributes:
-        marker: Put `x-went-into-resp-headers: true` on responses. True, as the upstream picker
-            does; its tests look for it.
-        feedback: Ask for the bodies of unstreamed answers, for the usage they report, where the
-            data plane allows it. True: one message per answer.
-        stream_sample_ratio: Share of streamed answers whose body is asked for as well (0..1). 0, because
-            every chunk then passes through us.
-        restore_model: Put the client's name for its model back into answers to requests that were
-            given another name (`rewrites`, or the gateway's header), and ask for their bodies where
-            they are not shown. True, because clients hold answers against what they asked for. It
-            costs those requests one message per whole answer, or one per piece of a stream.
-        request_cost: Cost of an answer as dynamic metadata, for the rate limiter of the data plane:
-            tokens by kind, each times its weight here, summed and at least 0. `cached` ones are
-            part of `prompt`. None: no metadata is sent.
-        list_models: Answer `GET /v1/models` from what all endpoints listed, in place of one of
-            them. Null: where there are several pools, because one engine knows only its own.
+        marker: Add `x-went-into-resp-headers: true` to responses. True, as the upstream EPP does;
+            its conformance tests check it.
+        feedback: Request the bodies of responses that are not streamed, for the usage that they
+            report, where the data plane allows it. True: it costs one message per response.
+        stream_sample_ratio: Share of streamed responses whose body is requested as well (0..1). 0,
+            because every chunk then passes through extproc.
+        restore_model: Restore the client's model name in responses to requests whose model was
+            rewritten (by `rewrites` or the header of the gateway), and request their bodies where
+            they are not shown. True, because clients compare the name with their request. It costs
+            these requests one message per complete response, or one per chunk of a stream.
+        request_cost: Weights of token kinds, for the cost of a response as dynamic metadata that a
+            rate limiter of the data plane reads: the sum of tokens times weight, at least 0.
+            `cached` tokens are part of `prompt`. None: no metadata is sent.
+        list_models: Answer `GET /v1/models` with the models of all endpoints, in place of one
+            engine. Null: true with several pools, because an engine knows only its own models.
     """
 
     marker: bool = True
@@ -226,13 +228,14 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Recording and reporting of decisions.
 
     Attributes:
-        decisions: Decisions kept for /debug/decisions and `extproc explain --id` (count); 0 keeps
-            none. 1000 of ten candidates are some 5 MB; with many candidates fewer are kept.
-        header: Put the short form of the decision on answers as `x-extproc-decision`. False: it
-            names endpoints, which clients need not know.
+        decisions: Decisions that /debug/decisions and `extproc explain --id` remember (count); 0
+            remembers none. 1000 with ten candidates take about 5 MB; with many candidates fewer are
+            remembered.
+        header: Add a summary of the decision to responses as `x-extproc-decision`. False: it names
+            endpoints, which clients need not know.
         scores: Send the scores of the endpoints to the data plane, in the dynamic metadata
-            `x-gateway-destination-endpoint-scores` beside the pick. False: only an access log that
-            is set up for it reads them.
+            `x-gateway-destination-endpoint-scores`. False: only an access log that is configured
+            for it reads them.
     """
 
     decisions: constraints.Count = 1000
@@ -243,18 +246,18 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Endpoints served over xDS, for an Envoy without a gateway.
 
-    Envoy then tries the next endpoint when one fails, and goes on while no picker is up. Each pool
-    is a cluster of its name, one without a name is `engines`.
+    Envoy then tries the next endpoint when one fails, and continues while no replica of extproc is
+    up. Each pool is a cluster of its name; a pool without a name is the cluster `engines`.
 
     Attributes:
         enabled: Serve xDS. False: gateways configure their Envoys themselves.
-        port: Aggregated discovery (TCP port; 0 picks a free one). 18000 is what most xDS servers
-            take. TLS is as on the ext_proc port, with the same certificate: who answers here
-            decides where requests go, as there.
-        health_check: How Envoys ask engines whether they live; its own defaults give reasons. Like
-            `outliers`, it counts where Envoy chooses itself: endpoints that extproc names are tried
-            whatever Envoy thinks of them.
-        outliers: When Envoys leave out engines that fail; its own defaults give reasons.
+        port: Aggregated discovery service (TCP port; 0 picks a free one). 18000 is the usual port
+            of xDS servers. TLS is as on the ext_proc port, with the same certificate, because both
+            decide where requests go.
+        health_check: Health checks of engines by Envoy; each field has the reason of its default.
+            They and `outliers` matter where Envoy chooses itself: an endpoint that extproc names is
+            tried regardless of its health in Envoy.
+        outliers: Outlier detection by Envoy; each field has the reason of its default.
     """
 
     enabled: bool = False
@@ -267,8 +270,8 @@ class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The log on standard error.
 
     Attributes:
-        level: Least severe level shown. `info` writes a few lines at start and end and none per
-            request.
+        level: Least severe level that is written. `info` writes a few lines at start and end, and
+            none per request.
     """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -295,11 +298,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A complete configuration.
 
     Attributes:
-        api_version: `apiVersion` in a file: which fields exist and what they mean. There is one.
-        kind: What the file is, so that another program's file is not taken for ours. There is one.
+        api_version: `apiVersion` of the file: version of the fields. There is one.
+        kind: `kind` of the file, so that a file of another program is not mistaken for one of
+            extproc. There is one.
         server: Listening addresses, TLS and shutdown.
         pool: Source of the endpoints of a single pool.
-        pools: The same for several pools, each with the requests it serves. None: `pool` counts.
+        pools: The same for several pools, with the requests that each serves. None: `pool` is used.
         cluster: Access to Kubernetes.
         scrape: Scraping of engines.
         health: Outlier detection of endpoints.
@@ -311,12 +315,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         responses: Processing of responses.
         decisions: Recording of decisions.
         xds: Endpoints served over xDS.
-        peer_sync: Exchange of request counts between pickers.
+        peer_sync: Exchange of request counts between replicas.
         log: The log on standard error.
-        conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
-            a client must not choose its endpoint outside of conformance tests.
-        seed: Start of all chance (integer); null draws one from the system, because pickers that
-            share a seed herd.
+        conformance: Obey the header `test-epp-endpoint-selection`, and report the endpoint that
+            served. False: outside of conformance tests a client must not choose its endpoint.
+        seed: Seed of all random choices (integer). Null: drawn from the system, because replicas
+            with equal seeds choose the same endpoints at the same time.
     """
 
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
