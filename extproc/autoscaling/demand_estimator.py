@@ -114,16 +114,18 @@ class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Parameters of the demand estimation.
 
     Attributes:
-        slowdown: How much slower than alone tokens may come; it says how many requests a replica
-            should have at once. 2: half of the speed one alone has, and most of the throughput.
-        concurrency: Requests a replica takes at once, where that is less than `slowdown` allows.
-            None: engines batch as many as come.
-        request_s: Seconds an answer takes, until some were seen. 30: a long one. Of a target of
-            which nothing is known yet there are rather too many replicas than too few, and the
-            first few answers tell.
-        cold_start_s: Seconds from a raised spec to the first answer, until some were seen. 60:
-            weights of a small model from a local disk.
-        grace_s: Seconds the last counters of a picker that cannot be read count. 60: a restart.
+        slowdown: Factor by which decoding may be slower than for a single request; it determines
+            how many requests a replica should run at once. 2: half of the speed of a single
+            request, and most of the throughput.
+        concurrency: Requests that a replica runs at once, where that is fewer than `slowdown`
+            allows. None: engines batch without a limit.
+        request_s: Duration of a request until some were observed (seconds). 30 is long: a new
+            target has rather too many replicas than too few, and the first few responses correct
+            it.
+        cold_start_s: Seconds from a raised replica count to the first response, until some were
+            observed. 60: weights of a small model on a local disk.
+        grace_s: Seconds for which the last counters of an unreachable replica of extproc count. 60:
+            a restart.
     """
 
     slowdown: Annotated[float, msgspec.Meta(ge=1)] = 2.0

@@ -35,12 +35,13 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Attributes:
         pools: Patterns of `namespace/name` with `*` and `?`. No default: a rule trusts the authors
             of these InferencePools.
-        hosts: As in `pools.match`; a claim must name hosts, and every one must be one of these or
-            below one. `{namespace}` and `{name}` are those of the pool, here and in the others.
-            None: a claim may name any host, or none.
-        paths: The same for paths.
-        headers: These headers with these values a claim must name. None: any, or none.
-        models: The same as hosts for models.
+        hosts: Hosts that a claim may name, as in `pools.match`; it must name hosts, and each must
+            be one of these or below one of them. `{namespace}` and `{name}` are those of the pool,
+            here and in the other fields. None: a claim may name any host, or none.
+        paths: Paths that a claim may name, by the same rule.
+        headers: Headers with values that a claim must name. None: a claim may name any header, or
+            none.
+        models: Models that a claim may name, by the same rule as hosts.
     """
 
     pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)]

@@ -27,11 +27,11 @@ class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Rate limit of a tenant; null is no limit.
 
     Attributes:
-        requests_per_s: Requests per second. Null: any number.
-        tokens_per_s: Tokens of prompts and answers per second. An answer counts with what the
-            request allows it at most until its usage is seen, where it is. Null: any number.
-        burst_s: Seconds of either that may be taken at once after a pause. 10 lets people send a
-            handful of requests together.
+        requests_per_s: Requests per second. Null: no limit.
+        tokens_per_s: Tokens of prompts and responses per second. A response counts with the maximum
+            that its request allows until its usage is known, where it is visible. Null: no limit.
+        burst_s: Seconds of either rate that may be used at once after a pause. With 10, a handful
+            of requests may be sent together.
     """
 
     requests_per_s: _Rate | None = None

@@ -29,26 +29,27 @@ class OutlierDetectionSettings(
     """Outlier detection: when failing endpoints are ejected, and how they return.
 
     Attributes:
-        failures: Failed requests in a row after which an endpoint is left out (count); 0 never
-            leaves one out for its requests. 3: one may be an accident, and an engine that answers
-            503 at once would draw every request of a strategy that counts open ones.
-        failure_share: Share of failed requests within the window from which an endpoint is left
-            out, once there were 8 (0..1). 0.5: below that it still does more good than harm.
-        window_s: Seconds in which evidence fades to a third. 10 hold a few requests of a slow
-            engine, and no old story.
-        base_s: Seconds until an endpoint that was left out is tried again, doubled each time in a
-            row. 5 cost one request each, and an engine takes longer to restart.
-        cap_s: Seconds of the longest wait. 60 bounds how late a recovery is seen.
-        max_ejection_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
-            endpoint always stays. 0.5: when more of them fail, it is rather the requests, or the
-            network, that are wrong. Engines that are surely gone do not count.
-        stall_timeout_s: Seconds an engine may have work without an iteration or an answer. 15 is longer
-            than any iteration, the compilation of a kernel or the loading of an adapter; one that
-            moves again is back at once.
-        slow_start_s: Seconds over which an endpoint that is new or back is eased in; 0 is at once.
-            0, because engines are ready when they say so, and a new one is there to take load.
+        failures: Consecutive failed requests after which an endpoint is ejected (count); 0 never
+            ejects for requests. 3: one may be an accident, and an engine that answers 503 at once
+            would attract every request of a strategy that counts open requests.
+        failure_share: Share of failed requests within the window above which an endpoint is
+            ejected, after at least 8 requests (0..1). 0.5: below it the endpoint serves more
+            requests than it fails.
+        window_s: Seconds in which evidence decays to a third. 10 contain a few requests of a slow
+            engine, and no outdated ones.
+        base_s: Seconds until an ejected endpoint is tried again, doubled with each consecutive
+            ejection. 5 cost one request each, and an engine takes longer to restart.
+        cap_s: Longest ejection (seconds). 60 limits how late a recovery is noticed.
+        max_ejection_share: Share of the pool that may be ejected at a time on uncertain evidence
+            (0..1); one endpoint always remains. 0.5: when more of them fail, the cause is probably
+            the requests or the network. Engines that are certainly down do not count.
+        stall_timeout_s: Seconds for which an engine with work may complete no iteration and no
+            response. 15 is longer than any iteration, the compilation of a kernel or the loading of
+            an adapter; an engine that continues is back at once.
+        slow_start_s: Seconds over which the share of a new or returned endpoint rises; 0 for none.
+            0, because engines are ready when they report it, and a new one is there to take load.
         slow_start_floor: Share of requests for which such an endpoint is a candidate at first
-            (0..1), rising to 1. 0.1 lets one in ten warm it up.
+            (0..1), rising to 1. With 0.1, a tenth of the requests warms it up.
     """
 
     failures: Annotated[int, msgspec.Meta(ge=0)] = 3

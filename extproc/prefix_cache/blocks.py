@@ -35,14 +35,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     match beyond 8 KiB, a sixteenth beyond 64 KiB, and half of that on average.
 
     Attributes:
-        block_bytes: Length of the first blocks. 256 bytes are 64 tokens, four blocks of vLLM:
-            finer steps multiply memory and find matches too short to be worth a detour.
-        growth: How many times longer blocks become at each of the two borders; 1 keeps them equal.
-        fine_bytes: Where the first blocks end. 8 KiB (2k tokens) covers where most prompts part;
-            four times as much would double the time and memory of an 8k-token prompt.
-        span: Ratio of the second border to the first. 8 puts it at 16k tokens.
-        limit_bytes: Nothing after this offset is hashed. 4 MiB are 1M tokens, the longest context
-            windows served today.
+        block_bytes: Length of the first blocks (bytes). 256 bytes are 64 tokens, four blocks of
+            vLLM: smaller blocks multiply memory and find matches that are too short to matter.
+        growth: Factor by which blocks grow at each of the two borders; 1 keeps them equal.
+        fine_bytes: Offset at which the first blocks end (bytes). Most prompts differ within 8 KiB
+            (2k tokens); four times as much would double the time and memory for a prompt of 8k
+            tokens.
+        span: Ratio of the second border to the first. With 8 it is at 16k tokens.
+        limit_bytes: Offset after which nothing is hashed (bytes). 4 MiB are 1M tokens, the longest
+            context windows served today.
     """
 
     block_bytes: int = 256

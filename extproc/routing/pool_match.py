@@ -11,13 +11,14 @@ class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Conditions on a request; every condition that is set must hold.
 
     Attributes:
-        hosts: One of these must be the request's host, in lower case without port; `*.a.example`
-            is every host below a.example. None: any.
-        paths: One of these must be the request's path or whole segments of its beginning, as
-            PathPrefix of an HTTPRoute has it. None: any.
-        headers: These must have exactly these values; names in lower case. None: any.
-        models: One of these must be the name in the request; `llama-*` is every name that begins
-            so. None: any.
+        hosts: The host of the request must be one of these, in lower case without port;
+            `*.a.example` is every host below a.example. None: any.
+        paths: The path of the request must be one of these, or begin with one of them at a segment
+            border, like PathPrefix of an HTTPRoute. None: any.
+        headers: Headers that the request must have with exactly these values; names in lower case.
+            None: any.
+        models: The model in the request must be one of these; `llama-*` is every name with that
+            beginning. None: any.
     """
 
     hosts: tuple[str, ...] = ()

@@ -234,7 +234,7 @@ def _outliers(outliers: OutlierDetection) -> cluster_v3.OutlierDetection:
         interval=timedelta(seconds=min(1.0, outliers.ejection_s)),
         base_ejection_time=timedelta(seconds=outliers.ejection_s),
         max_ejection_time=timedelta(seconds=max(outliers.max_ejection_time_s, outliers.ejection_s)),
-        max_ejection_percent=round(100 * outliers.most_ejected),
+        max_ejection_percent=round(100 * outliers.max_ejection_share),
         always_eject_one_host=True,
         # An engine may answer checks and refuse requests; it would be back with the next check.
         successful_active_health_check_uneject_host=False,

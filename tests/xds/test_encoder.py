@@ -108,7 +108,7 @@ def test_health_checks_can_be_off():
 
 def test_outliers_are_engines_that_are_gone_or_refuse():
     """Connections and 502 to 504 count; 500, which bad requests cause, does not."""
-    outliers = OutlierDetection(connection_failures=2, gateway_failures=7, most_ejected=0.25)
+    outliers = OutlierDetection(connection_failures=2, gateway_failures=7, max_ejection_share=0.25)
     decoded = cluster(ClusterOptions(outliers=outliers)).outlier_detection
     assert decoded.split_external_local_origin_errors
     assert decoded.consecutive_local_origin_failure == 2

@@ -74,18 +74,20 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     `idle_s`.
 
     Attributes:
-        wait_s: Seconds a request may wait before another replica is worth it. 30: half of a usual
-            cold start; with 20, Wallaroo's profile C has 1.50 replicas in place of 1.39, and
-            answers come 2 s sooner.
-        utilization: Share of what replicas can do that is planned with. 0.8: queues grow without
-            bound towards 1, and a fleet of ten has two replicas of headroom.
-        rise_s: Seconds a step of the load is seen over. 15: three looks.
-        window_s: Seconds the rate is taken over. 60: a usual cold start, the time it must foretell.
-        down_s: Seconds fewer must have been enough. 30: `enough` foresees a cold start already; with
-            15, that profile has 10 cold starts in place of 7.
-        idle_s: Seconds without a request until the last replica goes. 300: five cold starts, so
-            that an hour of single requests is not an hour of cold starts (KEDA's cool-down, too).
-        interval_s: Seconds between two looks. 5: a twelfth of a usual cold start.
+        wait_s: Wait of a request above which another replica is started (seconds). 30: half of a
+            usual cold start; with 20, Wallaroo's profile C has 1.50 replicas instead of 1.39, and
+            responses are 2 s faster.
+        utilization: Share of the throughput of the replicas that is planned with (0..1]. 0.8:
+            queues grow without bound towards 1, and a fleet of ten has two replicas of headroom.
+        rise_s: Window in which a step of the load is detected (seconds). 15: three intervals.
+        window_s: Window of the arrival rate (seconds). 60: a usual cold start, the time that the
+            rate must predict.
+        down_s: Time for which fewer replicas must have sufficed (seconds). 30: `enough` includes a
+            cold start already; with 15, profile C has 10 cold starts instead of 7.
+        idle_s: Time without a request until the last replica is removed (seconds). 300: five cold
+            starts, so that single requests within an hour do not cause one each; also the cool-down
+            of KEDA.
+        interval_s: Seconds between two evaluations. 5: a twelfth of a usual cold start.
     """
 
     kind: ClassVar[str] = "adaptive"

@@ -47,10 +47,11 @@ class KubeAIPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     believed, changes nothing for a target that starts at zero.
 
     Attributes:
-        target_requests: Active requests per replica aimed at. 100, KubeAI's default.
+        target_requests: Active requests per replica to aim at. 100, KubeAI's default.
         interval_s: Seconds between ticks. 10, KubeAI's default.
-        window_s: Seconds averaged over. 600, KubeAI's default.
-        down_delay_s: Seconds fewer replicas must have been wanted. 30, KubeAI's default.
+        window_s: Window of the average (seconds). 600, KubeAI's default.
+        down_delay_s: Time for which fewer replicas must have been desired (seconds). 30, KubeAI's
+            default.
     """
 
     kind: ClassVar[str] = "kubeai"

@@ -46,18 +46,19 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     so (docs/spec/prior-systems.md#open-points-of-the-trigger), or a parameter.
 
     Attributes:
-        up: Depth above which there are more. 5, as in the published runs; there is no published
+        up: Depth above which replicas are added. 5, as in the published runs; there is no published
             default.
-        down: Depth below which there are fewer. 1, the published default.
-        window_s: Seconds the depth is taken over. 60, the smallest published and that of the
-            published runs; the published default of 300 answers a burst when it is over.
-        over: `mean`: the depth is its mean over the window, as the published formula says.
-            `sustained`: a threshold must have been passed all the time, as the published prose can
-            be read.
-        change: `step`: so many replicas more or fewer, "incrementally". `proportional`: as many as
-            bring the mean depth to `up`, and at least so many.
-        step_size: Replicas of one change. 1, the smallest.
-        interval_s: Seconds between two looks at the depth. 5: a window has a dozen.
+        down: Depth below which replicas are removed. 1, the published default.
+        window_s: Window of the depth (seconds). 60, the smallest published value and that of the
+            published runs; with the published default of 300, a burst is over before it is
+            answered.
+        over: `mean`: the depth is the mean over the window, as in the published formula.
+            `sustained`: the threshold must have been exceeded for the complete window, as the
+            published prose can be read.
+        change: `step`: adds or removes `step_size` replicas, "incrementally". `proportional`: adds
+            or removes as many as bring the mean depth to `up`, and at least `step_size`.
+        step_size: Replicas of a change (count). 1, the smallest.
+        interval_s: Seconds between two evaluations. 5: a window has a dozen.
     """
 
     kind: ClassVar[str] = "queue-depth"
