@@ -119,7 +119,7 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         policy: Scaling policy: `adaptive` from work and learned speed; `queue-depth` and `kubeai`
             from thresholds. `adaptive`: it needs no threshold that fits one model only.
-        params: Parameters of the policy. None: its own defaults give reasons.
+        params: Parameters of the policy; each has the reason of its default.
         min: Lowest number of replicas. 0: an unused model costs nothing. It needs `flow_control`;
             otherwise the first request after a pause is rejected.
         max: Highest number of replicas. 1: more replicas cost money, which is your decision.

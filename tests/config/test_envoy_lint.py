@@ -210,10 +210,10 @@ def test_trusted_clients_are_named():
         read = envoy_lint.read(tree, HOLDING, where="envoy.yaml")
         return [finding.text for finding in read if "clients" in finding.text]
 
-    assert shown() == ["clients cannot say whose turn it is"]
+    assert shown() == ["clients cannot choose tenant and objective"]
     mutations(tree).remove({"remove": "x-llm-d-inference-objective"})
     assert shown() == [
-        "clients are trusted to say whose turn it is: x-llm-d-inference-objective pass"
+        "clients are trusted to choose tenant and objective: x-llm-d-inference-objective pass"
     ]
 
 
