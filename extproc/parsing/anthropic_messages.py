@@ -32,7 +32,7 @@ class MessagesBody(envelope.Envelope, gc=False):
 _DECODER = msgspec.json.Decoder(MessagesBody)
 
 
-def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a messages request; 400 without a model or without at least one message."""
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
@@ -48,6 +48,4 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
             canonical_prompt.as_bytes(turn.role),
             canonical_prompt.content(turn.content),
         )
-    return envelope.request(
-        "messages", raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields))
-    )
+    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))

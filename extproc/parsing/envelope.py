@@ -163,6 +163,16 @@ def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
     return model if type(model) is str and model else model_header(headers)
 
 
+def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Build a request from its headers only."""
+    return InferenceRequest(
+        api,
+        model=model_header(raw.headers),
+        session=session.of_headers(raw.headers),
+        subset=raw.subset,
+    )
+
+
 def request(
     api: str, raw: HttpRequest, body: Envelope, *, prompt: canonical_prompt.Prompt
 ) -> InferenceRequest:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from extproc.parsing import canonical_prompt
-from extproc.request import InferenceRequest
+import msgspec
+
+from extproc.parsing import canonical_prompt, surfaces
+from extproc.parsing.preparsed import PreparsedRequest
+from extproc.request import HttpRequest, InferenceRequest
 
 #: What starts the next field; the likely ones first. Eight searches for one byte each are thirty
 #: times as fast as one for a class of eight.
@@ -36,7 +39,7 @@ def first_user_message(request: InferenceRequest) -> str:
         At most `LONGEST_BYTES` bytes as text; empty when the surface has none.
     """
     prompt = request.prompt
-    if request.api == "completions":
+    if request.api in surfaces.PLAIN_TEXT:
         # The first text of a prompt has no marker; a cache salt before it ends with a separator.
         at = (
             prompt.find(canonical_prompt.SEPARATOR) + _SEPARATOR
@@ -64,7 +67,7 @@ def reduced(request: InferenceRequest) -> bytes:
     text = first_user_message(request)
     if not text:
         return b""
-    if request.api == "completions":
+    if request.api in surfaces.PLAIN_TEXT:
         return text.encode()
     # Parts, since of one text no more than `LONGEST_BYTES` are read; the marker behind is their end.
     parts = (text[at : at + _PART_CHARACTERS] for at in range(0, len(text), _PART_CHARACTERS))
@@ -75,6 +78,14 @@ def reduced(request: InferenceRequest) -> bytes:
             canonical_prompt.MESSAGE,
         )
     )
+
+
+def reduce_preparsed(raw: HttpRequest) -> HttpRequest:
+    """The request as it is queued: a stored prompt is reduced to its first user message."""
+    if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, InferenceRequest):
+        return raw
+    outcome = msgspec.structs.replace(raw.outcome, prompt=reduced(raw.outcome))
+    return msgspec.structs.replace(raw, outcome=outcome)
 
 
 def no_message(_: InferenceRequest) -> str:

@@ -5,7 +5,7 @@ the value is looked for in the bytes. Only the top-level key `model` counts, how
 (`"mod\u0065l"`), and of several the last one, as JSON decoders have it. A JSON object without the
 key gets it as its first member; a multipart form is edited in its last field of that name.
 
-Driven by `dispatch`, for the few requests whose model gets another name.
+Driven by `routing`, for the few requests whose model gets another name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import BodyEdit
-from extproc.parsing import multipart, preparsed, surfaces
+from extproc.parsing import preparsed, surfaces
 from extproc.parsing.preparsed import ModelPlace
 from extproc.request import HttpRequest
 
@@ -71,8 +71,9 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
-    if surfaces.surface_of(surfaces.path_of(raw)) in {"transcriptions", "translations"}:
-        span = multipart.model_span(raw)
+    find_model = surfaces.surface_of(surfaces.path_of(raw)).find_model
+    if find_model is not None:
+        span = find_model(raw)
         if span is not None:
             # A cut form may go on with the value.
             is_cut = raw.truncated and span[1] == len(raw.body)

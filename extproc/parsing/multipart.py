@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from extproc.parsing import canonical_prompt, opaque
+from extproc.parsing import canonical_prompt, envelope, opaque
 from extproc.request import HttpRequest, InferenceRequest, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
@@ -27,23 +27,14 @@ _NAME = re.compile(
 _WANTED = frozenset({"model", "prompt", "stream", "user"})
 
 
-def parse_transcriptions(raw: HttpRequest) -> InferenceRequest:
-    """Read a transcription request; never refused."""
-    return _parse(raw, "transcriptions")
-
-
-def parse_translations(raw: HttpRequest) -> InferenceRequest:
-    """Read a translation request; never refused."""
-    return _parse(raw, "translations")
-
-
-def _parse(raw: HttpRequest, api: str) -> InferenceRequest:
+def parse(raw: HttpRequest, api: str) -> InferenceRequest:
+    """Read a transcription or translation request; never refused."""
     match = _BOUNDARY.search(raw.headers.get("content-type", ""))
     if match is None:
         return opaque.parse(raw, api)
     boundary = match[1] or match[2]
     fields = read(raw.body, boundary.encode())
-    known = opaque.unparsed_request(raw, api)
+    known = envelope.unparsed_request(raw, api)
     prompt = canonical_prompt.text_prompt(fields.get("prompt", "").encode())
     return InferenceRequest(
         api,

@@ -1,4 +1,4 @@
-"""Opaque requests: without a body, with an unknown path, or with a cut body.
+"""Opaque requests: on an unknown path, or with a cut body.
 
 None of these is ever refused. What can be read cheaply is read, so that a request on an unknown
 path still finds its model and its prefix (GIE conformance posts `{model, prompt}` to paths of its
@@ -17,9 +17,6 @@ from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
 LARGEST_BYTES: Final = 1 << 20
-
-#: Methods that carry a prompt; without `:method` the data plane did not say.
-_POSTING = frozenset({"", "POST", "PUT", "PATCH"})
 
 #: Largest size of a cut body that its `content-length` is believed for (bytes): who claims more
 #: must not make an endpoint look busy.
@@ -41,26 +38,11 @@ _DECODER = msgspec.json.Decoder(LooseBody)
 _ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
 
 
-def is_bodiless(raw: HttpRequest) -> bool:
-    """True if there is nothing to parse: an empty body, or a method without a prompt."""
-    return not raw.body or raw.method.upper() not in _POSTING
-
-
-def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
-    """Build a request from its headers only."""
-    return InferenceRequest(
-        api,
-        model=envelope.model_header(raw.headers),
-        session=session.of_headers(raw.headers),
-        subset=raw.subset,
-    )
-
-
 def parse(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read model and prompt if the body is a small JSON object that has them."""
     body = _decoded(_DECODER, raw)
     if body is None:
-        return unparsed_request(raw, api)
+        return envelope.unparsed_request(raw, api)
     prompt = (
         canonical_prompt.prompt_of(body.prompt)
         or openai_chat.loose_prompt(body.messages)
@@ -76,7 +58,7 @@ def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read everything but the prompt, for work that leaves nothing in a prefix cache."""
     body = _decoded(_ENVELOPE, raw)
     if body is None:
-        return unparsed_request(raw, api)
+        return envelope.unparsed_request(raw, api)
     return envelope.request(api, raw, body, prompt=canonical_prompt.NOTHING)
 
 

@@ -49,7 +49,7 @@ _HEADS = {
 }
 
 
-def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a chat request; 400 without a model or without at least one message."""
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
@@ -59,9 +59,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     fields = _options(body)
     for turn in body.messages:
         _add_message(fields, turn)
-    return envelope.request(
-        "chat", raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields))
-    )
+    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
 
 
 def _options(body: ChatBody) -> list[bytes]:

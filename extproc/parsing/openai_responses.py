@@ -38,7 +38,7 @@ _DECODER = msgspec.json.Decoder(ResponsesBody)
 _ITEMS_DECODER = msgspec.json.Decoder(ConversationItemsBody)
 
 
-def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a responses request; 400 without a model or without input."""
     body = envelope.decode(_DECODER, raw, wanted=_NO_INPUT)
     if isinstance(body, Rejection):
@@ -57,10 +57,10 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
             canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.instructions)
         )
     prompt = canonical_prompt.text_prompt(b"".join([*fields, history]))
-    return envelope.request("responses", raw, body, prompt=prompt)
+    return envelope.request(api, raw, body, prompt=prompt)
 
 
-def parse_conversation(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse_conversation(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a conversation's first items; 400 without a model or without items."""
     body = envelope.decode(_ITEMS_DECODER, raw, wanted=_NO_ITEMS)
     if isinstance(body, Rejection):
@@ -68,9 +68,7 @@ def parse_conversation(raw: HttpRequest) -> InferenceRequest | Rejection:
     history = _history(body.items) if type(body.items) in _LISTS else None
     if history is None:
         return decision.bad_request(_NO_ITEMS)
-    return envelope.request(
-        "conversations", raw, body, prompt=canonical_prompt.text_prompt(history)
-    )
+    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(history))
 
 
 def _history(value: object) -> bytes | None:

@@ -6,7 +6,6 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import BodyEdit, Rejection
-from extproc.parsing import first_user_message
 from extproc.request import HttpRequest, InferenceRequest
 
 
@@ -86,11 +85,3 @@ def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
         supplied=result.supplied,
         place=result.place,
     )
-
-
-def rest(raw: HttpRequest) -> HttpRequest:
-    """The request as it is queued: a prompt parsed before is reduced to its opening."""
-    if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, InferenceRequest):
-        return raw
-    outcome = msgspec.structs.replace(raw.outcome, prompt=first_user_message.reduced(raw.outcome))
-    return msgspec.structs.replace(raw, outcome=outcome)

@@ -1,13 +1,13 @@
-"""Entry of parsing: turns an HTTP request into an inference request or a rejection.
+"""API surfaces: the table of request paths whose bodies are understood, and their parsing.
 
-From request path to surface: a literal table of path suffixes.
+`parse` turns an HTTP request into an inference request or a rejection.
 
 Source: docs/spec/protocol.md#request-paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
 
@@ -29,42 +29,108 @@ from extproc.parsing import (
 )
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
 
-#: Any path that is not in the table.
-OPAQUE = "opaque"
 
-#: A gRPC method that is not in the table: routed as it is, its answer not looked at
-#: (docs/spec/protocol.md#response-flow).
-GRPC = "grpc"
+class Surface(msgspec.Struct, frozen=True, gc=False):
+    """An API surface: a path, and what is done with its requests and responses.
 
-#: Path suffix, in whole segments, to surface (`Request.api`). The longest suffix wins.
-SURFACES: Mapping[str, str] = {
-    "chat/completions": "chat",
-    "chat/completions/render": "chat_render",
-    "completions": "completions",
-    "completions/render": "completions_render",
-    "embeddings": "embeddings",
-    "responses": "responses",
-    "conversations": "conversations",
-    "images/generations": "images",
-    "audio/transcriptions": "transcriptions",
-    "audio/translations": "translations",
-    "messages": "messages",
-    "messages/count_tokens": "count_tokens",
-    "rerank": "rerank",
-    "score": "score",
-    "pooling": "pooling",
-    "tokenize": "tokenize",
-    "inference/v1/generate": "generate",
-    "generate": "sglang_generate",
-    "vllm.grpc.engine.VllmEngine/Generate": "grpc_generate",
-    "vllm.grpc.engine.VllmEngine/Embed": "grpc_embed",
-}
+    Attributes:
+        path: Suffix of the request path, in full segments.
+        api: Its name, `InferenceRequest.api`.
+        parse: Parser of a request with a body; takes the request and `api`. Total.
+        accepts_truncated: Whether `parse` reads a body of which only the beginning was shown. Others
+            are hashed as bytes then.
+        drops_prompt: Whether the prompt is dropped: without inference it leaves nothing in a prefix
+            cache, and an index that learned from it would predict blocks that no engine holds.
+        observes_response: Whether responses report usage; if not, the stream ends after the decision
+            (docs/spec/protocol.md#response-flow).
+        is_plain_text: Whether the prompt is the user's own text, without roles, for
+            `first_user_message`.
+        find_model: Finds the value of the model in a form, as start and end offset; None for JSON.
+    """
+
+    path: str
+    api: str
+    parse: Callable[[HttpRequest, str], InferenceRequest | Rejection]
+    accepts_truncated: bool = False
+    drops_prompt: bool = False
+    observes_response: bool = True
+    is_plain_text: bool = False
+    find_model: Callable[[HttpRequest], tuple[int, int] | None] | None = None
+
+
+#: The surfaces by path; the longest path counts. Only these can refuse a request.
+SURFACES: Final = (
+    Surface("chat/completions", "chat", openai_chat.parse),
+    Surface("chat/completions/render", "chat_render", openai_chat.parse, drops_prompt=True),
+    Surface("completions", "completions", openai_completions.parse, is_plain_text=True),
+    Surface(
+        "completions/render", "completions_render", openai_completions.parse, drops_prompt=True
+    ),
+    Surface("embeddings", "embeddings", openai_completions.parse_embeddings),
+    Surface("responses", "responses", openai_responses.parse),
+    Surface("conversations", "conversations", openai_responses.parse_conversation),
+    Surface("images/generations", "images", openai_completions.parse_images),
+    Surface(
+        "audio/transcriptions",
+        "transcriptions",
+        multipart.parse,
+        accepts_truncated=True,
+        find_model=multipart.model_span,
+    ),
+    Surface(
+        "audio/translations",
+        "translations",
+        multipart.parse,
+        accepts_truncated=True,
+        find_model=multipart.model_span,
+    ),
+    Surface("messages", "messages", anthropic_messages.parse),
+    Surface(
+        "messages/count_tokens",
+        "count_tokens",
+        opaque.parse_envelope,
+        accepts_truncated=True,
+        observes_response=False,
+    ),
+    Surface("rerank", "rerank", vllm_api.parse_ranking),
+    Surface("score", "score", vllm_api.parse_ranking),
+    Surface("pooling", "pooling", openai_completions.parse_pooling),
+    Surface("tokenize", "tokenize", opaque.parse_envelope, accepts_truncated=True),
+    Surface("inference/v1/generate", "generate", vllm_api.parse_generate),
+    Surface("generate", "sglang_generate", vllm_api.parse_native_generate),
+    Surface("vllm.grpc.engine.VllmEngine/Generate", "grpc_generate", vllm_grpc.parse_generate),
+    Surface("vllm.grpc.engine.VllmEngine/Embed", "grpc_embed", vllm_grpc.parse_embed),
+)
+
+#: Any other path.
+OPAQUE: Final = Surface("", "opaque", opaque.parse)
+
+#: Any other gRPC method: routed by its headers.
+GRPC: Final = Surface(
+    "", "grpc", envelope.unparsed_request, accepts_truncated=True, observes_response=False
+)
+
+#: Names of the surfaces whose responses are not observed.
+UNOBSERVED: Final = frozenset(
+    surface.api for surface in (*SURFACES, OPAQUE, GRPC) if not surface.observes_response
+)
+
+#: Names of the surfaces whose prompt is plain text.
+PLAIN_TEXT: Final = frozenset(surface.api for surface in SURFACES if surface.is_plain_text)
 
 #: Where the path is read, in order, and what it is when none of them is there.
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 DEFAULT_PATH = "/v1/completions"
 
-_DEEPEST = max(suffix.count("/") for suffix in SURFACES) + 1
+#: Methods that carry a prompt; without `:method` the data plane did not say.
+_POSTING = frozenset({"", "POST", "PUT", "PATCH"})
+
+_BY_PATH = {surface.path: surface for surface in SURFACES}
+_MAX_SEGMENTS = max(path.count("/") for path in _BY_PATH) + 1
+
+#: Paths that are remembered, far more than real traffic has, and their longest (characters).
+_MAX_CACHED_PATHS = 512
+_MAX_CACHED_LENGTH = 256
 
 
 def path_of(raw: HttpRequest) -> str:
@@ -77,60 +143,28 @@ def path_of(raw: HttpRequest) -> str:
     return DEFAULT_PATH
 
 
-#: Paths that are remembered, far more than real traffic has, and their longest (characters).
-_MOST_KNOWN = 512
-_LONGEST_KNOWN = 256
+def surface_of(path: str) -> Surface:
+    """The surface of a path without query and trailing slashes; `OPAQUE` if there is none."""
+    return _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
 
 
-def surface_of(path: str) -> str:
-    """The surface of a path without query and trailing slashes, longest suffix first."""
-    return _known(path) if len(path) <= _LONGEST_KNOWN else _surface_of(path)
-
-
-def _surface_of(path: str) -> str:
+def _find(path: str) -> Surface:
     segments = path.partition("?")[0].rstrip("/").split("/")
-    for depth in range(min(_DEEPEST, len(segments)), 0, -1):
-        surface = SURFACES.get("/".join(segments[-depth:]))
+    for depth in range(min(_MAX_SEGMENTS, len(segments)), 0, -1):
+        surface = _BY_PATH.get("/".join(segments[-depth:]))
         if surface is not None:
             return surface
     return OPAQUE
 
 
-_known = lru_cache(maxsize=_MOST_KNOWN)(_surface_of)
+_find_cached = lru_cache(maxsize=_MAX_CACHED_PATHS)(_find)
 
-
-#: Surface (a value of `paths.SURFACES`) to the function that reads it.
-PARSERS: Mapping[str, Callable[[HttpRequest], InferenceRequest | Rejection]] = {
-    "chat": openai_chat.parse,
-    "chat_render": openai_completions.parse_chat,
-    "completions": openai_completions.parse,
-    "completions_render": openai_completions.parse_completions,
-    "embeddings": openai_completions.parse_embeddings,
-    "responses": openai_responses.parse,
-    "conversations": openai_responses.parse_conversation,
-    "images": openai_completions.parse_images,
-    "transcriptions": multipart.parse_transcriptions,
-    "translations": multipart.parse_translations,
-    "messages": anthropic_messages.parse,
-    "count_tokens": openai_completions.parse_count_tokens,
-    "rerank": vllm_api.parse_rerank,
-    "score": vllm_api.parse_score,
-    "pooling": openai_completions.parse_pooling,
-    "tokenize": openai_completions.parse_tokenize,
-    "generate": vllm_api.parse,
-    "sglang_generate": vllm_api.parse_native,
-    "grpc_generate": vllm_grpc.parse_generate,
-    "grpc_embed": vllm_grpc.parse_embed,
-}
 
 #: The rejection of a model or adapter name above the limit.
 LONG_NAME: Final = decision.bad_request(
     f"expected a model or adapter name of at most {MAX_NAME_BYTES} bytes, got a longer one; "
     "correct the name"
 )
-
-#: Surfaces whose parser makes the best of a cut body: it refuses nothing and wants no prompt.
-TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"})
 
 
 def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
@@ -146,8 +180,8 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """
     if type(raw) is preparsed.PreparsedRequest:
         return raw.outcome
-    if opaque.is_bodiless(raw):
-        return _check_names(opaque.unparsed_request(raw, OPAQUE), raw)
+    if not raw.body or raw.method.upper() not in _POSTING:
+        return _check_names(envelope.unparsed_request(raw, OPAQUE.api), raw)
     read = _read(raw)
     return read if isinstance(read, Rejection) else _check_names(read, raw)
 
@@ -180,14 +214,17 @@ def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceReques
 
 def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Parse a request with a body."""
-    api = surface_of(path_of(raw))
-    reader = PARSERS.get(api)
-    if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):
-        return opaque.unparsed_request(raw, GRPC)
-    if raw.truncated and api not in TOTAL:
-        return opaque.parse_truncated(raw, api)
+    surface = surface_of(path_of(raw))
+    if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
+        surface = GRPC
+    if raw.truncated and not surface.accepts_truncated:
+        return opaque.parse_truncated(raw, surface.api)
     try:
-        return opaque.parse(raw, api) if reader is None else reader(raw)
+        read = surface.parse(raw, surface.api)
     except RecursionError:
         # Decoding stayed within the interpreter's depth, and writing the value again did not.
-        return opaque.unparsed_request(raw, api) if reader is None else envelope.too_deep()
+        is_opaque = surface is OPAQUE
+        return envelope.unparsed_request(raw, surface.api) if is_opaque else envelope.too_deep()
+    if surface.drops_prompt and not isinstance(read, Rejection):
+        return msgspec.structs.replace(read, prompt=b"", prompt_tokens=0, prompt_bytes=0)
+    return read

@@ -37,17 +37,8 @@ class RankingBody(envelope.Envelope, gc=False):
 _DECODER = msgspec.json.Decoder(RankingBody)
 
 
-def parse_rerank(raw: HttpRequest) -> InferenceRequest | Rejection:
-    """Read a rerank request; 400 without a model."""
-    return _parse_pairs(raw, "rerank")
-
-
-def parse_score(raw: HttpRequest) -> InferenceRequest | Rejection:
-    """Read a score request; 400 without a model."""
-    return _parse_pairs(raw, "score")
-
-
-def _parse_pairs(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
+def parse_ranking(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
+    """Read a rerank or score request; 400 without a model."""
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
         return body
@@ -88,7 +79,7 @@ _TOKENS_DECODER = msgspec.json.Decoder(GenerateBody)
 _NATIVE_DECODER = msgspec.json.Decoder(NativeGenerateBody)
 
 
-def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a tokens-in request; 400 without token ids. The model is optional there."""
     body = envelope.decode_loose(_TOKENS_DECODER, raw, wanted=_NO_TOKENS)
     if isinstance(body, Rejection):
@@ -108,7 +99,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     prompt = canonical_prompt.with_cache_salt(
         canonical_prompt.Prompt(packed, len(packed) // canonical_prompt.WIDTH), body.cache_salt
     )
-    return envelope.request("generate", raw, body, prompt=prompt)
+    return envelope.request(api, raw, body, prompt=prompt)
 
 
 def _placeholders(features: Any) -> list[tuple[int, int, str]]:
@@ -131,7 +122,7 @@ def _placeholders(features: Any) -> list[tuple[int, int, str]]:
     return placeholders
 
 
-def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse_native_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a `/generate` request: 400 only for what is not a JSON object.
 
     Several engines use this path with bodies of their own; none of them names a model.
@@ -146,4 +137,4 @@ def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
             prompt = candidate
             break
     salted = canonical_prompt.with_cache_salt(prompt, body.cache_salt)
-    return envelope.request("sglang_generate", raw, body, prompt=salted)
+    return envelope.request(api, raw, body, prompt=salted)

@@ -29,7 +29,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, opaque
+from extproc.parsing import canonical_prompt, envelope
 from extproc.request import HttpRequest, InferenceRequest
 
 HEADER_BYTES = 5
@@ -115,7 +115,7 @@ _LENGTH: Final = 2
 _LONGEST_SPAN: Final = 32
 
 
-def parse_generate(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a Generate call; 400 for a bad frame or a message without input."""
     fields = _fields(raw)
     if fields is None:
@@ -132,7 +132,7 @@ def parse_generate(raw: HttpRequest) -> InferenceRequest | Rejection:
             return _INVALID
         prompt = canonical_prompt.text_prompt(bytes(text))
     return msgspec.structs.replace(
-        opaque.unparsed_request(raw, "grpc_generate"),
+        envelope.unparsed_request(raw, api),
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
         prompt_bytes=prompt.text_bytes,
@@ -141,14 +141,14 @@ def parse_generate(raw: HttpRequest) -> InferenceRequest | Rejection:
     )
 
 
-def parse_embed(raw: HttpRequest) -> InferenceRequest | Rejection:
+def parse_embed(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read an Embed call; 400 for a bad frame or a message without token ids."""
     fields = _fields(raw)
     prompt = None if fields is None else _tokenized(dict(fields).get(_TOKENIZED))
     if prompt is None:
         return _INVALID
     return msgspec.structs.replace(
-        opaque.unparsed_request(raw, "grpc_embed"),
+        envelope.unparsed_request(raw, api),
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
     )

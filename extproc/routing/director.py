@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
+from extproc.parsing import surfaces
 from extproc.pool import snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.inflight import Reservation
@@ -21,10 +22,6 @@ from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.framework import Signal
-
-#: Surfaces whose answers say nothing a picker could use; their streams end after the pick
-#: (docs/spec/protocol.md#response-flow).
-UNWATCHED = frozenset({"count_tokens", "grpc"})
 
 
 class Director:
@@ -399,7 +396,7 @@ class Director:
 
     def response_unwatched(self, decision: Decision) -> bool:
         """True if the response needs no observation."""
-        return decision.request.api in UNWATCHED
+        return decision.request.api in surfaces.UNOBSERVED
 
     def _remember(self, decision: Decision, now: float) -> None:
         """Notify the stateful plugins; an exception of a plugin does not fail the request."""

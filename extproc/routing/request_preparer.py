@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from extproc.decision import Outcome, Rejection
-from extproc.parsing import envelope, model_edit, preparsed, surfaces
+from extproc.parsing import envelope, first_user_message, model_edit, surfaces
 from extproc.pool.model_index import ModelIndex
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
@@ -96,7 +96,7 @@ def attach_model_rewrite(
             return outcome
         if splice.start != splice.stop:
             client_model = request.model
-        elif request.api == surfaces.OPAQUE:
+        elif request.api == surfaces.OPAQUE.api:
             # A body on an unknown path is looked into, but may be anything: nothing is added.
             splice = None
     return msgspec.structs.replace(
@@ -131,7 +131,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
         request = replace(self.request, prompt=b"")
         parsed = request if self.parsed is self.request else replace(self.parsed, prompt=b"")
         # By position: `replace` takes six times as long, and every request that waits rests.
-        raw = preparsed.rest(self.raw)
+        raw = first_user_message.reduce_preparsed(self.raw)
         return PreparedRequest(
             request, self.chain, raw, parsed, self.upstream_model, self.reparsable
         )

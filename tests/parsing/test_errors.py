@@ -82,7 +82,7 @@ def test_the_prompt_is_demanded(path, message):
     assert builders.refused(path, {"model": "m"}) == message
 
 
-@pytest.mark.parametrize("path", [f"/{suffix}" for suffix in surfaces.SURFACES])
+@pytest.mark.parametrize("path", [f"/{surface.path}" for surface in surfaces.SURFACES])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "get"])
 def test_methods_without_a_prompt(path, method):
     """Points 30 to 32: GET and the like are opaque on every path, whatever their body."""
@@ -90,7 +90,7 @@ def test_methods_without_a_prompt(path, method):
     assert surfaces.parse(raw) == InferenceRequest("opaque")
 
 
-@pytest.mark.parametrize("path", [f"/{suffix}" for suffix in surfaces.SURFACES])
+@pytest.mark.parametrize("path", [f"/{surface.path}" for surface in surfaces.SURFACES])
 def test_empty_bodies(path):
     """Point 30: an empty body is a bodiless request on every path."""
     subset = ("10.0.0.1:8000",)

@@ -1,20 +1,35 @@
+import msgspec
 import pytest
 
 from extproc.parsing import surfaces
 from extproc.request import HttpRequest
 
 
-@pytest.mark.parametrize("suffix", surfaces.SURFACES)
+@pytest.mark.parametrize("surface", surfaces.SURFACES, ids=lambda surface: surface.api)
 @pytest.mark.parametrize("prefix", ["/", "/v1/", "/tenant/a/v1/"])
 @pytest.mark.parametrize("tail", ["", "/", "?a=b/c", "/?x"])
-def test_suffix_names_the_surface(prefix, suffix, tail):
+def test_path_names_the_surface(prefix, surface, tail):
     """A surface is found under any prefix, with a query string and a trailing slash."""
-    assert surfaces.surface_of(prefix + suffix + tail) == surfaces.SURFACES[suffix]
+    assert surfaces.surface_of(prefix + surface.path + tail) is surface
 
 
-def test_every_surface_has_a_parser():
-    """Path table and parser table name the same surfaces."""
-    assert set(surfaces.SURFACES.values()) == set(surfaces.PARSERS)
+def test_surfaces_are_distinct():
+    """No two surfaces share a path or a name."""
+    rows = [*surfaces.SURFACES, surfaces.OPAQUE, surfaces.GRPC]
+    assert len({row.path for row in surfaces.SURFACES}) == len(surfaces.SURFACES)
+    assert len({row.api for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("surface", surfaces.SURFACES, ids=lambda surface: surface.api)
+def test_parser_gives_the_name_of_its_surface(surface):
+    """A parsed request has the name of the surface that its path belongs to."""
+    body = {"model": "m", "messages": [{"role": "user"}], "prompt": "p", "input": "i"}
+    body |= {"items": ["i"], "token_ids": [1], "query": "q"}
+    content = msgspec.json.encode(body)
+    if surface.api.startswith("grpc_"):
+        content = b"\0\0\0\0\5\x12\3\x12\1\1"
+    request = surfaces.parse(HttpRequest({":path": f"/v1/{surface.path}"}, content))
+    assert request.api == surface.api
 
 
 @pytest.mark.parametrize(
@@ -32,14 +47,14 @@ def test_every_surface_has_a_parser():
 )
 def test_other_paths_are_opaque(path):
     """A suffix matches whole segments at the end of the path only."""
-    assert surfaces.surface_of(path) == surfaces.OPAQUE
+    assert surfaces.surface_of(path) is surfaces.OPAQUE
 
 
 def test_longest_suffix_wins():
     """The generate path of vLLM is not mistaken for SGLang's, nor chat for completions."""
-    assert surfaces.surface_of("/inference/v1/generate") == "generate"
-    assert surfaces.surface_of("/generate") == "sglang_generate"
-    assert surfaces.surface_of("/v1/chat/completions") == "chat"
+    assert surfaces.surface_of("/inference/v1/generate").api == "generate"
+    assert surfaces.surface_of("/generate").api == "sglang_generate"
+    assert surfaces.surface_of("/v1/chat/completions").api == "chat"
 
 
 @pytest.mark.parametrize(

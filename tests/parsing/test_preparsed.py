@@ -99,7 +99,7 @@ def test_a_request_at_rest_has_its_opening(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = InferenceRequest(api=api, prompt=prompt)
     raw = preparsed.attach(HttpRequest({}), preparsed.ParseResult(request, "", None, None))
-    rested = surfaces.parse(preparsed.rest(raw))
+    rested = surfaces.parse(first_user_message.reduce_preparsed(raw))
     assert first_user_message.first_user_message(rested) == first_user_message.first_user_message(
         request
     )

@@ -11,7 +11,7 @@ from tests.parsing.builders import CHAT, chat
 from tests.support.seeded import examples
 
 SECRET = "zq-secret-zq"
-PATHS = st.sampled_from([*(f"/v1/{suffix}" for suffix in surfaces.SURFACES), "/x", ""])
+PATHS = st.sampled_from([*(f"/v1/{surface.path}" for surface in surfaces.SURFACES), "/x", ""])
 METHODS = st.sampled_from(["", "POST", "PUT"])
 
 leaves = st.one_of(
