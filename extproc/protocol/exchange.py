@@ -18,9 +18,9 @@ from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.deferred_responses import DeferredResponses
 from extproc.protocol.headers import SELECTION, control_headers, edited_length, tokens
 from extproc.protocol.messages import (
+    BODY_MODE_TRAITS,
     DEFAULT_BODY_MODES,
     NO_HEADERS,
-    BodyMode,
     BodyModes,
     ContinueResponse,
     Headers,
@@ -35,11 +35,6 @@ from extproc.protocol.transitions import Action, RequestState, ResponseState
 from extproc.request import HttpRequest
 
 # An enum's members, where every message passes: a global costs less than the look-up in the enum.
-#: Modes are ordered: up to STREAMED headers go on before the body is seen, then the buffered
-#: ones, then those that stream both ways.
-_STREAMED = BodyMode.STREAMED
-_PARTIAL = BodyMode.BUFFERED_PARTIAL
-_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 _GATHERING = RequestState.GATHERING
 _DECIDING = RequestState.DECIDING
 _ROUTED = RequestState.ROUTED
@@ -155,10 +150,9 @@ class Exchange(msgspec.Struct):
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
         removed = control_headers(self._headers)
         gathering = self._body_buffer
-        mode = _DUPLEX if self._modes is None else self._modes.request
+        mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]
         body = None
-        # Up to STREAMED the headers may be with the engine already, and its idea of the length.
-        if outcome.body_edit is not None and gathering is not None and mode > _STREAMED:
+        if outcome.body_edit is not None and gathering is not None and mode.awaits_body:
             body = gathering.apply_edit(outcome.body_edit)
             self.edited = True
             if self._settings.restore_model:
@@ -166,7 +160,7 @@ class Exchange(msgspec.Struct):
             set_headers += edited_length(pending, body)
         if self._settings.scores:
             self._deferred.scores = _compared(outcome)
-        if gathering is not None and mode >= _DUPLEX:
+        if gathering is not None and mode.is_returned:
             return self._deferred.release_streamed(
                 gathering, destination, set_headers, remove_headers=removed
             )
@@ -229,7 +223,7 @@ class Exchange(msgspec.Struct):
 
     def _late(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
         mode = modes.request if event.kind is _REQUEST_BODY else modes.response
-        return _NOTHING if mode >= _DUPLEX else self._continue(event.kind)
+        return _NOTHING if BODY_MODE_TRAITS[mode].is_returned else self._continue(event.kind)
 
     def _ignore(self, _: ProcessingRequest, __: BodyModes) -> Iterable[ProcessingResponse]:
         return _NOTHING
@@ -248,14 +242,13 @@ class Exchange(msgspec.Struct):
             self._selected = True
             self._subset = tokens(headers[SELECTION])
         self._deferred.headers = True
-        mode = modes.request
-        if event.end_of_stream or mode <= _STREAMED:
+        mode = BODY_MODE_TRAITS[modes.request]
+        if event.end_of_stream or not mode.awaits_body:
             self._ask()
             return _NOTHING
         self.request_state = _GATHERING
-        if mode >= _DUPLEX:
+        if not mode.is_buffered:
             return _NOTHING
-        # Envoy sends the buffered body only after the headers were answered.
         self._deferred.headers = False
         return _GO_ON[_REQUEST_HEADERS]
 
@@ -267,14 +260,12 @@ class Exchange(msgspec.Struct):
             refused = gathering.add(event.body)
             if refused is not None:
                 return (self.reject(refused),)
-        # A buffered body is one message; without end_of_stream either trailers follow or, in
-        # BUFFERED_PARTIAL, it was too large to be shown whole.
-        if event.end_of_stream:
-            self._ask()
-        elif modes.request >= _DUPLEX:
+        mode = BODY_MODE_TRAITS[modes.request]
+        if not event.end_of_stream and mode.is_returned:
             self.request_state = _GATHERING
         else:
-            self._ask(truncated=modes.request <= _STREAMED or modes.request is _PARTIAL)
+            # A buffered body is one message: without end_of_stream trailers follow, or it is cut.
+            self._ask(truncated=mode.is_cut and not event.end_of_stream)
         return _NOTHING
 
     def _ask(self, *, truncated: bool = False) -> None:
@@ -324,7 +315,7 @@ class Exchange(msgspec.Struct):
         self.tail.add(event.body)
         if self._restoration is not None:
             return self._restoration.body(event)
-        if modes.response < _DUPLEX:
+        if not BODY_MODE_TRAITS[modes.response].is_returned:
             return _GO_ON[_RESPONSE_BODY]
         return chunks(_RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
 

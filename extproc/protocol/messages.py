@@ -42,6 +42,40 @@ class BodyMode(enum.IntEnum):
     FULL_DUPLEX_STREAMED = 4
 
 
+class BodyModeTraits(msgspec.Struct, frozen=True, gc=False):
+    """Behavior of a body mode; all that tells the modes apart.
+
+    Attributes:
+        awaits_body: Whether the reply to the request headers can wait for the body. If so, the body
+            can be edited: its length has not gone on yet.
+        is_buffered: Whether Envoy buffers the body and shows it in a single message, once the
+            headers are answered. Only then may the mode of the response be changed
+            (`mode_override`), and headers be set with a body.
+        is_streamed: Whether the body is shown in pieces as they arrive.
+        is_returned: Whether Envoy keeps nothing of the body and goes on with the chunks that are
+            sent to it (`StreamedBodyResponse`); else each message is acknowledged on its own.
+        is_cut: Whether a body without end of stream, and without trailers, was not shown to its end.
+    """
+
+    awaits_body: bool = False
+    is_buffered: bool = False
+    is_streamed: bool = False
+    is_returned: bool = False
+    is_cut: bool = False
+
+
+#: Every mode that is understood; others are treated as `DEFAULT_BODY_MODES`.
+BODY_MODE_TRAITS: Mapping[BodyMode, BodyModeTraits] = {
+    BodyMode.NONE: BodyModeTraits(is_cut=True),
+    BodyMode.STREAMED: BodyModeTraits(is_streamed=True, is_cut=True),
+    BodyMode.BUFFERED: BodyModeTraits(awaits_body=True, is_buffered=True),
+    BodyMode.BUFFERED_PARTIAL: BodyModeTraits(awaits_body=True, is_buffered=True, is_cut=True),
+    BodyMode.FULL_DUPLEX_STREAMED: BodyModeTraits(
+        awaits_body=True, is_streamed=True, is_returned=True
+    ),
+}
+
+
 class BodyModes(msgspec.Struct, frozen=True, gc=False):
     """The body modes of both directions (`protocol_config` of the first message)."""
 

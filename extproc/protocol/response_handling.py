@@ -15,6 +15,7 @@ from extproc.protocol.headers import (
     is_length,
 )
 from extproc.protocol.messages import (
+    BODY_MODE_TRAITS,
     BodyMode,
     BodyModes,
     BodyMutation,
@@ -63,9 +64,6 @@ class TailBuffer:
 
 
 _NONE = BodyMode.NONE
-_STREAMED = BodyMode.STREAMED
-_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
-_STREAMS = frozenset({_STREAMED, _DUPLEX})
 
 #: The replies there are where the headers depend on nothing, by the mode to switch to.
 _MARKED = {mode: (ResponseHeadersMutation((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
@@ -97,7 +95,7 @@ def response_headers_reply(
             modes, event.headers, watch_stream=watch_stream or restored
         )
     # A buffered body carries its length itself; the length of a stream is not known yet.
-    streams = restored and (mode or modes.response) in _STREAMS
+    streams = restored and BODY_MODE_TRAITS[mode or modes.response].is_streamed
     if not settings.conformance and not owed and not streams:
         return (_MARKED if settings.response_marker else _PLAIN)[mode]
     marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
@@ -129,7 +127,7 @@ def response_body_mode_override(
         headers: Response headers.
         watch_stream: Whether this exchange is in the sample of watched streams.
     """
-    if not _STREAMED < modes.request < _DUPLEX or modes.response is not _NONE:
+    if not BODY_MODE_TRAITS[modes.request].is_buffered or modes.response is not _NONE:
         return None
     if "text/event-stream" in headers.get("content-type", ""):
         return BodyMode.STREAMED if watch_stream else None
@@ -152,16 +150,15 @@ class ModelNameResponseRewriter:
 
     def __init__(self, restorer: ModelNameRestorer, mode: BodyMode, *, length: str) -> None:
         self._restorer = restorer
-        self._mode = mode
+        self._mode = BODY_MODE_TRAITS[mode]
         self._length = length
 
     def body(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """The replies to a body message."""
         mode = self._mode
-        buffered = _STREAMED < mode < _DUPLEX
         # What is buffered is one message, and trailers may end it.
-        body = self._restorer.pass_on(event.body, last=event.end_of_stream or buffered)
-        if mode is _DUPLEX:
+        body = self._restorer.pass_on(event.body, last=event.end_of_stream or mode.is_buffered)
+        if mode.is_returned:
             if not body and not event.end_of_stream:
                 return ()
             return chunks(MessageKind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
@@ -172,17 +169,17 @@ class ModelNameResponseRewriter:
             BodyMutation(
                 MessageKind.RESPONSE_BODY,
                 body,
-                changed_length(self._length, grown) if buffered else (),
+                changed_length(self._length, grown) if mode.is_buffered else (),
             ),
         )
 
     def trailers(self) -> Iterable[ProcessingResponse]:
         """Replies before the reply to trailers that end the body.
 
-        Only FULL_DUPLEX_STREAMED has a way to say it. Something is held back then only where the
+        Only a body that is returned can get more bytes then. Something is held back then only where the
         body was cut inside of a name.
         """
         rest = self._restorer.rest()
-        if not rest or self._mode is not _DUPLEX:
+        if not rest or not self._mode.is_returned:
             return ()
         return (StreamedBodyResponse(MessageKind.RESPONSE_BODY, rest, end_of_stream=False),)

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from extproc.protocol.headers import tokens
-from extproc.protocol.messages import DEFAULT_BODY_MODES, BodyMode, BodyModes, LbMetadata
+from extproc.protocol.messages import (
+    BODY_MODE_TRAITS,
+    DEFAULT_BODY_MODES,
+    BodyMode,
+    BodyModes,
+    LbMetadata,
+)
 from extproc.wire.pb import ext_proc_pb2
 
 if TYPE_CHECKING:
@@ -64,11 +70,7 @@ LONGEST_KNOWN = 256
 
 def _mode(number: int) -> BodyMode:
     """Decode a body mode; unknown numbers stream, as all newer modes do."""
-    return (
-        BodyMode(number)
-        if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED
-        else DEFAULT_BODY_MODES.request
-    )
+    return BodyMode(number) if number in BODY_MODE_TRAITS else DEFAULT_BODY_MODES.request
 
 
 def _hints(metadata: ext_proc_pb2.Metadata) -> LbMetadata:
