@@ -62,6 +62,21 @@ def read(tail: bytes) -> Mapping[str, int]:
     return counts
 
 
+def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float | None:
+    """Cost of a request: the sum of weight times tokens over the kinds, and at least 0.
+
+    Args:
+        counts: Tokens by kind, as of `read`.
+        weights: Weight of a token by kind.
+
+    Returns:
+        None where nothing that has a weight is reported.
+    """
+    if counts.keys().isdisjoint(weights):
+        return None
+    return max(0.0, sum(weight * counts.get(kind, 0) for kind, weight in weights.items()))
+
+
 def _object(tail: bytes, at: int) -> Mapping[str, int]:
     """The usage object that starts after `at`; empty for null and for anything else."""
     opened = tail.find(b"{", at, at + 4)

@@ -16,7 +16,7 @@ from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.deferred_responses import DeferredResponses
-from extproc.protocol.headers import SELECTION, control_headers, edited_length, tokens
+from extproc.protocol.headers import CONTROL_HEADERS, SELECTION, edited_length, tokens
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
     DEFAULT_BODY_MODES,
@@ -148,7 +148,7 @@ class Exchange(msgspec.Struct):
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
-        removed = control_headers(self._headers)
+        removed = tuple(CONTROL_HEADERS.intersection(self._headers))
         gathering = self._body_buffer
         mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]
         body = None
@@ -286,24 +286,30 @@ class Exchange(msgspec.Struct):
         self._abandon_request()
         self.status = event.headers.get(":status", "")
         self.response_state = _ENDED if event.end_of_stream else _STARTED
-        restorer = None
+        settings, restorer, mode = self._settings, None, None
         if self._model_names[1] and not event.end_of_stream:
             restorer = model_name_restorer.for_response(event.headers, *self._model_names)
-        replies = response_handling.response_headers_reply(
-            event,
-            modes,
-            self._settings,
-            watch_stream=self.watch_stream,
-            owed=self._response_headers,
-            restored=restorer is not None,
-        )
+        if (settings.feedback or restorer is not None) and not event.end_of_stream:
+            mode = response_handling.response_body_mode_override(
+                modes, event.headers, watch_stream=self.watch_stream or restorer is not None
+            )
+        drops_length = False
         if restorer is not None:
-            shown = replies[0].response_body or modes.response
+            shown = BODY_MODE_TRAITS[mode or modes.response]
+            # A buffered body carries its length itself.
+            drops_length = shown.is_streamed
             length = event.headers.get("content-length", "")
             self._restoration = response_handling.ModelNameResponseRewriter(
                 restorer, shown, length=length
             )
-        return replies
+        return response_handling.response_headers_reply(
+            event,
+            mode,
+            marker=settings.response_marker,
+            conformance=settings.conformance,
+            headers=self._response_headers,
+            drops_length=drops_length,
+        )
 
     def _pass_response(
         self, event: ProcessingRequest, modes: BodyModes

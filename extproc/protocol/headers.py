@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from extproc.request import HttpRequest
@@ -49,11 +48,6 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
         "x-slo-tpot-ms",
     }
 )
-
-
-def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Request headers that must be removed before the endpoint."""
-    return tuple(CONTROL_HEADERS.intersection(headers))
 
 
 def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:

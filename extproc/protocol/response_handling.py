@@ -1,4 +1,4 @@
-"""Response handling: replies to response messages, and the tail of the body.
+"""Response handling: replies to response messages, the tail of the body, and the request cost.
 
 Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
 """
@@ -17,6 +17,7 @@ from extproc.protocol.headers import (
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
     BodyMode,
+    BodyModeTraits,
     BodyModes,
     BodyMutation,
     ContinueResponse,
@@ -26,10 +27,10 @@ from extproc.protocol.messages import (
     ProcessingResponse,
     ResponseHeadersMutation,
     StreamedBodyResponse,
+    WithRequestCost,
     chunks,
 )
 from extproc.protocol.model_name_restorer import ModelNameRestorer
-from extproc.protocol.settings import ExchangeSettings
 
 #: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room
 #: for prompt log-probabilities and tool calls after it.
@@ -72,36 +73,31 @@ _PLAIN = {mode: (ResponseHeadersMutation((), mode),) for mode in (None, *BodyMod
 
 def response_headers_reply(
     event: ProcessingRequest,
-    modes: BodyModes,
-    settings: ExchangeSettings,
+    mode: BodyMode | None,
     *,
-    watch_stream: bool,
-    owed: Headers = (),
-    restored: bool = False,
+    marker: bool,
+    conformance: bool,
+    headers: Headers,
+    drops_length: bool,
 ) -> tuple[ResponseHeadersMutation]:
     """The reply to the response headers.
 
     Args:
         event: The response headers.
-        modes: The configured modes.
-        settings: Of the server.
-        watch_stream: Whether this exchange is in the sample of watched streams.
-        owed: Further headers for the client.
-        restored: Whether another model name goes into its body.
+        mode: Body mode to switch to; None keeps the configured one.
+        marker: Whether to set `x-went-into-resp-headers`.
+        conformance: Whether to report the served endpoint.
+        headers: Further headers for the client.
+        drops_length: Whether to remove `content-length`, because the length of the body changes by
+            an amount that is not known yet.
     """
-    mode = None
-    if (settings.feedback or restored) and not event.end_of_stream:
-        mode = response_body_mode_override(
-            modes, event.headers, watch_stream=watch_stream or restored
-        )
-    # A buffered body carries its length itself; the length of a stream is not known yet.
-    streams = restored and BODY_MODE_TRAITS[mode or modes.response].is_streamed
-    if not settings.conformance and not owed and not streams:
-        return (_MARKED if settings.response_marker else _PLAIN)[mode]
-    marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
-    if settings.conformance:
+    if not conformance and not headers and not drops_length:
+        return (_MARKED if marker else _PLAIN)[mode]
+    marks: Headers = (RESPONSE_MARKER,) if marker else ()
+    if conformance:
         marks = (*marks, (SERVED_HEADER, served_endpoint_marker(event)))
-    return (ResponseHeadersMutation((*marks, *owed), mode, ("content-length",) if streams else ()),)
+    removed = ("content-length",) if drops_length else ()
+    return (ResponseHeadersMutation((*marks, *headers), mode, removed),)
 
 
 def served_endpoint_marker(event: ProcessingRequest) -> str:
@@ -137,20 +133,41 @@ def response_body_mode_override(
     return BodyMode.STREAMED if watch_stream else None
 
 
+def is_last_response_message(event: ProcessingRequest) -> bool:
+    """True if a message is the last of a response body."""
+    kind = event.kind
+    return (
+        kind is MessageKind.RESPONSE_BODY and event.end_of_stream
+    ) or kind is MessageKind.RESPONSE_TRAILERS
+
+
+def attach_request_cost(
+    replies: Iterable[ProcessingResponse], cost: float
+) -> Iterable[ProcessingResponse]:
+    """Attach the cost of a request to the last reply (docs/spec/protocol.md#header-names).
+
+    Args:
+        replies: To the last message of the response.
+        cost: Cost of the tokens of request and response, 0 or more.
+    """
+    messages = tuple(replies)
+    return (*messages[:-1], WithRequestCost(messages[-1], cost)) if messages else messages
+
+
 class ModelNameResponseRewriter:
     """Replies that restore the client's model name in a response.
 
     Args:
         restorer: Changes the bytes.
-        mode: How the body is shown.
+        mode: Traits of the mode in which the body is shown.
         length: The `content-length` of the answer; empty when it has none.
     """
 
     __slots__ = ("_length", "_mode", "_restorer")
 
-    def __init__(self, restorer: ModelNameRestorer, mode: BodyMode, *, length: str) -> None:
+    def __init__(self, restorer: ModelNameRestorer, mode: BodyModeTraits, *, length: str) -> None:
         self._restorer = restorer
-        self._mode = BODY_MODE_TRAITS[mode]
+        self._mode = mode
         self._length = length
 
     def body(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:

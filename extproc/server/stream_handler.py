@@ -15,10 +15,10 @@ from extproc.pool.inflight import Reservation
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
+from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
 from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import HttpRequest
-from extproc.routing import request_cost
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolSelector, RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
@@ -51,7 +51,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
         body_idle_s: Seconds without a further message after which a request is rejected with 408.
         stream_sample_ratio: Share of streamed answers watched for usage, 0..1.
         explain_header: Add the short form of the decision to response headers.
-        request_cost: Weight of a token by kind, see `request_cost`; empty emits no cost.
+        request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
     """
 
     max_streams: int
@@ -179,10 +179,11 @@ class StreamHandler(msgspec.Struct, eq=False):
         elif (
             self._shared.settings.request_cost
             and exchange.tail
-            and request_cost.is_last_response_message(event)
+            and is_last_response_message(event)
         ):
             weights = self._shared.settings.request_cost
-            return request_cost.attach_request_cost(replies, exchange.tail.joined(), weights)
+            cost = usage.cost(usage.read(exchange.tail.joined()), weights)
+            return replies if cost is None else attach_request_cost(replies, cost)
         return replies
 
     def stall(self) -> Iterable[ProcessingResponse]:

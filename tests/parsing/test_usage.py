@@ -76,3 +76,23 @@ def test_any_values_are_counts_in_range_or_left_out(report):
     """Numbers of any size and values of any type never reach a counter."""
     tail = json.dumps({"usage": report}).encode()
     assert all(0 <= tokens <= usage.MAX_TOKENS for tokens in usage.read(tail).values())
+
+
+@pytest.mark.parametrize(
+    ("weights", "cost"),
+    [
+        ({"prompt": 1, "completion": 1}, 120.0),
+        ({"prompt": 1, "cached": -0.5, "completion": 4}, 150.0),
+        ({"completion": 2}, 40.0),
+        ({"cached": -1}, 0.0),
+    ],
+)
+def test_cost_is_tokens_times_weights(weights, cost):
+    """Each kind counts by its weight, and the sum is never negative."""
+    assert usage.cost({"prompt": 100, "completion": 20, "cached": 60}, weights) == cost
+
+
+def test_cost_without_reported_usage():
+    """There is no cost without usage, or without a kind that has a weight."""
+    assert usage.cost({}, {"prompt": 1}) is None
+    assert usage.cost({"prompt": 1}, {"cached": 1}) is None

@@ -1,11 +1,18 @@
-"""When an answer is shown, so that its usage can be read."""
+"""When an answer is shown, so that its usage can be read, and what it cost."""
 
 from __future__ import annotations
 
 import pytest
 
 from extproc.protocol import response_handling
-from extproc.protocol.messages import BodyMode, BodyModes
+from extproc.protocol.messages import (
+    BodyMode,
+    BodyModes,
+    ContinueResponse,
+    MessageKind,
+    ProcessingRequest,
+    WithRequestCost,
+)
 
 NONE, STREAMED, BUFFERED = BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -42,3 +49,26 @@ def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, wa
         )
         is mode
     )
+
+
+def test_the_last_reply_carries_the_cost():
+    """The cost is attached to the last of several replies, and to nothing where there is none."""
+    body = ContinueResponse(MessageKind.RESPONSE_BODY)
+    trailers = ContinueResponse(MessageKind.RESPONSE_TRAILERS)
+    attach = response_handling.attach_request_cost
+    assert attach((body, trailers), 1.5) == (body, WithRequestCost(trailers, 1.5))
+    assert attach((), 1.5) == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "is_last"),
+    [
+        (ProcessingRequest(MessageKind.RESPONSE_BODY, end_of_stream=True), True),
+        (ProcessingRequest(MessageKind.RESPONSE_TRAILERS), True),
+        (ProcessingRequest(MessageKind.RESPONSE_BODY), False),
+        (ProcessingRequest(MessageKind.REQUEST_BODY, end_of_stream=True), False),
+    ],
+)
+def test_the_last_message_of_a_body(message: ProcessingRequest, is_last: bool):
+    """A body message that ends the stream, or trailers."""
+    assert response_handling.is_last_response_message(message) is is_last
