@@ -25,12 +25,15 @@ import msgspec
 
 from extproc.pool.endpoint_health import (
     HEALTHY,
-    HealthRecord,
+    UNREACHABLE_AFTER,
     HealthState,
     HealthStatus,
     OutlierDetectionSettings,
     RequestOutcome,
 )
+
+#: Statuses of 500 and more that tell of the request, not of the engine: method or version unknown.
+_REQUESTS_OWN = frozenset({"501", "505"})
 
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0
@@ -48,6 +51,93 @@ _DOUBT_S = 1.0
 _IN = HealthState.HEALTHY
 _DOUBTED = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
+
+
+def classify_status(status: str) -> RequestOutcome:
+    """Classify a response status.
+
+    Args:
+        status: `:status` as text; empty when there was none.
+    """
+    if status < "4":
+        return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE
+    if status < "5" or status in _REQUESTS_OWN:
+        return RequestOutcome.CLIENT_ERROR
+    return RequestOutcome.FAILED
+
+
+class HealthRecord:
+    """Health evidence of one endpoint incarnation.
+
+    Attributes:
+        condition: As of the last change.
+        consecutive_failures: Failed requests since the last that was served.
+        good: Served requests since the first failure, fading.
+        bad: Failed ones, fading.
+        at: When they faded last.
+        ejection_cause: Why it should be left out for its requests; empty when it should not.
+        last_failed: Whether the last request with a clear outcome failed.
+        misses: Scrapes in a row that did not connect.
+        missed_at: When the first of them was seen.
+        scrape_unreliable: Requests are served though scrapes fail: then those say nothing until one succeeds.
+        ever_scraped: Whether a scrape ever connected.
+        refused: Whether its port refused the last scrape.
+        sign_at: Last sign of life, or of having nothing to do.
+        probe_at: When the last probe was sent.
+        back_at: When it came back from the last ejection.
+    """
+
+    __slots__ = (
+        "at",
+        "back_at",
+        "bad",
+        "condition",
+        "consecutive_failures",
+        "ejection_cause",
+        "ever_scraped",
+        "good",
+        "last_failed",
+        "missed_at",
+        "misses",
+        "probe_at",
+        "refused",
+        "scrape_unreliable",
+        "sign_at",
+    )
+
+    def __init__(self, condition: HealthStatus, now: float) -> None:
+        self.condition = condition
+        self.back_at = -math.inf
+        self.sign_at = now
+        self.probe_at = math.inf
+        self.last_failed = self.scrape_unreliable = self.ever_scraped = self.refused = False
+        self.misses = 0
+        self.missed_at = math.inf
+        self.reset(now)
+
+    @property
+    def unreachable(self) -> bool:
+        """True when scrapes cannot connect, and no served request contradicts them."""
+        return self.misses >= UNREACHABLE_AFTER and not self.scrape_unreliable
+
+    @property
+    def certain(self) -> bool:
+        """True when scrapes cannot connect, and the port refuses or requests fail as well."""
+        return (self.last_failed or self.refused) and self.unreachable
+
+    def reset(self, now: float) -> None:
+        """Drop what requests held against it."""
+        self.consecutive_failures = 0
+        self.good = self.bad = 0.0
+        self.at = now
+        self.ejection_cause = ""
+
+    def fade(self, now: float, window_s: float) -> None:
+        """Let evidence age."""
+        keep = math.exp((self.at - now) / window_s)
+        self.good *= keep
+        self.bad *= keep
+        self.at = now
 
 
 class OutlierDetector:

@@ -1,18 +1,10 @@
-"""The immutable picture of all endpoints.
-
-Residency of a LoRA adapter on an endpoint, from our in-flight requests and its scrapes.
-
-An engine's labels list adapters with running requests only: one that waits for a slot and one that
-idles in a slot are both absent (docs/spec/engines.md#lora-info). So our open requests say which are
-in use, and our latest ones which probably still sit in a slot, as many as there are slots.
-"""
+"""Snapshot: the immutable state of all endpoints of a pool."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 import msgspec
 
@@ -26,54 +18,10 @@ from extproc.endpoint import (
     ServedModels,
     StepTimeModel,
 )
-from extproc.pool import load_imputation, plausibility
+from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HEALTHY, UNREACHABLE_AFTER, HealthState, HealthStatus
 from extproc.pool.inflight import AdapterSlotState, InflightLoad
 from extproc.pool.model_index import ModelIndex, ModelMatch
-
-
-def adapter_residency(
-    adapter: str, account: InflightLoad, load: Load, known: frozenset[str]
-) -> AdapterResidency:
-    """Residency of an adapter on one endpoint.
-
-    Args:
-        adapter: Its name.
-        account: Our requests there.
-        load: The last scrape, `NO_LOAD` when it is stale.
-        known: Names that are adapters; others in the account are base models.
-    """
-    if adapter in account.adapters:
-        return AdapterResidency.RESIDENT
-    running = load.adapters
-    if running and adapter in running:
-        return AdapterResidency.RESIDENT
-    slots = load.adapter_slots
-    if slots is None:
-        return AdapterResidency.UNKNOWN
-    standing = account.adapter_slots
-    if standing is None or standing.load is not load or standing.known is not known:
-        standing = account.adapter_slots = _slot_state(account, load, known, slots)
-    if standing.full:
-        return AdapterResidency.FULL
-    if adapter in standing.idle:
-        return AdapterResidency.IDLE
-    return AdapterResidency.ROOM if standing.room else AdapterResidency.EVICTABLE
-
-
-def _slot_state(
-    account: InflightLoad, load: Load, known: frozenset[str], slots: int
-) -> AdapterSlotState:
-    """Adapter slot state of an endpoint; computed again when its adapters or load change."""
-    # The account holds a handful of names, and there may be thousands of known ones.
-    in_use = known.intersection(account.adapters)
-    if load.adapters:
-        in_use |= load.adapters
-    if len(in_use) >= slots:
-        return AdapterSlotState(load, known, full=True)
-    idle = frozenset(islice((name for name in reversed(account.recent) if name in known), slots))
-    room = len(in_use | idle) < slots
-    return AdapterSlotState(load, known, full=False, room=room, idle=idle)
 
 
 _DOUBTED = HealthState.SUSPECT
@@ -214,71 +162,6 @@ def healthiest(members: Sequence[EndpointSnapshot]) -> Sequence[EndpointSnapshot
     """Members that are in; where none is, the best of suspect, ejected, out of reach."""
     best = min((_RANKS[member.condition.state] for member in members), default=0)
     return [member for member in members if _RANKS[member.condition.state] == best]
-
-
-def build_candidates(
-    members: Sequence[EndpointSnapshot],
-    matched_tokens: Sequence[int],
-    *,
-    adapter: str,
-    adapters: frozenset[str],
-    now: float,
-    imputation: load_imputation.Imputation | None,
-    home: InflightLoad | None = None,
-) -> list[Candidate]:
-    """Turn members into candidates.
-
-    Args:
-        members: Endpoints in play.
-        matched_tokens: Per member, prompt tokens believed cached there.
-        adapter: LoRA adapter the request asks for; empty for a base model.
-        adapters: Names known to be adapters.
-        now: Monotonic seconds.
-        imputation: Of the pages of these members; None where every page counts as it is.
-        home: Of the endpoint where the prompt is expected to go on; None where there is none.
-    """
-    candidates: list[Candidate] = []
-    place = resident = AdapterResidency.RESIDENT
-    counted: Sequence[EndpointSnapshot | load_imputation.CountedPage] = members
-    pages: Sequence[Load | None] = (None,) * len(members)
-    unseen_by_position: Mapping[int, float] = {}
-    if imputation is not None:
-        counted, pages = imputation.counted, imputation.pages
-        unseen_by_position = imputation.unscraped_tokens()
-    for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
-        account, foreign_tokens = member.account, counts.foreign_tokens
-        if adapter:
-            # The first question of `adapter_residency`, inlined: on a busy fleet it is mostly the last.
-            place = resident
-            if adapter not in account.adapters:
-                is_stale = imputation is not None and imputation.stale[len(candidates)]
-                load = NO_LOAD if is_stale else member.load
-                place = adapter_residency(adapter, account, load, adapters)
-        unseen: float = account.kv_tokens_sent - account.kv_tokens_scraped
-        if page is NO_LOAD:
-            unseen = unseen_by_position[len(candidates)]
-        # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
-        # call to `max` takes as long as building the candidate.
-        queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
-        candidates.append(
-            Candidate(
-                member.endpoint,
-                counts.load,
-                now - member.load.at,
-                account.in_flight,
-                account.in_flight + counts.foreign,
-                account.prompt_tokens,
-                matched,
-                queued + foreign_tokens if queued > 0.0 else foreign_tokens,
-                unseen,
-                member.rates,
-                place,
-                account.active_context_tokens,
-                account is home,
-                page,
-            )
-        )
-    return candidates
 
 
 def normalize_token(token: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from extproc.pool.endpoint_health import RequestOutcome, classify_status
+from extproc.pool.endpoint_health import RequestOutcome
+from extproc.pool.outlier_detection import classify_status
 from extproc.pool.inflight import Reservation
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore

@@ -14,7 +14,7 @@ import msgspec
 from extproc.decision import Outcome, Rejection, sheddable_dropped
 from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
-from extproc.pool import load_imputation, snapshot
+from extproc.pool import candidate_builder, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
@@ -96,7 +96,7 @@ class Scheduler:
         self._prefix_matcher = PrefixMatcher(fleet, index)
         self._recurrence = recurrence
         self._schedule = schedule
-        self._imputer = load_imputation.Imputer()
+        self._imputer = candidate_builder.Imputer()
         self._rng = rng
         # Until then others leave more room, because a request of a priority above 0 came.
         self._shared_until = -math.inf
@@ -151,7 +151,7 @@ class Scheduler:
                 )
                 # Where our own last turn of it went, the others do not know.
                 home = home if at is None else members[at].account
-        candidates = snapshot.build_candidates(
+        candidates = candidate_builder.build_candidates(
             members,
             matched,
             adapter=adapter,

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoint import AdapterResidency, Endpoint, Load
 from extproc.pool.inflight import InflightLoad
-from extproc.pool.snapshot import adapter_residency
+from extproc.pool.candidate_builder import adapter_residency
 
 NAMES = ("a", "b", "c", "d", "base")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.pool import endpoint_health
+from extproc.pool import outlier_detection
 from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.outlier_detection import OutlierDetector
 
@@ -81,7 +81,7 @@ class Ward:
 )
 def test_statuses(status: str, said: RequestOutcome):
     """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
-    assert endpoint_health.classify_status(status) is said
+    assert outlier_detection.classify_status(status) is said
 
 
 def test_failures_in_a_row_eject():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from extproc.endpoint import Endpoint, Load
-from extproc.pool import load_imputation, snapshot
+from extproc.pool import candidate_builder, snapshot
 from extproc.pool.inflight import InflightLoad, Reservation
 from extproc.pool.store import PoolStore, ScrapeToken
 from tests.support.seeded import examples
@@ -97,13 +97,13 @@ class Fleets(RuleBasedStateMachine):
         for subset in ((), ("10.0.0.1",), ("[fd00::1]:8000", "nobody")):
             chosen = pool.eligible(subset)
             assert all(member in pool.members for member in chosen)
-        turn = snapshot.build_candidates(
+        turn = candidate_builder.build_candidates(
             pool.members,
             [0] * len(pool.members),
             adapter="",
             adapters=frozenset(),
             now=self.now,
-            imputation=load_imputation.impute(
+            imputation=candidate_builder.impute(
                 pool.members, oldest=self.now - 5.0, is_patchy=pool.is_patchy
             ),
         )

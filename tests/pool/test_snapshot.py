@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc.endpoint import NO_LOAD, Endpoint, Load
-from extproc.pool import endpoint_health, load_imputation, snapshot
+from extproc.pool import candidate_builder, endpoint_health, snapshot
 from extproc.pool.store import PoolStore
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
@@ -86,8 +86,8 @@ def test_an_empty_pool_has_nobody():
 
 def turn(fleet: PoolStore, *, now: float) -> snapshot.Candidate:
     members = fleet.pool.members
-    imputation = load_imputation.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
-    (candidate,) = snapshot.build_candidates(
+    imputation = candidate_builder.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
+    (candidate,) = candidate_builder.build_candidates(
         members, [5], adapter="", adapters=frozenset(), now=now, imputation=imputation
     )
     return candidate

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from extproc.endpoint import NO_LOAD, Endpoint, Load, StepTimeModel
-from extproc.pool import snapshot
+from extproc.pool import candidate_builder
 from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest
@@ -151,11 +151,11 @@ def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, besi
         house.fleet.foreign_traffic.hit_ratio = 0.5
     built = []
 
-    def keep(*arguments, look=snapshot.build_candidates, **more):
+    def keep(*arguments, look=candidate_builder.build_candidates, **more):
         built.append(look(*arguments, **more))
         return built[-1]
 
-    monkeypatch.setattr(snapshot, "build_candidates", keep)
+    monkeypatch.setattr(candidate_builder, "build_candidates", keep)
     house.dispatcher.route(raw, house.now)
     ((*candidates,),) = built
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]

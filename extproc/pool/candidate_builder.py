@@ -1,4 +1,4 @@
-"""Imputation of unknown load: missing and stale metrics take the mean of the pool.
+"""Candidates: endpoints as a request sees them, with what is unknown of their load imputed.
 
 What is unknown or stale counts as the mean of what is known of the other candidates, for every
 strategy alike: neither the best nor full. What a page provably claims too little of counts as the
@@ -6,21 +6,25 @@ mean where that is more. While no endpoint has a known load, only our own reques
 
 All of it follows from pages alone, and so it stands until another page is read or one gets too old:
 it is worked out once for each snapshot, not for each request.
+
+Residency of a LoRA adapter follows from our open requests and from scrapes. An engine's labels list
+adapters with running requests only: one that waits for a slot and one that idles in a slot are both
+absent (docs/spec/engines.md#lora-info). So our open requests say which are in use, and our latest
+ones which probably still sit in a slot, as many as there are slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import islice
 
 import msgspec
 
-from extproc.endpoint import NO_LOAD, Load
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Load
 from extproc.pool import plausibility
-
-if TYPE_CHECKING:
-    from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.inflight import AdapterSlotState, InflightLoad
+from extproc.pool.snapshot import EndpointSnapshot
 
 #: A page with any of these says nothing certain of the requests on its engine.
 _NO_REQUESTS = (
@@ -270,3 +274,112 @@ def _more(claimed: float | None, mean: float | None) -> float | None:
     if claimed is None or mean is None:
         return mean if claimed is None else claimed
     return max(claimed, mean)
+
+
+def adapter_residency(
+    adapter: str, account: InflightLoad, load: Load, known: frozenset[str]
+) -> AdapterResidency:
+    """Residency of an adapter on one endpoint.
+
+    Args:
+        adapter: Its name.
+        account: Our requests there.
+        load: The last scrape, `NO_LOAD` when it is stale.
+        known: Names that are adapters; others in the account are base models.
+    """
+    if adapter in account.adapters:
+        return AdapterResidency.RESIDENT
+    running = load.adapters
+    if running and adapter in running:
+        return AdapterResidency.RESIDENT
+    slots = load.adapter_slots
+    if slots is None:
+        return AdapterResidency.UNKNOWN
+    standing = account.adapter_slots
+    if standing is None or standing.load is not load or standing.known is not known:
+        standing = account.adapter_slots = _slot_state(account, load, known, slots)
+    if standing.full:
+        return AdapterResidency.FULL
+    if adapter in standing.idle:
+        return AdapterResidency.IDLE
+    return AdapterResidency.ROOM if standing.room else AdapterResidency.EVICTABLE
+
+
+def _slot_state(
+    account: InflightLoad, load: Load, known: frozenset[str], slots: int
+) -> AdapterSlotState:
+    """Adapter slot state of an endpoint; computed again when its adapters or load change."""
+    # The account holds a handful of names, and there may be thousands of known ones.
+    in_use = known.intersection(account.adapters)
+    if load.adapters:
+        in_use |= load.adapters
+    if len(in_use) >= slots:
+        return AdapterSlotState(load, known, full=True)
+    idle = frozenset(islice((name for name in reversed(account.recent) if name in known), slots))
+    room = len(in_use | idle) < slots
+    return AdapterSlotState(load, known, full=False, room=room, idle=idle)
+
+
+def build_candidates(
+    members: Sequence[EndpointSnapshot],
+    matched_tokens: Sequence[int],
+    *,
+    adapter: str,
+    adapters: frozenset[str],
+    now: float,
+    imputation: Imputation | None,
+    home: InflightLoad | None = None,
+) -> list[Candidate]:
+    """Turn members into candidates.
+
+    Args:
+        members: Endpoints in play.
+        matched_tokens: Per member, prompt tokens believed cached there.
+        adapter: LoRA adapter the request asks for; empty for a base model.
+        adapters: Names known to be adapters.
+        now: Monotonic seconds.
+        imputation: Of the pages of these members; None where every page counts as it is.
+        home: Of the endpoint where the prompt is expected to go on; None where there is none.
+    """
+    candidates: list[Candidate] = []
+    place = resident = AdapterResidency.RESIDENT
+    counted: Sequence[EndpointSnapshot | CountedPage] = members
+    pages: Sequence[Load | None] = (None,) * len(members)
+    unseen_by_position: Mapping[int, float] = {}
+    if imputation is not None:
+        counted, pages = imputation.counted, imputation.pages
+        unseen_by_position = imputation.unscraped_tokens()
+    for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
+        account, foreign_tokens = member.account, counts.foreign_tokens
+        if adapter:
+            # The first question of `adapter_residency`, inlined: on a busy fleet it is mostly the last.
+            place = resident
+            if adapter not in account.adapters:
+                is_stale = imputation is not None and imputation.stale[len(candidates)]
+                load = NO_LOAD if is_stale else member.load
+                place = adapter_residency(adapter, account, load, adapters)
+        unseen: float = account.kv_tokens_sent - account.kv_tokens_scraped
+        if page is NO_LOAD:
+            unseen = unseen_by_position[len(candidates)]
+        # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
+        # call to `max` takes as long as building the candidate.
+        queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
+        candidates.append(
+            Candidate(
+                member.endpoint,
+                counts.load,
+                now - member.load.at,
+                account.in_flight,
+                account.in_flight + counts.foreign,
+                account.prompt_tokens,
+                matched,
+                queued + foreign_tokens if queued > 0.0 else foreign_tokens,
+                unseen,
+                member.rates,
+                place,
+                account.active_context_tokens,
+                account is home,
+                page,
+            )
+        )
+    return candidates

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import NO_LOAD, Endpoint, EngineCounters, Load
-from extproc.pool import load_imputation, snapshot
+from extproc.pool import candidate_builder, snapshot
 from extproc.pool.store import PoolStore
 
 NOW = 100.0
@@ -38,13 +38,13 @@ def fleet_of(*loads, own=0):
 
 def candidates(fleet):
     pool = fleet.pool
-    return snapshot.build_candidates(
+    return candidate_builder.build_candidates(
         pool.members,
         [0] * len(pool.members),
         adapter="",
         adapters=frozenset(),
         now=NOW,
-        imputation=load_imputation.impute(pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy),
+        imputation=candidate_builder.impute(pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy),
     )
 
 
@@ -162,7 +162,7 @@ def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
 
 def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
     """The same pages give the same object, whatever our own requests do meanwhile."""
-    imputer = load_imputation.Imputer()
+    imputer = candidate_builder.Imputer()
     fleet = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
 
     def impute(now):
