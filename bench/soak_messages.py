@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from extproc.wire import metadata
+from extproc.wire import protobuf_decoder
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 _DUPLEX = 4
@@ -27,9 +27,9 @@ def headers(
         part.headers.headers.add(key=key, raw_value=value.encode())
     part.end_of_stream = ends
     if subset is not None:
-        hint = message.metadata_context.filter_metadata[metadata.SUBSET_NAMESPACE]
-        hint.fields[metadata.SUBSET_KEY].list_value.SetInParent()
-        hint.fields[metadata.SUBSET_KEY].list_value.extend(subset)
+        hint = message.metadata_context.filter_metadata[protobuf_decoder.SUBSET_NAMESPACE]
+        hint.fields[protobuf_decoder.SUBSET_KEY].list_value.SetInParent()
+        hint.fields[protobuf_decoder.SUBSET_KEY].list_value.extend(subset)
     return message.SerializeToString()
 
 

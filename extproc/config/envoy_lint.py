@@ -20,7 +20,7 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.flow_control.request_headers import FlowHeaders
 from extproc.protocol import headers
-from extproc.routing.policy_resolver import OBJECTIVE_HEADERS
+from extproc.routing.request_preparer import OBJECTIVE_HEADERS
 
 #: Any part of it.
 YamlTree = Mapping[str, Any]

@@ -17,8 +17,8 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.settings import ExchangeSettings
-from extproc.routing import director, routing_config
+from extproc.protocol.exchange import ExchangeSettings
+from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scrape import model_list_poller, schedule, scraper
@@ -140,7 +140,7 @@ def reroute(
     where: str,
     guards: plugin_guard.GuardFactory,
     before: profiles.ResolvedProfiles | None = None,
-) -> tuple[routing_config.RoutingConfig, profiles.ResolvedProfiles]:
+) -> tuple[scheduler.RoutingConfig, profiles.ResolvedProfiles]:
     """Build the routing of new settings for a running director.
 
     Args:
@@ -171,12 +171,12 @@ def build_exchange_settings(settings: Settings) -> ExchangeSettings:
 
 def build_routing_config(
     settings: Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
-) -> routing_config.RoutingConfig:
+) -> scheduler.RoutingConfig:
     """Return the routing configuration of a director."""
-    return routing_config.RoutingConfig(
+    return scheduler.RoutingConfig(
         profile=profile,
         by_model=by_model,
-        settings=routing_config.RoutingSettings(
+        settings=scheduler.RoutingSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
             respect_subset=settings.scheduling.respect_subset,

@@ -1,7 +1,21 @@
-"""Envelope of the JSON surfaces: common fields, decoding and error messages.
+"""Envelope of the JSON surfaces: common fields, decoding, the session hint and error messages.
 
 The fields are typed `Any` on purpose: a value of an unexpected type then reads as absent instead
 of refusing the request. Fields not named here or in a surface are skipped, never built.
+
+The session hint ties the turns of one conversation together. It is the first of these that is a
+non-empty string:
+
+| order | where | why there |
+|---|---|---|
+| 1 | body `prompt_cache_key` | made for this: the client says which prompts share a prefix |
+| 2 | body `conversation`, `conversation.id` | names the conversation itself |
+| 3 | body `metadata.session_id` | a custom of agent frameworks |
+| 4 | headers, in the order of `SESSION_HEADERS` | set by gateways and tools, may cover many prompts |
+| 5 | body `user`, `metadata.user_id`, `safety_identifier` | names a person: many conversations |
+| 6 | body `previous_response_id` | names the last turn only, so it changes with every turn |
+
+Anthropic clients put account and session into `metadata.user_id`.
 """
 
 from __future__ import annotations
@@ -14,8 +28,69 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, canonical_prompt, session
-from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest
+from extproc.parsing import bounded_decoder, canonical_prompt
+from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, shorten_id
+
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-session-token",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+)
+
+_SESSION_HEADERS = frozenset(SESSION_HEADERS)
+
+
+def session_of_headers(headers: Mapping[str, str]) -> str:
+    """The hint in the headers; empty when there is none."""
+    if _SESSION_HEADERS.isdisjoint(headers):
+        return ""
+    for name in SESSION_HEADERS:
+        value = headers.get(name)
+        if value:
+            return shorten_id(value)
+    return ""
+
+
+def session_of(headers: Mapping[str, str], body: Envelope) -> str:
+    """The hint in body and headers.
+
+    Args:
+        headers: Names in lower case.
+        body: The decoded body, whose fields may be of any type.
+
+    Returns:
+        At most `request.MAX_ID_BYTES` bytes; empty when there is no hint.
+    """
+    if not (
+        body.prompt_cache_key
+        or body.conversation
+        or body.metadata
+        or body.user
+        or body.safety_identifier
+        or body.previous_response_id
+    ):
+        return session_of_headers(headers)
+    metadata = body.metadata if type(body.metadata) is dict else {}
+    conversation = body.conversation
+    if type(conversation) is dict:
+        conversation = conversation.get("id")
+    for hint in (
+        body.prompt_cache_key,
+        conversation,
+        metadata.get("session_id"),
+        session_of_headers(headers),
+        body.user,
+        metadata.get("user_id"),
+        body.safety_identifier,
+        body.previous_response_id,
+    ):
+        if type(hint) is str and hint:
+            return shorten_id(hint)
+    return ""
+
 
 #: Headers that name the model to be served, where the body names none
 #: (docs/spec/protocol.md#model-rewrite).
@@ -168,7 +243,7 @@ def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
     return InferenceRequest(
         api,
         model=model_header(raw.headers),
-        session=session.of_headers(raw.headers),
+        session=session_of_headers(raw.headers),
         subset=raw.subset,
     )
 
@@ -190,7 +265,7 @@ def request(
         prompt_tokens=prompt.tokens,
         stream=body.stream is True,
         max_tokens=_max_tokens(body),
-        session=session.of_body(raw.headers, body),
+        session=session_of(raw.headers, body),
         subset=raw.subset,
         prompt_bytes=prompt.text_bytes,
     )

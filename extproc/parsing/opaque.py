@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat, session
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -90,7 +90,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
         prompt=raw.body,
         prompt_tokens=canonical_prompt.estimate(length),
         stream=_STREAM.search(raw.body) is not None,
-        session=session.of_headers(raw.headers),
+        session=envelope.session_of_headers(raw.headers),
         subset=raw.subset,
         prompt_bytes=length,
     )

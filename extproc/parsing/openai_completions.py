@@ -71,9 +71,7 @@ def parse_pooling(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     return _parse_input(raw, api, is_required=False)
 
 
-def _parse_input(
-    raw: HttpRequest, api: str, *, is_required: bool
-) -> InferenceRequest | Rejection:
+def _parse_input(raw: HttpRequest, api: str, *, is_required: bool) -> InferenceRequest | Rejection:
     body = envelope.decode(_INPUT_DECODER, raw, wanted=_NO_INPUT)
     if isinstance(body, Rejection):
         return body

@@ -1,8 +1,11 @@
-"""Conversations: prompts that continue earlier ones, and the endpoint of the last turn.
+"""Conversations: prompts that continue earlier ones, and the load of those that are queued.
 
 A conversation is known by the deepest block of its latest prompt, which every later prompt of it
-contains. Engines forget prefixes, and so does the index that follows them; this does not, so that a
-conversation whose prefix is lost can still be distinguished from a new one.
+contains. Engines forget prefixes, and so does the index that follows them; `ConversationTracker` does
+not, so that a conversation whose prefix is lost can still be distinguished from a new one.
+
+Conversations that wait for an endpoint push each other's prefixes out of its cache as much as those
+that it serves. So `PendingLoad` counts them as load before they are dispatched.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
+
+from extproc.pool import inflight
 from extproc.pool.inflight import InflightLoad, LastTurn
+from extproc.pool.store import PoolStore
 
 #: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
@@ -115,3 +122,63 @@ class ConversationTracker:
             if last_turn is not None:
                 return last_turn
         return None
+
+
+class PendingShare(msgspec.Struct, frozen=True, gc=False):
+    """The load that a queued request will add.
+
+    Attributes:
+        account: Of the endpoint it waits for.
+        share: Of its cache.
+    """
+
+    account: InflightLoad
+    share: inflight.ContextShare
+
+
+class PendingLoad:
+    """Adds the load of queued requests to the endpoints of a pool, and removes it.
+
+    Args:
+        fleet: The endpoints.
+        recurrence: How conversations grow.
+        tokens: Prompt tokens by depth of a chain.
+
+    Attributes:
+        counted: Whether any profile reads the pending load.
+    """
+
+    def __init__(
+        self, fleet: PoolStore, recurrence: ConversationTracker, tokens: Sequence[int]
+    ) -> None:
+        self._fleet = fleet
+        self._recurrence = recurrence
+        self._tokens = tokens
+        self.counted = False
+
+    def add(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> PendingShare | None:
+        """Add the load of a queued request to an endpoint.
+
+        Args:
+            address: Of the endpoint; empty for none.
+            chain: The prompt's block hashes, root first.
+            prompt_tokens: Of the prompt.
+
+        Returns:
+            What to take back once the request goes on or leaves; None where there is nothing.
+        """
+        if not (address and chain and self.counted):
+            return None
+        member = self._fleet.pool.find(address)
+        if member is None:
+            return None
+        growth = self._recurrence.expected_growth_tokens(prompt_tokens)
+        return PendingShare(
+            member.account, member.account.add_pending(chain, self._tokens, growth=growth)
+        )
+
+
+def remove(promise: PendingShare | None) -> None:
+    """Remove the load of a request that left the queue."""
+    if promise is not None:
+        promise.account.remove_pending(promise.share)

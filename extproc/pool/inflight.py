@@ -23,7 +23,7 @@ from operator import sub
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
-from extproc.pool.works import TypicalWork
+from extproc.pool.foreign_traffic import TypicalWork
 
 #: Blocks of a chain of which one is followed: it stands for all of them. What is shared is shared
 #: from the root, so only the last few blocks of a shared beginning are counted wrongly.

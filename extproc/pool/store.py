@@ -24,12 +24,10 @@ from extproc.pool import (
     step_time_estimator,
 )
 from extproc.pool.bytes_per_token import BytesPerTokenEstimator
-from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.foreign_traffic import ForeignTraffic, TypicalWork
 from extproc.pool.inflight import InflightLoad
-from extproc.pool.model_index import ModelIndex
-from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
 from extproc.pool.step_time_estimator import PoolStepTimeEstimators
-from extproc.pool.works import TypicalWork
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})

@@ -2,11 +2,12 @@
 
 `receive` takes a message and returns the immediate replies. If it leaves a request in `pending`,
 the caller decides, and `apply_outcome` turns the outcome into replies. In between, the request may
-be queued.
+be queued, and `DeferredResponses` has the replies that are withheld until then.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
@@ -15,10 +16,10 @@ import msgspec
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
-from extproc.protocol.deferred_responses import DeferredResponses
 from extproc.protocol.headers import CONTROL_HEADERS, SELECTION, edited_length, tokens
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
+    CHUNK_BYTES,
     DEFAULT_BODY_MODES,
     NO_HEADERS,
     BodyModes,
@@ -28,11 +29,122 @@ from extproc.protocol.messages import (
     MessageKind,
     ProcessingRequest,
     ProcessingResponse,
+    RouteResponse,
+    StreamedBodyResponse,
     chunks,
+    run_after,
 )
-from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import Action, RequestState, ResponseState
 from extproc.request import HttpRequest
+
+
+class DeferredResponses(msgspec.Struct):
+    """Replies that a request waits for.
+
+    Attributes:
+        headers: The reply to its headers.
+        trailers: The reply to the trailers that ended its body.
+        others: Replies to messages that arrived while it was queued.
+        scores: Of the endpoints, sent with the decision.
+    """
+
+    headers: bool = False
+    trailers: bool = False
+    others: tuple[ProcessingResponse, ...] = ()
+    scores: tuple[tuple[str, float], ...] = ()
+
+    def release_buffered(
+        self,
+        destination: str,
+        set_headers: Headers,
+        *,
+        remove_headers: tuple[str, ...],
+        body_shown: bool,
+        body: bytes | None = None,
+    ) -> tuple[ProcessingResponse, ...]:
+        """All withheld replies, if Envoy sends the body on itself.
+
+        Args:
+            destination: The pick.
+            set_headers: Further request headers to set.
+            remove_headers: Request headers to remove.
+            body_shown: Whether a body message waits for its answer.
+            body: The replacement of the body; None leaves it unchanged.
+        """
+        if self.headers:
+            kind = _REQUEST_HEADERS
+        elif body_shown:
+            kind = _REQUEST_BODY
+        else:
+            return self._last(destination)
+        return (
+            RouteResponse(kind, destination, set_headers, remove_headers, body, self.scores),
+            *self._last(""),
+        )
+
+    def release_streamed(
+        self,
+        gathering: BodyBuffer,
+        destination: str,
+        set_headers: Headers,
+        *,
+        remove_headers: tuple[str, ...],
+    ) -> Iterable[ProcessingResponse]:
+        """All withheld replies and the body, which is held until its chunks are written.
+
+        Args:
+            gathering: The body.
+            destination: The pick.
+            set_headers: Further request headers to set.
+            remove_headers: Request headers to remove.
+        """
+        first: tuple[ProcessingResponse, ...] = ()
+        if self.headers:
+            first = (
+                RouteResponse(
+                    _REQUEST_HEADERS, destination, set_headers, remove_headers, None, self.scores
+                ),
+            )
+            destination = ""
+        body = gathering.joined()
+        ends = not self.trailers
+        if len(body) <= CHUNK_BYTES:
+            gathering.release()
+            return (
+                *first,
+                StreamedBodyResponse(_REQUEST_BODY, body, ends, destination),
+                *self._last(""),
+            )
+        pieces = chunks(_REQUEST_BODY, body, end_of_stream=ends, destination=destination)
+        return run_after(itertools.chain(first, pieces, self._last("")), gathering.release)
+
+    def _last(self, destination: str) -> tuple[ProcessingResponse, ...]:
+        """The trailing replies; they name the destination if no other reply could."""
+        if not self.trailers:
+            return self.others
+        return (ContinueResponse(_REQUEST_TRAILERS, destination), *self.others)
+
+
+class ExchangeSettings(msgspec.Struct, frozen=True):
+    """Settings that all exchanges of a server share.
+
+    Attributes:
+        max_body_bytes: Largest request body that is assembled.
+        response_marker: Put `x-went-into-resp-headers: true` on responses.
+        conformance: Honor `test-epp-endpoint-selection` and report the served endpoint.
+        feedback: Ask for the bodies of answers by `mode_override` where the request mode allows.
+        restore_model: Put the client's name for its model back into answers, and ask for their
+            bodies where a name was changed.
+        scores: Tell the data plane what endpoints were compared by.
+    """
+
+    max_body_bytes: int
+    response_marker: bool = True
+    conformance: bool = False
+    feedback: bool = True
+    restore_model: bool = True
+    scores: bool = False
+
 
 # An enum's members, where every message passes: a global costs less than the look-up in the enum.
 _GATHERING = RequestState.GATHERING

@@ -17,8 +17,8 @@ from extproc.protocol.headers import (
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
     BodyMode,
-    BodyModeTraits,
     BodyModes,
+    BodyModeTraits,
     BodyMutation,
     ContinueResponse,
     Headers,

@@ -1,27 +1,40 @@
-"""Director: turns a raw request into an outcome and keeps the accounts of the endpoint."""
+"""Director: turns an HTTP request into an outcome and keeps the accounts of the endpoint."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
 from extproc.parsing import surfaces
-from extproc.pool import snapshot
+from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.inflight import Reservation
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import pending_load, request_preparer, response_feedback, routing_config
-from extproc.routing.journal import RequestEventListener
-from extproc.routing.model_bitsets import ModelBitsets
+from extproc.routing import request_preparer, response_feedback, scheduler
+from extproc.routing.eligibility import ModelBitsets
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.framework import Signal
+
+
+class RequestEventListener(Protocol):
+    """Receives the request events that are sent to other replicas."""
+
+    def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
+        """A decision was committed."""
+
+    def on_moved(self, ticket: Reservation, blocks: Sequence[int]) -> None:
+        """Another endpoint answers than the one that was chosen."""
+
+    def on_released(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
+        """A request is over; `ran` is False where its endpoint did not compute its prompt."""
 
 
 class Director:
@@ -45,7 +58,7 @@ class Director:
         self,
         *,
         fleet: PoolStore,
-        routing: routing_config.RoutingConfig,
+        routing: scheduler.RoutingConfig,
         index: PrefixIndex,
         belief: cache_model.CacheModel,
         schedule: blocks.Schedule,
@@ -60,7 +73,7 @@ class Director:
         self._counts = counts or plugin_guard.PluginCounters()
         self.event_listener: RequestEventListener | None = None
         self._recurrence = ConversationTracker()
-        self.pending_load = pending_load.PendingLoad(fleet, self._recurrence, schedule.tokens)
+        self.pending_load = conversations.PendingLoad(fleet, self._recurrence, schedule.tokens)
         self._choice = Scheduler(fleet, index, self._recurrence, schedule=schedule, rng=rng)
         self._preparation = RequestPreparer(fleet, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
@@ -94,11 +107,11 @@ class Director:
         return self._preparation.supplies_model
 
     @property
-    def routing(self) -> routing_config.RoutingConfig:
+    def routing(self) -> scheduler.RoutingConfig:
         """The current routing configuration."""
         return self._routing
 
-    def reconfigure(self, routing: routing_config.RoutingConfig) -> None:
+    def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
         """Route by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings

@@ -19,8 +19,8 @@ from extproc.decision import (
 from extproc.parsing import envelope, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import models_endpoint, pool_match
-from extproc.routing.claim_index import ClaimIndex
 from extproc.routing.director import Director
+from extproc.routing.pool_match import ClaimIndex
 from extproc.routing.request_preparer import PreparedRequest
 
 

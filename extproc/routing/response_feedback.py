@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from extproc.pool.endpoint_health import RequestOutcome
-from extproc.pool.outlier_detection import classify_status
 from extproc.pool.inflight import Reservation
+from extproc.pool.outlier_detection import classify_status
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model

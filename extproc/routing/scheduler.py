@@ -1,30 +1,166 @@
 """Scheduler: chooses the best endpoint for a request from the current snapshot.
 
-Prefix matching: predicted cached tokens of a prompt for every endpoint.
+Prompts are looked up in the prefix index for every endpoint (`PrefixMatcher`). A picker behind the
+same Envoy as others sees some turns of a conversation, and its index knows nothing of the rest. So
+all replicas expect a conversation at the same endpoint (rendezvous affinity), which follows from its
+key and the endpoints' addresses and speeds alone, and because all of them expect it, it is there.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import mmh3
 import msgspec
 
 from extproc.decision import Outcome, Rejection, sheddable_dropped
 from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
-from extproc.pool import candidate_builder, snapshot
+from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
+from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
-from extproc.routing import admission, eligibility, rendezvous_affinity, routing_config
+from extproc.routing import admission, eligibility
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 from extproc.scheduling.profile import SchedulerProfile
+
+
+class RoutingSettings(msgspec.Struct, frozen=True):
+    """Settings of routing.
+
+    Attributes:
+        stale_after_s: Age at which a scraped load counts as unknown.
+        fallbacks: Further endpoints named after the chosen one.
+        respect_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
+            sends requests where they were not allowed.
+        reject_unlisted: Reject requests for models that no endpoint serves, if all served models
+            are known. False, because engines answer that themselves.
+        busy_s: How long a request may wait on an endpoint before it counts as busy; None never
+            looks.
+        kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
+    """
+
+    stale_after_s: float
+    fallbacks: int = 0
+    respect_subset: bool = True
+    reject_unlisted: bool = False
+    kubeai_names: bool = True
+    busy_s: float | None = None
+
+
+class RoutingConfig(msgspec.Struct, frozen=True):
+    """Routing configuration that a reload replaces as a single value.
+
+    Attributes:
+        profile: For models without one of their own.
+        by_model: Profiles of single models.
+        settings: How requests are routed.
+        policy: Objectives and rewrites that the configuration has.
+    """
+
+    profile: SchedulerProfile
+    by_model: Mapping[str, SchedulerProfile]
+    settings: RoutingSettings
+    policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal any profile reads."""
+        profiles = (self.profile, *self.by_model.values())
+        return frozenset().union(*(profile.needs for profile in profiles))
+
+
+#: Share of others from which there are others: what pages show late is less.
+LEAST_SHARE = 0.1
+
+#: Share of a prompt believed at home at most; its last turn is new.
+_MOST = 0.95
+
+#: Times the fleet's hit ratio that is believed. Pickers that do not agree yet find half of what they
+#: will find; prompts that share nothing with any other have no home.
+_HIT_RATIO_FACTOR = 2.0
+
+#: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
+_ENOUGH_HOLDERS, _ENOUGH_SHARE = 2, 0.9
+
+#: Requests on an engine at whose speed engines are compared.
+_BATCH = 32.0
+
+#: Members whose speed is looked at (count).
+_DRAWN = 16
+
+
+def with_expected_hits(
+    key: str,
+    tokens: int,
+    members: Sequence[EndpointSnapshot],
+    *,
+    matched: Sequence[int],
+    peers: ForeignTraffic,
+) -> tuple[Sequence[int], int | None]:
+    """Add the hits to expect where other replicas sent the earlier turns.
+
+    Args:
+        key: Identity of the conversation; empty for none.
+        tokens: Of the prompt.
+        members: Candidates.
+        matched: Per member, prompt tokens that our own index believes cached there.
+        peers: Load of other replicas.
+
+    Returns:
+        `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
+        None if it has none, or our own index knows more.
+    """
+    if not key or peers.share < LEAST_SHARE:
+        return matched, None
+    much = _ENOUGH_SHARE * tokens
+    if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:
+        return matched, None
+    believed = int(min(_MOST, _HIT_RATIO_FACTOR * peers.hit_ratio) * tokens)
+    if not believed:
+        return matched, None
+    at = rendezvous_endpoint(key, members)
+    if not members[at].load.prefix_hits:
+        return matched, None  # it does not cache prefixes, or that is unknown
+    if believed <= matched[at]:
+        return matched, at
+    expected = list(matched)
+    expected[at] = believed
+    return expected, at
+
+
+def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
+    """Index of the member a key belongs to, by weighted rendezvous hash.
+
+    The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between
+    tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
+    because each picker learns them for itself. Speeds are looked at for the `_DRAWN` members of
+    largest u only: a member further away would have to be several times as fast to win.
+
+    Args:
+        key: Not empty.
+        members: At least one.
+    """
+    seed = mmh3.hash(key, 0, signed=False)
+    draws = [mmh3.hash(member.endpoint.address, seed, False) for member in members]
+    near: Iterable[int] = range(len(draws))
+    if len(draws) > _DRAWN:
+        near = heapq.nlargest(_DRAWN, near, key=draws.__getitem__)
+    best, least = 0, math.inf
+    for at in near:
+        speed = round(2.0 * math.log2(members[at].rates.iteration_s(_BATCH)))
+        distance = -math.log((draws[at] + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
+        if distance < least:
+            best, least = at, distance
+    return best
 
 
 class PrefixMatcher:
@@ -101,7 +237,7 @@ class Scheduler:
         # Until then others leave more room, because a request of a priority above 0 came.
         self._shared_until = -math.inf
 
-    def adopt(self, routing: routing_config.RoutingConfig) -> None:
+    def adopt(self, routing: RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings
@@ -144,9 +280,9 @@ class Scheduler:
                 others,
                 known.idle_per_open(others),
             )
-            if chain and others >= rendezvous_affinity.LEAST_SHARE:
+            if chain and others >= LEAST_SHARE:
                 key = request.session or read_opening(request)
-                matched, at = rendezvous_affinity.with_expected_hits(
+                matched, at = with_expected_hits(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
                 # Where our own last turn of it went, the others do not know.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import grpc
 
 from extproc.errors import ProtocolError
+from extproc.protocol.body_buffer import Uploads
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
-from extproc.protocol.upload_progress import Uploads
 from extproc.server import grpc_workarounds
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
 from extproc.wire import codec

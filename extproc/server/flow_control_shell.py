@@ -17,8 +17,8 @@ from extproc.flow_control.queue import Queue
 from extproc.flow_control.queued_item import QueuedItem
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
 from extproc.flow_control.request_headers import EnqueueRequest
+from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
-from extproc.routing import pending_load
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
 from extproc.server.bug_log import BugLog
@@ -81,12 +81,12 @@ class QueuedRequest:
         self.waiter: QueuedItem
         self.prepared = prepared
         self.rejection = why
-        self.pending_share: pending_load.PendingShare | None = None
+        self.pending_share: conversations.PendingShare | None = None
         self.answer: asyncio.Future[Admission | Rejection] = asyncio.Future()
 
     def take_back(self) -> None:
         """Remove its pending load from the endpoint it waited for."""
-        pending_load.remove(self.pending_share)
+        conversations.remove(self.pending_share)
         self.pending_share = None
 
 

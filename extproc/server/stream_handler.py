@@ -13,10 +13,9 @@ from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.parsing import usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.exchange import Exchange
+from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import HttpRequest
 from extproc.routing.director import Director
@@ -177,9 +176,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._tallies.rejected(exchange.rejection)
             self.is_over = True
         elif (
-            self._shared.settings.request_cost
-            and exchange.tail
-            and is_last_response_message(event)
+            self._shared.settings.request_cost and exchange.tail and is_last_response_message(event)
         ):
             weights = self._shared.settings.request_cost
             cost = usage.cost(usage.read(exchange.tail.joined()), weights)

@@ -1,38 +1,48 @@
 """Codec of ext_proc messages: bytes to `ProcessingRequest`, `ProcessingResponse` to bytes.
 
-Both directions are total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase. A
-decoder that raised would end the stream with status UNKNOWN and no trace of why.
+Both directions are total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase.
+A decoder that raised would end the stream with status UNKNOWN and no trace of why.
+
+The most frequent messages are decoded without the protobuf library: a request costs four of them,
+and its decoder, with an attribute per header, costs more than the decision. What is decoded here is
+exactly the encoding of a headers or body message with nothing unusual in it; anything else is left
+to `protobuf_decoder`. A property test compares the two.
+
+Between two messages of a stream the processor's caches fill with other work, so what counts is how
+much code and data a message touches: a single function decodes it, and lengths of one or two bytes
+are read in place.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from extproc.protocol.headers import COST, DESTINATION, SCORES
 from extproc.protocol.messages import (
+    NO_HEADERS,
     BodyMutation,
     ContinueResponse,
     Headers,
     ImmediateResponse,
     MessageKind,
+    ProcessingRequest,
     ProcessingResponse,
     ResponseHeadersMutation,
     RouteResponse,
     StreamedBodyResponse,
     WithRequestCost,
 )
-from extproc.wire import fast_decoder, metadata
+from extproc.wire import protobuf_decoder
 from extproc.wire.pb import ext_proc_pb2
 
 #: gRPC method the data plane calls (EPP protocol 004).
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
-
-#: Bytes to event, the door in; total.
-decode = fast_decoder.read
 
 #: Tag byte of each answer in ProcessingResponse's oneof (field number << 3 | 2).
 _FIELDS: Mapping[MessageKind, bytes] = {
@@ -125,7 +135,7 @@ def _metadata(destination: str) -> bytes:
 
 
 def _tell(response: ext_proc_pb2.ProcessingResponse, destination: str) -> None:
-    balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
+    balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
     balancer.fields[DESTINATION].string_value = destination
 
 
@@ -149,7 +159,9 @@ def _route(reply: RouteResponse) -> bytes:
     common.header_mutation.remove_headers.extend(reply.remove_headers)
     _tell(response, reply.destination)
     if reply.scores:
-        balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
+        balancer = response.dynamic_metadata.fields[
+            protobuf_decoder.BALANCER_NAMESPACE
+        ].struct_value
         scores = balancer.fields[SCORES].struct_value.fields
         for address, score in reply.scores:
             scores[address].number_value = score
@@ -220,7 +232,7 @@ def _replaced(reply: BodyMutation) -> bytes:
 
 def _costed(reply: WithRequestCost) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
-    balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
+    balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
     balancer.fields[COST].number_value = reply.cost
     return encode(reply.reply) + response.SerializeToString()
 
@@ -244,3 +256,131 @@ _WRITERS: Mapping[type[ProcessingResponse], Callable[[Any], bytes]] = {
     ImmediateResponse: _refuse,
     WithRequestCost: _costed,
 }
+
+
+#: First byte of a ProcessingRequest (field number << 3 | 2) to kind, and to `end_of_stream`.
+_KINDS = {
+    0x12: MessageKind.REQUEST_HEADERS,
+    0x1A: MessageKind.RESPONSE_HEADERS,
+    0x22: MessageKind.REQUEST_BODY,
+    0x2A: MessageKind.RESPONSE_BODY,
+}
+_CLOSED = {0x12: b"\x18\x01", 0x1A: b"\x18\x01", 0x22: b"\x10\x01", 0x2A: b"\x10\x01"}
+_BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
+
+#: A HeaderValue{key = 1, raw_value = 3} with a short key: its key and its value. Tag bytes are
+#: line feeds, which neither a name nor a value can hold (RFC 9110, 5.5; Envoy refuses them).
+_PAIR = re.compile(
+    r"\n.([0-9a-z:!#$%&'*+.^_`|~-]+)\x1a(?:[\x00-\x7f]|[\x80-\xff].)([^\n]*)", re.DOTALL
+)
+_pairs = _PAIR.findall
+
+#: Bytes around a key and a value: tags and one-byte lengths of HeaderMap and HeaderValue.
+_AROUND = 6
+
+#: Longest headers of an answer that are remembered (bytes); bounds what the memory takes.
+_LONGEST_KNOWN = 512
+
+#: Up to this size (bytes) a message says no more than that a body ends.
+_LONGEST_END = 16
+
+
+def decode(data: bytes) -> ProcessingRequest:
+    """Decode a ProcessingRequest; by hand for plain headers and body messages.
+
+    Ends of bodies are all alike, and headers of answers repeat: of streamed ones the date differs,
+    once a second. Those are read once. Headers of requests hold their id.
+    """
+    size = len(data)
+    if size <= _LONGEST_END or (size <= _LONGEST_KNOWN and data[0] == 0x1A):
+        return _decode_cached(data)
+    return _decode(data)
+
+
+def _decode(data: bytes) -> ProcessingRequest:
+    try:
+        size = data[1]
+        at = 2
+        if size > 0x7F:
+            high = data[2]
+            if high > 0x7F:
+                size, at = _read_varint(data, 1)
+            else:
+                size = size & 0x7F | high << 7
+                at = 3
+        end = at + size
+        rest = data[end:]
+        parse = (
+            protobuf_decoder.parse_trailing_fields_cached
+            if len(rest) <= protobuf_decoder.MAX_CACHED_BYTES
+            else protobuf_decoder.parse_trailing_fields
+        )
+        modes, hints = parse(rest)
+        # HttpHeaders{headers = 1, end_of_stream = 3}, HttpBody{body = 1, end_of_stream = 2}
+        stop = at
+        if at < end and data[at] == 0x0A:
+            size = data[at + 1]
+            at += 2
+            if size > 0x7F:
+                high = data[at]
+                if high > 0x7F:
+                    size, at = _read_varint(data, at - 1)
+                else:
+                    size = size & 0x7F | high << 7
+                    at += 1
+            stop = at + size
+        last = data[stop:end]
+        if end <= len(data) and (stop == end or last == _CLOSED[data[0]]):
+            kind = _KINDS[data[0]]
+            if kind in _BODIES:
+                return ProcessingRequest(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
+            return ProcessingRequest(
+                kind, _header_map(data[at:stop]), b"", bool(last), modes, hints
+            )
+    except LookupError:
+        # A length that lies led behind the end, or something is there that is not plain.
+        pass
+    return protobuf_decoder.decode(data)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at` and its end."""
+    low = data[at]
+    high = data[at + 1]
+    if high < 0x80:
+        return low & 0x7F | high << 7, at + 2
+    number, shift, at = low & 0x7F | (high & 0x7F) << 7, 14, at + 2
+    while shift < 64:
+        byte = data[at]
+        number |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            break
+        shift += 7
+    return number, at
+
+
+def _header_map(data: bytes) -> Mapping[str, str]:
+    """Decode HeaderMap{headers = 1: HeaderValue}; the last of duplicates counts.
+
+    The pattern finds the pairs, and their sizes must account for every byte. Anything else (a name
+    in upper case, a `value` beside the `raw_value`, a line feed) leaves bytes over.
+
+    Raises:
+        LookupError: It is not plain.
+    """
+    pairs = _pairs(data.decode("latin-1"))
+    size = len("".join(chain.from_iterable(pairs))) + _AROUND * len(pairs)
+    # A length above 127 takes a second byte: once for a long value, once for its HeaderValue.
+    if size != len(data):
+        for key, value in pairs:
+            long = len(value)
+            size += (long > 0x7F) + (long + len(key) + 4 + (long > 0x7F) > 0x7F)
+            if len(key) > 0x7F or long > 0x3FF0:
+                raise LookupError
+        if size != len(data):
+            raise LookupError
+    return dict(pairs)
+
+
+_decode_cached = lru_cache(maxsize=256)(_decode)

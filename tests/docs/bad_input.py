@@ -18,12 +18,11 @@ from extproc.discovery import endpoint_list
 from extproc.endpoint import Load, ServedModels
 from extproc.errors import ConfigError, ProtocolError
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.exchange import Exchange
+from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import ImmediateResponse, ProcessingResponse
-from extproc.protocol.settings import ExchangeSettings
 from extproc.scrape import metrics_page
 from extproc.server.stream_handler import STALLED
-from extproc.wire import codec, metadata
+from extproc.wire import codec, protobuf_decoder
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.support.pool_fixture import House
 
@@ -58,9 +57,9 @@ def ask(
     for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
         head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
-        hint = head.metadata_context.filter_metadata[metadata.SUBSET_NAMESPACE]
-        hint.fields[metadata.SUBSET_KEY].list_value.SetInParent()
-        hint.fields[metadata.SUBSET_KEY].list_value.extend(subset)
+        hint = head.metadata_context.filter_metadata[protobuf_decoder.SUBSET_NAMESPACE]
+        hint.fields[protobuf_decoder.SUBSET_KEY].list_value.SetInParent()
+        hint.fields[protobuf_decoder.SUBSET_KEY].list_value.extend(subset)
     part = pb.ProcessingRequest()
     part.request_body.body = body
     part.request_body.end_of_stream = True

@@ -21,7 +21,7 @@ import grpc
 
 from extproc.endpoint import Load
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer

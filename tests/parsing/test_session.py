@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.parsing import session
+from extproc.parsing import envelope
 from extproc.request import MAX_ID_BYTES
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
@@ -39,7 +39,7 @@ def test_order(first):
     assert ask(*ORDER[first:]) == "s0"
 
 
-@pytest.mark.parametrize("name", session.HEADERS)
+@pytest.mark.parametrize("name", envelope.SESSION_HEADERS)
 def test_headers(name):
     """Every header of the list is a hint, with and without a body."""
     assert builders.parsed("/v1/models", b"x", **{name: "s"}).session == "s"

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import AdapterResidency, Endpoint, Load
-from extproc.pool.inflight import InflightLoad
 from extproc.pool.candidate_builder import adapter_residency
+from extproc.pool.inflight import InflightLoad
 
 NAMES = ("a", "b", "c", "d", "base")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import NO_LOAD, Endpoint, EngineCounters, Load
-from extproc.pool import candidate_builder, snapshot
+from extproc.pool import candidate_builder
 from extproc.pool.store import PoolStore
 
 NOW = 100.0
@@ -44,7 +44,9 @@ def candidates(fleet):
         adapter="",
         adapters=frozenset(),
         now=NOW,
-        imputation=candidate_builder.impute(pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy),
+        imputation=candidate_builder.impute(
+            pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy
+        ),
     )
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from extproc.endpoint import Endpoint, Load, ServedModels
-from extproc.pool.model_index import Alias, ModelIndex
+from extproc.pool.snapshot import Alias, ModelIndex
 from extproc.pool.store import PoolStore
 
 

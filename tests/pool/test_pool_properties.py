@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from extproc.endpoint import Endpoint, Load
-from extproc.pool import candidate_builder, snapshot
+from extproc.pool import candidate_builder
 from extproc.pool.inflight import InflightLoad, Reservation
 from extproc.pool.store import PoolStore, ScrapeToken
 from tests.support.seeded import examples

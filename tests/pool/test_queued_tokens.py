@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import AdapterResidency, Endpoint, Load, StepTimeModel
-from extproc.pool.inflight import InflightLoad
 from extproc.pool.candidate_builder import adapter_residency
+from extproc.pool.inflight import InflightLoad
 from extproc.pool.store import PoolStore
 
 SPOT = Endpoint("10.0.0.1:8000")

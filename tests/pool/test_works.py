@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.pool.works import TypicalWork
+from extproc.pool.foreign_traffic import TypicalWork
 
 
 def test_typical_is_the_usual_before_any_answer():

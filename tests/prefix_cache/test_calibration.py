@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.prefix_cache.calibration import Calibration
+from extproc.prefix_cache.cache_model import Calibration
 
 
 def send(calibration, requests, prompt=1000, cached=500):

@@ -12,7 +12,7 @@ from extproc.decision import BodyEdit, Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
 from extproc.errors import ProtocolError
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.exchange import Exchange
+from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
@@ -26,7 +26,6 @@ from extproc.protocol.messages import (
     RouteResponse,
     StreamedBodyResponse,
 )
-from extproc.protocol.settings import ExchangeSettings
 from extproc.request import InferenceRequest
 from tests.support.seeded import examples
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.headers import CONTROL_HEADERS
-from extproc.protocol.settings import ExchangeSettings
 from tests.protocol.request_points import CHAT, THREE, house
 from tests.support import ext_proc_script, peer
 from tests.support.pool_fixture import House, load

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import ExchangeSettings
 from tests.support import ext_proc_script, peer
 from tests.support.pool_fixture import House, load
 

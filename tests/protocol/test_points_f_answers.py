@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from extproc.decision import Decision, Outcome
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.request import HttpRequest
 from tests.support import ext_proc_script
 from tests.support.peer import DecodedReply

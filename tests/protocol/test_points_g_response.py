@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from extproc.parsing import usage
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.scheduling import session_affinity
 from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile

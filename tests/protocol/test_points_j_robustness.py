@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.messages import DEFAULT_BODY_MODES
-from extproc.protocol.settings import ExchangeSettings
 from tests.support import ext_proc_script, peer
 
 

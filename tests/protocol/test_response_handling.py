@@ -69,6 +69,6 @@ def test_the_last_reply_carries_the_cost():
         (ProcessingRequest(MessageKind.REQUEST_BODY, end_of_stream=True), False),
     ],
 )
-def test_the_last_message_of_a_body(message: ProcessingRequest, is_last: bool):
+def test_the_last_message_of_a_body(message, is_last):
     """A body message that ends the stream, or trailers."""
     assert response_handling.is_last_response_message(message) is is_last

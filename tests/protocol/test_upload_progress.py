@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.protocol import body_buffer
-from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
-from extproc.protocol.upload_progress import SLOWEST_BYTES_PER_S, Uploads
+from extproc.protocol.body_buffer import SLOWEST_BYTES_PER_S, BodyBuffer, BufferBudget, Uploads
 from tests.support.seeded import examples
 
 IDLE_S = 60.0

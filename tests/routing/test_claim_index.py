@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.routing import pool_match
-from extproc.routing.claim_index import ClaimIndex
-from extproc.routing.pool_match import PoolMatch
+from extproc.routing.pool_match import ClaimIndex, PoolMatch
 from tests.support.seeded import examples
 
 hosts = st.text("ab.", max_size=5)

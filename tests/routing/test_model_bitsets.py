@@ -12,7 +12,7 @@ from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool.store import PoolStore
 from extproc.request import InferenceRequest
 from extproc.routing import eligibility
-from extproc.routing.model_bitsets import ModelBitsets
+from extproc.routing.eligibility import ModelBitsets
 from tests.support.pool_fixture import House
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000")

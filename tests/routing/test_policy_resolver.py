@@ -16,7 +16,7 @@ from extproc.endpoint import ServedModels
 from extproc.pool import inference_policy
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
 from extproc.request import HttpRequest
-from extproc.routing import policy_resolver
+from extproc.routing import request_preparer
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.filters.utilization import ConcurrencyDetector, UtilizationDetector
 from extproc.scheduling.pickers.round_robin import RoundRobin
@@ -182,7 +182,7 @@ def test_sessions_without_weights_are_spread_alike():
 def test_any_share_draws_a_target(weights, share):
     """Whatever the weights, somebody is drawn, and nobody without weight where others have one."""
     targets = [TargetModel(str(at), weight) for at, weight in enumerate(weights)]
-    drawn = policy_resolver.weighted_choice(targets, share)
+    drawn = request_preparer.weighted_choice(targets, share)
     assert drawn in targets
     assert drawn.weight or not sum(weight or 0 for weight in weights)
 
@@ -310,5 +310,5 @@ def test_a_seed_decides_the_draws():
 
     assert run() == run()
     assert (
-        policy_resolver.weighted_choice(rules.targets, random.Random(1).random()) in rules.targets
+        request_preparer.weighted_choice(rules.targets, random.Random(1).random()) in rules.targets
     )

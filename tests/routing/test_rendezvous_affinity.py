@@ -10,7 +10,7 @@ from extproc.pool import candidate_builder
 from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest
-from extproc.routing import rendezvous_affinity
+from extproc.routing import scheduler
 from tests.support.pool_fixture import House
 
 
@@ -47,15 +47,11 @@ def test_alone_nothing_is_expected():
     """Where all requests are ours, the index stands as it is; so it does without a key."""
     known = [0, 0, 0]
     alone = others(foreign=0.0)
-    assert rendezvous_affinity.with_expected_hits(
-        "a", 1000, members(3), matched=known, peers=alone
-    ) == (
+    assert scheduler.with_expected_hits("a", 1000, members(3), matched=known, peers=alone) == (
         known,
         None,
     )
-    assert rendezvous_affinity.with_expected_hits(
-        "", 1000, members(3), matched=known, peers=others()
-    ) == (
+    assert scheduler.with_expected_hits("", 1000, members(3), matched=known, peers=others()) == (
         known,
         None,
     )
@@ -64,10 +60,8 @@ def test_alone_nothing_is_expected():
 def test_a_conversation_is_expected_at_home():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
     fleet = members(4)
-    expected, at = rendezvous_affinity.with_expected_hits(
-        "a", 1000, fleet, matched=[100] * 4, peers=others()
-    )
-    assert at == rendezvous_affinity.rendezvous_endpoint("a", fleet)
+    expected, at = scheduler.with_expected_hits("a", 1000, fleet, matched=[100] * 4, peers=others())
+    assert at == scheduler.rendezvous_endpoint("a", fleet)
     assert expected[at] == 950
     assert sorted(expected) == [100, 100, 100, 950]
 
@@ -75,13 +69,13 @@ def test_a_conversation_is_expected_at_home():
 def test_less_where_little_is_found():
     """Twice what engines find on average is expected: nothing where prompts share nothing."""
     fleet = members(4)
-    little, _ = rendezvous_affinity.with_expected_hits(
+    little, _ = scheduler.with_expected_hits(
         "a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1)
     )
     assert max(little) == 200
     none = [0] * 4
     peers = others(hit_ratio=0.0)
-    assert rendezvous_affinity.with_expected_hits("a", 1000, fleet, matched=none, peers=peers) == (
+    assert scheduler.with_expected_hits("a", 1000, fleet, matched=none, peers=peers) == (
         none,
         None,
     )
@@ -91,9 +85,7 @@ def test_less_where_little_is_found():
 def test_a_home_needs_evidence_of_hits(hits):
     """An engine that never found anything, or does not say, is nobody's home."""
     fleet, known = members(4, hits=hits), [0] * 4
-    assert rendezvous_affinity.with_expected_hits(
-        "a", 1000, fleet, matched=known, peers=others()
-    ) == (
+    assert scheduler.with_expected_hits("a", 1000, fleet, matched=known, peers=others()) == (
         known,
         None,
     )
@@ -107,7 +99,7 @@ def test_a_prompt_that_nobody_has_seen_is_not_at_home():
     house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
     chosen = house.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
-    assert house.fleet.foreign_traffic.share > rendezvous_affinity.LEAST_SHARE
+    assert house.fleet.foreign_traffic.share > scheduler.LEAST_SHARE
     assert chosen.matched_tokens == 0
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
@@ -116,17 +108,13 @@ def test_what_many_hold_needs_no_home():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
     spread = [900, 900, 0, 0]
-    assert rendezvous_affinity.with_expected_hits(
-        "a", 1000, fleet, matched=spread, peers=others()
-    ) == (
+    assert scheduler.with_expected_hits("a", 1000, fleet, matched=spread, peers=others()) == (
         spread,
         None,
     )
-    at = rendezvous_affinity.rendezvous_endpoint("a", fleet)
+    at = scheduler.rendezvous_endpoint("a", fleet)
     held = [960 if n == at else 0 for n in range(4)]
-    assert rendezvous_affinity.with_expected_hits(
-        "a", 1000, fleet, matched=held, peers=others()
-    ) == (
+    assert scheduler.with_expected_hits("a", 1000, fleet, matched=held, peers=others()) == (
         held,
         at,
     )
@@ -142,7 +130,7 @@ def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, besi
     chosen = house.dispatcher.route(raw, house.now)
     assert chosen.request.session == "a"
     fleet = house.fleet.pool.members
-    at = rendezvous_affinity.rendezvous_endpoint("a", fleet)
+    at = scheduler.rendezvous_endpoint("a", fleet)
     went = (at + 1) % 4
     there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
     house.dispatcher.reserve(there, house.now)
@@ -165,9 +153,9 @@ def test_homes_follow_speed_and_stay():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
     fleet = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]
-    before = [rendezvous_affinity.rendezvous_endpoint(key, fleet) for key in keys]
+    before = [scheduler.rendezvous_endpoint(key, fleet) for key in keys]
     counts = Counter(before)
     fast, slow = counts[0] + counts[1], counts[2] + counts[3]
     assert 1.8 < fast / slow < 2.2
-    after = [rendezvous_affinity.rendezvous_endpoint(key, fleet[:3]) for key in keys]
+    after = [scheduler.rendezvous_endpoint(key, fleet[:3]) for key in keys]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)

@@ -17,8 +17,8 @@ from extproc.endpoint import Endpoint, Load
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.protocol import messages
 from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
-from extproc.protocol.settings import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController

@@ -11,6 +11,7 @@ import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.messages import (
     BodyMode,
     BodyModes,
@@ -20,7 +21,6 @@ from extproc.protocol.messages import (
     MessageKind,
     ProcessingRequest,
 )
-from extproc.protocol.settings import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import listeners, stream_handler
 from extproc.server.bug_log import BugLog

@@ -16,8 +16,7 @@ import msgspec
 from extproc.decision import Decision, Outcome
 from extproc.endpoint import Endpoint
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.exchange import Exchange
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.wire import codec
 from tests.support import peer

@@ -13,7 +13,7 @@ from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest
 from extproc.routing.director import Director
-from extproc.routing.routing_config import RoutingConfig, RoutingSettings
+from extproc.routing.scheduler import RoutingConfig, RoutingSettings
 from extproc.scheduling import presets
 from extproc.scheduling.profile import SchedulerProfile
 

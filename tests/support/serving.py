@@ -17,7 +17,7 @@ from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import ScrapeSection, ServerSection, Settings
 from extproc.parsing import usage
 from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import ext_proc_servicer, stream_handler

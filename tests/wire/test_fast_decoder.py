@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.protocol.messages import MessageKind
-from extproc.wire import fast_decoder, protobuf_decoder
+from extproc.wire import codec, protobuf_decoder
 from tests.support import ext_proc_script, peer
 from tests.support.seeded import examples
 
@@ -35,7 +35,7 @@ modes = st.sampled_from([None, ext_proc_script.DUPLEX, ("BUFFERED", "NONE")])
 
 def agree(data: bytes) -> None:
     """The quick reader and the general parser see the same event."""
-    assert fast_decoder.read(data) == protobuf_decoder.read(data)
+    assert codec.decode(data) == protobuf_decoder.decode(data)
 
 
 @given(message=messages, modes=modes)
@@ -75,7 +75,7 @@ def test_fields_behind_the_part_count():
     agree(first)
     agree(first + second)
     agree(second + first)
-    assert fast_decoder.read(first + second).kind is MessageKind.REQUEST_HEADERS
+    assert codec.decode(first + second).kind is MessageKind.REQUEST_HEADERS
 
 
 @pytest.mark.parametrize("length", [1, 600])
@@ -90,9 +90,9 @@ def test_headers_of_answers_read_alike_again(length: int):
 def test_bodies_of_any_size_are_read_by_hand(monkeypatch, size):
     """A length takes a byte for every 7 bits; the general parser would copy the body."""
     data = ext_proc_script.request_body(b"x" * size, ends=True).encode(ext_proc_script.DUPLEX)
-    expected = protobuf_decoder.read(data)
+    expected = protobuf_decoder.decode(data)
     monkeypatch.setattr(
-        protobuf_decoder, "read", lambda _: pytest.fail("the general parser was called")
+        protobuf_decoder, "decode", lambda _: pytest.fail("the general parser was called")
     )
-    assert fast_decoder.read(data) == expected
+    assert codec.decode(data) == expected
     assert len(expected.body) == size

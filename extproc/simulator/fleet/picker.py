@@ -15,10 +15,10 @@ from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
 from extproc.flow_control import controller
 from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.pool.store import ScrapeToken
 from extproc.request import InferenceRequest
-from extproc.routing import pending_load
 from extproc.scheduling.framework import Signal
 from extproc.scrape import schedule
 from extproc.simulator.fleet import flow_control
@@ -97,7 +97,7 @@ class ExtprocPicker:
         self._needs = self.parts.director.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._tickets: dict[str, Reservation] = {}
-        self._promises: dict[str, pending_load.PendingShare] = {}
+        self._promises: dict[str, conversations.PendingShare] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
             for n in range(len(sites))
@@ -180,7 +180,7 @@ class ExtprocPicker:
             self._promises[sim_request.id] = promise
 
     def _take_back(self, sim_request: SimRequest) -> None:
-        pending_load.remove(self._promises.pop(sim_request.id, None))
+        conversations.remove(self._promises.pop(sim_request.id, None))
 
     def _decide(self, sim_request: SimRequest, *, patient: bool = True) -> Outcome:
         work = sim_request.work

@@ -1,6 +1,6 @@
 """What requests that wait for an endpoint will hold there."""
 
-from extproc.routing import pending_load
+from extproc.pool import conversations
 from tests.support.pool_fixture import House
 
 A = "10.0.0.1:8000"
@@ -15,7 +15,7 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
     promise = pending.add(A, (1, 2, 3), prompt_tokens=200)
     assert account.active_context_tokens > 0.0
     assert account.in_flight == 0
-    pending_load.remove(promise)
+    conversations.remove(promise)
     assert account.active_context_tokens == 0.0
 
 
@@ -29,4 +29,4 @@ def test_nothing_is_promised_to_nobody():
     assert pending.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
     pending.counted = False
     assert pending.add(A, (1,), prompt_tokens=64) is None
-    pending_load.remove(None)
+    conversations.remove(None)
