@@ -5,7 +5,7 @@ strategy alike: neither the best nor full. What a page provably claims too littl
 mean where that is more. While no endpoint has a known load, only our own requests count.
 
 All of it follows from pages alone, and so it stands until another page is read or one gets too old:
-it is worked out once for each snapshot, not for each request.
+it is worked out from what changed since the request before, not for each request anew.
 
 Residency of a LoRA adapter follows from our open requests and from scrapes. An engine's labels list
 adapters with running requests only: one that waits for a slot and one that idles in a slot are both
@@ -16,15 +16,17 @@ ones which probably still sit in a slot, as many as there are slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import islice
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, islice
+from typing import NamedTuple, cast
 
 import msgspec
 
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Load
 from extproc.pool import plausibility
 from extproc.pool.inflight import AdapterSlotState, InflightLoad
-from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 
 #: A page with any of these says nothing certain of the requests on its engine.
 _NO_REQUESTS = (
@@ -34,119 +36,57 @@ _NO_REQUESTS = (
 #: A page with any of these is no measure for others, whatever it says.
 _UNSOUND = plausibility.TOO_LITTLE | plausibility.VOID
 
+#: A page with any of these does not show how much of the memory is in use.
+_UNMEASURED = _UNSOUND | plausibility.NO_KV_USAGE
 
-class CountedPage(msgspec.Struct, frozen=True, gc=False):
-    """A page as it counts; same shape as `EndpointSnapshot`, which stands for its own page.
+#: Share of the members, as a divisor, from which on changes are not taken in one by one.
+_MUCH = 4
 
-    Attributes:
-        load: The page; `NO_LOAD` where neither it nor any other one says anything.
-        foreign: Requests of others (count).
-        foreign_tokens: Uncached prompt tokens of those that wait.
-    """
-
-    load: Load = NO_LOAD
-    foreign: float = 0.0
-    foreign_tokens: float = 0.0
+#: Change of a mean from which the pages filled with it are filled anew, as a share of it.
+_CHANGE = 0.01
 
 
 class Imputation(msgspec.Struct, frozen=True):
-    """The pages of some endpoints as they count.
+    """The pages of some endpoints as they count, by position.
 
     Attributes:
-        members: The endpoints.
-        counted: Of each, its page as it counts.
-        pages: Of each, what `Candidate.page` is.
-        stale: Of each, whether its page is too old.
-        held_tokens: By position of those whose page is void, KV tokens in use.
-        measured: Those whose pages show how much of their memory is in use.
+        counted: The endpoints, with their pages and the requests of others as they count; `NO_LOAD`
+            where neither its own page nor any other one says anything.
+        pages: What `Candidate.page` is.
+        stale: Whether the page is too old.
+        measured: Whether the page shows how much of the memory is in use.
+        held_tokens: KV tokens in use of those whose page is void.
     """
 
-    members: Sequence[EndpointSnapshot]
-    counted: Sequence[CountedPage | EndpointSnapshot]
-    pages: Sequence[Load | None]
-    stale: Sequence[bool]
-    held_tokens: Mapping[int, float]
-    measured: Sequence[EndpointSnapshot]
+    counted: list[EndpointSnapshot]
+    pages: list[Load | None]
+    stale: list[bool]
+    measured: list[bool]
+    held_tokens: dict[int, float]
 
-    def unscraped_tokens(self) -> Mapping[int, float]:
+    def unscraped_tokens(self, members: Sequence[EndpointSnapshot]) -> Mapping[int, float]:
         """By position of endpoints whose page is void, KV tokens sent since their last page.
 
         Most of what was sent since a page of long ago may have ended: the mean of the others counts,
         or what is open there beyond what is in use, where that is more. Unlike the rest this changes
         with every request.
+
+        Args:
+            members: The endpoints.
         """
         if not self.held_tokens:
             return {}
-        known = [member.account for member in self.measured]
-        mean = (
-            sum([a.kv_tokens_sent - a.kv_tokens_scraped for a in known]) / len(known)
-            if known
-            else 0.0
-        )
-        members = self.members
+        accounts = [member.account for member in members]
+        tokens = [a.kv_tokens_sent - a.kv_tokens_scraped for a in compress(accounts, self.measured)]
+        mean = sum(tokens) / len(tokens) if tokens else 0.0
+        # A call of `max` takes as long as the rest.
         return {
-            n: max(mean, members[n].account.active_context_tokens - held)
+            n: beyond if (beyond := accounts[n].active_context_tokens - held) > mean else mean
             for n, held in self.held_tokens.items()
         }
 
 
-class Imputer:
-    """Imputes, and remembers the result until pages change."""
-
-    def __init__(self) -> None:
-        self._members: Sequence[EndpointSnapshot] = ()
-        self._since = self._until = -math.inf
-        self._imputation: Imputation | None = None
-
-    def impute(
-        self, members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
-    ) -> Imputation | None:
-        """See `impute`; members must not change in place."""
-        if members is not self._members or not self._since <= oldest < self._until:
-            self._imputation = impute(members, oldest=oldest, is_patchy=is_patchy)
-            young = [at for member in members if (at := member.load.at) > oldest]
-            self._members, self._since = members, oldest
-            self._until = min(young, default=math.inf)
-        return self._imputation
-
-
-def impute(
-    members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
-) -> Imputation | None:
-    """Fill in unknown load; None where every page counts as it is.
-
-    Args:
-        members: Endpoints in play.
-        oldest: Monotonic seconds; a page from then or before is void.
-        is_patchy: As of the pool.
-    """
-    stale = [member.load.at <= oldest for member in members]
-    if not is_patchy and True not in stale:
-        return None
-    flaws = [
-        plausibility.VOID if old else member.flaws
-        for member, old in zip(members, stale, strict=True)
-    ]
-    sound = [n for n, flaw in enumerate(flaws) if not flaw & _UNSOUND]
-    means = _means(members, flaws, sound)
-    fillable = _fillable(means) if sound else plausibility.VOID
-    counted: list[CountedPage | EndpointSnapshot] = list(members)
-    pages: list[Load | None] = [None] * len(members)
-    held: dict[int, float] = {}
-    for n, flaw in enumerate(flaws):
-        if not flaw & fillable:
-            continue
-        counted[n] = page = _counted(members[n], flaw, means)
-        load = page.load
-        if load is not NO_LOAD:
-            pages[n] = members[n].load
-            if flaw & plausibility.VOID:
-                pages[n], held[n] = NO_LOAD, (load.kv_usage or 0.0) * (load.kv_tokens or 0)
-    measured = [members[n] for n in sound if not flaws[n] & plausibility.NO_KV_USAGE]
-    return Imputation(members, counted, pages, stale, held, measured)
-
-
-class _Means(msgspec.Struct, frozen=True, gc=False):
+class _Means(NamedTuple):
     """Means over the endpoints that report a value; None where no endpoint does.
 
     Attributes:
@@ -156,6 +96,7 @@ class _Means(msgspec.Struct, frozen=True, gc=False):
         kv_tokens: Size of the KV cache.
         foreign: Requests of others (count).
         foreign_waiting: Of these, waiting.
+        request_tokens: Tokens of a request; not a mean of pages.
     """
 
     waiting: float | None
@@ -164,36 +105,165 @@ class _Means(msgspec.Struct, frozen=True, gc=False):
     kv_tokens: float | None
     foreign: float | None
     foreign_waiting: float | None
+    request_tokens: float | None
+
+    def is_close(self, other: _Means) -> bool:
+        """True if pages that were filled with the other means may stay."""
+        for mean, before in zip(self, other, strict=True):
+            if mean is None or before is None:
+                if mean is not before:
+                    return False
+            elif abs(mean - before) > _CHANGE * before:
+                return False
+        return True
 
 
-def _means(
-    members: Sequence[EndpointSnapshot], flaws: Sequence[int], sound: Sequence[int]
-) -> _Means:
-    """The means over endpoints whose pages are sound; those that no flaw calls for are None.
+class Imputer:
+    """Imputes for consecutive requests, and works out what changed between them.
 
-    Args:
-        members: As of `impute`.
-        flaws: Of their pages.
-        sound: Positions of those whose pages are a measure for others.
+    A result is valid until the next call. Pages that are filled are filled anew when a mean changed
+    by more than a hundredth: in a large pool each page moves the means a little.
     """
-    loads = [members[n].load for n in sound]
-    # The size of the cache is a product, and most engines name theirs.
-    sizes: list[float] = []
-    if not all(m.load.kv_tokens for m, flaw in zip(members, flaws, strict=True) if flaw):
-        sizes = [size for load in loads if (size := load.kv_tokens)]
-    counted = [members[n] for n in sound if not flaws[n] & _NO_REQUESTS]
-    return _Means(
-        waiting=_mean([value for load in loads if (value := load.waiting) is not None]),
-        running=_mean([value for load in loads if (value := load.running) is not None]),
-        kv_usage=_mean([value for load in loads if (value := load.kv_usage) is not None]),
-        kv_tokens=_mean(sizes),
-        foreign=_mean([member.foreign for member in counted]),
-        foreign_waiting=_mean([member.foreign_waiting for member in counted]),
-    )
 
+    def __init__(self) -> None:
+        self._members: Sequence[EndpointSnapshot] = ()
+        self._flaws: list[int] = []
+        self._sums: list[float] = []
+        self._counts: list[int] = []
+        self._num_sound = 0
+        # The members are worked out for `oldest` from the first until before the second.
+        self._since = self._until = -math.inf
+        self._means: _Means | None = None
+        self._fillable = 0
+        self._stale: list[bool] = []
+        self._is_any_stale = False
+        self._imputation = Imputation([], [], [], [], {})
+        self._young_of: object = None
+        self._young_until = -math.inf
 
-def _mean(known: Sequence[float]) -> float | None:
-    return sum(known) / len(known) if known else None
+    def impute(
+        self, members: Sequence[EndpointSnapshot], *, pool: Pool, oldest: float
+    ) -> Imputation | None:
+        """Fill in unknown load; None where every page counts as it is.
+
+        Args:
+            members: Endpoints of the pool that are in play; must not change in place.
+            pool: The snapshot.
+            oldest: Monotonic seconds; a page from then or before is void.
+        """
+        if not pool.is_patchy and self._are_young(pool, oldest):
+            return None
+        if members is not self._members or not self._since <= oldest < self._until:
+            self._follow(members, oldest)
+        return self._imputation if pool.is_patchy or self._is_any_stale else None
+
+    def _are_young(self, pool: Pool, oldest: float) -> bool:
+        """True if no page of the pool is too old; pages are only ever replaced by younger ones."""
+        if pool.positions is self._young_of and oldest < self._young_until:
+            return True
+        if self._is_any_stale:
+            return False
+        self._young_of = pool.positions
+        self._young_until = min([member.load.at for member in pool.members], default=math.inf)
+        return oldest < self._young_until
+
+    def _follow(self, members: Sequence[EndpointSnapshot], oldest: float) -> None:
+        """Take in what changed since the call before; everything where that is much."""
+        before, changed = self._members, [*range(len(members))]
+        if len(before) == len(members) and self._since <= oldest < self._until:
+            changed = [*compress(changed, map(operator.is_not, members, before))]
+        if _MUCH * len(changed) > len(members):
+            self._start(members, oldest)
+        else:
+            for n in changed:
+                self._replace(n, members[n], oldest)
+        self._members, self._since = members, oldest
+        self._is_any_stale = True in self._stale
+        self._fill(changed)
+
+    def _start(self, members: Sequence[EndpointSnapshot], oldest: float) -> None:
+        """Take in all members."""
+        loads = [member.load for member in members]
+        stale = [load.at <= oldest for load in loads]
+        young = [load.at for load, is_stale in zip(loads, stale, strict=True) if not is_stale]
+        self._until = min(young, default=math.inf)
+        flaws = [
+            plausibility.VOID if is_stale else member.flaws
+            for member, is_stale in zip(members, stale, strict=True)
+        ]
+        loads = [load for load, flaw in zip(loads, flaws, strict=True) if not flaw & _UNSOUND]
+        shown = [m for m, flaw in zip(members, flaws, strict=True) if not flaw & _NO_REQUESTS]
+        known: Sequence[Sequence[float]] = (
+            [value for load in loads if (value := load.waiting) is not None],
+            [value for load in loads if (value := load.running) is not None],
+            [value for load in loads if (value := load.kv_usage) is not None],
+            [value for load in loads if (value := load.kv_tokens)],
+            [member.foreign for member in shown],
+            [member.foreign_waiting for member in shown],
+        )
+        self._sums, self._counts = [*map(sum, known)], [*map(len, known)]
+        self._num_sound, self._means = len(loads), None
+        measured = [not flaw & _UNMEASURED for flaw in flaws]
+        self._stale, self._flaws = stale, flaws
+        self._imputation = Imputation([], [], stale, measured, {})
+
+    def _replace(self, n: int, member: EndpointSnapshot, oldest: float) -> None:
+        """Take in a member that changed."""
+        at = member.load.at
+        self._stale[n] = is_stale = at <= oldest
+        if not is_stale:
+            self._until = min(self._until, at)
+        self._count(self._members[n], self._flaws[n], -1)
+        self._flaws[n] = flaw = plausibility.VOID if is_stale else member.flaws
+        self._count(member, flaw, 1)
+        self._imputation.measured[n] = not flaw & _UNMEASURED
+
+    def _count(self, member: EndpointSnapshot, flaw: int, sign: int) -> None:
+        """Add a member to the sums, or subtract it."""
+        if flaw & _UNSOUND:
+            return
+        self._num_sound += sign
+        load = member.load
+        values = [load.waiting, load.running, load.kv_usage, load.kv_tokens or None]
+        if not flaw & _NO_REQUESTS:
+            values += member.foreign, member.foreign_waiting
+        for n, value in enumerate(values):
+            if value is not None:
+                self._counts[n] += sign
+                self._sums[n] += sign * value
+
+    def _fill(self, changed: Iterable[int]) -> None:
+        """Fill the pages that changed, or all where the means did."""
+        members, imputation = self._members, self._imputation
+        totals = zip(self._sums, self._counts, strict=True)
+        totals = zip(self._sums, self._counts, strict=True)
+        means = _Means._make(
+            [
+                *(total / count if count else None for total, count in totals),
+                members[0].account.works.typical if members else None,
+            ]
+        )
+        fillable = _fillable(means) if self._num_sound else plausibility.VOID
+        if self._means is None or fillable != self._fillable or not means.is_close(self._means):
+            self._means, self._fillable = means, fillable
+            imputation.counted[:] = members
+            imputation.pages[:] = [None] * len(members)
+            imputation.held_tokens.clear()
+            changed = [n for n, flaw in enumerate(self._flaws) if flaw]
+        for n in changed:
+            member, flaw = members[n], self._flaws[n]
+            counted, page = member, None
+            imputation.held_tokens.pop(n, None)
+            if flaw & fillable:
+                counted = _counted(member, flaw, self._means)
+                load = counted.load
+                if load is not NO_LOAD:
+                    page = member.load
+                    if flaw & plausibility.VOID:
+                        page = NO_LOAD
+                        held = (load.kv_usage or 0.0) * (load.kv_tokens or 0)
+                        imputation.held_tokens[n] = held
+            imputation.counted[n], imputation.pages[n] = counted, page
 
 
 def _fillable(means: _Means) -> int:
@@ -210,22 +280,36 @@ def _fillable(means: _Means) -> int:
     return bits
 
 
-def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> CountedPage:
-    """A page as it counts."""
+def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> EndpointSnapshot:
+    """An endpoint with its page as it counts."""
     load = _load(member, flaw, means)
+    foreign, foreign_tokens = member.foreign, member.foreign_tokens
     if load is NO_LOAD:
-        return CountedPage()
-    if not flaw & _NO_REQUESTS:
-        return CountedPage(load, member.foreign, member.foreign_tokens)
-    is_void = bool(flaw & plausibility.VOID)
-    # Of a void page nothing was counted.
-    foreign = 0.0 if is_void else member.foreign
-    waiting = 0.0 if is_void else member.foreign_waiting
-    works = member.account.works
-    return CountedPage(
+        foreign = foreign_tokens = 0.0
+    elif flaw & _NO_REQUESTS:
+        # Of a void page nothing was counted.
+        is_void = bool(flaw & plausibility.VOID)
+        foreign = 0.0 if is_void else member.foreign
+        waiting = 0.0 if is_void else member.foreign_waiting
+        foreign = max(foreign, means.foreign or 0.0)
+        foreign_tokens = member.account.works.price(
+            max(waiting, means.foreign_waiting or 0.0), load.kv_tokens
+        )
+    # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
+    return EndpointSnapshot(
+        member.endpoint,
+        member.account,
         load,
-        max(foreign, means.foreign or 0.0),
-        works.price(max(waiting, means.foreign_waiting or 0.0), load.kv_tokens),
+        foreign,
+        member.foreign_waiting,
+        foreign_tokens,
+        member.rates,
+        member.failures,
+        member.failure,
+        member.models,
+        member.condition,
+        member.flaws,
+        member.progress,
     )
 
 
@@ -343,12 +427,11 @@ def build_candidates(
     """
     candidates: list[Candidate] = []
     place = resident = AdapterResidency.RESIDENT
-    counted: Sequence[EndpointSnapshot | CountedPage] = members
-    pages: Sequence[Load | None] = (None,) * len(members)
-    unseen_by_position: Mapping[int, float] = {}
+    counted, pages = members, cast("Sequence[Load | None]", (None,) * len(members))
+    unscraped_by_position: Mapping[int, float] = {}
     if imputation is not None:
         counted, pages = imputation.counted, imputation.pages
-        unseen_by_position = imputation.unscraped_tokens()
+        unscraped_by_position = imputation.unscraped_tokens(members)
     for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
         account, foreign_tokens = member.account, counts.foreign_tokens
         if adapter:
@@ -358,9 +441,9 @@ def build_candidates(
                 is_stale = imputation is not None and imputation.stale[len(candidates)]
                 load = NO_LOAD if is_stale else member.load
                 place = adapter_residency(adapter, account, load, adapters)
-        unseen: float = account.kv_tokens_sent - account.kv_tokens_scraped
+        unscraped: float = account.kv_tokens_sent - account.kv_tokens_scraped
         if page is NO_LOAD:
-            unseen = unseen_by_position[len(candidates)]
+            unscraped = unscraped_by_position[len(candidates)]
         # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
@@ -374,7 +457,7 @@ def build_candidates(
                 account.prompt_tokens,
                 matched,
                 queued + foreign_tokens if queued > 0.0 else foreign_tokens,
-                unseen,
+                unscraped,
                 member.rates,
                 place,
                 account.active_context_tokens,

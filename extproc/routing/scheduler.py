@@ -294,7 +294,7 @@ class Scheduler:
             adapters=pool.adapters,
             now=now,
             imputation=self._imputer.impute(
-                members, oldest=now - self._settings.stale_after_s, is_patchy=pool.is_patchy
+                members, pool=pool, oldest=now - self._settings.stale_after_s
             ),
             home=home,
         )

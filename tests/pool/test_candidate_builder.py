@@ -36,17 +36,16 @@ def fleet_of(*loads, own=0):
     return fleet
 
 
-def candidates(fleet):
+def candidates(fleet, imputer=None, now=NOW):
     pool = fleet.pool
+    imputer = imputer or candidate_builder.Imputer()
     return candidate_builder.build_candidates(
         pool.members,
         [0] * len(pool.members),
         adapter="",
         adapters=frozenset(),
-        now=NOW,
-        imputation=candidate_builder.impute(
-            pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy
-        ),
+        now=now,
+        imputation=imputer.impute(pool.members, pool=pool, oldest=now - 6.0),
     )
 
 
@@ -169,7 +168,7 @@ def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
 
     def impute(now):
         pool = fleet.pool
-        return imputer.impute(pool.members, oldest=now - 6.0, is_patchy=pool.is_patchy)
+        return imputer.impute(pool.members, pool=pool, oldest=now - 6.0)
 
     first = impute(NOW)
     fleet.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)
@@ -180,3 +179,50 @@ def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
     member = fleet.pool.members[1]
     fleet.observe(fleet.begin_scrape(member.endpoint), FULL, NOW)
     assert impute(NOW) is None
+
+
+@given(
+    st.lists(st.none() | pages, min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 11), pages, st.booleans()), max_size=40),
+    st.integers(0, 3),
+)
+def test_imputer_that_follows_pages_agrees_with_one_that_starts(loads, changes, own):
+    """Whatever pages come in between, what is filled in differs by little more than a hundredth."""
+    fleet, imputer, now = fleet_of(*loads, own=own), candidate_builder.Imputer(), NOW
+    for at, page, is_looked_at in changes:
+        now += 0.25
+        member = fleet.pool.members[at % len(loads)]
+        fleet.observe(fleet.begin_scrape(member.endpoint), change(page, at=now), now)
+        if not is_looked_at:
+            continue
+        afresh = candidates(fleet, now=now)
+        for ours, wanted in zip(candidates(fleet, imputer, now), afresh, strict=True):
+            assert ours.page is wanted.page
+            for read, slack in (
+                (lambda c: c.load.waiting, 1e-6),
+                (lambda c: c.load.running, 1e-6),
+                (lambda c: c.load.kv_usage, 1e-6),
+                (lambda c: c.load.kv_tokens, 16.0),
+                (lambda c: c.estimated_requests, 1e-6),
+                (lambda c: c.queued_tokens, 1e-3),
+            ):
+                value, expected = read(ours), read(wanted)
+                assert (value is None) == (expected is None)
+                if value is not None:
+                    assert value == pytest.approx(expected, rel=0.03, abs=slack)
+
+
+def test_pages_are_filled_anew_when_a_mean_has_moved():
+    """A page that moves the mean of many by little leaves the filled pages as they are."""
+    fleet, imputer = fleet_of(None, *[FULL] * 99), candidate_builder.Imputer()
+
+    def waiting_of_first(waiting):
+        member = fleet.pool.members[50]
+        page = change(FULL, waiting=waiting)
+        fleet.observe(fleet.begin_scrape(member.endpoint), page, NOW)
+        return candidates(fleet, imputer)[0].load.waiting
+
+    assert candidates(fleet, imputer)[0].load.waiting == 4.0
+    assert waiting_of_first(7.0) == 4.0
+    assert waiting_of_first(103.0) == pytest.approx(5.0)
+    assert waiting_of_first(4.0) == pytest.approx(4.0)

@@ -103,8 +103,8 @@ class Fleets(RuleBasedStateMachine):
             adapter="",
             adapters=frozenset(),
             now=self.now,
-            imputation=candidate_builder.impute(
-                pool.members, oldest=self.now - 5.0, is_patchy=pool.is_patchy
+            imputation=candidate_builder.Imputer().impute(
+                pool.members, pool=pool, oldest=self.now - 5.0
             ),
         )
         for candidate in turn:

@@ -86,7 +86,7 @@ def test_an_empty_pool_has_nobody():
 
 def turn(fleet: PoolStore, *, now: float) -> snapshot.Candidate:
     members = fleet.pool.members
-    imputation = candidate_builder.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
+    imputation = candidate_builder.Imputer().impute(members, pool=fleet.pool, oldest=now - 3.0)
     (candidate,) = candidate_builder.build_candidates(
         members, [5], adapter="", adapters=frozenset(), now=now, imputation=imputation
     )
