@@ -8,10 +8,9 @@ key and the endpoints' addresses and speeds alone, and because all of them expec
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mmh3
 import msgspec
@@ -97,6 +96,9 @@ _BATCH = 32.0
 #: Members whose speed is looked at (count).
 _DRAWN = 16
 
+#: Values that a hash may have (count).
+_HASHES = 1 << 32
+
 
 def with_expected_hits(
     key: str,
@@ -150,10 +152,16 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
         members: At least one.
     """
     seed = mmh3.hash(key, 0, signed=False)
-    draws = [mmh3.hash(member.endpoint.address, seed, False) for member in members]
-    near: Iterable[int] = range(len(draws))
+    draw = mmh3.hash
+    draws = [draw(member.endpoint.address, seed, False) for member in members]
+    near: Sequence[int] = range(len(draws))
     if len(draws) > _DRAWN:
-        near = heapq.nlargest(_DRAWN, near, key=draws.__getitem__)
+        # Thrice as many as are needed lie above, on average. `heapq.nlargest` does the same, but its
+        # loop in Python takes two to four times as long.
+        floor = _HASHES - 3 * _DRAWN * _HASHES // len(draws)
+        high = [at for at, hashed in enumerate(draws) if hashed >= floor]
+        near = high if len(high) >= _DRAWN else near
+        near = sorted(near, key=draws.__getitem__, reverse=True)[:_DRAWN]
     best, least = 0, math.inf
     for at in near:
         speed = round(2.0 * math.log2(members[at].rates.iteration_s(_BATCH)))
