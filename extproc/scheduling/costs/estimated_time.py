@@ -199,7 +199,7 @@ class EstimatedTime(
             uncached = prompt_tokens
             matched = c.matched_tokens
             if matched:
-                uncached = float(tokens - matched) if matched < tokens else 1.0
+                uncached = prompt_tokens - matched if matched < tokens else 1.0
             work = uncached * per_token
             batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
@@ -222,7 +222,7 @@ class EstimatedTime(
             if usage is not None:
                 blocks, size = load.kv_blocks, load.block_tokens
                 if blocks and size:
-                    capacity = blocks * size
+                    capacity = 1.0 * (blocks * size)
                     wanted = uncached + 0.5 * answer * (1.0 + batch)
                     if usage * capacity + c.unscraped_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
