@@ -146,7 +146,7 @@ class Block:
 
 #: Generated blocks by the name of their markers.
 BLOCKS: Mapping[str, Block] = {
-    "results": Block("benchmarks/index.md", block),
+    "results": Block("benchmarks/overhead.md", block),
     "real vllm": Block("benchmarks/real-engines.md", real_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),
     "replicas": Block("benchmarks/replicas.md", replicas_block),
