@@ -1,4 +1,4 @@
-"""Tenants and priorities while requests wait for capacity, simulated.
+"""Simulates tenants and priorities while requests wait for capacity.
 
     python -m bench.capacity [--only PART ...] [--seeds N] [--jobs N] [--write]
 
@@ -27,7 +27,7 @@ import msgspec
 
 from bench import rig
 from bench.proof import SCENARIOS
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import run_metrics, simulation, workloads
 
 PARTS = ("tenants", "overload", "overload-chat", "frontier", "beside")

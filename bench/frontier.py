@@ -1,4 +1,4 @@
-"""How far the weights of `adaptive` reach in the scenarios whose bars it misses.
+"""Searches other weights of `adaptive` in the scenarios whose bars it misses.
 
     python -m bench.frontier [--only SCENARIO ...] [--points N] [--seeds N ...] [--write]
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from bench import bars, limits, proof, rig
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.simulator.fleet import run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload

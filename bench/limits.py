@@ -1,4 +1,4 @@
-"""What no picker can beat in a scenario, worked out without simulating one.
+"""Bounds that no picker can beat in a scenario, computed without a simulation.
 
 Every prompt meets an idle engine, the fastest of the fleet, that has every block which any request
 before it had: then its first token takes the iterations of what is left. And the fleet is never idle,
@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.simulator import profiles
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec
@@ -28,7 +28,7 @@ def of(plan: simulation_runs.SimulationPlan, *, seed: int) -> dict[str, float]:
     """
     fleet = [p for engines in plan.scenario.fleet for p in [engines.resolved()] * engines.count]
     # The trace's rows are read as a run reads them.
-    rows = simulation_runs._rows(plan.trace) if plan.trace else ()  # noqa: SLF001
+    rows = simulation_runs.trace_rows(plan.trace)
     source = workloads.sessions(plan.scenario.workload, random.Random(seed * 2 + 1), rows)
     works = [(work, left) for session in source for work, left in _uncached(session.specs)]
     client = plan.scenario.client

@@ -1,4 +1,4 @@
-"""Every scenario of `bench/scenarios` through the simulator, kept for `docs/benchmarks`.
+"""Runs every scenario of `bench/scenarios`; the results go to `bench/results/proof`.
 
     python -m bench.proof [--only NAME ...] [--columns NAME ...] [--seeds N] [--jobs N] [--write]
 
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench import bars, rig
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report
 from extproc.simulator.fleet.workloads import TraceWorkload
 

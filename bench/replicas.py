@@ -32,7 +32,7 @@ import uvloop
 
 from bench import agreement, rig, sending
 from bench.proof import SCENARIOS
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.demo import stack
 from extproc.simulator.fleet import report, run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload

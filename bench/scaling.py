@@ -1,4 +1,4 @@
-"""Autoscaling simulated: Wallaroo's load profiles, and a step load.
+"""Simulates autoscaling under Wallaroo's load profiles and under a step load.
 
     python -m bench.scaling [--seeds 20] [--step-seeds 3] [--jobs N] [--write]
 
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from bench import published, rig
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet.run_metrics import RunSummary
 
 STEP = "kubeai-step"

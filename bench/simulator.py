@@ -1,4 +1,4 @@
-"""Bar 6: how fast the offline simulator is.
+"""Measures the speed of the offline simulator.
 
     python -m bench.simulator [--large] [--write]
 
@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from bench import rig
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import client, length_distributions, scenario, workloads
 
 #: Requests per second and engine: three quarters of what an L4 with an 8B model can do here.

@@ -1,5 +1,6 @@
 """Commands.
 
-What lives here: argument parsing and printing, and the loopback stack the demo and the tests run.
-What must not: anything a server or a simulator needs to run. Who drives it: people, Makefile, CI.
+What lives here: the command line, argument parsing and printing. The commands of the simulator and
+of the demo live with them, and are imported when they are run. What must not: anything that a server
+or a simulator needs to run. Who drives it: people, Makefile, CI.
 """

@@ -21,7 +21,7 @@ from extproc.errors import ConfigError, ExtprocError
 #: Command to module and the line in --help.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("extproc.cli.serve", "run the endpoint picker"),
-    "engine": ("extproc.cli.engine", "run one simulated vLLM engine"),
+    "engine": ("extproc.simulator.engine_command", "run one simulated vLLM engine"),
     "demo": ("extproc.demo.demo", "run Envoy, extproc and four simulated engines on loopback"),
     "demo-scale": (
         "extproc.demo.demo_scale",
@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "check": ("extproc.cli.check", "read a configuration and say what it means"),
     "explain": ("extproc.cli.explain", "say which endpoint a request would get, and why"),
-    "simulate": ("extproc.cli.simulate", "compare strategies on a simulated fleet"),
+    "simulate": ("extproc.simulator.simulate_command", "compare strategies on a simulated fleet"),
     "envoy-config": (
         "extproc.cli.envoy_config",
         "list the shipped Envoy configurations, or print one",

@@ -1,6 +1,6 @@
-"""The simulated vLLM engine: one step-based core, and an OpenAI HTTP server around it.
+"""Simulated vLLM engines: one step-based core, an OpenAI HTTP server, fleets in virtual time.
 
-Pure, driven by the owner of the clock (the HTTP engine here, or an offline simulator):
+Pure, driven by the owner of the clock (the HTTP engine or an offline simulator):
 
 - `profiles`: what a machine is: times per step, KV tokens, limits.
 - `engine_request`: what goes into an engine and comes out.
@@ -11,9 +11,13 @@ Pure, driven by the owner of the clock (the HTTP engine here, or an offline simu
 - `api_requests`, `api_responses`: request and answer bodies of the HTTP APIs.
 - `faults`: what can go wrong on demand.
 
-- `fleet`: whole fleets of them with the production director in virtual time.
+- `fleet`: fleets of them with the production director in virtual time.
 
-Shells, the only modules here that know asyncio, sockets and the clock: `http*`.
+Commands: `engine_command` (`extproc engine`) and `simulate_command` (`extproc simulate`) with
+`simulation_runs` (scenario files, worker processes), `report_plots` and `plot_style`.
+
+Shells, the only modules here that know asyncio, sockets, processes and the clock: `http` and the
+commands.
 
 What must not live here: picking endpoints. The engine shares no code with the picker, so that a
 test may hold one against the other; in particular it hashes prompts its own way. Only `fleet`

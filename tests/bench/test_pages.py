@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import bars, drawings, pages, proof
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 
 SCENARIOS = Path(proof.SCENARIOS)
 

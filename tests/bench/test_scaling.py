@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench import proof, published, scaling
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 
 pytestmark = pytest.mark.proof
 

@@ -10,13 +10,13 @@ import urllib.request
 import pytest
 
 from extproc import errors
-from extproc.cli import engine
+from extproc.simulator import engine_command
 
 START = """
 import argparse, sys
-from extproc.cli import engine
+from extproc.simulator import engine_command
 parser = argparse.ArgumentParser()
-engine.add_parser(parser.add_subparsers())
+engine_command.add_parser(parser.add_subparsers())
 args = parser.parse_args(sys.argv[1:])
 sys.exit(args.run(args))
 """
@@ -25,7 +25,7 @@ sys.exit(args.run(args))
 def parsed(*flags):
     """The flags of `extproc engine`."""
     parser = argparse.ArgumentParser()
-    engine.add_parser(parser.add_subparsers())
+    engine_command.add_parser(parser.add_subparsers())
     return parser.parse_args(["engine", *flags])
 
 
@@ -60,7 +60,7 @@ def test_the_command_says_where_it_listens_and_stops_at_once_on_a_signal(number)
 
 def test_flags_change_the_profile():
     """What is not given stays the profile's."""
-    wanted = engine.settings(
+    wanted = engine_command.settings(
         parsed("--profile", "l4-8b-fp8", "--kv-tokens", "32000", "--lora", "a", "--lora", "b")
     )
     assert wanted.profile.kv_tokens == 32000
@@ -76,6 +76,6 @@ def test_bad_flags_are_refused_with_status_2(flags, capsys):
     """One line on stderr that names the flag's trouble."""
     args = parsed(*flags)
     with pytest.raises(errors.ConfigError):
-        engine.settings(args)
+        engine_command.settings(args)
     assert args.run(args) == 2
     assert "expected" in capsys.readouterr().err

@@ -178,7 +178,7 @@ def run(
     definition: scenario.Scenario, column: SimulationColumn, *, seed: int, trace: str
 ) -> run_metrics.RunSummary:
     """One strategy with one seed."""
-    rows = _rows(trace) if trace else ()
+    rows = trace_rows(trace)
     return simulation.run(
         definition,
         column.settings,
@@ -190,9 +190,9 @@ def run(
 
 
 @functools.cache
-def _rows(trace: str) -> tuple[str, ...]:
-    """Lines of a trace; every run of a process reads the same ones."""
-    return tuple(loader.text_of(Path(trace)).splitlines())
+def trace_rows(trace: str) -> tuple[str, ...]:
+    """Lines of a trace, none without its path; every run of a process reads the same ones."""
+    return tuple(loader.text_of(Path(trace)).splitlines()) if trace else ()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from extproc.cli import simulation_runs
+from extproc.simulator import simulation_runs
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import report, scenario, tables
 
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
         # Before the work, not after it.
         report.report(todo.scenario, (), baseline=args.baseline)
     if args.plots:
-        from extproc.cli import plots
+        from extproc.simulator import report_plots
 
-        plots.require()
+        report_plots.require()
     for column in todo.columns:
         for warning in column.warnings:
             _say(f"warning: {column.name}: {warning}", quiet=args.quiet)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     result = report.report(todo.scenario, runs, baseline=args.baseline)
     _report(args, result)
     if args.plots:
-        for path in plots.draw(result, args.plots):
+        for path in report_plots.draw(result, args.plots):
             _say(f"wrote {path}", quiet=args.quiet)
     return 0
 

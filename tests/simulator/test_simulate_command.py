@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import main, simulate, simulation_runs
+from extproc.cli import main
 from extproc.errors import ConfigError
+from extproc.simulator import simulate_command, simulation_runs
 from extproc.simulator.fleet import report
 
 EXAMPLE = Path(__file__).parents[2] / "bench/scenarios/example.yaml"
@@ -210,7 +211,7 @@ def test_a_bad_row_of_a_trace_is_named(tmp_path, capsys, jobs):
 @pytest.mark.parametrize(("text", "seeds"), [("3", [1, 2, 3]), ("7,", [7]), ("4,2", [4, 2])])
 def test_seeds_are_a_number_or_a_list(text, seeds):
     """A number counts from one."""
-    assert list(simulate._seeds(text)) == seeds
+    assert list(simulate_command._seeds(text)) == seeds
 
 
 @pytest.mark.parametrize("flag", ["--seeds=x", "--seeds=0", "--seeds=1,1", "--jobs=0", "--jobs=-1"])
@@ -228,7 +229,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_sees_a_bar():
     """It fills with the runs that are over."""
     out = Terminal()
-    progress = simulate.Progress(4, out)
+    progress = simulate_command.Progress(4, out)
     progress.step("random, seed 1")
     assert "[#######" in out.getvalue()
     assert "1/4 random, seed 1" in out.getvalue()
@@ -239,7 +240,7 @@ def test_a_terminal_sees_a_bar():
 def test_a_file_sees_one_line():
     """A log is not filled with bars."""
     out = io.StringIO()
-    progress = simulate.Progress(2, out)
+    progress = simulate_command.Progress(2, out)
     progress.step("a")
     progress.step("b")
     progress.close()
@@ -303,7 +304,7 @@ def _workers(process, count, *, ticks):
 def test_plots_are_drawn_and_the_same_again(small, tmp_path):
     """PNG and SVG of each, with nothing in them that changes from run to run."""
     pytest.importorskip("matplotlib")
-    from extproc.cli import plots  # noqa: PLC0415 - an extra
+    from extproc.simulator import report_plots  # noqa: PLC0415 - an extra
 
     first, second = tmp_path / "one", tmp_path / "two"
     argv = ["simulate", str(small), "--jobs", "1", "--quiet", "--plots", str(first)]
@@ -314,7 +315,7 @@ def test_plots_are_drawn_and_the_same_again(small, tmp_path):
     }
     todo = planned(small, strategies=["random"], seeds=[1, 2])
     result = report.report(todo.scenario, list(simulation_runs.runs(todo, jobs=1)))
-    for path in itertools.islice(plots.draw(result, second), 2):
+    for path in itertools.islice(report_plots.draw(result, second), 2):
         assert path.read_bytes() == (first / path.name).read_bytes()
 
 
