@@ -1,4 +1,4 @@
-"""The HTTP engine under a real Envoy against the offline simulator, on the same workload.
+"""Compares the HTTP engines behind a real Envoy with the offline simulator, on one workload.
 
     python -m bench.agreement [--seeds N...] [--strategy NAME]... [--scenario NAME]... [--write]
 

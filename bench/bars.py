@@ -1,4 +1,4 @@
-"""The bars of the adaptive strategy: against which column, which figure, how much.
+"""Bars of the adaptive strategy: scenario, figure, the column it is compared with, the ratio.
 
 Ratios are of means over the seeds; both columns ran with the same seeds and the same offered load.
 """
@@ -102,22 +102,22 @@ class Outcome:
 
 
 def result(scenario: str) -> dict | None:
-    """What `bench.proof` wrote of a scenario; None while it did not."""
+    """Result of `bench.proof` for a scenario; None where there is none."""
     path = rig.RESULTS / "proof" / f"{scenario}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def outcomes() -> list[Outcome]:
     """Every bar whose scenario has a result."""
-    found = []
+    rows = []
     for bar in BARS:
-        told = result(bar.scenario)
-        if told is None:
+        recorded = result(bar.scenario)
+        if recorded is None:
             continue
-        values = {name: row[bar.figure][0] for name, row in told["columns"].items()}
+        values = {name: row[bar.figure][0] for name, row in recorded["columns"].items()}
         best = max if bar.at_least else min
         against = bar.against or best(set(values) - OWN, key=values.__getitem__)
-        found.append(
+        rows.append(
             Outcome(bar, against, values["adaptive"], values[against], values.get("clairvoyant"))
         )
-    return found
+    return rows

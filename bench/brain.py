@@ -1,4 +1,4 @@
-"""Bars of the adaptive strategy under virtual time: the real dispatcher over simulated engines.
+"""Bars of the adaptive strategy in virtual time: the production director over simulated engines.
 
     python -m bench.brain [--trace FILE] [--strategy NAME]... [--write]
 

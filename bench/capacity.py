@@ -61,36 +61,36 @@ def once(
     plan = simulation_runs.plan(
         SCENARIOS / f"{name}.yaml", strategies=[column], configs=(), seeds=(seed,)
     )
-    whole, settings = plan.scenario, plan.columns[0].settings
+    definition, settings = plan.scenario, plan.columns[0].settings
     assert settings is not None, "the clairvoyant picker holds nobody"
     if alone:
-        assert isinstance(whole.workload, workloads.Groups)
-        groups = [one for one in whole.workload.groups if one.tenant == JUDGED[name]]
-        whole = msgspec.structs.replace(whole, workload=workloads.Groups(groups=groups))
+        assert isinstance(definition.workload, workloads.Groups)
+        groups = [group for group in definition.workload.groups if group.tenant == JUDGED[name]]
+        definition = msgspec.structs.replace(definition, workload=workloads.Groups(groups=groups))
     if busy_s is not None:
         holding = msgspec.structs.replace(settings.flow_control, busy_s=busy_s)
         settings = msgspec.structs.replace(settings, flow_control=holding)
-    until_s = until_s or whole.until_s
-    whole = msgspec.structs.replace(whole, until_s=until_s)
-    run = simulation.Simulation(whole, settings, seed=seed).run()
-    done = [trip for trip in run.requests if not trip.failure]
-    counted = [trip for trip in done if trip.sent_at + trip.took_s >= SINCE_S]
+    until_s = until_s or definition.until_s
+    definition = msgspec.structs.replace(definition, until_s=until_s)
+    run = simulation.Simulation(definition, settings, seed=seed).run()
+    done = [request for request in run.requests if not request.failure]
+    counted = [request for request in done if request.sent_at + request.took_s >= SINCE_S]
     span_s = until_s - SINCE_S
-    told: dict[str, Any] = {
-        "output_tokens_per_s": sum(trip.work.output_tokens for trip in counted) / span_s,
+    figures: dict[str, Any] = {
+        "output_tokens_per_s": sum(request.work.output_tokens for request in counted) / span_s,
         "requests_per_s": len(counted) / span_s,
     }
-    for tenant in sorted({trip.work.tenant for trip in run.requests}):
-        ended = [trip for trip in run.requests if trip.work.tenant == tenant]
-        first = run_metrics.spread([trip.first_s for trip in ended if not trip.failure])
-        told[tenant] = {
+    for tenant in sorted({request.work.tenant for request in run.requests}):
+        ended = [request for request in run.requests if request.work.tenant == tenant]
+        first = run_metrics.spread([request.first_s for request in ended if not request.failure])
+        figures[tenant] = {
             "ended": len(ended),
-            "refused": sum(bool(trip.failure) for trip in ended),
+            "refused": sum(bool(request.failure) for request in ended),
             "ttft_mean_s": first.mean,
             "ttft_p95_s": first.p95,
             "ttft_p99_s": first.p99,
         }
-    return told
+    return figures
 
 
 Run = Callable[..., Sequence[dict[str, Any]]]
@@ -112,10 +112,10 @@ def ratios(name: str, held: dict[str, Any], rows: dict[str, Any]) -> dict[str, f
     """What the bars are on."""
     alone, without = _mean(rows["alone"]), _mean(rows["adaptive"])
     tenant = JUDGED[name]
-    told = {key: held[key] / without[key] for key in ("output_tokens_per_s", "requests_per_s")} | {
-        key: held[tenant][key] / alone[tenant][key] for key in ("ttft_p95_s", "ttft_p99_s")
-    }
-    return {key: round(value, 3) for key, value in told.items()}
+    values = {
+        key: held[key] / without[key] for key in ("output_tokens_per_s", "requests_per_s")
+    } | {key: held[tenant][key] / alone[tenant][key] for key in ("ttft_p95_s", "ttft_p99_s")}
+    return {key: round(value, 3) for key, value in values.items()}
 
 
 def frontier(run: Run) -> dict[str, Any]:
@@ -207,14 +207,14 @@ def block(result: dict[str, Any]) -> str:
         "| | alone | without flow control | with flow control | ratio |",
         "|---|---|---|---|---|",
     ]
-    told = (
+    parts = (
         ("tenants", "a tenant beside one that sends 10 x as much, together 2 x the capacity", 95),
         ("overload", "priority at a third of the capacity, 3 x offered for 5 minutes", 99),
         ("overload-chat", "the same with the lengths of chats, 2 minutes", 99),
     )
-    for part, what, percent in told:
+    for part, label, percent in parts:
         if part in result:
-            lines += _judged(result[part], JUDGED[part], what, percent)
+            lines += _judged(result[part], JUDGED[part], label, percent)
     lines += ["", "| `busy_s` | requests per second | priority, mean to the first token | p99 |"]
     lines += ["|---|---|---|---|"]
     for busy_s, row in result["frontier"].items():
@@ -226,8 +226,8 @@ def block(result: dict[str, Any]) -> str:
     lines += ["|---|---|---|---|"]
     for name, row in result["beside"].items():
         cells = [
-            f"{one['requests_per_s']:.1f} per s, {one['ttft_mean_s']:.2f} s, {one['e2e_mean_s']:.1f} s"
-            for one in (row["adaptive"], row["holding"])
+            f"{cell['requests_per_s']:.1f} per s, {cell['ttft_mean_s']:.2f} s, {cell['e2e_mean_s']:.1f} s"
+            for cell in (row["adaptive"], row["holding"])
         ]
         hits = f"{row['adaptive']['hit_ratio']:.2f}, {row['holding']['hit_ratio']:.2f}"
         lines.append(f"| {name} | {' | '.join(cells)} | {hits} |")
@@ -235,14 +235,14 @@ def block(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}; seeds: {seeds}."])
 
 
-def _judged(rows: dict[str, Any], tenant: str, what: str, percent: int) -> list[str]:
+def _judged(rows: dict[str, Any], tenant: str, label: str, percent: int) -> list[str]:
     """Two rows: the time of whoever is judged, and what is served."""
     kinds = ("alone", "adaptive", "holding")
     times = " | ".join(f"{rows[kind][tenant][f'ttft_p{percent}_s']:.2f} s" for kind in kinds)
     rates = " | ".join(f"{rows[kind]['requests_per_s']:.1f}" for kind in kinds[1:])
     late, served = rows["ratios"][f"ttft_p{percent}_s"], rows["ratios"]["output_tokens_per_s"]
     return [
-        f"| {what}: p{percent} to the first token | {times} | {late:.2f} of alone |",
+        f"| {label}: p{percent} to the first token | {times} | {late:.2f} of alone |",
         f"| all requests per second, and tokens served | | {rates} | {served:.3f} of capacity |",
     ]
 

@@ -1,4 +1,4 @@
-"""A well-behaved client beside everything that can go wrong at once, for minutes.
+"""Runs a well-behaved client for minutes beside everything that can go wrong at once.
 
 python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--write]
 

@@ -1,4 +1,4 @@
-"""The installation that bench.chaos treats badly: a picker, an Envoy, 8 engines, Redis, an API server."""
+"""The installation of bench.chaos: a picker, an Envoy, 8 engines, Redis, an API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 5, bars 2 and 3: a picker over 500 pods and 20 pools of a real Kubernetes API server.
+"""Measures a picker over 500 pods and 20 pools of a real Kubernetes API server.
 
     python -m bench.cluster [--pods 500] [--pools 20] [--rate 1000] [--seconds 10] [--outage 60]
                             [--write]

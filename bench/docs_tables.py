@@ -32,8 +32,8 @@ def block() -> str:
             f"{machine['memory_gib']} GiB, Python {machine['python']}"
         )
     where = "; ".join(sorted(set(notes)))
-    said = [f"Measured {where}." if where else "Nothing measured yet.", *_floor()]
-    return "\n".join([*rows, "", " ".join(said)])
+    summary = [f"Measured {where}." if where else "Nothing measured yet.", *_floor()]
+    return "\n".join([*rows, "", " ".join(summary)])
 
 
 def _floor() -> list[str]:
@@ -42,11 +42,11 @@ def _floor() -> list[str]:
         return []
     result = run.read("overhead")
     return [
-        f"In {name}, extproc takes {one['extproc_cpu_us']} us of CPU per request and the constant "
-        f"floor {one['floor_cpu_us']} us, {one['floor_alike_cpu_us']} us with gRPC run as extproc "
-        f"runs it; at one connection the floor alone adds {one['floor_added_p50_ms']} ms; at half "
-        f"of saturation the p99 is {one['half_saturation']['p99_ms']} ms."
-        for name, one in (("FDS", result["fds"]), ("buffered", result["buffered"]))
+        f"In {name}, extproc takes {row['extproc_cpu_us']} us of CPU per request and the constant "
+        f"floor {row['floor_cpu_us']} us, {row['floor_alike_cpu_us']} us with gRPC run as extproc "
+        f"runs it; at one connection the floor alone adds {row['floor_added_p50_ms']} ms; at half "
+        f"of saturation the p99 is {row['half_saturation']['p99_ms']} ms."
+        for name, row in (("FDS", result["fds"]), ("buffered", result["buffered"]))
     ]
 
 

@@ -1,4 +1,4 @@
-"""The floor: the same gRPC runtime, the same number of messages, constant answers, no parsing.
+"""A gRPC server of constant responses: the same runtime and message count, no parsing.
 
 python bench/floor_server.py PORT DESTINATION fds|buffered BODY_FILE
 """

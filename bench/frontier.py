@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from bench import bars, limits, proof, rig
-from extproc.simulator import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload
 
@@ -43,14 +43,14 @@ Point = dict[str, float]
 
 
 def result(name: str) -> dict | None:
-    """What was written of a scenario; None while nothing was."""
+    """Recorded frontier of a scenario; None where there is none."""
     path = rig.RESULTS / "frontier" / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def scenarios() -> list[str]:
-    """Those with a missed bar, and those that were written before."""
-    missed = {one.bar.scenario for one in bars.outcomes() if not one.met}
+    """Scenarios with a missed bar, and those with a record."""
+    missed = {outcome.bar.scenario for outcome in bars.outcomes() if not outcome.met}
     written = {path.stem for path in (rig.RESULTS / "frontier").glob("*.json")}
     return sorted(missed | written)
 
@@ -58,7 +58,9 @@ def scenarios() -> list[str]:
 def points(count: int, *, seed: int = 1) -> list[Point]:
     """The default and so many others around it."""
     rng, default = random.Random(seed), EstimatedTime()
-    found: list[Point] = [{name: getattr(default, name) for name in FACTORS} | {"tie_share": 0.05}]
+    drawn_points: list[Point] = [
+        {name: getattr(default, name) for name in FACTORS} | {"tie_share": 0.05}
+    ]
     for _ in range(count):
         drawn = {
             name: float(
@@ -66,8 +68,8 @@ def points(count: int, *, seed: int = 1) -> list[Point]:
             )
             for name, span in FACTORS.items()
         }
-        found.append(drawn | {"tie_share": rng.choice(TIES)})
-    return found
+        drawn_points.append(drawn | {"tie_share": rng.choice(TIES)})
+    return drawn_points
 
 
 def variant(weights: Point) -> scenario.Variant:
@@ -82,7 +84,7 @@ def variant(weights: Point) -> scenario.Variant:
 
 
 def figures(run: run_metrics.RunSummary) -> dict[str, float]:
-    """What is kept of a run."""
+    """Figures of a run that are recorded."""
     values = (run.requests_per_s, run.ttft_s.mean, run.ttft_s.p99, run.e2e_s.mean)
     return dict(zip(FIGURES, values, strict=True))
 
@@ -95,12 +97,14 @@ def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure(name: str, *, count: int, seeds: Sequence[int]) -> dict | None:
     """Simulate every point of a scenario; None where its trace is not there."""
     path = proof.SCENARIOS / f"{name}.yaml"
-    whole = simulation_runs.read(path)
-    if isinstance(whole.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
+    definition = simulation_runs.read(path)
+    if isinstance(definition.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     began = time.monotonic()
-    against = sorted({one.against for one in bars.outcomes() if one.bar.scenario == name})
+    against = sorted(
+        {outcome.against for outcome in bars.outcomes() if outcome.bar.scenario == name}
+    )
     plan = simulation_runs.plan(path, strategies=[*against, "clairvoyant"], configs=(), seeds=seeds)
 
     def mean(column: simulation_runs.SimulationColumn) -> dict[str, float]:
@@ -112,88 +116,100 @@ def measure(name: str, *, count: int, seeds: Sequence[int]) -> dict | None:
         )
 
     columns = {column.name: mean(column) for column in plan.columns}
-    told = []
+    measured = []
     for weights in points(count):
         column = simulation_runs.column(variant(weights), folder=path.parent, where=str(path))
-        told.append({"weights": weights, "figures": mean(column)})
-    print(f"{name}: {len(told)} points in {time.monotonic() - began:.0f} s", flush=True)
+        measured.append({"weights": weights, "figures": mean(column)})
+    print(f"{name}: {len(measured)} points in {time.monotonic() - began:.0f} s", flush=True)
     return {
-        "title": whole.title,
+        "title": definition.title,
         "seeds": list(plan.scenario.seeds),
         "columns": columns,
-        "limits": means([limits.of(plan, seed=seed) for seed in plan.scenario.seeds]),
-        "points": told,
+        "limits": means([limits.bounds(plan, seed=seed) for seed in plan.scenario.seeds]),
+        "points": measured,
     }
 
 
-def best(told: Sequence[dict], figure: str) -> list[dict]:
-    """The points nobody beats in both throughput and a time, by falling throughput."""
-    kept: list[dict] = []
-    for one in sorted(told, key=lambda p: (-p["figures"]["requests_per_s"], p["figures"][figure])):
-        if not kept or one["figures"][figure] < kept[-1]["figures"][figure]:
-            kept.append(one)
-    return kept
+def best(measured: Sequence[dict], figure: str) -> list[dict]:
+    """Points that no other beats in both throughput and a time, by falling throughput."""
+    front: list[dict] = []
+    for point in sorted(
+        measured, key=lambda p: (-p["figures"]["requests_per_s"], p["figures"][figure])
+    ):
+        if not front or point["figures"][figure] < front[-1]["figures"][figure]:
+            front.append(point)
+    return front
 
 
-def wanted(name: str, told: dict) -> list[tuple[bars.Bar, float]]:
+def bar_values(name: str, recorded: dict) -> list[tuple[bars.Bar, float]]:
     """The bars of a scenario, each with the value it asks for with these seeds."""
     return [
-        (one.bar, one.bar.wanted * told["columns"][one.against][one.bar.figure])
-        for one in bars.outcomes()
-        if one.bar.scenario == name and one.bar.figure in FIGURES
+        (outcome.bar, outcome.bar.wanted * recorded["columns"][outcome.against][outcome.bar.figure])
+        for outcome in bars.outcomes()
+        if outcome.bar.scenario == name and outcome.bar.figure in FIGURES
     ]
 
 
 def table(*names: str) -> str:
-    """What was found of some scenarios: columns, the points nobody beats, and the limits."""
+    """Tables of scenarios: columns, the points that no other beats, and the limits."""
     parts = []
     for name in names:
-        told = result(name)
-        if told is not None:
-            parts += [*_rows(name, told), "", *_distances(name, told), ""]
-            parts += [f"`{told['command']}`, {told['date']}, commit {told['commit']}.", ""]
+        recorded = result(name)
+        if recorded is not None:
+            parts += [*_rows(name, recorded), "", *_distances(name, recorded), ""]
+            parts += [
+                f"`{recorded['command']}`, {recorded['date']}, commit {recorded['commit']}.",
+                "",
+            ]
     return "\n".join(parts).rstrip()
 
 
-def _rows(name: str, told: dict) -> list[str]:
+def _rows(name: str, recorded: dict) -> list[str]:
     """One table."""
-    seeds = ", ".join(map(str, told["seeds"]))
-    rows = [f"**{told['title']}** ({name}, {len(told['points'])} points, seeds {seeds})", ""]
-    rows += ["| | req/s | TTFT mean, ms | p99 | answer mean, s | weights |", "|---" * 6 + "|"]
-    rows += [_row(column, figures) for column, figures in told["columns"].items()]
-    default, *others = told["points"]
-    rows.append(_row("adaptive", default["figures"], default["weights"]))
-    kept = [
-        one
-        for one in others
-        if any(one in best(told["points"], figure) for figure in ("ttft_mean_s", "ttft_p99_s"))
+    seeds = ", ".join(map(str, recorded["seeds"]))
+    rows = [
+        f"**{recorded['title']}** ({name}, {len(recorded['points'])} points, seeds {seeds})",
+        "",
     ]
-    kept.sort(key=lambda one: -one["figures"]["requests_per_s"])
-    rows += [_row("found", one["figures"], one["weights"]) for one in kept]
-    return [*rows, _row("limit", told["limits"])]
+    rows += ["| | req/s | TTFT mean, ms | p99 | answer mean, s | weights |", "|---" * 6 + "|"]
+    rows += [_row(column, figures) for column, figures in recorded["columns"].items()]
+    default, *others = recorded["points"]
+    rows.append(_row("adaptive", default["figures"], default["weights"]))
+    front = [
+        point
+        for point in others
+        if any(
+            point in best(recorded["points"], figure) for figure in ("ttft_mean_s", "ttft_p99_s")
+        )
+    ]
+    front.sort(key=lambda point: -point["figures"]["requests_per_s"])
+    rows += [_row("found", point["figures"], point["weights"]) for point in front]
+    return [*rows, _row("limit", recorded["limits"])]
 
 
-def _row(what: str, figures: Point, weights: Point | None = None) -> str:
+def _row(label: str, figures: Point, weights: Point | None = None) -> str:
     cells = [
         f"{figures[name] * factor:.{digits}f}" if name in figures else ""
         for name, factor, digits in zip(FIGURES, (1, 1e3, 1e3, 1), (1, 0, 0, 2), strict=True)
     ]
-    said = ", ".join(f"{name} {value:g}" for name, value in (weights or {}).items())
-    return f"| {what} | " + " | ".join(cells) + f" | {said} |"
+    weights_text = ", ".join(f"{name} {value:g}" for name, value in (weights or {}).items())
+    return f"| {label} | " + " | ".join(cells) + f" | {weights_text} |"
 
 
-def _distances(name: str, told: dict) -> list[str]:
-    """How far each bar is from what was found, and from the limit."""
+def _distances(name: str, recorded: dict) -> list[str]:
+    """Distance of each bar from the best points and from the limit."""
     rows = [
         "| bar | asks for | adaptive | best found | clairvoyant | limit | |",
         "|---" * 7 + "|",
     ]
-    for bar, value in wanted(name, told):
+    for bar, value in bar_values(name, recorded):
         figure, pick = bar.figure, max if bar.at_least else min
-        found = [one["figures"][figure] for one in told["points"]]
-        known, limit = told["columns"]["clairvoyant"][figure], told["limits"].get(figure)
-        ratios = [f"{each / value:.3f} x" for each in (found[0], pick(found), known)]
-        reached = pick(found) >= value if bar.at_least else pick(found) <= value
+        values = [row["figures"][figure] for row in recorded["points"]]
+        known, limit = recorded["columns"]["clairvoyant"][figure], recorded["limits"].get(figure)
+        ratios = [
+            f"{reached_value / value:.3f} x" for reached_value in (values[0], pick(values), known)
+        ]
+        reached = pick(values) >= value if bar.at_least else pick(values) <= value
         beyond = limit is not None and (limit < value if bar.at_least else limit > value)
         verdict = "beyond the limit" if beyond else "reached" if reached else "not reached"
         last = "" if limit is None else f"{limit / value:.3f} x"
@@ -209,18 +225,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     for name in args.only or scenarios():
-        told = measure(name, count=args.points, seeds=args.seeds)
-        if told is None:
+        measured = measure(name, count=args.points, seeds=args.seeds)
+        if measured is None:
             continue
         for figure in ("ttft_mean_s", "ttft_p99_s"):
-            for one in best(told["points"], figure):
-                print(f"  {figure:12} {one['figures']} {one['weights']}", flush=True)
-        print(f"  limits {told['limits']}", flush=True)
+            for point in best(measured["points"], figure):
+                print(f"  {figure:12} {point['figures']} {point['weights']}", flush=True)
+        print(f"  limits {measured['limits']}", flush=True)
         if args.write:
             (rig.RESULTS / "frontier").mkdir(exist_ok=True)
             seeds = " ".join(map(str, args.seeds))
             command = f"python -m bench.frontier --only {name} --points {args.points}"
-            rig.write(f"frontier/{name}", f"{command} --seeds {seeds} --write", told)
+            rig.write(f"frontier/{name}", f"{command} --seeds {seeds} --write", measured)
 
 
 if __name__ == "__main__":

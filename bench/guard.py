@@ -1,4 +1,4 @@
-"""What the guard of a plugin of others costs for each call, against the bare plugin.
+"""Measures what the guard around a foreign plugin adds to each call.
 
     python -m bench.guard [--endpoints 100] [--calls 20000]
 

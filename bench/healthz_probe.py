@@ -1,4 +1,4 @@
-"""Requests /healthz of a picker again and again, and prints the longest wait for an answer.
+"""Requests /healthz of a picker again and again, and prints the longest wait.
 
     python bench/healthz_probe.py PORT
 

@@ -1,4 +1,4 @@
-"""Bar 2 of capacity: ten thousand requests wait, and go on when an engine comes.
+"""Measures ten thousand requests that wait in flow control until an engine comes.
 
     python -m bench.holding [--requests N] [--rounds N] [--write]
 

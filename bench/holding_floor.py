@@ -1,4 +1,4 @@
-"""What gRPC itself takes and keeps for waiting streams: two messages are read, nothing is parsed.
+"""Measures what gRPC itself takes for waiting streams: two messages are read, nothing parsed.
 
 python -m bench.holding_floor PORT
 

@@ -1,4 +1,4 @@
-"""How long and how much one hostile client, engine or file can take of a picker.
+"""Measures time and memory that one hostile client, engine or file can take of a picker.
 
 python -m bench.hostile [--kinds bodies,large,clients,pages,files,waiting] [--requests 10000]
                         [--seconds 60] [--size 1048576] [--only NAME] [--write]

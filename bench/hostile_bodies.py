@@ -1,4 +1,4 @@
-"""Measure what hostile bodies cost to parse: CPU per MiB and memory per byte; ends 1 over a bar.
+"""Measures what hostile bodies cost to parse: CPU per MiB, memory per byte; exits 1 over a bar.
 
 Each body is as long as `--mib`, on every surface that could read it. CPU is process time, the least of
 three runs; memory is the peak that tracemalloc sees beside the body.

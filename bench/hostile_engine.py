@@ -1,4 +1,4 @@
-"""An engine that serves requests, and whose pages lie, fail, stand still or are far too large.
+"""An engine that serves requests and whose metrics pages lie, fail, hang or are far too large.
 
 python -m bench.hostile_engine KIND [--host IP]
 

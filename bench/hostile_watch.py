@@ -1,4 +1,4 @@
-"""What a picker does while it is treated badly: waits, memory, CPU and accounts."""
+"""Samples a picker while it is attacked: waits, memory, CPU and open accounts."""
 
 from __future__ import annotations
 

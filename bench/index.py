@@ -1,4 +1,4 @@
-"""What a block of the prefix index takes in memory while blocks come and go (bar: 100 bytes).
+"""Measures bytes per block of the prefix index while blocks come and go (bar: 100 bytes).
 
     python -m bench.index [--blocks 1000000] [--endpoints 8] [--write]
 

@@ -1,4 +1,4 @@
-"""Bar 3: long prompts and long answers.
+"""Measures long prompts and long responses: CPU and memory of a picker.
 
     python -m bench.large [--write]
 

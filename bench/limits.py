@@ -14,13 +14,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from extproc.simulator import simulation_runs
-from extproc.simulator import profiles
+from extproc.simulator import profiles, simulation_runs
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec
 
 
-def of(plan: simulation_runs.SimulationPlan, *, seed: int) -> dict[str, float]:
+def bounds(plan: simulation_runs.SimulationPlan, *, seed: int) -> dict[str, float]:
     """Bounds of one run.
 
     Returns:

@@ -1,10 +1,10 @@
-"""Bar 2: CPU per request against the floor of the same gRPC runtime, and added latency.
+"""Measures CPU per request against a constant gRPC server, and added latency.
 
     python -m bench.overhead [--rounds 12] [--seconds 1.5] [--write]
 
 The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
 Envoy, with the same messages. The pool has one endpoint, the default strategy, and scraping on.
-There are two floors: gRPC as it comes, and gRPC run as extproc runs it (`extproc.server.runtime`).
+There are two floors: gRPC as it comes, and gRPC run as extproc runs it (`extproc.server.grpc_workarounds`).
 All are up at the same time and are loaded in turns; ratios are taken between neighbours.
 """
 

@@ -35,16 +35,20 @@ def results(*scenarios: str) -> str:
     """Every column of some scenarios; means over the seeds with half of the 95 % interval."""
     parts = []
     for scenario in scenarios:
-        told = bars.result(scenario)
-        if told is None:
+        recorded = bars.result(scenario)
+        if recorded is None:
             continue
-        parts += [f"**{told['title']}** ({scenario}, seeds {_list(told['seeds'])})", ""]
+        parts += [f"**{recorded['title']}** ({scenario}, seeds {_list(recorded['seeds'])})", ""]
         parts += ["| strategy | " + " | ".join(head for head, *_ in WAITS) + " |"]
         parts += ["|---" * (len(WAITS) + 1) + "|"]
-        for name, row in told["columns"].items():
+        for name, row in recorded["columns"].items():
             cells = [_cell(row[key], factor, digits) for _, key, factor, digits in WAITS]
             parts.append(f"| {name} | " + " | ".join(cells) + " |")
-        parts += ["", f"`{told['command']}`, {told['date']}, commit {told['commit']}.", ""]
+        parts += [
+            "",
+            f"`{recorded['command']}`, {recorded['date']}, commit {recorded['commit']}.",
+            "",
+        ]
     return "\n".join(parts).rstrip()
 
 
@@ -52,10 +56,10 @@ def _cell(value: list[float | None], factor: float, digits: int) -> str:
     mean, half = value
     if mean is None:
         return ""
-    told = f"{mean * factor:.{digits}f}"
+    text = f"{mean * factor:.{digits}f}"
     if half is None or not half:
-        return told
-    return f"{told} ± {half * factor:.{digits}f}"
+        return text
+    return f"{text} ± {half * factor:.{digits}f}"
 
 
 def _list(values: Iterable[object]) -> str:
@@ -68,15 +72,17 @@ def verdicts(*scenarios: str) -> str:
         "| scenario | figure | against | wanted | adaptive | clairvoyant | |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in bars.outcomes():
-        bar = one.bar
+    for outcome in bars.outcomes():
+        bar = outcome.bar
         if scenarios and bar.scenario not in scenarios:
             continue
         sign = ">=" if bar.at_least else "<="
-        known = "" if one.clairvoyant is None else f"{one.clairvoyant / one.other:.2f} x"
+        known = (
+            "" if outcome.clairvoyant is None else f"{outcome.clairvoyant / outcome.other:.2f} x"
+        )
         rows.append(
-            f"| {bar.scenario} | {bar.figure} | {one.against} | {sign} {bar.wanted:.2f} x "
-            f"| {one.ratio:.3f} x | {known} | {'met' if one.met else '**missed**'} |"
+            f"| {bar.scenario} | {bar.figure} | {outcome.against} | {sign} {bar.wanted:.2f} x "
+            f"| {outcome.ratio:.3f} x | {known} | {'met' if outcome.met else '**missed**'} |"
         )
     return "\n".join(rows)
 
@@ -87,18 +93,18 @@ def l4() -> str:
         "| most open | strategy | req/s | TTFT mean, ms | TPOT mean, ms | ITL median | ITL p99 |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (most, strategy), told in published.L4.items():
+    for (most, strategy), measured in published.L4.items():
         row = _column(f"l4-published-{most}", strategy)
         if row is None:
             continue
-        found = [
+        simulated = [
             row["requests_per_s"][0],
             *(
                 row[key][0] * 1e3
                 for key in ("ttft_mean_s", "tpot_mean_s", "itl_p50_s", "itl_p99_s")
             ),
         ]
-        cells = [f"{a:.4g} → {b:.4g}" for a, b in zip(told, found, strict=True)]
+        cells = [f"{a:.4g} → {b:.4g}" for a, b in zip(measured, simulated, strict=True)]
         rows.append(f"| {most} | {strategy} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -110,11 +116,11 @@ def k6() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     keys = ("requests_per_s", "e2e_mean_s", "e2e_p50_s", "e2e_p90_s", "e2e_p95_s")
-    for (scenario, strategy), told in published.K6.items():
+    for (scenario, strategy), measured in published.K6.items():
         row = _column(scenario, strategy)
         if row is None:
             continue
-        cells = [f"{a:.4g} → {row[key][0]:.4g}" for a, key in zip(told, keys, strict=True)]
+        cells = [f"{a:.4g} → {row[key][0]:.4g}" for a, key in zip(measured, keys, strict=True)]
         rows.append(f"| {scenario} | {strategy} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -130,17 +136,17 @@ def lora() -> str:
         base = _column(scenario, "baseline")
         if base is None:
             continue
-        for name, told in columns.items():
+        for name, measured in columns.items():
             row = _column(scenario, name)
             if name == "baseline" or row is None:
                 continue
             cells, agree = [], 0
             for place, key in enumerate(keys):
-                wanted = told[place] / columns["baseline"][place] - 1
-                found = row[key][0] / base[key][0] - 1
-                same = _direction(wanted) == _direction(found)
+                published_change = measured[place] / columns["baseline"][place] - 1
+                change = row[key][0] / base[key][0] - 1
+                same = _direction(published_change) == _direction(change)
                 agree += same
-                cells.append(f"{wanted:+.0%} → {found:+.0%}{'' if same else ' !'}")
+                cells.append(f"{published_change:+.0%} → {change:+.0%}{'' if same else ' !'}")
             rows.append(f"| {scenario} | {name} | " + " | ".join(cells) + f" | {agree} of 4 |")
     return "\n".join(rows)
 
@@ -151,8 +157,8 @@ def _direction(change: float) -> int:
 
 
 def _column(scenario: str, strategy: str) -> Row | None:
-    told = bars.result(scenario)
-    return None if told is None else told["columns"].get(strategy)
+    recorded = bars.result(scenario)
+    return None if recorded is None else recorded["columns"].get(strategy)
 
 
 #: Blocks by name: what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
@@ -184,13 +190,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """A page with every block made anew."""
-    for name, make in BLOCKS.items():
+    for name, build in BLOCKS.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        before, found, rest = text.partition(begin)
-        if found:
+        before, marker, rest = text.partition(begin)
+        if marker:
             _, closed, after = rest.partition(end)
             assert closed, f"expected {end} after {begin.strip()}, got none; close the block"
-            text = before + begin + make() + "\n" + end + after
+            text = before + begin + build() + "\n" + end + after
     return text
 
 

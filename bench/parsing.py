@@ -1,4 +1,4 @@
-"""Measure the parsing room: microseconds per body, by surface and size. Prints a table."""
+"""Measures body parsers: microseconds per body, by API surface and size. Prints a table."""
 
 import json
 import struct

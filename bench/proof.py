@@ -58,25 +58,25 @@ def names() -> list[str]:
 def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> dict | None:
     """Run a scenario; None where its trace is not there."""
     path = SCENARIOS / f"{name}.yaml"
-    whole = simulation_runs.read(path)
-    if isinstance(whole.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
+    definition = simulation_runs.read(path)
+    if isinstance(definition.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
-    wanted = tuple(whole.seeds)[:seeds] if seeds else ()
+    wanted = tuple(definition.seeds)[:seeds] if seeds else ()
     plan = simulation_runs.plan(path, strategies=columns, configs=(), seeds=wanted)
     began = time.monotonic()
     runs = list(simulation_runs.runs(plan, jobs=jobs))
-    told = report.report(plan.scenario, runs)
+    results = report.report(plan.scenario, runs)
     print(f"{name}: {len(runs)} runs in {time.monotonic() - began:.0f} s", flush=True)
     return {
-        "title": whole.title,
+        "title": definition.title,
         "seeds": list(plan.scenario.seeds),
         "columns": {
             column.strategy: {
                 key: [_short(column.figures[key].mean), _short(column.figures[key].half)]
                 for key in KEPT
             }
-            for column in told.columns
+            for column in results.columns
         },
     }
 

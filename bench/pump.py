@@ -1,4 +1,4 @@
-"""What one pump takes while requests wait: nobody else is served meanwhile.
+"""Measures one pass of the flow controller over its queues, during which the loop is blocked.
 
     python -m bench.pump [--waiting N ...]
 

@@ -1,4 +1,4 @@
-"""An API server that says pod updates at any rate: lists are the real server's, events are made.
+"""A proxy of an API server that adds pod updates to its watches at any rate.
 
 The real one, with etcd and the writers on the same two cores, does not come near 1,000 writes a
 second. What a watch says is as large as what the real one says: every event holds a whole pod as

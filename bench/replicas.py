@@ -32,8 +32,8 @@ import uvloop
 
 from bench import agreement, rig, sending
 from bench.proof import SCENARIOS
-from extproc.simulator import simulation_runs
 from extproc.demo import stack
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report, run_metrics, scenario
 from extproc.simulator.fleet.workloads import TraceWorkload
 

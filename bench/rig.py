@@ -1,4 +1,4 @@
-"""What the benches share: a picker (or the floor) behind a real Envoy, before a lean backend."""
+"""Set-up of the benches: a picker or a constant gRPC server behind a real Envoy, a lean backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bar 5: how long one decision takes: 200 endpoints, an 8k-token prompt.
+"""Measures one routing decision: 200 endpoints, an 8k-token prompt.
 
     python -m bench.route [--endpoints 200] [--bytes 32768] [--scorers 4] [--write]
 

@@ -1,4 +1,4 @@
-"""Bar 4: CPU of scraping N endpoints of a real metrics page once a second, and of reading one page.
+"""Measures the CPU of scraping N endpoints once a second, and of parsing one page.
 
     python bench/scrape.py [--endpoints 100] [--seconds 10] [--chunked] [--loop uvloop] [--json]
 

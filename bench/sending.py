@@ -1,4 +1,4 @@
-"""The requests of a simulated workload, sent for real.
+"""Sends the requests of a simulated workload to real servers.
 
 `Texts` turns block keys into prompts that the HTTP engine cuts into the same blocks, `Wall` is the
 simulator's timeline on the real clock, and `play` drives the simulator's own `client.Sender` with

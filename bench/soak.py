@@ -1,4 +1,4 @@
-"""What the picker's memory does over many requests, honest ones and hostile ones.
+"""Measures a picker's memory over many well-formed and hostile requests.
 
     python -m bench.soak [--requests 1000000] [--part core ...] [--trace] [--write]
 

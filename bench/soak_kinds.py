@@ -1,4 +1,4 @@
-"""Requests of hostile clients, by kind: what one client can put into one request."""
+"""Requests of hostile clients, by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What looking for stalls of the event loop costs: processor time of a loop with and without.
+"""Measures what stall detection of the event loop costs in CPU.
 
 To be woken costs more than to look, and how much more is the machine's; a busy loop is awake anyway,
 so the third figure is what looking itself takes.

@@ -1,4 +1,4 @@
-"""A well-behaved client at a fixed rate, in a process of its own; writes down how each request went.
+"""Sends requests at a fixed rate from a process of its own, and records each outcome.
 
 python -m bench.steady_client PORT RATE SECONDS FILE
 

@@ -1,4 +1,4 @@
-"""Bar 3 of capacity: from a request that waits to the replica it asks for.
+"""Measures the time from a waiting request to the replica that is started for it.
 
     python -m bench.waking [--rounds N] [--write]
 

@@ -42,7 +42,7 @@ LONG = (
     "e2e/test_many.py",
     "kubernetes/test_discovery.py",
     "kubernetes/conformance/test_gateway.py",
-    "cli/test_simulate.py",
+    "simulator/test_simulate_command.py",
     "e2e/test_flow_control.py",
     "e2e/test_bodies.py",
     "scheduling/test_contract.py",

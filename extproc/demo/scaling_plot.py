@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from extproc import distribution
 from extproc.autoscaling.scaling_history import CHARTS, HistoryRow
+from extproc.simulator import plot_style
 
 #: From nothing to the highest value of a line.
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -56,30 +56,27 @@ def as_text(chart: ScalingPlot) -> str:
 
 def save_plot(chart: ScalingPlot, path: Path) -> str:
     """Draw them into a file, where matplotlib is; returns what became of it."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not plot_style.is_available():
         return f"For a plot: {distribution.install_command('plots')}"
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 8))
-    FigureCanvasAgg(figure)
     times = [row.at_s for row in chart.rows]
-    for at, (field, title) in enumerate(CHARTS.items(), 1):
-        axes = figure.add_subplot(len(CHARTS), 1, at)
-        if field == "available":
-            axes.step(times, [row.spec for row in chart.rows], where="post", label="requested")
-        values = [getattr(row, field) for row in chart.rows]
-        axes.step(times, values, where="post", label=field)
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.grid(visible=True, alpha=0.3)
-        if field == "available":
-            axes.legend(fontsize=8)
-    axes.set_xlabel("seconds")
-    figure.tight_layout()
+    with plot_style.new_figure(8, 7) as figure:
+        figure.subplots_adjust(left=0.08, right=0.98, top=0.95, bottom=0.07, hspace=0.5)
+        for place, (field, title) in enumerate(CHARTS.items(), 1):
+            axes = figure.add_subplot(len(CHARTS), 1, place)
+            style = {"color": plot_style.COLOR, "linewidth": 1.8, "label": "available"}
+            if field == "available":
+                requested = [row.spec for row in chart.rows]
+                axes.step(times, requested, where="post", color=plot_style.GREY, label="requested")
+            axes.step(times, [getattr(row, field) for row in chart.rows], where="post", **style)
+            axes.set_ylim(bottom=0)
+            axes.set_title(title, fontsize=8, loc="left")
+            axes.grid(visible=True)
+        axes.legend(loc="upper right")
+        axes.set_xlabel("time (s)")
+        content = plot_style.encode(figure, path.suffix.removeprefix(".") or "png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        path.write_bytes(content)
     except OSError as error:
         return f"The plot could not be written: {error}"
     return f"The plot: {path}"

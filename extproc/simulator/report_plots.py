@@ -1,29 +1,42 @@
-"""Plots of a report, with matplotlib: the extra `plots`.
+"""Plots of a report, as PNG and SVG, and a page with all of them.
 
-The files are the same for the same report: no date, no random ids.
+The files are the same for the same report.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import html
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from extproc import distribution
 from extproc.autoscaling.scaling_history import CHARTS
 from extproc.errors import ConfigError
+from extproc.simulator import plot_style
 from extproc.simulator.fleet.report import Column, Report, Run
 
 _FORMATS = ("png", "svg")
 
-#: File, figure, factor, label of the axis.
-_BARS = (
-    ("throughput", "requests_per_s", 1.0, "requests per second"),
-    ("ttft_mean", "ttft_mean_s", 1e3, "mean TTFT (ms)"),
-    ("ttft_p99", "ttft_p99_s", 1e3, "p99 TTFT (ms)"),
+#: File, figure, factor, label of the axis, logarithmic axis.
+_VALUES = (
+    ("throughput", "requests_per_s", 1.0, "requests per second, mean and 95 % interval", False),
+    ("ttft_mean", "ttft_mean_s", 1e3, "mean time to first token (ms), 95 % interval", True),
+    ("ttft_p99", "ttft_p99_s", 1e3, "p99 time to first token (ms), 95 % interval", True),
 )
+
+#: Labels of the charts of `scaling_history`.
+_UNITS = {
+    "depth": "requests per replica",
+    "depth_mean": "requests per replica",
+    "queries_per_s": "requests per second",
+    "available": "replicas",
+}
+
+#: Characters of a title line.
+_TITLE_WIDTH = 90
 
 
 def require() -> None:
@@ -32,7 +45,7 @@ def require() -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not plot_style.is_available():
         raise ConfigError(
             "--plots",
             wanted="matplotlib",
@@ -45,7 +58,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     """Draw everything; yields every file that was written.
 
     Args:
-        report: What to draw.
+        report: Results of the runs.
         folder: Where to; made when it is not there.
 
     Raises:
@@ -57,116 +70,127 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
         raise ConfigError(
             "--plots", wanted="a folder that can be written", got=str(error), fix="check the path"
         ) from None
-    for name, figure, factor, label in _BARS:
+    title = textwrap.fill(report.scenario.title, _TITLE_WIDTH)
+    plots = _plots(report)
+    for name, ((width_in, height_in), paint) in plots.items():
+        with plot_style.new_figure(width_in, height_in) as figure:
+            paint(figure)
+            figure.text(0.0, 1.03, title, fontweight="bold", fontsize=9, va="bottom")
+            for form in _FORMATS:
+                path = folder / f"{name}.{form}"
+                path.write_bytes(plot_style.encode(figure, form, is_tight=True))
+                yield path
+    page = folder / "index.html"
+    page.write_text(_page(report.scenario.title, list(plots)), encoding="utf-8")
+    yield page
 
-        def bars(
-            axes: Any, figure: str = figure, factor: float = factor, label: str = label
-        ) -> None:
-            _bars(axes, report.columns, figure=figure, factor=factor, label=label)
 
-        yield from _drawn(report, folder / name, bars)
-    yield from _drawn(report, folder / "ttft_cdf", lambda axes: _cdf(axes, report.columns))
-    yield from _drawn(report, folder / "endpoint_load", lambda axes: _load(axes, report.columns))
+#: Width and height in inches, and the function that fills the figure.
+_Plot = tuple[tuple[float, float], Callable[[Any], None]]
+
+
+def _plots(report: Report) -> Mapping[str, _Plot]:
+    """Every plot by the name of its file, in the order of the page."""
+    columns = {column.strategy: column for column in report.columns}
+    rows = [columns[name] for name in plot_style.ordered(list(columns))]
+    plots: dict[str, _Plot] = {"ttft_cdf": ((7.5, 3.6), lambda figure: _draw_cdf(figure, rows))}
+    height_in = plot_style.ROW_IN * len(rows) + 0.7
+    for name, key, factor, label, is_log in _VALUES:
+        paint = functools.partial(_draw_values, rows, height_in, key, factor, label, is_log)
+        plots[name] = ((5.5, height_in), paint)
+    plots["endpoint_load"] = ((7.5, 3.6), lambda figure: _draw_load(figure, rows))
     scaled = [run for run in report.runs if run.summary.scaling and run.seed == report.runs[0].seed]
     if scaled:
-        yield from _charted(report, folder / "replicas", scaled)
+        plots["replicas"] = ((8.0, 5.2), lambda figure: _draw_scaling(figure, scaled))
+    return plots
 
 
-def _drawn(report: Report, base: Path, paint: Callable[[Any], None]) -> Iterator[Path]:
-    def fill(figure: Any) -> None:
-        # Room for slanted names; a layout engine would draw everything twice.
-        figure.subplots_adjust(left=0.1, right=0.98, bottom=0.2, top=0.92)
-        axes = figure.add_subplot()
-        paint(axes)
-        axes.set_title(report.scenario.title)
-        axes.grid(visible=True, axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-
-    yield from _saved(base, (8, 4.5), fill)
-
-
-def _charted(report: Report, base: Path, runs: Sequence[Run]) -> Iterator[Path]:
-    """Queue depth, its average, queries per second and replicas over time, of one seed."""
-
-    def fill(figure: Any) -> None:
-        figure.subplots_adjust(left=0.08, right=0.98, bottom=0.09, top=0.89, hspace=0.3)
-        figure.suptitle(f"{report.scenario.title} (seed {runs[0].seed})")
-        for n, (field, label) in enumerate(CHARTS.items()):
-            axes = figure.add_subplot(2, 2, n + 1)
-            for run in runs:
-                rows = run.summary.scaling
-                minutes = [at / 60 for at in rows.at_s] if rows else []
-                axes.step(minutes, getattr(rows, field), where="post", label=run.strategy)
-            axes.set_title(label, fontsize="medium")
-            axes.set_ylim(bottom=0)
-            axes.grid(visible=True, axis="y", alpha=0.3)
-            if n >= len(CHARTS) // 2:
-                axes.set_xlabel("minutes")
-            if not n:
-                axes.legend()
-
-    yield from _saved(base, (11, 7), fill)
-
-
-def _saved(base: Path, inches: tuple[float, float], fill: Callable[[Any], None]) -> Iterator[Path]:
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.hashsalt": "extproc", "svg.fonttype": "path"}):
-        figure = Figure(figsize=inches)
-        FigureCanvasAgg(figure)
-        fill(figure)
-        for form in _FORMATS:
-            path = base.with_suffix(f".{form}")
-            # A date or a version would make equal plots differ.
-            metadata = {"Date": None} if form == "svg" else {"Software": None}
-            figure.savefig(path, format=form, dpi=120, metadata=metadata)
-            yield path
-
-
-def _bars(axes: Any, columns: Sequence[Column], *, figure: str, factor: float, label: str) -> None:
-    """One bar for each strategy, with its interval."""
-    values = [column.figures[figure] for column in columns]
-    heights = [_number(value.mean) * factor for value in values]
-    halves = [_number(value.half) * factor for value in values]
-    colours = [f"C{n % 10}" for n in range(len(columns))]
-    names = [column.strategy for column in columns]
-    axes.bar(range(len(columns)), heights, yerr=halves, capsize=4, color=colours)
-    axes.set_xticks(range(len(columns)), names, rotation=20, ha="right")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(label)
-
-
-def _cdf(axes: Any, columns: Sequence[Column]) -> None:
-    """Share of requests whose first token came within a time."""
-    from matplotlib.ticker import LogLocator
-
+def _draw_values(
+    columns: Sequence[Column],
+    height_in: float,
+    name: str,
+    factor: float,
+    label: str,
+    is_log: bool,  # noqa: FBT001 - a row of `_VALUES`
+    figure: Any,
+) -> None:
+    """One figure of every strategy, with its interval."""
+    axes = figure.add_axes((0.0, 0.5 / height_in, 1.0, 1 - 0.6 / height_in))
+    rows = []
     for column in columns:
-        quantiles = column.ttft_quantiles_s
-        shares = [n / 100 for n in range(len(quantiles))]
-        axes.plot([value * 1e3 for value in quantiles], shares, label=column.strategy)
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_xlabel("TTFT (ms)")
+        interval = column.figures[name]
+        rows.append(
+            plot_style.ValueRow(
+                strategy=column.strategy, mean=interval.mean * factor, half=interval.half * factor
+            )
+        )
+    plot_style.draw_values(axes, rows, label=label, is_log=is_log, is_bar=not is_log)
+
+
+def _draw_cdf(figure: Any, columns: Sequence[Column]) -> None:
+    """Share of requests whose first token came within a time."""
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    names = [column.strategy for column in columns]
+    times_ms = [[value * 1e3 for value in column.ttft_quantiles_s] for column in columns]
+    for name, values in zip(names, times_ms, strict=True):
+        shares = [place / (len(values) - 1) for place in range(len(values))]
+        axes.plot(values, shares, **plot_style.line_style(name, names))
+    drawn = [value for values in times_ms for value in values if value > 0]
+    if drawn:
+        plot_style.set_log_axis(axes.xaxis, min(drawn), max(drawn) * 1.02, most=9)
+    axes.set_xlabel("time to first token (ms)")
     axes.set_ylabel("share of requests")
-    axes.legend()
+    axes.set_ylim(0, 1.02)
+    _finish_lines(axes)
 
 
-def _load(axes: Any, columns: Sequence[Column]) -> None:
+def _draw_load(figure: Any, columns: Sequence[Column]) -> None:
     """Prompt tokens of every engine, over the mean, the busiest first."""
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    names = [column.strategy for column in columns]
     for column in columns:
         tokens = sorted((endpoint.prompt_tokens for endpoint in column.endpoints), reverse=True)
         mean = sum(tokens) / max(1, len(tokens)) or 1.0
-        axes.plot([count / mean for count in tokens], marker=".", label=column.strategy)
+        ranks = range(1, len(tokens) + 1)
+        style = plot_style.line_style(column.strategy, names)
+        axes.plot(ranks, [count / mean for count in tokens], **style)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("engines, the busiest first")
-    axes.set_ylabel("prompt tokens, over the mean")
+    axes.set_xlabel("engine, by its load (1 is the busiest)")
+    axes.set_ylabel("prompt tokens, over the mean of all engines")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    _finish_lines(axes)
 
 
-def _number(value: float) -> float:
-    return 0.0 if math.isnan(value) else value
+def _draw_scaling(figure: Any, runs: Sequence[Run]) -> None:
+    """Queue depth, its average, requests per second and replicas over time, of one seed."""
+    figure.subplots_adjust(left=0.0, right=1.0, bottom=0.0, top=0.93, hspace=0.4, wspace=0.2)
+    names = [run.strategy for run in runs]
+    for place, (field, title) in enumerate(CHARTS.items()):
+        axes = figure.add_subplot(2, 2, place + 1)
+        for run in runs:
+            rows = run.summary.scaling
+            minutes = [at / 60 for at in rows.at_s] if rows else []
+            style = {**plot_style.line_style(run.strategy, names), "marker": None}
+            axes.step(minutes, getattr(rows, field), where="post", **style)
+        axes.set_title(title, fontsize=8, loc="left")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(_UNITS[field])
+        axes.set_xlabel("time (minutes)")
+        axes.grid(visible=True)
+    figure.legend(*axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 0.95))
+    seed = f"seed {runs[0].seed}"
+    figure.text(1.0, 1.03, seed, ha="right", fontsize=8)
+
+
+def _finish_lines(axes: Any) -> None:
+    axes.grid(visible=True)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _page(title: str, names: Sequence[str]) -> str:
+    """The page that shows every plot."""
+    pictures = "\n".join(f'<p><img src="{name}.svg" alt="{name}"></p>' for name in names)
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f"<title>{html.escape(title)}</title>\n{pictures}\n</html>\n"
+    )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from extproc.simulator import simulation_runs
 from extproc.errors import ConfigError
+from extproc.simulator import simulation_runs
 from extproc.simulator.fleet import report, scenario, tables
 
 _BAR = 30

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from bench import frontier, limits
-from extproc.simulator import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
-from extproc.simulator import profiles
+from extproc.simulator import profiles, simulation_runs
 from extproc.simulator.fleet.sim_request import RequestSpec
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bars, drawings, pages, proof
+from bench import bars, pages, plots, proof
 from extproc.simulator import simulation_runs
 
 SCENARIOS = Path(proof.SCENARIOS)
@@ -34,19 +34,16 @@ def test_pages_are_the_results(path):
     assert text == pages.filled(text), "run python -m bench.pages"
 
 
-@pytest.mark.parametrize("page", drawings.DRAWN)
+@pytest.mark.parametrize("page", plots.SCENARIOS)
 def test_plots_are_of_the_results(page):
-    """Every plot was made of what `bench/results` holds, by the code that is there."""
-    for suffix, told in (
-        ("", drawings.columns_of(page)),
-        ("-frontier", drawings.frontiers_of(page)),
-    ):
+    """Every plot was drawn from what `bench/results` holds, by the code that is there."""
+    for suffix, results in (("", plots.results_of(page)), ("-frontier", plots.frontiers_of(page))):
         path = pages.PAGES / f"{page}{suffix}.svg"
-        assert path.exists() == bool(told), "run python -m bench.drawings"
-        assert not told or drawings.source(told) in path.read_text(), "run python -m bench.drawings"
+        assert path.exists() == bool(results), "run python -m bench.plots"
+        assert not results or plots.digest(results) in path.read_text(), "run python -m bench.plots"
 
 
 def test_a_plot_is_what_is_drawn():
     """The same bytes for the same results."""
     path = pages.PAGES / "k6.svg"
-    assert path.read_bytes() == drawings.drawn("k6"), "run python -m bench.drawings"
+    assert path.read_bytes() == plots.draw_page("k6"), "run python -m bench.plots"

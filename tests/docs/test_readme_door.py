@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bars, trace_plot
+from bench import bars, plots
 from tests.docs import explain_example
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,8 @@ def test_a_figure_is_the_recorded_one(name):
 
 def test_the_plot_is_of_the_results():
     """The plot was drawn from the committed results, by the code that is there."""
-    assert trace_plot.digest() in trace_plot.PATH.read_text(), "run python -m bench.trace_plot"
+    recorded = plots.digest(bars.result(plots.TRACE))
+    assert recorded in plots.TRACE_PATH.read_text(), "run python -m bench.plots"
 
 
 @pytest.mark.parametrize("path", explain_example.PAGES, ids=lambda path: path.name)

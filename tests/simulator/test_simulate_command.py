@@ -80,7 +80,7 @@ def test_a_scenario_becomes_a_table(small, capsys):
 
 
 def test_processes_give_the_numbers_one_process_gives(small, tmp_path):
-    """How many run at once is nothing to the results."""
+    """The number of processes does not change the results."""
     written = []
     for jobs in ("1", "2"):
         path = tmp_path / f"{jobs}.json"
@@ -113,7 +113,7 @@ def test_variants_are_configurations_with_something_put_over(small):
 
 
 def test_warnings_of_a_configuration_are_told(small, capsys):
-    """What the upstream picker's file says and nobody acts on is not passed over in silence."""
+    """Settings of an upstream file that have no effect are listed as warnings."""
     theirs = small.parent / "theirs.yaml"
     theirs.write_text(THEIRS)
     argv = ["simulate", str(small), "--jobs", "1", "--seeds", "1", "--config", str(theirs)]
@@ -312,7 +312,9 @@ def test_plots_are_drawn_and_the_same_again(small, tmp_path):
     names = ("throughput", "ttft_mean", "ttft_p99", "ttft_cdf", "endpoint_load")
     assert {path.name for path in first.iterdir()} == {
         f"{name}.{form}" for name in names for form in ("png", "svg")
-    }
+    } | {"index.html"}
+    page = (first / "index.html").read_text()
+    assert [page.index(f'src="{name}.svg"') > 0 for name in names] == [True] * len(names)
     todo = planned(small, strategies=["random"], seeds=[1, 2])
     result = report.report(todo.scenario, list(simulation_runs.runs(todo, jobs=1)))
     for path in itertools.islice(report_plots.draw(result, second), 2):
