@@ -20,7 +20,7 @@ import time
 #: Seconds between two probes, after a failed one, and the longest wait for an answer.
 PROBE_S = 0.005
 RETRY_S = 0.2
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -24,7 +24,7 @@ PATH = "/v1/completions"
 UPSTREAM = "x-upstream"
 
 #: Seconds after which a request counts as failed.
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 #: Conversations that go on beside each other, which share the beginning of their prompts.
 _CONVERSATIONS = 20

@@ -30,9 +30,9 @@ from extproc import distribution
 from extproc.autoscaling.runtime import parent_death_signal
 from extproc.errors import ConfigError
 
-#: Seconds a child has to become ready, which takes one on a machine that does nothing else, and to
-#: end once it was asked to.
-START_TIMEOUT_S = 60.0
+#: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for the
+#: first; 300 are for machines that do much else, and a child that ends is noticed at once.
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 5.0
 
 #: What Envoy logs once listeners take connections.

@@ -111,7 +111,7 @@ async def play(
                 note(sample)
                 messages.append({"role": "assistant", "content": answer})
 
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=300)
     async with (
         aiohttp.ClientSession(url, timeout=timeout) as session,
         asyncio.TaskGroup() as tasks,

@@ -261,7 +261,7 @@ def test_a_past_request_is_told_by_its_id(server, capsys):
 
 def test_last_decisions_are_listed(server):
     """/debug/decisions lists the last decisions, newest first, each in a line."""
-    with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=1", timeout=60) as page:
+    with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=1", timeout=300) as page:
         (decision,) = json.load(page)["decisions"]
     assert (decision["id"], decision["status"]) == ("id/1", "200")
     assert decision["why"].startswith("adaptive; chose=10.0.0.")

@@ -96,7 +96,7 @@ def client():
                 probe.connect(path)
             except OSError:
                 raise NoDocker(f"Docker does not answer at {where}") from None
-    with contextlib.closing(docker.from_env(timeout=60)) as found:
+    with contextlib.closing(docker.from_env(timeout=300)) as found:
         yield found
 
 
@@ -166,10 +166,10 @@ def test_it_serves_with_nothing_to_write_to(container):
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         for name in ("liveness", "readiness"):
-            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=60)
+            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=300)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     url = f"http://{address(container, 9090)}/metrics"
-    with urllib.request.urlopen(url, timeout=60) as page:
+    with urllib.request.urlopen(url, timeout=300) as page:
         assert b"extproc_info" in page.read()
 
 

@@ -70,10 +70,10 @@ def pages(process):
 def test_a_picker_serves_and_ends_where_nothing_can_be_written(picker, empty):
     """It makes its certificate, serves its pages and drains, and leaves no file behind."""
     port = pages(picker)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
         assert b"extproc_info" in answer.read()
     picker.send_signal(signal.SIGTERM)
-    assert picker.wait(timeout=60) == 0
+    assert picker.wait(timeout=300) == 0
     assert list(empty.iterdir()) == []
 
 
@@ -82,7 +82,7 @@ def test_the_limit_holds(empty):
     writing = "import pathlib; pathlib.Path('file').write_text('x')"
     program = _NO_WRITES.replace('"-m", "extproc"', f'"-c", "{writing}"')
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=empty, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=empty, capture_output=True, timeout=300, check=False
     )
     assert done.returncode != 0
     assert b"File too large" in done.stderr

@@ -22,7 +22,7 @@ UNSCRAPED = (
 )
 
 #: Seconds a fact may take to become visible on a page.
-_VISIBLE_S = 60.0
+_VISIBLE_S = 300.0
 
 #: What no process of an installation says when all is well.
 _ALARMS = re.compile(

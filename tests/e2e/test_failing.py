@@ -71,7 +71,7 @@ class Load:
     async def more(self, count):
         """Wait for so many further answers."""
         wanted = self.statuses.total() + count
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while self.statuses.total() < wanted:
                 await asyncio.sleep(0.005)
 

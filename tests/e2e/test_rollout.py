@@ -33,7 +33,7 @@ STREAMS, ASKING = 50, 4
 EVERY, PAUSE_S = 10, 0.1
 
 #: Seconds a fact may take to become visible on a page.
-_VISIBLE_S = 60.0
+_VISIBLE_S = 300.0
 
 
 class Engine:

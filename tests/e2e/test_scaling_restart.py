@@ -26,7 +26,7 @@ CLIENTS = 6
 MOST = 3
 
 #: Seconds a change may take to become visible.
-_VISIBLE_S = 60.0
+_VISIBLE_S = 300.0
 
 
 class Keeper:

@@ -42,7 +42,7 @@ class Engine:
 
 async def until(holds):
     """Wait until what is looked at holds."""
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(300):
         while not await holds():
             await asyncio.sleep(0.1)
 

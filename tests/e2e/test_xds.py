@@ -27,7 +27,7 @@ CONFIG = (
 )
 
 #: Seconds a fact may take to become visible on a page.
-_VISIBLE_S = 60.0
+_VISIBLE_S = 300.0
 
 #: Clients that ask again and again, and the seconds each pauses: a load that leaves a busy machine
 #: room to start processes.

@@ -54,7 +54,7 @@ def clusterwide(documents):
 def refusal(*arguments):
     """What helm says of values that it must refuse."""
     done = subprocess.run(
-        tools.template(*arguments), capture_output=True, text=True, timeout=60, check=False
+        tools.template(*arguments), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode != 0, done.stdout
     return done.stderr
@@ -347,6 +347,6 @@ def test_helm_lint_has_nothing_to_say():
         tools.KUBERNETES,
         str(tools.CHART),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stdout

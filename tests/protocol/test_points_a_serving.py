@@ -230,7 +230,7 @@ def test_011_draining_serves_on():
     """Draining: not ready at once, old and new streams are served, at its end they close OK."""
 
     async def test() -> None:
-        async with serving.running(serving.settings(FIRST, drain_timeout_s=60.0)) as picker:
+        async with serving.running(serving.settings(FIRST, drain_timeout_s=300.0)) as picker:
             await drained(picker)
 
     serving.run(test())

@@ -222,7 +222,7 @@ def test_both_pages_share_a_connection(http):
         async with http.serving(served, "127.0.0.1"):
             held = store.PoolStore(lambda _: None)
             held.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
-            fetch = client.ScrapeClient(timeout_s=60.0, cap_bytes=10_000)
+            fetch = client.ScrapeClient(timeout_s=300.0, cap_bytes=10_000)
             subject = scraper.Scraper(
                 scraper.ScraperSettings(
                     models=model_list_poller.ModelListSettings(interval_s=30.0)

@@ -306,7 +306,7 @@ def test_real_engines_are_scraped_over_sockets(http):
             fleet_.set_endpoints(
                 [Endpoint(f"127.0.0.1:{first.port}"), Endpoint(f"127.0.0.2:{second.port}")], 0.0
             )
-            fetch = client.ScrapeClient(timeout_s=60.0, cap_bytes=10_000)
+            fetch = client.ScrapeClient(timeout_s=300.0, cap_bytes=10_000)
             clock = asyncio.get_running_loop().time
             subject = scraper.Scraper(
                 QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)

@@ -28,7 +28,7 @@ def calls():
 
 async def begun(calls, count):
     """Let the loop turn until so many reads have begun."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while len(calls.futures) < count:
             await asyncio.sleep(0)
 

@@ -30,7 +30,7 @@ RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, TEXT)
 CHAT = json.dumps(
     {"model": "m", "messages": [{"role": "user", "content": "x" * 1_200_000}]}
 ).encode()
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @contextlib.asynccontextmanager

@@ -33,4 +33,4 @@ async def test_it_is_looked_for_again_when_the_last_have_left(monkeypatch):
     for streams in (2000, 200):
         crowds.count(streams)
     for _ in range(2):
-        await asyncio.wait_for(trims.get(), 60.0)
+        await asyncio.wait_for(trims.get(), 300.0)

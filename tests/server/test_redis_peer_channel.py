@@ -133,7 +133,7 @@ async def talking(*replicas: Replica):
 
 async def until(condition) -> None:
     """Wait for what has to become true."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -213,7 +213,7 @@ async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
     """A cancellation that is lost inside the client is looked for."""
     first = Replica(f"unix://{tmp_path}/none")
     first.line._reading = deaf = Deaf()
-    async with asyncio.timeout(60), talking(first):
+    async with asyncio.timeout(300), talking(first):
         await deaf.reads.wait()
 
 
@@ -221,7 +221,7 @@ async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(s
     """However long facts are gathered, the first one after a pause does not wait."""
     first = Replica(server.url, flush_s=3600.0)
     await until(Path(server.url.removeprefix("unix://")).exists)
-    async with redis.Redis.from_url(server.url) as reader, talking(first), asyncio.timeout(60):
+    async with redis.Redis.from_url(server.url) as reader, talking(first), asyncio.timeout(300):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
         first.send()
@@ -288,7 +288,7 @@ async def test_peer_channel_reads_the_password_file_at_each_connection(server, t
 
 async def connected(client) -> None:
     """Wait until the server answers."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             with contextlib.suppress(ConnectionError, RedisError):
                 await client.ping()

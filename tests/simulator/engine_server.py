@@ -22,7 +22,7 @@ def run(test):
     @functools.wraps(test)
     def sync(*args, **kwargs):
         async def limited():
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await test(*args, **kwargs)
 
         asyncio.run(limited())

@@ -53,7 +53,7 @@ def test_the_command_says_where_it_listens_and_stops_at_once_on_a_signal(number)
                 while b'"in_flight": 1' not in state(address):
                     pass
                 process.send_signal(number)
-                assert process.wait(timeout=60) == 0
+                assert process.wait(timeout=300) == 0
         finally:
             process.kill()
 

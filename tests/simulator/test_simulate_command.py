@@ -259,7 +259,7 @@ def test_ctrl_c_ends_it_at_once(small):
             os.kill(worker, signal.SIGINT)
         _workers(process, 2, ticks=60)
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130

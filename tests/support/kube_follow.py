@@ -15,7 +15,7 @@ from extproc.discovery.kubernetes import controller, settings
 from extproc.discovery.static_discovery import DiscoveryEvent
 
 #: Seconds a change may take to arrive.
-_SEEN_S = 60.0
+_SEEN_S = 300.0
 
 #: Shorter pauses than in service, so that tests wait for the API server and not for us.
 _PATIENCE = {"retry_s": 0.02, "max_retry_s": 0.2, "absent_s": 0.2, "coalesce_s": 0.001}

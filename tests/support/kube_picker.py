@@ -19,7 +19,7 @@ from tests.support import ext_proc_script, peer, serving
 UNSCRAPED = "scrape: {enabled: false}, scheduling: {strategy: round-robin}"
 
 #: Seconds a change may take to be seen. Back-off of discovery may be part of it.
-_SEEN_S = 60.0
+_SEEN_S = 300.0
 
 _PATH = {":method": "GET", ":path": "/any", "x-request-id": "r"}
 

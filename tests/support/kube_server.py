@@ -34,7 +34,7 @@ from extproc.demo import stack
 BUILT = Path(__file__).resolve().parents[2] / ".cache" / "envtest"
 
 #: Seconds the API server may take to become ready on a busy machine.
-_READY_S = 60.0
+_READY_S = 300.0
 
 #: Seconds between looks at a process or a port that gives no event.
 _LOOK_S = 0.05

@@ -126,7 +126,7 @@ def test_the_generated_module_matches_proto(tmp_path: Path):
     subprocess.run(
         [*command, f"--descriptor_set_out={output}", PROTO.name],
         check=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     (compiled,) = FileDescriptorSet.FromString(output.read_bytes()).file

@@ -159,7 +159,7 @@ async def test_scale_writes_events_after_one_that_raised():
 
     api, supervisor = Broken(scale=b"{}"), Supervisor()
     subject = scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True, supervisor)
-    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(subject.run())
         for replicas in (2, 3):
             assert await subject.scale(ScalingDecision(replicas, "load"), 1) is None

@@ -12,7 +12,7 @@ UP = ScalingDecision(3, ScalingReason.UP)
 async def test_the_program_is_told_the_number(tmp_path):
     """It is run with the number in its place, which is then what is asked for."""
     note = tmp_path / "note"
-    hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=60.0)
+    hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=300.0)
     assert hook.acts
     assert await hook.current_replicas(1) == 1
     assert await hook.scale(UP, 1) is None
@@ -22,14 +22,14 @@ async def test_the_program_is_told_the_number(tmp_path):
 
 async def test_who_comes_after_asks_for_what_was_asked_for():
     """Engines that are still starting were asked for, though nobody sees them."""
-    for subject in (ExecActuator(["true", "{replicas}"], timeout_s=60.0), AdvisoryActuator()):
+    for subject in (ExecActuator(["true", "{replicas}"], timeout_s=300.0), AdvisoryActuator()):
         subject.restore(3)
         assert await subject.current_replicas(1) == 3
 
 
 async def test_a_program_that_fails_changes_nothing():
     """Its status and last words are told, and the number is asked for again."""
-    hook = ExecActuator(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=60.0)
+    hook = ExecActuator(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=300.0)
     failed = await hook.scale(UP, 1)
     assert failed == ActuatorError("sh ended with 4: no quota 3")
     assert await hook.current_replicas(1) == 1
@@ -44,7 +44,7 @@ async def test_a_program_that_hangs_is_ended():
 
 async def test_a_program_that_is_missing_is_told():
     """With what the system says."""
-    failed = await ExecActuator(["/no/such/program", "{replicas}"], timeout_s=60.0).scale(UP, 1)
+    failed = await ExecActuator(["/no/such/program", "{replicas}"], timeout_s=300.0).scale(UP, 1)
     assert "No such file" in failed.message
 
 

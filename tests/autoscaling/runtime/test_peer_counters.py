@@ -24,7 +24,7 @@ from extproc.errors import ConfigError
 async def picker(name, *written, held=0, port=0):
     """The part of a picker that talks to others, behind a port."""
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
-    peers = PeerCounterClient(name, written, timeout_s=60.0, own=lambda: counters)
+    peers = PeerCounterClient(name, written, timeout_s=300.0, own=lambda: counters)
     peers.heard = []
     peers.woken = peers.heard.extend
     application = web.Application()
@@ -58,7 +58,7 @@ async def test_pickers_tell_each_other_what_they_count():
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as somebody of whom nothing is known."""
     async with picker("b", held=1) as other:
-        subject = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
+        subject = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=300.0, own=dict)
         assert await subject.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
         assert await subject.read("p") == {"b": None}
@@ -67,7 +67,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    subject = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
+    subject = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=300.0, own=dict)
     assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
 
@@ -94,7 +94,7 @@ async def test_what_strangers_push_is_not_believed():
         other = PeerCounterClient(
             "stranger",
             [f"127.0.0.1:{subject.port}"],
-            timeout_s=60.0,
+            timeout_s=300.0,
             own=lambda: {"p": PickerCounters(held=5)},
         )
         await other.read("p")
@@ -117,7 +117,7 @@ async def test_strange_bodies_are_refused():
 def test_addresses_need_a_port(written):
     """Anything else is refused at start."""
     with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
-        PeerCounterClient("a", [written], timeout_s=60.0, own=dict)
+        PeerCounterClient("a", [written], timeout_s=300.0, own=dict)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
     monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
-    async with asyncio.timeout(60.0):
+    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own=dict)
+    async with asyncio.timeout(300):
         assert await subject.read("p") == {"extproc-peers:9090": None}
         assert not await subject.is_peer("127.0.0.1")
 
 
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=60.0, own=dict)
+    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=300.0, own=dict)
     assert await subject.read("p") == {"a..b:9090": None}
 
 
@@ -168,7 +168,7 @@ async def test_connections_to_peers_that_left_are_closed(monkeypatch):
             return list(addresses)
 
         monkeypatch.setattr(peer_counters, "_addresses", resolved)
-        subject = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
+        subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own=dict)
         await subject.read("p")
         assert len(subject._asking._idle_connections) == 1
         addresses.clear()
@@ -187,7 +187,7 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         return answers[0]
 
     monkeypatch.setattr(peer_counters, "_addresses", addresses)
-    subject = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
+    subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own=dict)
     assert await subject.is_peer("10.0.0.1")
     assert await subject.is_peer("fd00::2")
     for _ in range(100):
@@ -201,4 +201,4 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
     assert await subject.is_peer("10.0.0.9")
     assert not await subject.is_peer("10.0.0.1")
     subject.close()
-    assert not await PeerCounterClient("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")
+    assert not await PeerCounterClient("b", [], timeout_s=300.0, own=dict).is_peer("10.0.0.1")

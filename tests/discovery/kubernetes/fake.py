@@ -201,12 +201,12 @@ class ApiServer:
         finally:
             self.watchers.pop(event, None)
 
-    async def until_watched(self, count=6, timeout_s=60.0):
+    async def until_watched(self, count=6, timeout_s=300.0):
         """Waits for so many watches: 6 are those of one InferencePool."""
         async with asyncio.timeout(timeout_s), self.moved:
             await self.moved.wait_for(lambda: len(self.watchers) >= count)
 
-    async def until(self, true, timeout_s=60.0):
+    async def until(self, true, timeout_s=300.0):
         """Waits for something to be true of the requests seen."""
         async with asyncio.timeout(timeout_s), self.moved:
             await self.moved.wait_for(lambda: true(self.requests))

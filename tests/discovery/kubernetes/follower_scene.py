@@ -58,7 +58,7 @@ class Scene:
         async with self.moved:
             self.moved.notify_all()
 
-    async def until(self, true, timeout_s=60.0):
+    async def until(self, true, timeout_s=300.0):
         try:
             async with asyncio.timeout(timeout_s), self.moved:
                 await self.moved.wait_for(true)

@@ -27,7 +27,7 @@ UNSCRAPED = "scrape: {enabled: false}"
 SCRAPED = "scrape: {idle_interval_s: 0.2, models: false}"
 
 #: Seconds a change may take to be seen by a gateway or a picker.
-_SEEN_S = 60.0
+_SEEN_S = 300.0
 
 
 class Answer(msgspec.Struct, frozen=True):
