@@ -18,9 +18,7 @@ from extproc.config import (
     upstream_flow_control,
     validation,
 )
-from extproc.config.epp_past_types import DECISION_TREE
-from extproc.config.epp_plugin_type import UpstreamType
-from extproc.config.epp_plugin_types import TYPES
+from extproc.config.epp_plugin_types import DECISION_TREE, UpstreamType, plugin_types
 from extproc.config.profile_builder import ROLES, PluginSpec, ProfileSpec
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
@@ -173,7 +171,7 @@ def by_reference(
 def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
     """Warn of deprecated or unsupported plugin types, and of parameters without effect."""
     for plugin in plugins:
-        known = TYPES.get(plugin.type)
+        known = plugin_types().get(plugin.type)
         name = plugin.name or plugin.type
         if known is not None and known.status in ("deprecated", "unsupported"):
             yield f"plugin {name}: {known.note}"
@@ -244,7 +242,7 @@ def _named(
                 got=f"{name} twice",
                 fix="give one of them another name",
             )
-        theirs = TYPES.get(plugin.type)
+        theirs = plugin_types().get(plugin.type)
         if theirs is not None:
             kind = theirs.kind
             if not kind:
@@ -253,7 +251,7 @@ def _named(
             kind = plugin.type
         else:
             spot = validation.location(where, (*path, "plugins", index, "type"))
-            raise _unknown(plugin.type, {*TYPES, *ours}, spot)
+            raise _unknown(plugin.type, {*plugin_types(), *ours}, spot)
         named[name] = (index, plugin, kind)
     return named
 
@@ -280,7 +278,7 @@ def _translate_plugin(
                 validation.location(where, spot),
                 wanted="a filter that does something here",
                 got=written.type,
-                fix=TYPES[written.type].note,
+                fix=plugin_types()[written.type].note,
             )
         entry = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
         return entry, written.type == DECISION_TREE
@@ -306,11 +304,10 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
 
 def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
     """Return the parameters as the kind has them, without those that have no effect."""
-    known = TYPES.get(plugin.type)
+    known = plugin_types().get(plugin.type)
     if known is None:
         return plugin.parameters
-    left = {k: value for k, value in plugin.parameters.items() if k not in known.parameters}
-    return left if known.translate is None else known.translate(left)
+    return known.convert_parameters(plugin.parameters)
 
 
 def _routing(

@@ -1,9 +1,10 @@
 import msgspec
 import pytest
 
-from extproc.config.epp_plugin_types import TYPES
+from extproc.config.epp_plugin_types import plugin_types
 from extproc.scheduling import registry
 
+TYPES = plugin_types()
 TABLES = {
     "filter": registry.FILTERS,
     "scorer": registry.SCORERS,
