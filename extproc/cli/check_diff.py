@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from extproc.config import loader, profiles, reloading
+from extproc.config import loader, profile_builder, reloading
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -69,7 +69,7 @@ def refusal(running: Settings, wanted: Settings) -> str:
     merged = reloading.in_force(running, wanted)
     try:
         loader.check_compatible(merged, where="the live fields with what is running")
-        profiles.build_profile(merged, where="the live fields with what is running")
+        profile_builder.build_profile(merged, where="the live fields with what is running")
     except ConfigError as error:
         return str(error)
     return ""

@@ -257,7 +257,7 @@ def _read_request(name: str) -> bytes:
 
 def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     from extproc.cli import offline_explain
-    from extproc.config import loader, profiles, validation
+    from extproc.config import loader, profile_builder, validation
     from extproc.request import HttpRequest
     from extproc.telemetry import explanation
     from extproc.telemetry.pool_state import PoolState
@@ -268,7 +268,6 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
         overrides = [
             loader.FlagOverride(("scheduling", "strategy"), args.strategy, "--strategy"),
             loader.FlagOverride(("scheduling", "profile"), None, "--strategy"),
-            loader.FlagOverride(("scheduling", "plugins"), [], "--strategy"),
         ]
     if args.allow_unsupported:
         path = ("scheduling", "allow_unsupported")
@@ -277,7 +276,7 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
     pool = validation.to_struct(tree, PoolState, where=args.state)
     raw = HttpRequest({":method": "POST", ":path": args.path, **headers}, body)
     settings = loader.settings(document, overrides)
-    profiles.build_profile(settings, where="--strategy" if args.strategy else document.where)
+    profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
     outcome = offline_explain.decide(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from extproc.cli import epp_flags, flag_table, flag_values, kubernetes_flags
-from extproc.config import loader, pools, profiles
+from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling.profile import SchedulerProfile
@@ -108,7 +108,7 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = loader.settings(document, overrides)
     warnings += kubernetes_flags.ineffective(args, followed=pools.from_kubernetes(merged))
-    profile = profiles.build_profile(
+    profile = profile_builder.build_profile(
         merged, where="--strategy" if args.strategy else document.where
     )
     warnings += _clamped(args)
@@ -189,7 +189,6 @@ def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
     if args.strategy is not None:
         # A word on the command line also beats a profile written out in the file.
         yield loader.FlagOverride(("scheduling", "profile"), None, "--strategy")
-        yield loader.FlagOverride(("scheduling", "plugins"), [], "--strategy")
 
 
 def _clamped(args: argparse.Namespace) -> Iterator[str]:

@@ -4,9 +4,10 @@
   `constraints` has the ranges of fields.
 - `validation` converts plain trees to structs, with errors that name the path; `loader` reads files
   and flags; `lint` warns of settings that are allowed and probably a mistake.
-- `epp_config` reads the upstream picker's file. Both grammars become a `ProfileSpec`
-  (`profile_builder`), and `profiles` builds the scheduling profile; `plugin_loader` adds plugins
-  from files and installed packages.
+- `epp_config` reads the upstream picker's file; `epp_plugin_types` is the table of its plugins.
+  Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling
+  profile; `filter_tree_syntax` converts filter trees, `plugin_loader` adds plugins from files and
+  installed packages.
 - `factory` builds the parts of a picker from settings.
 
 The package opens no sockets, starts no tasks, reads no clock and parses no command line.

@@ -63,7 +63,7 @@ def collect(
 def _path_of(error: ConfigError, document: ConfigDocument) -> validation.Path:
     """Return the path of an error in the tree of a file; empty if it is unknown."""
     head = f"{document.where}: "
-    if isinstance(document.where, validation.FlatDocumentName) or not error.where.startswith(head):
+    if document.epp is not None or not error.where.startswith(head):
         return ()
     steps: list[validation.Step] = []
     for key, index in _STEP.findall(error.where.removeprefix(head).replace(": ", ".")):

@@ -1,8 +1,7 @@
-"""Reads the upstream picker's grammar: plugins by name, and profiles that refer to them.
+"""Reads an EndpointPickerConfig: plugins by name, and profiles that refer to them.
 
-It applies to `EndpointPickerConfig`, and to `scheduling` of our own file. Upstream wires producers,
-handlers and scorers together; here a prefix index and the pool store do their work, so such plugin
-types are accepted and left out (`epp_plugin_types`).
+Upstream wires producers, handlers and scorers together; here a prefix index and the pool store do
+their work, so such plugin types are accepted and left out (`epp_plugin_types`).
 """
 
 from __future__ import annotations
@@ -13,13 +12,21 @@ import msgspec
 
 from extproc.config import (
     filter_tree_syntax,
-    scheduling_schema,
     settings,
     upstream_flow_control,
     validation,
 )
 from extproc.config.epp_plugin_types import DECISION_TREE, UpstreamType, plugin_types
-from extproc.config.profile_builder import ROLES, PluginSpec, ProfileSpec
+from extproc.config.scheduling_schema import (
+    ROLES,
+    EppPlugins,
+    EppProfile,
+    NamedPlugin,
+    PluginEntry,
+    PluginRef,
+    PluginSpec,
+    ProfileSpec,
+)
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
 
@@ -72,20 +79,29 @@ _HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def from_endpoint_picker_config(
-    tree: Mapping[str, object], *, where: str
-) -> tuple[dict[str, object], list[str]]:
-    """Convert an EndpointPickerConfig to a tree of our own settings.
+class EppDocument(msgspec.Struct, frozen=True):
+    """An EndpointPickerConfig in terms of our own settings.
+
+    Attributes:
+        tree: Settings as a file of ours would have them, without the plugins.
+        plugins: Plugins and profiles; None without any, which is upstream's default profile.
+        warnings: Warnings about keys without effect.
+    """
+
+    tree: dict[str, object]
+    plugins: EppPlugins | None
+    warnings: tuple[str, ...]
+
+
+def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> EppDocument:
+    """Convert an EndpointPickerConfig to our own settings.
 
     Args:
         tree: The file.
         where: Its name, for errors.
 
-    Returns:
-        The tree, and warnings about keys without effect.
-
     Raises:
-        ConfigError: The version or a key is unknown.
+        ConfigError: The version or a key is unknown, or a plugin cannot be read.
     """
     version = tree.get("apiVersion")
     if version not in VERSIONS:
@@ -111,66 +127,60 @@ def from_endpoint_picker_config(
             warnings.append(_KEYS[key])
     section, unmapped = upstream_flow_control.section_of(tree, where=where)
     warnings += unmapped
-    scheduling: dict[str, object] = {
-        key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
-    }
-    if not scheduling.get("plugins"):
-        # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
-        scheduling = {"strategy": "weighted"}
-    ours: dict[str, object] = {
-        "apiVersion": settings.API_VERSION,
-        "kind": settings.KIND,
-        "scheduling": scheduling,
-    }
+    ours: dict[str, object] = {"apiVersion": settings.API_VERSION, "kind": settings.KIND}
     if section is not None:
         ours["flow_control"] = section
-    return ours, warnings
+    written = {
+        key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
+    }
+    plugins = None
+    if written.get("plugins"):
+        plugins = validation.to_struct(written, EppPlugins, where=where)
+    else:
+        # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
+        ours["scheduling"] = {"strategy": "weighted"}
+    return EppDocument(ours, plugins, tuple(warnings))
 
 
 def by_reference(
-    rules: scheduling_schema.SchedulingRules,
-    tables: registry.PluginRegistry,
-    path: validation.Path,
-    *,
-    where: str,
+    scheduling: EppPlugins, tables: registry.PluginRegistry, *, where: str
 ) -> ProfileSpec:
     """Return the specification of the profile that plugins and scheduling profiles describe.
 
     Args:
-        rules: Rules with at least one entry in `plugins`.
+        scheduling: Plugins and profiles of the file.
         tables: All plugin kinds.
-        path: Where the rules stand in the file.
         where: The file, for errors.
 
     Raises:
         ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
             profile routes.
     """
-    named = _named(rules.plugins, tables, where=where, path=path)
-    chosen, at = _routing(rules, where=where, path=path)
-    here = (*path, "schedulingProfiles", at)
+    named = _named(scheduling.plugins, tables, where=where)
+    chosen, at = _routing(scheduling, where=where)
+    here = ("schedulingProfiles", at)
     parts: list[PluginSpec] = []
     for number, reference in enumerate(chosen.plugins):
-        spot = (*here, "plugins", number, "pluginRef")
         if reference.plugin_ref not in named:
-            raise _unknown(reference.plugin_ref, named, validation.location(where, spot))
+            spot = validation.location(where, (*here, "plugins", number, "pluginRef"))
+            raise _unknown(reference.plugin_ref, named, spot)
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
-        spot = (*path, "plugins", index)
-        plugin = _translate_plugin(written, kind, named, where=where, path=(*spot, "parameters"))
+        path = ("plugins", index)
+        plugin = _translate_plugin(written, kind, named, where=where, path=(*path, "parameters"))
         weight = 1.0 if reference.weight is None else reference.weight
         parts += [
-            PluginSpec(role, plugin, spot, "parameters", weight)
+            PluginSpec(role, plugin, path, "parameters", weight)
             for role in ROLES
             if kind in getattr(tables, role)
         ]
-    return ProfileSpec(chosen.name, tuple(parts), here, _MAX_SCORE)
+    return ProfileSpec(chosen.name, tuple(parts), here)
 
 
-def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
+def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
     """Warn of deprecated or unsupported plugin types, and of parameters without effect."""
-    for plugin in plugins:
+    for plugin in () if scheduling is None else scheduling.plugins:
         known = plugin_types().get(plugin.type)
         name = plugin.name or plugin.type
         if known is not None and known.status in ("deprecated", "unsupported"):
@@ -189,25 +199,22 @@ def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
             )
 
 
-def check_supported(
-    rules: scheduling_schema.SchedulingRules, path: validation.Path, *, where: str
-) -> None:
+def check_supported(scheduling: EppPlugins, *, where: str) -> None:
     """Reject handlers that split requests over several engines, which is not supported here.
 
     Args:
-        rules: The scheduling rules.
-        path: Where the rules stand in the file.
+        scheduling: Plugins and profiles of the file.
         where: The file, for errors.
 
     Raises:
         ConfigError: Requests are to be split over several engines.
     """
-    profiles = [profile.name for profile in rules.scheduling_profiles]
-    for index, plugin in enumerate(rules.plugins):
+    profiles = [profile.name for profile in scheduling.scheduling_profiles]
+    for index, plugin in enumerate(scheduling.plugins):
         if plugin.type in _SPLITTING and len(profiles) > 1:
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
             raise ConfigError(
-                validation.location(where, (*path, "plugins", index, "type")),
+                validation.location(where, ("plugins", index, "type")),
                 wanted="one endpoint for a request",
                 got=f"{plugin.type} with profiles {', '.join(profiles)}: "
                 f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
@@ -220,24 +227,21 @@ def check_supported(
 #: Names an error lists (count): those of one file, not every type there is.
 _MOST_SHOWN = 20
 
-_MAX_SCORE = scheduling_schema.PluginEntry(kind="max-score-picker")
-
 
 def _named(
-    plugins: Sequence[scheduling_schema.NamedPlugin],
+    plugins: Sequence[NamedPlugin],
     tables: registry.PluginRegistry,
     *,
     where: str,
-    path: validation.Path,
-) -> dict[str, tuple[int, scheduling_schema.NamedPlugin, str]]:
+) -> dict[str, tuple[int, NamedPlugin, str]]:
     """Return plugins by name, with their index and kind here; an empty kind has no effect."""
     ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
-    named: dict[str, tuple[int, scheduling_schema.NamedPlugin, str]] = {}
+    named: dict[str, tuple[int, NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
         name = plugin.name or plugin.type
         if name in named:
             raise ConfigError(
-                validation.location(where, (*path, "plugins", index, "name")),
+                validation.location(where, ("plugins", index, "name")),
                 wanted="every name once",
                 got=f"{name} twice",
                 fix="give one of them another name",
@@ -246,30 +250,30 @@ def _named(
         if theirs is not None:
             kind = theirs.kind
             if not kind:
-                _check_idle(theirs, plugin, validation.location(where, (*path, "plugins", index)))
+                _check_idle(theirs, plugin, validation.location(where, ("plugins", index)))
         elif plugin.type in ours:
             kind = plugin.type
         else:
-            spot = validation.location(where, (*path, "plugins", index, "type"))
+            spot = validation.location(where, ("plugins", index, "type"))
             raise _unknown(plugin.type, {*plugin_types(), *ours}, spot)
         named[name] = (index, plugin, kind)
     return named
 
 
 def _translate_plugin(
-    written: scheduling_schema.NamedPlugin,
+    written: NamedPlugin,
     kind: str,
-    named: Mapping[str, tuple[int, scheduling_schema.NamedPlugin, str]],
+    named: Mapping[str, tuple[int, NamedPlugin, str]],
     *,
     where: str,
     path: validation.Path,
-) -> scheduling_schema.PluginEntry:
+) -> PluginEntry:
     """Convert a plugin to our form; a decision tree gets the filters it refers to as nodes."""
-    plugin = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
+    plugin = PluginEntry(kind=kind, params=_effective(written))
     if written.type != DECISION_TREE:
         return plugin
 
-    def find(name: str, spot: validation.Path) -> tuple[scheduling_schema.PluginEntry, bool]:
+    def find(name: str, spot: validation.Path) -> tuple[PluginEntry, bool]:
         if name not in named:
             raise _unknown(name, named, validation.location(where, spot))
         _, written, kind = named[name]
@@ -280,14 +284,14 @@ def _translate_plugin(
                 got=written.type,
                 fix=plugin_types()[written.type].note,
             )
-        entry = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
+        entry = PluginEntry(kind=kind, params=_effective(written))
         return entry, written.type == DECISION_TREE
 
     params = filter_tree_syntax.from_decision_tree(plugin.params, find, where=where, path=path)
     return msgspec.structs.replace(plugin, params=params)
 
 
-def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot: str) -> None:
+def _check_idle(known: UpstreamType, plugin: NamedPlugin, spot: str) -> None:
     """Reject unknown parameters of a plugin type without effect, if they look misspelled."""
     if not known.parameters:
         return
@@ -302,7 +306,7 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
             )
 
 
-def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
+def _effective(plugin: NamedPlugin) -> Mapping[str, object]:
     """Return the parameters as the kind has them, without those that have no effect."""
     known = plugin_types().get(plugin.type)
     if known is None:
@@ -310,17 +314,14 @@ def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
     return known.convert_parameters(plugin.parameters)
 
 
-def _routing(
-    scheduling: scheduling_schema.SchedulingRules, *, where: str, path: validation.Path
-) -> tuple[scheduling_schema.SchedulingProfile, int]:
+def _routing(scheduling: EppPlugins, *, where: str) -> tuple[EppProfile, int]:
     """Return the profile that picks the serving endpoint, and its index."""
     profiles = scheduling.scheduling_profiles
     if not profiles:
         refs = tuple(
-            scheduling_schema.PluginRef(plugin_ref=plugin.name or plugin.type)
-            for plugin in scheduling.plugins
+            PluginRef(plugin_ref=plugin.name or plugin.type) for plugin in scheduling.plugins
         )
-        return scheduling_schema.SchedulingProfile(name="default", plugins=refs), 0
+        return EppProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
     wanted = next(
@@ -330,14 +331,14 @@ def _routing(
         if profile.name == wanted:
             return profile, at
     raise ConfigError(
-        validation.location(where, (*path, "schedulingProfiles")),
+        validation.location(where, ("schedulingProfiles",)),
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
         got=", ".join(profile.name for profile in profiles),
         fix="keep the profile that picks who serves the request",
     )
 
 
-def _decoding(handler: scheduling_schema.NamedPlugin) -> str:
+def _decoding(handler: NamedPlugin) -> str:
     """Return the name of a handler's decode profile; other stages are not picked here."""
     keys, name = _HANDLERS[handler.type]
     value: object = handler.parameters

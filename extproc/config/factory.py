@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import loader, policy_schema, profiles
+from extproc.config import loader, policy_schema, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import dns, endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
@@ -52,7 +52,7 @@ class PoolParts(msgspec.Struct, frozen=True):
     cache_model: cache_model.CacheModel
     guards: plugin_guard.GuardFactory
     profile: SchedulerProfile
-    profiles: profiles.ResolvedProfiles
+    profiles: profile_builder.ResolvedProfiles
     director: director.Director
     exchange: ExchangeSettings
     budget: BufferBudget
@@ -87,10 +87,10 @@ def build(
             is bypassed.
 
     Raises:
-        ConfigError: The profile cannot be built, see `profiles.build_profile`.
+        ConfigError: The profile cannot be built, see `profile_builder.build_profile`.
     """
     guards = guards or _untimed()
-    resolved = profiles.resolve_all(settings, where=where, guards=guards)
+    resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     prefix = settings.prefix
     index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
     belief = cache_model.CacheModel(
@@ -139,8 +139,8 @@ def reroute(
     *,
     where: str,
     guards: plugin_guard.GuardFactory,
-    before: profiles.ResolvedProfiles | None = None,
-) -> tuple[scheduler.RoutingConfig, profiles.ResolvedProfiles]:
+    before: profile_builder.ResolvedProfiles | None = None,
+) -> tuple[scheduler.RoutingConfig, profile_builder.ResolvedProfiles]:
     """Build the routing of new settings for a running director.
 
     Args:
@@ -151,9 +151,9 @@ def reroute(
             state.
 
     Raises:
-        ConfigError: A profile cannot be built, see `profiles.build_profile`.
+        ConfigError: A profile cannot be built, see `profile_builder.build_profile`.
     """
-    resolved = profiles.resolve_all(settings, where=where, guards=guards, before=before)
+    resolved = profile_builder.resolve_all(settings, where=where, guards=guards, before=before)
     return build_routing_config(settings, resolved.profile, resolved.by_model), resolved
 
 

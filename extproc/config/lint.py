@@ -10,7 +10,7 @@ from extproc.config.settings import Settings
 
 def find_warnings(settings: Settings) -> Iterator[str]:
     """Yield a sentence for every setting that is probably a mistake."""
-    yield from epp_config.warnings(settings.scheduling.plugins)
+    yield from epp_config.warnings(settings.scheduling.epp)
     yield from _rewrites(settings)
     yield from _xds(settings)
     yield from _scaling(settings)

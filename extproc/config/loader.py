@@ -34,13 +34,18 @@ class ConfigDocument(msgspec.Struct, frozen=True):
         tree: Mappings, lists and scalars.
         folder: Directory that relative file names in it start from; empty for the working
             directory.
-        warnings: Warnings about keys without effect.
+        epp: The document as an EndpointPickerConfig; None for a file of ours.
     """
 
     where: str
     tree: Mapping[str, object]
     folder: str = ""
-    warnings: tuple[str, ...] = ()
+    epp: epp_config.EppDocument | None = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about keys without effect."""
+        return () if self.epp is None else self.epp.warnings
 
 
 class FlagOverride(msgspec.Struct, frozen=True):
@@ -56,6 +61,8 @@ class FlagOverride(msgspec.Struct, frozen=True):
     value: object
     flag: str
 
+
+_STRATEGY = ("scheduling", "strategy")
 
 #: The document without a file: defaults, and flags.
 EMPTY = ConfigDocument("the command line", {"apiVersion": API_VERSION, "kind": KIND})
@@ -118,10 +125,8 @@ def parse(text: str, *, where: str) -> ConfigDocument:
             fix=f"begin with 'apiVersion: {API_VERSION}'",
         )
     if tree.get("kind") == epp_config.KIND:
-        ours, warnings = epp_config.from_endpoint_picker_config(tree, where=where)
-        return ConfigDocument(
-            validation.FlatDocumentName(where, ("scheduling",)), ours, warnings=tuple(warnings)
-        )
+        epp = epp_config.from_endpoint_picker_config(tree, where=where)
+        return ConfigDocument(where, epp.tree, epp=epp)
     return ConfigDocument(where, tree)
 
 
@@ -156,6 +161,7 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
     """
     where = document.where
     _known_kind(document)
+    _refuse_references(document)
     validation.to_struct(document.tree, Settings, where=where)
     tree: Mapping[str, object] = document.tree
     for override in overrides:
@@ -163,6 +169,9 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
         # The file is in order, so what fails now is this flag.
         validation.to_struct(tree, Settings, where=override.flag)
     merged = validation.to_struct(tree, Settings, where=where)
+    if document.epp is not None and not any(override.path == _STRATEGY for override in overrides):
+        scheduling = msgspec.structs.replace(merged.scheduling, epp=document.epp.plugins)
+        merged = msgspec.structs.replace(merged, scheduling=scheduling)
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
     entries(merged.pool, where=listed)
@@ -214,6 +223,37 @@ def _known_kind(document: ConfigDocument) -> None:
                 got="none",
                 fix=f"begin with '{key}: {value}'",
             )
+
+
+def _refuse_references(document: ConfigDocument) -> None:
+    """Refuse the grammar of an EndpointPickerConfig in a file of ours.
+
+    Raises:
+        ConfigError: A scheduling section has plugins or scheduling profiles.
+    """
+    pool_list = document.tree.get("pools")
+    sections: list[tuple[validation.Path, object]] = [
+        (("scheduling",), document.tree.get("scheduling"))
+    ]
+    for at, pool in enumerate(pool_list if isinstance(pool_list, list) else ()):
+        if isinstance(pool, dict):
+            sections.append((("pools", at, "scheduling"), pool.get("scheduling")))
+    for path, section in sections:
+        models = section.get("models") if isinstance(section, dict) else None
+        rules: dict[object, object] = models if isinstance(models, dict) else {}
+        for spot, written in (
+            (path, section),
+            *(((*path, "models", str(model)), rule) for model, rule in rules.items()),
+        ):
+            for key in ("plugins", "schedulingProfiles"):
+                if isinstance(written, dict) and key in written:
+                    raise ConfigError(
+                        validation.location(document.where, (*spot, key)),
+                        wanted="profile, with filters, scorers or cost, and picker",
+                        got=f"{key}, which belongs to a file of kind {epp_config.KIND}",
+                        fix="write profile: {filters: [{kind, params}], scorers: [{kind, weight, "
+                        "params}], cost: {kind, params}, picker: {kind, params}}",
+                    )
 
 
 def check_compatible(merged: Settings, *, where: str) -> None:

@@ -95,18 +95,6 @@ class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Attributes:
         name: Label of the pool in metrics, logs and decisions. No default: it identifies the pool.
-        endpoints: Addresses, or entries with name and labels. None.
-        endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
-            changes; empty for none.
-        kubernetes: Objects of a cluster to watch; null for none. At most one of the three sources
-            is used.
-        dns_refresh_s: Seconds between lookups of host names. 30 is the usual lifetime of a record
-            in a cluster.
-        objectives: Priority by objective, the name in `x-llm-d-inference-objective`. Requests below
-            0 are rejected while every endpoint is saturated. None: every request has priority 0.
-        rewrites: Models that replace the requested model, by weight: aliases and canaries. None:
-            engines receive the client's model name.
-        autoscaling: Scaling of the engines of the pool. Null: others decide how many there are.
         match: Conditions on requests for the pool. None: it takes requests for models that its
             endpoints list, requests that the subset hint of the data plane directs to them, and
             those that no other pool takes.

@@ -11,7 +11,6 @@ from extproc.config import (
     discovered_scaling,
     epp_config,
     pool_schema,
-    scheduling_schema,
     validation,
 )
 from extproc.config.settings import Settings
@@ -107,8 +106,9 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         if pool.kubernetes is not None:
             _check_single_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
     _check_discovered(settings, where)
-    if not settings.scheduling.allow_unsupported:
-        _supported(settings, where)
+    scheduling = settings.scheduling
+    if scheduling.epp is not None and not scheduling.allow_unsupported:
+        epp_config.check_supported(scheduling.epp, where=where)
     if settings.pools and has_source(settings.pool):
         raise ConfigError(
             validation.location(where, ("pools",)),
@@ -133,22 +133,6 @@ def check_compatible(settings: Settings, *, where: str) -> None:
                 got="none of them",
                 fix="say where its endpoints come from",
             )
-
-
-def _supported(settings: Settings, where: str) -> None:
-    """Reject scheduling rules, of the process, pools or models, with unsupported plugins."""
-    scheduled: list[tuple[validation.Path, scheduling_schema.SchedulingSection]] = [
-        (("scheduling",), settings.scheduling)
-    ]
-    scheduled += [
-        (("pools", at, "scheduling"), pool.scheduling)
-        for at, pool in enumerate(settings.pools)
-        if pool.scheduling is not None and not pool.scheduling.allow_unsupported
-    ]
-    for path, rules in scheduled:
-        epp_config.check_supported(rules, path, where=where)
-        for model, own in rules.models.items():
-            epp_config.check_supported(own, (*path, "models", model), where=where)
 
 
 def _check_discovered(settings: Settings, where: str) -> None:

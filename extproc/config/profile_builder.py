@@ -1,57 +1,174 @@
-"""Specification of a profile before its plugins are built, common to both grammars."""
+"""Builds scheduling profiles from a strategy or a list of plugins, and checks their signals.
+
+A profile lists its plugins by roles in our own file, and by reference in an EndpointPickerConfig.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import msgspec
 
-from extproc.config import scheduling_schema, validation
+from extproc.config import (
+    epp_config,
+    filter_tree_syntax,
+    plugin_loader,
+    scheduling_schema,
+    validation,
+)
+from extproc.config.scheduling_schema import PluginSpec, ProfileSpec
+from extproc.config.settings import Settings
+from extproc.errors import ConfigError
+from extproc.scheduling import filter_tree, plugin_guard, presets, registry
+from extproc.scheduling.framework import Filter, Plugin, Signal
+from extproc.scheduling.profile import SchedulerProfile
 
-#: The table of kinds a plugin is looked up in.
-Role = Literal["filters", "scorers", "costs", "pickers"]
+PluginT = TypeVar("PluginT", bound=Plugin)
+
+_SCHEDULING: validation.Path = ("scheduling",)
+
+#: Settings that provide a signal that is not always available.
+_SCRAPED = "set scrape.enabled to true"
+_PROVIDED_BY: Mapping[Signal, str] = {
+    Signal.WAITING: _SCRAPED,
+    Signal.RUNNING: _SCRAPED,
+    Signal.KV_USAGE: _SCRAPED,
+    Signal.ADAPTERS: _SCRAPED,
+    Signal.PREFIX: "set prefix.capacity_blocks above 0",
+}
 
 
-ROLES: tuple[Role, ...] = get_args(Role)
-
-
-class PluginSpec(msgspec.Struct, frozen=True):
-    """A plugin of a profile.
+class ResolvedProfiles(msgspec.Struct, frozen=True):
+    """The profiles of a configuration.
 
     Attributes:
-        role: The table of its kind.
-        plugin: Its kind and parameters.
-        path: Its path in the file.
-        params: The key of its parameters in the file.
-        weight: Factor of a scorer's score; unused for other roles.
+        profile: Profile of models without rules of their own.
+        by_model: Profiles by model name.
+        origins: Inputs of the profiles by model name; None is the key of `profile`.
     """
 
-    role: Role
-    plugin: scheduling_schema.PluginEntry
-    path: validation.Path
-    params: str
-    weight: float = 1.0
+    profile: SchedulerProfile
+    by_model: Mapping[str, SchedulerProfile]
+    origins: Mapping[str | None, ProfileOrigin]
 
 
-class ProfileSpec(msgspec.Struct, frozen=True):
-    """A profile before its plugins are built.
+class ProfileOrigin(msgspec.Struct, frozen=True):
+    """Inputs of a profile; two equal origins build the same profile.
 
     Attributes:
-        name: Name in decisions.
-        parts: Plugins in the order they run; without a picker, `picker` is added.
-        path: Path of the profile in the file.
-        picker: The default picker.
+        rules: Rules of the configuration.
+        epp: Plugins of an EndpointPickerConfig; None without any.
+        external: External classes that the rules may name; an edited file creates new classes.
+        budget_ms: Time budget of a call to an external plugin (milliseconds); 0 without any.
     """
 
-    name: str
-    parts: tuple[PluginSpec, ...]
-    path: validation.Path
-    picker: scheduling_schema.PluginEntry
+    rules: scheduling_schema.SchedulingRules
+    epp: scheduling_schema.EppPlugins | None
+    external: frozenset[type]
+    budget_ms: float
 
-    def parts_of(self, role: Role) -> tuple[PluginSpec, ...]:
-        """Return the parts of a role, in order."""
-        return tuple(part for part in self.parts if part.role == role)
+
+def build_profile(
+    settings: Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
+) -> SchedulerProfile:
+    """Build the profile of models without rules of their own.
+
+    Args:
+        settings: All sections: several of them decide which signals exist.
+        where: The file or flags they came from, for errors.
+        guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
+            a profile without routing.
+
+    Raises:
+        ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal that is
+            not provided, or a plugin file that cannot be used.
+    """
+    return resolve_all(settings, where=where, guards=guards).profile
+
+
+def resolve_all(
+    settings: Settings,
+    *,
+    where: str,
+    guards: plugin_guard.GuardFactory | None = None,
+    before: ResolvedProfiles | None = None,
+) -> ResolvedProfiles:
+    """Build the default profile, and those of models with rules of their own.
+
+    Args:
+        settings: See `build_profile`.
+        where: See `build_profile`.
+        guards: See `build_profile`.
+        before: Profiles in force. A profile with an equal origin is reused: its plugins hold
+            sessions, turns and means that exist nowhere else.
+
+    Raises:
+        ConfigError: See `build_profile`.
+    """
+    scheduling = settings.scheduling
+    tables = plugin_loader.tables(scheduling, where=where, guards=guards)
+    signals = provided(settings)
+
+    origins: dict[str | None, ProfileOrigin] = {}
+
+    def ruled(
+        rules: scheduling_schema.SchedulingRules, model: str | None, *path: validation.Step
+    ) -> SchedulerProfile:
+        profile = _ruled(rules, path, where=where, tables=tables)
+        _require(profile, signals, where=where, path=path)
+        origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
+        if before is not None and before.origins.get(model) == origin:
+            return before.profile if model is None else before.by_model[model]
+        if model is not None:
+            profile = msgspec.structs.replace(profile, name=f"{profile.name}/{model}")
+        return profile
+
+    by_model = {
+        name: ruled(rules, name, *_SCHEDULING, "models", name)
+        for name, rules in scheduling.models.items()
+    }
+    return ResolvedProfiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
+
+
+def _origin(
+    rules: scheduling_schema.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
+) -> ProfileOrigin:
+    own = {
+        name: getattr(rules, name) for name in scheduling_schema.SchedulingRules.__struct_fields__
+    }
+    plain = scheduling_schema.SchedulingRules(**own)
+    epp = rules.epp if isinstance(rules, scheduling_schema.SchedulingSection) else None
+    words = set(_words(msgspec.to_builtins([plain, epp]))) if tables.external else set()
+    used = frozenset(cls for cls in tables.external if getattr(cls, "kind", "") in words)
+    return ProfileOrigin(plain, epp, used, budget_ms if used else 0.0)
+
+
+def _words(tree: object) -> Iterator[str]:
+    """Yield every string in a tree, kinds of plugins among them."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _words(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _words(value)
+
+
+def _ruled(
+    rules: scheduling_schema.SchedulingRules,
+    path: validation.Path,
+    *,
+    where: str,
+    tables: registry.PluginRegistry,
+) -> SchedulerProfile:
+    """Build the profile of rules: written out, of an EndpointPickerConfig, or a strategy."""
+    if rules.profile is not None:
+        return _build(by_roles(rules.profile, (*path, "profile")), tables, where=where)
+    if isinstance(rules, scheduling_schema.SchedulingSection) and rules.epp is not None:
+        return _build(epp_config.by_reference(rules.epp, tables, where=where), tables, where=where)
+    return _named(rules.strategy, path, where=where)
 
 
 def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> ProfileSpec:
@@ -61,15 +178,125 @@ def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Pr
         entry: The profile.
         path: Its path in the file.
     """
-    return ProfileSpec(entry.name, tuple(_parts(entry, path)), path, entry.picker)
+    return ProfileSpec(entry.name, tuple(_parts(entry, path)), path)
 
 
 def _parts(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Iterator[PluginSpec]:
-    for at, keep in enumerate(entry.filters):
-        yield PluginSpec("filters", keep, (*path, "filters", at), "params")
+    for at, plugin in enumerate(entry.filters):
+        yield PluginSpec("filters", plugin, (*path, "filters", at), "params")
     for at, scorer in enumerate(entry.scorers):
-        spot = (*path, "scorers", at)
-        yield PluginSpec("scorers", scorer, spot, "params", scorer.weight)
+        yield PluginSpec("scorers", scorer, (*path, "scorers", at), "params", scorer.weight)
     if entry.cost is not None:
         yield PluginSpec("costs", entry.cost, (*path, "cost"), "params")
     yield PluginSpec("pickers", entry.picker, (*path, "picker"), "params")
+
+
+def provided(settings: Settings) -> frozenset[Signal]:
+    """Return the signals that settings provide."""
+    signals = set(Signal) - set(_PROVIDED_BY)
+    if settings.prefix.capacity_blocks:
+        signals.add(Signal.PREFIX)
+    if settings.scrape.enabled:
+        signals |= {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
+    return frozenset(signals)
+
+
+def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
+    """Return every plugin of a profile, in the order they run."""
+    return profile.plugins
+
+
+def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProfile:
+    named = presets.profiles()
+    profile = named.get(strategy)
+    if profile is None:
+        suggestion = validation.closest_name(strategy, named)
+        raise ConfigError(
+            validation.location(where, (*path, "strategy")),
+            wanted=f"one of {', '.join(named)}",
+            got=strategy,
+            fix=f"did you mean {suggestion}?" if suggestion else "name one, or write out a profile",
+        )
+    return profile
+
+
+def _build(
+    written: ProfileSpec, tables: registry.PluginRegistry, *, where: str
+) -> SchedulerProfile:
+    """Build a profile from its specification.
+
+    Raises:
+        ConfigError: A kind or parameter is unknown, or there are several pickers or cost models.
+    """
+
+    def make(table: Mapping[str, type[PluginT]], part: PluginSpec) -> PluginT:
+        spot = (*part.path, part.params)
+        return _plugin(table, part.plugin, where=where, path=part.path, tables=tables, spot=spot)
+
+    filters = tuple(make(tables.filters, part) for part in written.parts_of("filters"))
+    scorers = tuple(
+        (make(tables.scorers, part), part.weight) for part in written.parts_of("scorers")
+    )
+    costs = [make(tables.costs, part) for part in written.parts_of("costs")]
+    pickers = [make(tables.pickers, part) for part in written.parts_of("pickers")]
+    for role, plugins_of_role in (("picker", pickers), ("cost model", costs)):
+        if len(plugins_of_role) > 1:
+            raise ConfigError(
+                validation.location(where, written.path),
+                wanted=f"one {role}",
+                got=", ".join(plugin.kind for plugin in plugins_of_role),
+                fix="keep one",
+            )
+    if not pickers:
+        usual = PluginSpec("pickers", scheduling_schema.MAX_SCORE, written.path, "params")
+        pickers = [make(tables.pickers, usual)]
+    return SchedulerProfile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
+
+
+def _plugin(
+    table: Mapping[str, type[PluginT]],
+    entry: scheduling_schema.PluginEntry,
+    *,
+    where: str,
+    path: validation.Path,
+    tables: registry.PluginRegistry,
+    spot: validation.Path,
+) -> PluginT:
+    kind = registry.find(table, entry.kind, where=validation.location(where, (*path, "kind")))
+    params = dict(entry.params)
+    if issubclass(kind, filter_tree.FilterTree):
+
+        def below(node: scheduling_schema.PluginEntry, at: validation.Path) -> Filter:
+            spot = (*at, "params")
+            return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
+
+        params = filter_tree_syntax.build_tree_params(params, below, where=where, path=spot)
+    try:
+        plugin = validation.to_struct(params, kind, where=where, path=spot)
+        if not isinstance(plugin.needs, frozenset):
+            raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
+    except ConfigError:
+        raise
+    except Exception as error:  # a check of its own, in a plugin of others
+        raise ConfigError(
+            validation.location(where, spot),
+            wanted=f"parameters that {entry.kind} takes",
+            got=f"{type(error).__name__}: {error}",
+            fix="change the parameters, or correct the plugin",
+        ) from error
+    return tables.with_guard(plugin)
+
+
+def _require(
+    profile: SchedulerProfile, signals: frozenset[Signal], *, where: str, path: validation.Path
+) -> None:
+    for plugin in plugins(profile):
+        missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
+        if missing:
+            names = ", ".join(signal.value for signal in missing)
+            raise ConfigError(
+                validation.location(where, path),
+                wanted=f"every signal that profile {profile.name} reads",
+                got=f"no source of {names}, which {plugin.kind} needs",
+                fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
+            )

@@ -119,8 +119,7 @@ TABLE: Final = (
         live=(
             "strategy",
             "profile",
-            "plugins",
-            "scheduling_profiles",
+            "epp",
             "models",
             "fallbacks",
             "respect_subset",
@@ -271,7 +270,8 @@ def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
 def _section(path: validation.Path, row: ReloadRow, old: Any, new: Any) -> Iterator[Change]:
     for field in msgspec.structs.fields(type(old)):
         old_value, new_value = getattr(old, field.name), getattr(new, field.name)
-        yield from _leaves((*path, field.encode_name), old_value, new_value, field.name in row.live)
+        key = field.encode_name.removeprefix("_")
+        yield from _leaves((*path, key), old_value, new_value, field.name in row.live)
 
 
 def _pools(

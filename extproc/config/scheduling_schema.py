@@ -1,13 +1,18 @@
-"""The `scheduling` section: a strategy, a profile, or plugins in upstream's grammar."""
+"""Schema of the `scheduling` section, and of profiles before their plugins are built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from extproc.config import constraints
+from extproc.config import constraints, validation
+
+#: The table of kinds a plugin is looked up in.
+Role = Literal["filters", "scorers", "costs", "pickers"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class PluginEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,15 +33,14 @@ class WeightedScorer(PluginEntry, frozen=True, forbid_unknown_fields=True, kw_on
     """A scorer and its weight.
 
     Attributes:
-        kind: See `PluginEntry`.
         weight: Factor of its score (0..1) in the total. 1: scorers are equal by default.
-        params: See `PluginEntry`.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
 
 
-_MAX_SCORE = PluginEntry(kind="max-score-picker")
+#: The picker of a profile without one.
+MAX_SCORE = PluginEntry(kind="max-score-picker")
 
 
 class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,12 +57,12 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: constraints.Name = "custom"
     filters: tuple[PluginEntry, ...] = ()
     scorers: tuple[WeightedScorer, ...] = ()
-    picker: PluginEntry = _MAX_SCORE
+    picker: PluginEntry = MAX_SCORE
     cost: PluginEntry | None = None
 
 
 class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A plugin that profiles refer to, as the upstream picker's file writes it.
+    """A plugin of an EndpointPickerConfig, which its profiles refer to.
 
     Attributes:
         type: Its kind, ours or upstream's. No default: it says what the entry is.
@@ -85,8 +89,8 @@ class PluginRef(
     weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
-class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A profile that refers to plugins.
+class EppProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A profile of an EndpointPickerConfig, which refers to plugins.
 
     Attributes:
         name: Shown in decisions. No default: handlers choose by it.
@@ -97,40 +101,42 @@ class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     plugins: tuple[PluginRef, ...] = ()
 
 
+class EppPlugins(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Scheduling of an EndpointPickerConfig.
+
+    Attributes:
+        plugins: Plugins that profiles refer to; at least one.
+        scheduling_profiles: Which of the plugins make a profile, and their weights. None: all of
+            them, in order.
+    """
+
+    plugins: tuple[NamedPlugin, ...]
+    scheduling_profiles: tuple[EppProfile, ...] = ()
+
+
 class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scheduling rules of a model, or of all; the first of profile, plugins, strategy counts.
+    """Scheduling rules of a model, or of all; a profile comes before a strategy.
 
     Attributes:
         strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
             so it has no weights to tune.
-        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
-        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
-        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
-            and their weights. None: all of them, in order.
+        profile: A profile written out by roles; null takes the strategy.
     """
 
     strategy: constraints.Name = "adaptive"
     profile: ProfileEntry | None = None
-    plugins: tuple[NamedPlugin, ...] = ()
-    scheduling_profiles: tuple[SchedulingProfile, ...] = msgspec.field(
-        name="schedulingProfiles", default=()
-    )
 
 
 class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice of the endpoint for a request.
 
     Attributes:
-        strategy: One word for a whole profile; profile and plugins come before it. `adaptive`
-            estimates seconds from what it learns, so it has no weights to tune.
-        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
-        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
-        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
-            and their weights. None: all of them, in order.
         models: Rules of single models, by the name in the request; of `model_adapter`, by the
             model. None: all are routed alike.
-        allow_unsupported: Go on where plugins ask for what is missing here and a deployment is
-            built around, such as prefill engines of their own. False: it would look as if it
+        allow_unsupported: Go on where plugins of an EndpointPickerConfig ask for what is missing
+            here and a deployment is built around, such as prefill engines of their own. False: it would look as if it
             worked, with engines that idle.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
@@ -148,6 +154,7 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
         plugin_budget_ms: Milliseconds one call of a plugin of others may take; after 3 overruns in
             10 calls it is left out for 30 s. 2 are several decisions of built-in plugins over 100
             endpoints, and every stream waits that long.
+        epp: Plugins of an EndpointPickerConfig, before the strategy; null in our own file.
     """
 
     models: Mapping[str, SchedulingRules] = {}
@@ -158,3 +165,40 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     kubeai_names: bool = True
     plugin_files: tuple[constraints.Name, ...] = ()
     plugin_budget_ms: constraints.PositiveMilliseconds = 2.0
+    epp: EppPlugins | None = msgspec.field(name="_epp", default=None)
+
+
+class PluginSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plugin of a profile.
+
+    Attributes:
+        role: The table of its kind.
+        plugin: Its kind and parameters.
+        path: Its path in the file.
+        params: The key of its parameters in the file.
+        weight: Factor of a scorer's score; unused for other roles.
+    """
+
+    role: Role
+    plugin: PluginEntry
+    path: validation.Path
+    params: str
+    weight: float = 1.0
+
+
+class ProfileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A profile before its plugins are built, whatever file it comes from.
+
+    Attributes:
+        name: Name in decisions.
+        parts: Plugins in the order they run; without a picker, `max-score-picker` is added.
+        path: Path of the profile in the file.
+    """
+
+    name: str
+    parts: tuple[PluginSpec, ...]
+    path: validation.Path
+
+    def parts_of(self, role: Role) -> tuple[PluginSpec, ...]:
+        """Return the parts of a role, in order."""
+        return tuple(part for part in self.parts if part.role == role)

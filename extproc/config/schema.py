@@ -31,8 +31,11 @@ def schema() -> dict[str, Any]:
     parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
     parts["SchedulingSection"]["properties"]["strategy"]["examples"] = list(presets.profiles())
     kinds = sorted({*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS})
-    for name, key in (("PluginEntry", "kind"), ("WeightedScorer", "kind"), ("NamedPlugin", "type")):
-        parts[name]["properties"][key]["examples"] = kinds
+    for name in ("PluginEntry", "WeightedScorer"):
+        parts[name]["properties"]["kind"]["examples"] = kinds
+    del parts["SchedulingSection"]["properties"]["_epp"]
+    for name in ("EppPlugins", "EppProfile", "NamedPlugin", "PluginRef"):
+        del parts[name]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ExtProcConfig",
@@ -77,11 +80,16 @@ def _collect(info: object, structs: dict[type[msgspec.Struct], None]) -> None:
 
 
 def _describe(part: dict[str, Any], struct: type[msgspec.Struct]) -> None:
-    """Copy the `Attributes` of a docstring to the descriptions of properties."""
-    doc = inspect.getdoc(struct) or ""
-    head, _, attributes = doc.partition("Attributes:\n")
-    part["description"] = " ".join(head.split())
-    descriptions = {entry[1]: " ".join(entry[2].split()) for entry in _FIELD.finditer(attributes)}
+    """Copy `Attributes` of the docstrings of a class and its bases to descriptions of properties."""
+    part["description"] = " ".join(
+        (inspect.getdoc(struct) or "").partition("Attributes:\n")[0].split()
+    )
+    descriptions: dict[str, str] = {}
+    for cls in reversed(struct.__mro__):
+        attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        descriptions |= {
+            entry[1]: " ".join(entry[2].split()) for entry in _FIELD.finditer(attributes)
+        }
     for field in msgspec.structs.fields(struct):
         below = part["properties"][field.encode_name]
         if field.name in descriptions:

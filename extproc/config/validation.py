@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -67,30 +67,14 @@ def format_path(path: Path) -> str:
     return text
 
 
-class FlatDocumentName(str):
-    """The name of a file whose top level is our section `root`."""
-
-    __slots__ = ("root",)
-
-    def __new__(cls, name: str, root: Path) -> Self:
-        """Create the name.
-
-        Args:
-            name: Name for errors.
-            root: Leading steps of paths in our settings that the file lacks.
-        """
-        instance = super().__new__(cls, name)
-        instance.root = root
-        return instance
-
-    root: Path
-
-
 def location(where: str, path: Path) -> str:
     """Format file and path as the location of an error."""
-    if isinstance(where, FlatDocumentName) and path[: len(where.root)] == where.root:
-        path = path[len(where.root) :]
     return f"{where}: {format_path(path)}" if path else str(where)
+
+
+def is_for_files(key: str) -> bool:
+    """True if a file may have the key of a field; the others begin with an underscore."""
+    return not key.startswith("_")
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
@@ -132,7 +116,11 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
         for member in info.types:
             _refuse_unknown(tree, member, where=where, path=path)
     elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
-        fields = {field.encode_name: field.type for field in info.fields}
+        fields = {
+            field.encode_name: field.type
+            for field in info.fields
+            if is_for_files(field.encode_name)
+        }
         if info.tag_field is not None:
             fields[info.tag_field] = inspect.AnyType()
         for key, value in tree.items():

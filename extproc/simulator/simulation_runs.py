@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import loader, profiles, validation
+from extproc.config import loader, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
@@ -129,7 +129,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     if variant.strategy:
         overrides.append(loader.FlagOverride(("scheduling", "strategy"), variant.strategy, spot))
     settings = loader.settings(document, overrides)
-    profiles.resolve_all(settings, where=spot)
+    profile_builder.resolve_all(settings, where=spot)
     return SimulationColumn(
         variant.name, settings, variant.client, variant.autoscaling, document.warnings
     )

@@ -1,4 +1,4 @@
-"""The upstream picker's file, and our own file in the same grammar."""
+"""The upstream picker's file, and its grammar in a file of ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.config import factory, lint, loader, profiles
+from extproc.config import factory, lint, loader, profile_builder
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -27,6 +27,13 @@ schedulingProfiles:
 - name: mine
   plugins: [{pluginRef: queue, weight: 0.5}, {pluginRef: least-request}]
 """
+ROLES = """
+scheduling:
+  profile:
+    name: mine
+    scorers: [{kind: queue-scorer, weight: 0.5}]
+    picker: {kind: least-request, params: {choices: 3}}
+"""
 
 
 def read(text):
@@ -36,11 +43,7 @@ def read(text):
 
 def resolved(text):
     document = loader.parse(text, where="file.yaml")
-    return profiles.build_profile(loader.settings(document), where=document.where)
-
-
-def indented(text):
-    return "\n".join(f"  {line}" for line in text.strip().splitlines())
+    return profile_builder.build_profile(loader.settings(document), where=document.where)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
@@ -62,11 +65,11 @@ def test_there_are_samples():
     assert len(SAMPLES) == 10
 
 
-def test_both_files_have_one_grammar():
-    """The same plugins and profiles mean the same in their file and in ours."""
+def test_references_mean_the_same_as_roles():
+    """A profile that refers to plugins is the one that lists them by roles in a file of ours."""
     theirs, _ = read(THEIRS + PROFILE)
-    ours, _ = read(OURS + "scheduling:\n" + indented(PROFILE))
-    built = [profiles.build_profile(settings, where="x") for settings in (theirs, ours)]
+    ours, _ = read(OURS + ROLES)
+    built = [profile_builder.build_profile(settings, where="x") for settings in (theirs, ours)]
     assert built[0] == built[1]
     assert built[0].name == "mine"
     assert [(scorer.kind, weight) for scorer, weight in built[0].scorers] == [("queue-scorer", 0.5)]
@@ -121,7 +124,7 @@ def test_gpu_attributes_name_what_would_measure_them():
     scorer += "algorithm: {type: linear_lower_is_better}}}"
     settings, _ = read(THEIRS + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
     with pytest.raises(ConfigError) as raised:
-        profiles.build_profile(settings, where="x")
+        profile_builder.build_profile(settings, where="x")
     assert "dcgm-data-source" in str(raised.value)
 
 
@@ -130,7 +133,7 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
     settings, _ = read(
         THEIRS + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
     )
-    built = profiles.build_profile(settings, where="x")
+    built = profile_builder.build_profile(settings, where="x")
     assert [scorer.kind for scorer, _ in built.scorers] == ["prefix-cache-scorer"]
     assert any("prefix-cache-scorer" in warning for warning in lint.find_warnings(settings))
 
@@ -161,7 +164,7 @@ def test_old_filters_keep_their_parameters(text, wanted):
 def test_a_decision_tree_is_a_tree():
     """The gateway's default becomes a tree with the filters it refers to."""
     (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
-    profile = profiles.build_profile(loader.settings(loader.read(sample)), where="x")
+    profile = profile_builder.build_profile(loader.settings(loader.read(sample)), where="x")
     (built,) = profile.filters
     rest = "adapter-soft-affinity (then queue-range (then kv-range))"
     other = "queue-range (then adapter-soft-affinity (then kv-range))"
@@ -261,17 +264,11 @@ def test_mistakes_are_named(text, spot, fix):
 @pytest.mark.parametrize(
     ("scheduling", "spot"),
     [
-        ("{plugins: [{type: queue-scorrer}]}", "plugins[0].type"),
-        ("{plugins: [{typ: queue-scorer}]}", "plugins[0].typ"),
-        ("{models: {a: {plugins: [{type: x-scorer}]}}}", "models.a.plugins[0].type"),
         ("{models: {a: {strategy: randum}}}", "models.a.strategy"),
+        ("{profile: {pickr: {kind: random}}}", "profile.pickr"),
         (
             "{models: {a: {profile: {scorers: [{kind: in-flite}]}}}}",
             "models.a.profile.scorers[0].kind",
-        ),
-        (
-            "{plugins: [{type: random}, {type: max-score}], schedulingProfiles: []}",
-            "schedulingProfiles[0]",
         ),
     ],
 )
@@ -280,6 +277,32 @@ def test_mistakes_in_our_file_are_named_where_they_stand(scheduling, spot):
     with pytest.raises(ConfigError) as raised:
         resolved(OURS + f"scheduling: {scheduling}\n")
     assert raised.value.where == f"file.yaml: scheduling.{spot}"
+
+
+@pytest.mark.parametrize(
+    ("text", "spot"),
+    [
+        ("scheduling: {plugins: [{type: queue-scorer}]}", "scheduling.plugins"),
+        ("scheduling: {schedulingProfiles: [{name: a}]}", "scheduling.schedulingProfiles"),
+        ("scheduling: {models: {a: {plugins: []}}}", "scheduling.models.a.plugins"),
+        ("pools: [{name: x, scheduling: {plugins: []}}]", "pools[0].scheduling.plugins"),
+    ],
+)
+def test_references_in_our_file_are_refused(text, spot):
+    """The grammar of an EndpointPickerConfig is an error in a file of ours that says what to write."""
+    with pytest.raises(ConfigError) as raised:
+        read(OURS + text + "\n")
+    assert raised.value.where == f"file.yaml: {spot}"
+    assert "which belongs to a file of kind EndpointPickerConfig" in raised.value.got
+    assert "profile: {filters: " in raised.value.fix
+
+
+def test_internal_fields_are_unknown_in_our_file():
+    """A field that no file may have is unknown, and no error lists it."""
+    with pytest.raises(ConfigError) as raised:
+        read(OURS + "scheduling: {_epp: {plugins: []}}\n")
+    assert raised.value.where == "file.yaml: scheduling._epp"
+    assert "_epp" not in raised.value.wanted
 
 
 def test_a_type_is_not_explained_with_a_hundred_others():

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.config import factory, loader, profiles
+from extproc.config import factory, loader, profile_builder
 from extproc.config import settings as sections
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
@@ -27,13 +27,13 @@ def scheduling(**tree):
 def test_every_strategy_resolves(strategy):
     """Each named strategy can be had by its name."""
     settings = scheduling(scheduling={"strategy": strategy})
-    assert profiles.build_profile(settings, where="x").name == strategy
+    assert profile_builder.build_profile(settings, where="x").name == strategy
 
 
 def test_unknown_strategy_names_the_nearest():
     """A mistyped strategy is refused with all names and a guess."""
     with pytest.raises(ConfigError) as raised:
-        profiles.build_profile(
+        profile_builder.build_profile(
             scheduling(scheduling={"strategy": "round-robbin"}), where="pool.yaml"
         )
     error = raised.value
@@ -44,7 +44,7 @@ def test_unknown_strategy_names_the_nearest():
 
 def test_written_profile_is_built_from_the_catalogue():
     """Filters, weighted scorers and the picker stand as written, with their parameters."""
-    profile = profiles.build_profile(
+    profile = profile_builder.build_profile(
         scheduling(
             scheduling={
                 "profile": {
@@ -92,7 +92,9 @@ def test_written_profile_is_built_from_the_catalogue():
 def test_plugin_errors_name_the_path(profile, where, fix):
     """A wrong kind or parameter is refused where it stands."""
     with pytest.raises(ConfigError) as raised:
-        profiles.build_profile(scheduling(scheduling={"profile": profile}), where="pool.yaml")
+        profile_builder.build_profile(
+            scheduling(scheduling={"profile": profile}), where="pool.yaml"
+        )
     assert where in raised.value.where
     assert fix in raised.value.fix
 
@@ -107,7 +109,7 @@ def test_plugin_errors_name_the_path(profile, where, fix):
 def test_signal_nobody_provides(tree, plugin, signal):
     """A plugin that would read what nobody writes is refused with its name and the signal."""
     with pytest.raises(ConfigError) as raised:
-        profiles.build_profile(scheduling(**tree), where="pool.yaml")
+        profile_builder.build_profile(scheduling(**tree), where="pool.yaml")
     assert plugin in raised.value.got
     assert signal in raised.value.got
     assert plugin in raised.value.fix
@@ -117,7 +119,7 @@ def test_no_scraping_leaves_what_we_know_ourselves():
     """Without scraping there are our own requests and prefixes."""
     settings = scheduling(scrape={"enabled": False}, scheduling={"strategy": "least-request"})
     scraped = {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
-    assert profiles.provided(settings) == set(Signal) - scraped
+    assert profile_builder.provided(settings) == set(Signal) - scraped
     factory.build(settings)
 
 

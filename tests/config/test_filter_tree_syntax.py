@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.config import loader, profiles, scheduling_schema
+from extproc.config import loader, profile_builder, scheduling_schema
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
@@ -33,7 +33,7 @@ def resolve(params, **more):
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
     settings = sections.Settings(scheduling=scheduling)
-    return profiles.build_profile(settings, where="extproc.yaml", **more).filters[0]
+    return profile_builder.build_profile(settings, where="extproc.yaml", **more).filters[0]
 
 
 def refused(params):
@@ -141,7 +141,7 @@ def test_the_documented_tree_is_read():
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     text = next(block for block in blocks if "kind: tree" in block)
     settings = loader.settings(loader.parse(text, where="scheduling.md"))
-    tree = profiles.build_profile(settings, where="scheduling.md").filters[0]
+    tree = profile_builder.build_profile(settings, where="scheduling.md").filters[0]
     assert repr(tree.root) == (
         "adapter-active (yes queue-range (then kv-range), "
         "no can-accept-adapter (then queue-range (then kv-range)))"

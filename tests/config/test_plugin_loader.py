@@ -3,7 +3,7 @@ import textwrap
 
 import pytest
 
-from extproc.config import factory, loader, plugin_loader, profiles, scheduling_schema
+from extproc.config import factory, loader, plugin_loader, profile_builder, scheduling_schema
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -128,7 +128,7 @@ def test_a_file_runs_once_for_each_content(write):
     (first,) = brought(path).classes
     settings = configured(path, PROFILE % 1)
     parts = factory.build(settings)
-    profiles.build_profile(settings, where="x", guards=parts.guards)
+    profile_builder.build_profile(settings, where="x", guards=parts.guards)
     assert brought(path).classes == (first,)
     assert path.with_name("runs").read_text() == "x"
     write(COUNTING + SCORER + "# changed")
@@ -325,11 +325,11 @@ def test_a_changed_file_routes_after_a_reload(write):
     parts.store.set_endpoints([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
     write(SCORER.replace("max(", "min("))
     assert parts.director.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
-    profile = profiles.build_profile(settings, where="x", guards=parts.guards)
+    profile = profile_builder.build_profile(settings, where="x", guards=parts.guards)
     parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
     assert parts.director.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
     write(SCORER.replace("return [", "return 1 / 0, ["))
-    profile = profiles.build_profile(settings, where="x", guards=parts.guards)
+    profile = profile_builder.build_profile(settings, where="x", guards=parts.guards)
     parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
     assert parts.director.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
     assert counts.exceptions == {("scorer", "last"): 1}
@@ -338,7 +338,7 @@ def test_a_changed_file_routes_after_a_reload(write):
 def test_a_profile_that_is_only_looked_at_is_bare(write):
     """`extproc check` sees the plugin itself with its parameters."""
     settings = configured(write(SCORER), PROFILE % 3)
-    ((plugin, _),) = profiles.build_profile(settings, where="x").scorers
+    ((plugin, _),) = profile_builder.build_profile(settings, where="x").scorers
     assert plugin.power == 3
 
 
@@ -362,7 +362,7 @@ def test_the_budget_is_a_setting(write):
 def test_parameters_are_as_strict_as_built_in_ones(write):
     """A wrong parameter of a plugin of others names its place."""
     with pytest.raises(ConfigError, match=r"params\.power: expected a number"):
-        profiles.build_profile(configured(write(SCORER), PROFILE % "much"), where="x")
+        profile_builder.build_profile(configured(write(SCORER), PROFILE % "much"), where="x")
 
 
 NEEDY = SCORER.replace(
@@ -375,10 +375,10 @@ def test_needs_may_depend_on_parameters(write):
     """A property is as good as a class variable, and is held against what is provided."""
     answer = "frozenset({Signal.PREFIX} if self.power > 1 else ())"
     path = write(NEEDY.replace("ANSWER", answer))
-    profiles.build_profile(configured(path, PROFILE % 1), where="x")
+    profile_builder.build_profile(configured(path, PROFILE % 1), where="x")
     tree = (PROFILE % 2) + "\nprefix: {capacity_blocks: 0}"
-    with pytest.raises(ConfigError, match="nobody who provides prefix, which last needs"):
-        profiles.build_profile(configured(path, tree), where="x")
+    with pytest.raises(ConfigError, match="no source of prefix, which last needs"):
+        profile_builder.build_profile(configured(path, tree), where="x")
 
 
 @pytest.mark.parametrize("answer", ["['prefix']", "None", "1 / 0"])
@@ -386,13 +386,13 @@ def test_needs_that_are_none(write, answer):
     """A property that answers anything else is a configuration error."""
     path = write(NEEDY.replace("ANSWER", answer))
     with pytest.raises(ConfigError, match=r"profile\.scorers\[0\]\.params"):
-        profiles.build_profile(configured(path, PROFILE % 1), where="x")
+        profile_builder.build_profile(configured(path, PROFILE % 1), where="x")
 
 
 def test_a_check_of_its_own_that_breaks(write):
     """Whatever a plugin raises while it is made is a configuration error."""
     body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"
     with pytest.raises(ConfigError) as raised:
-        profiles.build_profile(configured(write(body), PROFILE % 1), where="x")
+        profile_builder.build_profile(configured(write(body), PROFILE % 1), where="x")
     assert raised.value.where == "x: scheduling.profile.scorers[0].params"
     assert raised.value.got == "KeyError: 'power'"

@@ -55,7 +55,7 @@ def leaves(kind, value, path):
     """Every field below, with a way to change it alone: (path, changed value)."""
     for field in inspect.type_info(kind).fields:
         old = getattr(value, field.name)
-        at = (*path, field.encode_name)
+        at = (*path, field.encode_name.removeprefix("_"))
         if isinstance(old, msgspec.Struct):
             for below, changed in leaves(type(old), old, at):
                 yield below, msgspec.structs.replace(value, **{field.name: changed})
@@ -112,7 +112,10 @@ def test_every_field_is_live_or_waits_for_a_restart(changed_path, place, started
     """A live field is taken over whole, any other changes nothing; both are named by their path."""
     section, name = place if len(place) == 2 else ("", place[0])
     row = ROWS.get(section) or ROWS[""]
-    encoded = {field.encode_name: field.name for field in msgspec.structs.fields(row_kind(section))}
+    encoded = {
+        field.encode_name.removeprefix("_"): field.name
+        for field in msgspec.structs.fields(row_kind(section))
+    }
     is_live = encoded[name] in row.live
     (change,) = reloading.changes(started, wanted)
     assert change.path == changed_path or change.path.startswith(f"{changed_path}.")

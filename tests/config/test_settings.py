@@ -20,9 +20,12 @@ def structs():
 @pytest.mark.parametrize("section", structs(), ids=lambda section: section.__name__)
 def test_every_field_is_documented(section):
     """Every field has an entry in its section's docstring, and no entry is without a field."""
-    attributes = (inspect.getdoc(section) or "").partition("Attributes:")[2]
-    documented = re.findall(r"^ {4}(\w+): \S", attributes, re.MULTILINE)
-    assert documented == list(dict.fromkeys(documented))
+    documented = []
+    for cls in section.__mro__:
+        attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
+        documented += re.findall(r"^ {4}(\w+): \S", attributes, re.MULTILINE)
+    if section.__base__ is msgspec.Struct:
+        assert documented == list(dict.fromkeys(documented))
     assert set(documented) == set(section.__struct_fields__)
 
 
@@ -32,9 +35,10 @@ def test_numbers_have_units(section):
     for field in msgspec.structs.fields(section):
         if isinstance(field.default, bool) or not isinstance(field.default, int | float):
             continue
+        texts = "\n".join(inspect.cleandoc(cls.__doc__ or "") for cls in section.__mro__)
         entry = re.search(
             rf"^ {{4}}{field.name}: (.*?)(?=^ {{4}}\w|\Z)",
-            inspect.getdoc(section),
+            texts,
             re.MULTILINE | re.DOTALL,
         )
         named = field.name.endswith(("_s", "_ms", "_bytes", "port", "_share", "_ratio", "weight"))

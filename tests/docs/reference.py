@@ -21,6 +21,7 @@ from extproc.config import (
     reloading,
     scheduling_schema,
     settings,
+    validation,
 )
 from extproc.election import settings as election
 from extproc.flow_control import rate_limit
@@ -173,6 +174,8 @@ def table(name: str, section: type[msgspec.Struct]) -> str:
     ]
     texts, shapes = attributes(section), properties(section)
     for field in msgspec.structs.fields(section):
+        if not validation.is_for_files(field.encode_name):
+            continue
         if field.required:
             default = "required"
         elif field.default_factory is not msgspec.NODEFAULT:
@@ -208,7 +211,8 @@ def reload_block() -> str:
         if section:
             kind = pool_schema.PoolSection if section == "pools" else type(getattr(kind(), section))
         encoded = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
-        return ", ".join(f"`{encoded[name]}`" for name in names) or "none"
+        keys = filter(validation.is_for_files, (encoded[name] for name in names))
+        return ", ".join(f"`{key}`" for key in keys) or "none"
 
     rows = ["| section | at once | after a restart |", "|---|---|---|"]
     rows += [

@@ -98,3 +98,13 @@ async def test_the_demo_runs_from_the_wheel(unpacked, tmp_path):
     demo.send_signal(signal.SIGTERM)
     await demo.communicate()
     assert demo.returncode == 0
+
+
+def test_the_upstream_plugin_types_are_in_the_wheel(unpacked, tmp_path):
+    """A file of the upstream picker is read without the checkout."""
+    (tmp_path / "epp.yaml").write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+        "plugins: [{type: queue-scorer}, {type: prefix-aware-scorer}]\n"
+    )
+    report = run(unpacked, tmp_path, "check", "epp.yaml")
+    assert "prefix-aware-scorer is deprecated" in report

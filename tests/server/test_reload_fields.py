@@ -16,8 +16,8 @@ from tests.support.reloading import PLUGIN, Scene, read
 
 #: Rules that split prefill from decode.
 SPLIT = (
-    "scheduling: {allow_unsupported: true, plugins: [{type: disagg-profile-handler}], "
-    "schedulingProfiles: [{name: prefill}, {name: decode}]}"
+    "plugins: [{type: disagg-profile-handler}]\n"
+    "schedulingProfiles: [{name: prefill}, {name: decode}]"
 )
 
 
@@ -85,9 +85,7 @@ def claim_of_brought(scene):
 
 HOLDING = "flow_control: {enabled: true, %s}\n"
 
-SEVERAL_PROFILES = """scheduling:
-  plugins: [{type: rendezvous}, {type: queue-depth}]
-  schedulingProfiles: [{name: p, plugins: [{pluginRef: rendezvous}]}]"""
+PLUGINS = "plugins: [{type: rendezvous}, {type: queue-scorer}]"
 
 #: Field to the file before, the file after, and what is looked at.
 LIVE = {
@@ -169,14 +167,9 @@ LIVE = {
         "scheduling: {strategy: random, profile: {picker: {kind: rendezvous}}}",
         picker_of,
     ),
-    "scheduling.plugins": (
-        "scheduling: {strategy: random}",
-        "scheduling: {strategy: random, plugins: [{type: rendezvous}]}",
-        picker_of,
-    ),
-    "scheduling.scheduling_profiles": (
-        "scheduling: {plugins: [{type: rendezvous}, {type: queue-depth}]}",
-        SEVERAL_PROFILES,
+    "scheduling.epp": (
+        PLUGINS,
+        PLUGINS + "\nschedulingProfiles: [{name: p, plugins: [{pluginRef: rendezvous}]}]",
         lambda scene: [score.name for score in scene.decision().scores],
     ),
     "scheduling.models": (

@@ -26,7 +26,16 @@ class First(msgspec.Struct, frozen=True):
 """
 
 
+EPP_HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+ALLOWED = loader.FlagOverride(
+    ("scheduling", "allow_unsupported"), value=True, flag="--allow-unsupported"
+)
+
+
 def read(text):
+    """Settings of a file of ours, or of an EndpointPickerConfig if the text begins with plugins."""
+    if text.startswith("plugins:"):
+        return loader.settings(loader.parse(EPP_HEAD + text, where="c.yaml"), [ALLOWED])
     return loader.settings(loader.parse(HEAD + text, where="c.yaml"))
 
 
