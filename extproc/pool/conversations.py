@@ -116,12 +116,7 @@ class ConversationTracker:
 
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """The latest turn that this prompt continues; None for a new conversation."""
-        went = self._went
-        for block in reversed(chain):
-            last_turn = went.get(block)
-            if last_turn is not None:
-                return last_turn
-        return None
+        return next(filter(None, map(self._went.get, reversed(chain))), None)
 
 
 class PendingShare(msgspec.Struct, frozen=True, gc=False):

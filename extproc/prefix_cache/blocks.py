@@ -94,6 +94,12 @@ def _cuts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(cuts)
 
 
+@lru_cache(maxsize=16)
+def _slices(schedule: Schedule) -> tuple[slice, ...]:
+    """Where each block begins and ends."""
+    return tuple(slice(begin, end) for begin, end in pairwise(_cuts(schedule)))
+
+
 # One of four bytes, and one for each model whose ratio was learned.
 @lru_cache(maxsize=64)
 def _tokens(schedule: Schedule, bytes_per_token: float) -> tuple[int, ...]:
@@ -130,13 +136,12 @@ def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> list[i
     Returns:
         One 60-bit hash per full block, from the root to the tail.
     """
-    cuts = _cuts(schedule)
+    num_blocks = bisect_right(_cuts(schedule), len(prompt)) - 1
     hasher = mmh3.mmh3_x64_128(seed)
     update = hasher.update
     digest = hasher.uintdigest  # its low half is the first of the two 64-bit words
     hashes: list[int] = []
-    append = hashes.append
-    for begin, end in pairwise(cuts[: bisect_right(cuts, len(prompt))]):
-        update(prompt[begin:end])
-        append(digest() & HASH_MASK)
+    for block in _slices(schedule)[:num_blocks]:
+        update(prompt[block])
+        hashes.append(digest() & HASH_MASK)
     return hashes

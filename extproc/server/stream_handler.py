@@ -342,7 +342,7 @@ class StreamHandler(msgspec.Struct, eq=False):
 
         A step that raises is a bug, which must not keep what the others give back.
         """
-        for step in self.last_steps:
+        for step in self.last_steps if self.exchange.tail is None else self.last_usage_steps:
             try:
                 step(self)
             except Exception as error:  # noqa: BLE001 - counted and logged
@@ -413,6 +413,10 @@ class StreamHandler(msgspec.Struct, eq=False):
         _close,
         _settle,
         _count,
+    )
+    #: The same where the end of the response was received, which has the usage.
+    last_usage_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
+        *last_steps,
         _read_usage,
         _learn,
         _charge,
