@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.config import constraints
-from extproc.flow_control import queued_item
+from extproc.flow_control.flow_queue import Order
+from extproc.flow_control.priority_band import Fairness
+from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.flow_control.request_headers import FlowHeaders
 
@@ -60,8 +62,8 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     busy_s: constraints.PositiveSeconds = 0.1
     max_requests: constraints.Positive = 10_000
     max_bytes: constraints.Positive = 256 * _MIB
-    order: queued_item.Order = "fcfs"
-    fairness: queued_item.Fairness = "least-served"
+    order: Order = "fcfs"
+    fairness: Fairness = "least-served"
     half_life_s: constraints.PositiveSeconds = 60.0
     tenant_header: str = ""
     by_adapter: bool = False
@@ -69,9 +71,9 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     limits: Mapping[constraints.Name, RateLimit] = {}
 
     @property
-    def queue(self) -> queued_item.FlowControlSettings:
+    def queue(self) -> FlowControlSettings:
         """The settings of the queue."""
-        return queued_item.FlowControlSettings(
+        return FlowControlSettings(
             timeout_s=self.timeout_s,
             empty_timeout_s=self.empty_timeout_s,
             max_timeout_s=self.max_timeout_s,

@@ -14,9 +14,14 @@ from typing import Generic, TypeVar
 import msgspec
 
 from extproc.decision import Rejection, all_busy
-from extproc.flow_control.endpoint_sets import EndpointBits
-from extproc.flow_control.queue import Blocked, DepartureCause, Look, Queue
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
+from extproc.flow_control.queue import (
+    Blocked,
+    DepartureCause,
+    FlowControlSettings,
+    Look,
+    Queue,
+)
 from extproc.flow_control.request_headers import EnqueueRequest
 
 #: Shortest and longest time until capacity is looked for again without an event (seconds).

@@ -1,17 +1,27 @@
-"""Priority band: queued requests of the same priority, by target and tenant.
+"""Priority band: queued requests of the same priority, by endpoint set and tenant.
 
-Fair share: order of tenants by the service they attained.
+Fair share: order of tenants by the service they attained. Sweep: order of dispatch and blocked
+endpoints. Queue lengths: order of displacement.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Literal
 
-from extproc.flow_control.flow_queue import TenantQueues
-from extproc.flow_control.queue_lengths import QueueLengths
-from extproc.flow_control.queued_item import Fairness, Order, QueuedItem
-from extproc.flow_control.sweep import FlowKey, Sweep, next_items
+from extproc.flow_control.flow_queue import (
+    EndpointSet,
+    Order,
+    QueuedItem,
+    QueuePlace,
+    TenantQueues,
+)
+
+#: Whose turn it is among tenants of one priority.
+Fairness = Literal["round-robin", "least-served", "none"]
 
 #: Tenants remembered (count): what clients send must not grow memory without end.
 _MOST = 16_384
@@ -98,6 +108,245 @@ class FairShare:
         for tenant in ordered[: _MOST // 2]:
             del self._standings[tenant]
             self._turns.pop(tenant, None)
+
+
+#: The endpoints that can serve a request, and the address of the one it would rather have; empty
+#: for any of them.
+FlowKey = tuple[EndpointSet, str]
+
+
+class Sweep:
+    """A sweep over all queued requests, possibly in several calls, and what it blocked.
+
+    Attributes:
+        priority: Of the band that is looked at; the bands above were.
+    """
+
+    def __init__(self) -> None:
+        self.priority = math.inf
+        self._sets: set[EndpointSet] = set()
+        self._ways: set[FlowKey] = set()
+        self._busy = 0
+
+    def enter(self, priority: float) -> None:
+        """Go on to a band of this priority, for which endpoints may have a place."""
+        self.priority = priority
+        self._sets.clear()
+        self._ways.clear()
+        self._busy = 0
+
+    def hold_up(self, way: FlowKey) -> None:
+        """Hold up those that would rather have the same endpoint."""
+        self._ways.add(way)
+
+    def hold_up_set(self, endpoints: EndpointSet, busy: int) -> None:
+        """Hold up all that can be served by the same endpoints, or only by busy ones (bits)."""
+        self._sets.add(endpoints)
+        self._busy |= busy
+
+    def holds_up(self, way: FlowKey) -> bool:
+        """True if the requests of this target are blocked."""
+        endpoints = way[0]
+        bits = endpoints.bits
+        return (
+            endpoints in self._sets or (bits != 0 and not bits & ~self._busy) or way in self._ways
+        )
+
+
+class _Alone:
+    """The ways in which only one tenant waits: its turn moves all of them alike.
+
+    Args:
+        entries: Rank and number of each head, and the way.
+    """
+
+    def __init__(self, entries: list[tuple[float, int, FlowKey]]) -> None:
+        heapq.heapify(entries)
+        self._heap = entries
+
+    def key(
+        self, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+    ) -> tuple[QueuePlace, FlowKey] | None:
+        """The place of the request that goes next, and its way."""
+        heap = self._heap
+        while heap:
+            rank, number, way = heap[0]
+            line = lines.get(way)
+            key = None if line is None or sweep.holds_up(way) else line.key()
+            if key is None:
+                heapq.heappop(heap)
+            elif (key[1], key[2]) != (rank, number):
+                heapq.heapreplace(heap, (key[1], key[2], way))
+            else:
+                return key, way
+        return None
+
+
+def next_items(lines: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[QueuedItem]:
+    """See `PriorityBand.next_items`.
+
+    Args:
+        lines: By way; requests leave them meanwhile, and come only to what is held up.
+        sweep: The blocked requests.
+    """
+    top, groups = _beginnings(lines, sweep)
+    while top:
+        key, in_way = top[0]
+        head = groups[key[3]].key(lines, sweep) if in_way is None else _in_way(in_way, lines, sweep)
+        if head is None:
+            heapq.heappop(top)
+            continue
+        if head[0] != key:
+            entry = (head[0], in_way)
+            heapq.heapreplace(top, entry)
+            if top[0] is not entry:
+                continue
+        yield lines[head[1]].head(head[0])
+
+
+def _beginnings(
+    lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+) -> tuple[list[tuple[QueuePlace, FlowKey | None]], Mapping[str, _Alone]]:
+    """A heap of the first places and their ways, and the ways in which only one tenant waits.
+
+    None for a way stands for those in which only the tenant of that place waits. Comparisons end
+    with the number, which no two requests share.
+    """
+    alone: dict[str, list[tuple[float, int, FlowKey]]] = {}
+    top: list[tuple[QueuePlace, FlowKey | None]] = []
+    for way, line in lines.items():
+        key = None if sweep.holds_up(way) else line.key()
+        if key is None:
+            continue
+        if len(line) == 1:
+            alone.setdefault(key[3], []).append((key[1], key[2], way))
+        else:
+            top.append((key, way))
+    groups = {tenant: _Alone(entries) for tenant, entries in alone.items()}
+    for group in groups.values():
+        head = group.key(lines, sweep)
+        if head is not None:
+            top.append((head[0], None))
+    heapq.heapify(top)
+    return top, groups
+
+
+def _in_way(
+    way: FlowKey, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+) -> tuple[QueuePlace, FlowKey] | None:
+    line = lines.get(way)
+    key = None if line is None or sweep.holds_up(way) else line.key()
+    return None if key is None else (key, way)
+
+
+#: Minus rank and number: the request that goes last comes first.
+_LastEntry = tuple[float, int, QueuedItem]
+
+#: Entries that may be stale before a heap is dropped (count).
+_LENGTH_SLACK = 64
+
+
+class QueueLengths:
+    """Tenants ordered by their queued requests (count).
+
+    What goes last matters only where requests are displaced, so tenants are grouped by count, and a
+    tenant's requests sorted, when that is first wanted, and kept so from then on.
+
+    Args:
+        waiting: All requests of a tenant that wait.
+    """
+
+    def __init__(self, waiting: Callable[[str], Iterable[tuple[float, QueuedItem]]]) -> None:
+        self._waiting = waiting
+        self._counts: dict[str, int] = {}
+        self._by_count: dict[int, dict[str, None]] | None = None
+        self._most = 0
+        self._last: dict[str, list[_LastEntry]] = {}
+
+    def add(self, rank: float, waiter: QueuedItem) -> None:
+        """A request begins to wait."""
+        tenant = waiter.tenant
+        self._count(tenant, 1)
+        heap = self._last.get(tenant)
+        if heap is not None:
+            heapq.heappush(heap, (-rank, -waiter.number, waiter))
+
+    def remove(self, tenant: str) -> None:
+        """A request stopped waiting."""
+        self._count(tenant, -1)
+        heap = self._last.get(tenant)
+        if heap is not None and len(heap) > 2 * self._counts.get(tenant, 0) + _LENGTH_SLACK:
+            del self._last[tenant]
+        elif not self._counts.get(tenant):
+            self._last.pop(tenant, None)
+
+    def lasts(self) -> Generator[QueuedItem]:
+        """Requests in the order in which they are displaced, while nothing changes.
+
+        The next is always of the tenant with most waiting less those before, the last of its order.
+        Close the iterator before any request comes or leaves.
+        """
+        taken: list[tuple[list[_LastEntry], _LastEntry]] = []
+        reduced: list[str] = []
+        by_count = self._grouped()
+        try:
+            for count in range(self._most, 0, -1):
+                crowded = itertools.chain(by_count.get(count, ()), reduced)
+                reduced = []
+                for tenant in crowded:
+                    heap = self._sorted(tenant)
+                    while not heap[0][2].waits:
+                        heapq.heappop(heap)
+                    entry = heapq.heappop(heap)
+                    taken.append((heap, entry))
+                    reduced.append(tenant)
+                    yield entry[2]
+        finally:
+            for heap, entry in taken:
+                heapq.heappush(heap, entry)
+
+    def _sorted(self, tenant: str) -> list[_LastEntry]:
+        heap = self._last.get(tenant)
+        if heap is None:
+            heap = [(-rank, -waiter.number, waiter) for rank, waiter in self._waiting(tenant)]
+            heapq.heapify(heap)
+            self._last[tenant] = heap
+        return heap
+
+    def _grouped(self) -> dict[int, dict[str, None]]:
+        """Tenants by queue length; kept up to date after the first call."""
+        by_count = self._by_count
+        if by_count is None:
+            by_count = self._by_count = {}
+            for tenant, count in self._counts.items():
+                by_count.setdefault(count, {})[tenant] = None
+            self._most = max(by_count, default=0)
+        return by_count
+
+    def _count(self, tenant: str, change: int) -> None:
+        before = self._counts.get(tenant, 0)
+        after = before + change
+        if after:
+            self._counts[tenant] = after
+        else:
+            del self._counts[tenant]
+        if self._by_count is not None:
+            self._regroup(self._by_count, tenant, before, after)
+
+    def _regroup(
+        self, by_count: dict[int, dict[str, None]], tenant: str, before: int, after: int
+    ) -> None:
+        if before:
+            peers = by_count[before]
+            del peers[tenant]
+            if not peers:
+                del by_count[before]
+        if after:
+            by_count.setdefault(after, {})[tenant] = None
+        if after > self._most:
+            self._most = after
+        elif before == self._most and before not in by_count:
+            self._most = after  # it changes by one, so the next count is where this tenant is now
 
 
 class PriorityBand:

@@ -8,16 +8,44 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.flow_control.endpoint_sets import EndpointBits, EndpointSets
-from extproc.flow_control.priority_band import FairShare, PriorityBand
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
-from extproc.flow_control.sweep import Sweep
+from extproc.flow_control.flow_queue import EndpointBits, EndpointSets, Order, QueuedItem
+from extproc.flow_control.priority_band import Fairness, FairShare, PriorityBand, Sweep
+
+
+class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of flow control for a pool.
+
+    Attributes:
+        timeout_s: Longest wait of a request that says nothing itself.
+        empty_timeout_s: The same where there is no endpoint; None for no other.
+        max_timeout_s: Longest wait a request may ask for.
+        by_objective: Longest waits by objective.
+        max_requests: Requests that may wait at once (count).
+        max_bytes: Bytes of their bodies together.
+        order: Within one tenant: `fcfs` by arrival, `edf` by deadline, `slo` by arrival plus the
+            time to first token they ask for.
+        fairness: Among tenants: `least-served` by tokens attained, `round-robin`, or `none`.
+        half_life_s: Time after which what a tenant attained counts half.
+        output_weight: A generated token in prompt tokens.
+    """
+
+    timeout_s: float = 60.0
+    empty_timeout_s: float | None = None
+    max_timeout_s: float = 3600.0
+    by_objective: Mapping[str, float] = {}
+    max_requests: int = 10_000
+    max_bytes: int = 256 * 1024 * 1024
+    order: Order = "fcfs"
+    fairness: Fairness = "least-served"
+    half_life_s: float = 60.0
+    output_weight: float = 2.0
+
 
 #: Seconds over which releases are averaged: the first of these in which enough of them were seen.
 #: Fleets release hundreds a second, and a serial engine one in half a minute.

@@ -12,9 +12,8 @@ import msgspec
 from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
-from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import Queue
-from extproc.flow_control.queued_item import QueuedItem
 from extproc.flow_control.rate_limit import NO_LIMIT, Charge, TenantRateLimiter
 from extproc.flow_control.request_headers import EnqueueRequest
 from extproc.pool import conversations

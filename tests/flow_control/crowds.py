@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from extproc.flow_control.queue import EnqueueResult, Queue
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.queue import EnqueueResult, FlowControlSettings, Queue
 
 
 def operations(work):

@@ -8,7 +8,8 @@ import pytest
 from extproc.decision import Decision, Rejection, all_busy, no_endpoints
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.request_headers import EnqueueRequest, FlowHeaders
 from extproc.request import MAX_ID_BYTES, InferenceRequest
 

@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.flow_control.queue import MOST_DISPLACED, EnqueueResult, Queue
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.flow_queue import QueuedItem
+from extproc.flow_control.queue import (
+    MOST_DISPLACED,
+    EnqueueResult,
+    FlowControlSettings,
+    Queue,
+)
 from tests.flow_control.crowds import crowd, operations
 
 

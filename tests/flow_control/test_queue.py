@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
+from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
     DrainRateEstimator,
     EnqueueResult,
+    FlowControlSettings,
     Queue,
 )
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 
 
 def waiter(name="", *, arrived=0.0, deadline=math.inf, **facts):

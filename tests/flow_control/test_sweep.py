@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.flow_control.endpoint_sets import EndpointBits
-from extproc.flow_control.queue import Blocked, DepartureCause, EnqueueResult, Queue
-from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
+from extproc.flow_control.queue import (
+    Blocked,
+    DepartureCause,
+    EnqueueResult,
+    FlowControlSettings,
+    Queue,
+)
 from tests.flow_control.crowds import crowd, operations
 
 ENDPOINTS = ("a", "b", "c")

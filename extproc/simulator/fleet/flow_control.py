@@ -11,8 +11,8 @@ import msgspec
 from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
+from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import Queue
-from extproc.flow_control.queued_item import QueuedItem
 from extproc.flow_control.request_headers import EnqueueRequest
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import SimRequest

@@ -14,7 +14,7 @@ from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
 from extproc.flow_control import controller
-from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.flow_control.flow_queue import EndpointBits
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.pool.store import ScrapeToken
