@@ -1,4 +1,4 @@
-"""Outcomes of a scheduling turn: a decision or a rejection, each with its reasons.
+"""Outcomes of routing: a decision, a deferral or a rejection, each with its reasons.
 
 A decision carries every step's survivors and every scorer's scores. Metrics, logs and
 `extproc explain` are readers of that one value.
@@ -6,6 +6,7 @@ A decision carries every step's survivors and every scorer's scores. Metrics, lo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
@@ -220,12 +221,6 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
         reason: Value of `x-llm-d-request-dropped-reason`; empty when the vocabulary has none.
         retry_after_s: Seconds after which trying again may help; None when it will not.
         code: What programs tell the error by, as OpenAI's API names it; empty takes the status.
-        waits_s: Seconds until capacity may be there, infinity where only an event brings it; None
-            where waiting changes nothing.
-        waits_for: Address of the endpoint it would rather wait for; empty for any.
-        closed: Whether no other endpoint has a place either.
-        busy: Addresses of the endpoints that were found saturated; empty where none was checked,
-            or some have one.
     """
 
     status: int
@@ -233,13 +228,26 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     reason: str = ""
     retry_after_s: int | None = None
     code: str = ""
-    waits_s: float | None = None
-    waits_for: str = ""
-    closed: bool = False
-    busy: Sequence[str] = ()
 
 
-Outcome = Decision | Rejection
+class Deferral(msgspec.Struct, frozen=True, gc=False):
+    """No capacity now: the request waits in a queue, or is rejected where it cannot.
+
+    Attributes:
+        retry_in_s: Seconds until capacity may be there; infinity where only an event brings it.
+        rejection: Answer to a request that cannot wait, or no longer.
+        preferred_endpoint: Address of the endpoint it waits for; empty for any.
+        busy_endpoints: Addresses of the endpoints without capacity for it; empty where none was
+            checked, or where only the preferred one has none.
+    """
+
+    retry_in_s: float
+    rejection: Rejection
+    preferred_endpoint: str = ""
+    busy_endpoints: Sequence[str] = ()
+
+
+Outcome = Decision | Deferral | Rejection
 
 #: `Rejection.code` of a model that no endpoint serves, as OpenAI's API has it.
 MODEL_NOT_FOUND = "model_not_found"
@@ -268,19 +276,23 @@ def bad_request(message: str) -> Rejection:
     return Rejection(400, message)
 
 
-def no_endpoints(*, waits_s: float | None = None) -> Rejection:
-    """No endpoint may or can serve: 503 (EPP protocol 004, no endpoint communicated).
+def no_endpoints() -> Rejection:
+    """No endpoint may or can serve: 503 (EPP protocol 004, no endpoint communicated)."""
+    return _NO_ENDPOINTS
 
-    Args:
-        waits_s: See `Rejection`.
-    """
-    return Rejection(
-        503,
-        "failed to find endpoint candidates for serving the request",
-        reason="rejected-no-endpoints",
-        retry_after_s=1,
-        waits_s=waits_s,
-    )
+
+def no_endpoints_yet() -> Deferral:
+    """No endpoint can serve, and the next one that discovery finds may."""
+    return _NO_ENDPOINTS_YET
+
+
+_NO_ENDPOINTS = Rejection(
+    503,
+    "failed to find endpoint candidates for serving the request",
+    reason="rejected-no-endpoints",
+    retry_after_s=1,
+)
+_NO_ENDPOINTS_YET = Deferral(math.inf, _NO_ENDPOINTS)
 
 
 def model_not_found(name: str, known: Iterable[str]) -> Rejection:
@@ -314,25 +326,23 @@ def saturated() -> Rejection:
 
 
 def all_busy(
-    waits_s: float, *, waits_for: str = "", closed: bool = False, busy: Sequence[str] = ()
-) -> Rejection:
-    """A request would wait too long on every endpoint: 429.
+    retry_in_s: float, *, preferred_endpoint: str = "", busy_endpoints: Sequence[str] = ()
+) -> Deferral:
+    """A request would wait too long on every endpoint: deferred, or 429.
 
     Args:
-        waits_s: Until one of them is free, if nothing else happens; infinity where unknown.
-        waits_for: See `Rejection`.
-        closed: See `Rejection`.
-        busy: See `Rejection`.
+        retry_in_s: See `Deferral`.
+        preferred_endpoint: See `Deferral`.
+        busy_endpoints: See `Deferral`.
     """
+    retry_after_s = max(1, round(retry_in_s)) if retry_in_s < math.inf else 1
+    return Deferral(retry_in_s, _busy(retry_after_s), preferred_endpoint, busy_endpoints)
+
+
+@functools.lru_cache(maxsize=64)  # one for every look at a waiting request otherwise
+def _busy(retry_after_s: int) -> Rejection:
     return Rejection(
-        429,
-        "every endpoint is busy",
-        reason="rejected-saturated",
-        retry_after_s=max(1, round(waits_s)) if waits_s < math.inf else 1,
-        waits_s=waits_s,
-        waits_for=waits_for,
-        closed=closed,
-        busy=busy,
+        429, "every endpoint is busy", reason="rejected-saturated", retry_after_s=retry_after_s
     )
 
 

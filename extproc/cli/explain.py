@@ -9,7 +9,7 @@ With --id, --last, --slowest or --failed a server explains a request that it rou
     extproc explain --last --legend
 
 Exit status: 0 an endpoint is chosen, 1 the server does not answer or routed no such request,
-2 wrong flags or files, 3 the request would be refused.
+2 wrong flags or files, 3 the request would be refused, or would have to wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WATCH_S = 2.0
 #: As many past decisions as there may be.
 _ALL = 999_999_999
 
-#: Exit status of a request that would be refused.
+#: Exit status of a request that would be refused, or would have to wait.
 _REFUSED = 3
 
 
@@ -170,12 +170,12 @@ def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
         )
         for line in text.splitlines():
             is_result = line.startswith(
-                ("chosen by ", "refused with ", "all endpoints are failing")
+                ("chosen by ", "refused with ", "waits for ", "all endpoints are failing")
             )
             print(color.paint(line, "bold", sys.stdout) if is_result else line)
         if args.legend:
             print(f"\n{explanation_text.render_legend()}", end="")
-    return _REFUSED if explanation["outcome"] == "rejection" else 0
+    return 0 if explanation["outcome"] == "decision" else _REFUSED
 
 
 def _decide(

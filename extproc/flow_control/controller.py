@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from extproc.decision import Rejection, all_busy
+from extproc.decision import Deferral, Rejection, all_busy
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
@@ -30,7 +30,7 @@ _LATEST_S = 1.0
 
 #: Share of its longest wait for which a request may wait for one endpoint while another one has a
 #: place.
-_PATIENCE = 0.5
+_PREFERENCE_SHARE = 0.5
 
 #: What waits.
 ItemT = TypeVar("ItemT")
@@ -52,7 +52,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
             targets share their endpoints.
     """
 
-    decide: Callable[[ItemT, bool], GrantT | Rejection]
+    decide: Callable[[ItemT, bool], GrantT | Deferral | Rejection]
     waits: Callable[[ItemT, str], None]
     go: Callable[[ItemT, GrantT], None]
     refuse: Callable[[ItemT, Rejection], None]
@@ -99,51 +99,49 @@ class FlowController(Generic[ItemT, GrantT]):
         self._budget = budget
         self._changed = False
         self._soonest_s = math.inf
-        self._items: dict[QueuedItem, tuple[ItemT, Rejection]] = {}
+        self._items: dict[QueuedItem, tuple[ItemT, Deferral]] = {}
         self._closed = False
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
 
     def check(
-        self, outcome: GrantT | Rejection, *, priority: int, toward: str = ""
-    ) -> Rejection | None:
-        """The rejection of an arriving request that cannot be dispatched; None if it can.
-
-        Where waiting helps, `waits_s` is a number.
+        self, outcome: GrantT | Deferral | Rejection, *, priority: int, toward: str = ""
+    ) -> Deferral | Rejection | None:
+        """Why an arriving request cannot be dispatched; None if it can.
 
         Args:
             outcome: The outcome with an empty queue.
             priority: Of the request.
             toward: Address of the endpoint it would go to; empty where that is not known.
         """
-        if isinstance(outcome, Rejection):
+        if isinstance(outcome, (Deferral, Rejection)):
             return outcome
         if self.queue.count and self.queue.ahead(priority):
             # Requests that wait longer go first; the turn may be this request's all the same.
-            return all_busy(0.0, waits_for=toward)
+            return all_busy(0.0, preferred_endpoint=toward)
         return None
 
     def enqueue(
-        self, item: ItemT, want: EnqueueRequest, why: Rejection, now: float
+        self, item: ItemT, want: EnqueueRequest, why: Deferral | Rejection, now: float
     ) -> QueuedItem | Rejection:
         """Add a request to the queue.
 
         Args:
             item: The request, as passed to `callbacks`.
             want: Its properties for the queue.
-            why: Why it cannot go on.
+            why: Its outcome without capacity.
             now: Monotonic seconds.
 
         Returns:
             Its place, or why not, where waiting changes nothing or there is no room or no time.
         """
-        if why.waits_s is None:
+        if isinstance(why, Rejection):
             return self._estimated(why, now)
         if self._closed:
             return _shutting_down()
-        timeout_s = self._timeout_s(want, why)
+        timeout_s = self._timeout_s(want, why.rejection)
         if timeout_s <= 0.0:
-            return self._estimated(why, now)
+            return self._estimated(why.rejection, now)
         waiter = QueuedItem(
             arrived=now,
             deadline=now + timeout_s,
@@ -164,8 +162,8 @@ class FlowController(Generic[ItemT, GrantT]):
                 self._refuse(other, "displaced", displaced)
         self.changed()
         self._items[waiter] = (item, why)
-        self.queue.turn(waiter, why.waits_for)
-        self._callbacks.waits(item, why.waits_for)
+        self.queue.turn(waiter, why.preferred_endpoint)
+        self._callbacks.waits(item, why.preferred_endpoint)
         return waiter
 
     def cancel(self, waiter: QueuedItem) -> bool:
@@ -192,7 +190,7 @@ class FlowController(Generic[ItemT, GrantT]):
         """
         enough = _limit(self._budget)
         for waiter in self.queue.expired(now, enough=enough):
-            self._refuse(waiter, "expired", self._expired(self._items[waiter][1], now))
+            self._refuse(waiter, "expired", self._expired(self._items[waiter][1].rejection, now))
         self._follow_endpoints()
         if not self.queue.sweeps:
             self._changed, self._soonest_s = False, math.inf
@@ -216,23 +214,23 @@ class FlowController(Generic[ItemT, GrantT]):
             return DepartureCause.REJECTED
 
     def _decide(self, waiter: QueuedItem, item: ItemT, now: float) -> Look:
-        patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
-        outcome = self._callbacks.decide(item, patient)
-        if not isinstance(outcome, Rejection):
+        may_defer = now - waiter.arrived < _PREFERENCE_SHARE * (waiter.deadline - waiter.arrived)
+        outcome = self._callbacks.decide(item, may_defer)
+        if isinstance(outcome, Rejection):
+            self._refuse(waiter, "refused", outcome)
+            return DepartureCause.REJECTED
+        if not isinstance(outcome, Deferral):
             self._callbacks.go(item, outcome)
             self._forget(waiter, "went")
             return DepartureCause.DISPATCHED
-        if outcome.waits_s is None:
-            self._refuse(waiter, "refused", outcome)
-            return DepartureCause.REJECTED
         self._items[waiter] = (item, outcome)
-        self._soonest_s = min(self._soonest_s, outcome.waits_s)
-        toward = outcome.waits_for
+        self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
+        toward, busy = outcome.preferred_endpoint, outcome.busy_endpoints
         self.queue.turn(waiter, toward)
         self._callbacks.waits(item, toward)
-        if toward and not outcome.closed:
+        if toward and not busy:
             return Blocked(toward=toward)
-        return Blocked(busy=self.queue.sets.named(outcome.busy))
+        return Blocked(busy=self.queue.sets.named(busy))
 
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""
@@ -289,12 +287,12 @@ class FlowController(Generic[ItemT, GrantT]):
         )
         return self._estimated(rejection, now)
 
-    def _timeout_s(self, want: EnqueueRequest, why: Rejection) -> float:
+    def _timeout_s(self, want: EnqueueRequest, rejection: Rejection) -> float:
         settings = self.queue.settings
         if want.timeout_s is not None:
             return min(want.timeout_s, settings.max_timeout_s)
         usual_s = settings.by_objective.get(want.objective, settings.timeout_s)
-        if why.status == 503 and settings.empty_timeout_s is not None:
+        if rejection.status == 503 and settings.empty_timeout_s is not None:
             usual_s = settings.empty_timeout_s
         return min(usual_s, settings.max_timeout_s)
 

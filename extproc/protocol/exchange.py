@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from extproc.decision import Decision, DirectResponse, Outcome, Rejection
+from extproc.decision import Decision, DirectResponse, Rejection
 from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.headers import CONTROL_HEADERS, SELECTION, edited_length, tokens
@@ -236,7 +236,7 @@ class Exchange(msgspec.Struct):
         return act(self, event, modes)
 
     def apply_outcome(
-        self, outcome: Outcome, *, request_id: str = ""
+        self, outcome: Decision | Rejection, *, request_id: str = ""
     ) -> Iterable[ProcessingResponse]:
         """Answer the pending request.
 

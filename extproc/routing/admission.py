@@ -118,12 +118,12 @@ def _in_front(candidate: Candidate, over: float) -> float:
 
 
 def admit(
-    run: Callable[[Sequence[Candidate]], Outcome],
+    run: Callable[[Sequence[Candidate]], Decision | Rejection],
     candidates: Sequence[Candidate],
     limit_s: float,
     *,
     priority: int,
-    patient: bool,
+    may_defer: bool,
     shared: bool = False,
 ) -> Outcome:
     """Score all candidates and dispatch to the best if it has capacity.
@@ -139,18 +139,18 @@ def admit(
         candidates: Eligible endpoints, at least one.
         limit_s: Seconds of waiting from which an endpoint has no place.
         priority: Of the request.
-        patient: Whether it may wait for an endpoint while another one has a place.
+        may_defer: Whether it may wait for an endpoint while another one has a place.
         shared: Whether requests of priorities above 0 come.
 
     Returns:
-        A decision, or a rejection that names the preferred endpoint if the request may queue.
+        A decision, the rejection of the profile, or a deferral that names the preferred endpoint.
     """
     over = excess_wait_s(candidates, limit_s, priority=priority, shared=shared)
     free = [
         candidate for candidate, seconds in zip(candidates, over, strict=True) if seconds <= 0.0
     ]
-    if not free and not patient:
-        return all_busy(min(over), busy=_addresses(candidates))
+    if not free and not may_defer:
+        return all_busy(min(over), busy_endpoints=_addresses(candidates))
     outcome = run(candidates)
     if isinstance(outcome, Rejection) or len(free) == len(candidates):
         return outcome
@@ -159,10 +159,12 @@ def admit(
     if over[at] <= 0.0:
         return outcome
     if not free:
-        rather = address if _in_seconds(outcome) else ""
-        return all_busy(min(over), waits_for=rather, closed=True, busy=_addresses(candidates))
-    if patient and _costs_less(outcome, candidates[at], free, limit_s):
-        return all_busy(over[at], waits_for=address)
+        preferred = address if _in_seconds(outcome) else ""
+        return all_busy(
+            min(over), preferred_endpoint=preferred, busy_endpoints=_addresses(candidates)
+        )
+    if may_defer and _costs_less(outcome, candidates[at], free, limit_s):
+        return all_busy(over[at], preferred_endpoint=address)
     return run(free)
 
 

@@ -141,13 +141,13 @@ class Director:
         prepared = self._preparation.prepare(raw)
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
-    def decide(self, prepared: PreparedRequest, now: float, *, patient: bool = True) -> Outcome:
+    def decide(self, prepared: PreparedRequest, now: float, *, may_defer: bool = True) -> Outcome:
         """Choose an endpoint for a prepared request, without charging it.
 
         Args:
             prepared: From `prepare`, now or a while ago.
             now: Monotonic seconds.
-            patient: Whether it may wait for an endpoint while another one has a place.
+            may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
         outcome = self._choice.schedule(
@@ -155,7 +155,7 @@ class Director:
             now,
             chain=prepared.chain,
             headers=raw.headers,
-            patient=patient,
+            may_defer=may_defer,
             prompted=prepared.with_prompt,
         )
         return (
@@ -173,7 +173,7 @@ class Director:
         *,
         chain: Sequence[int],
         headers: Mapping[str, str],
-        patient: bool = True,
+        may_defer: bool = True,
     ) -> Outcome:
         """Choose an endpoint for a parsed and hashed request, without charging it.
 
@@ -182,9 +182,9 @@ class Director:
             now: Monotonic seconds.
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
-            patient: Whether it may wait for an endpoint while another one has a place.
+            may_defer: Whether it may wait for an endpoint while another one has a place.
         """
-        return self._choice.schedule(request, now, chain=chain, headers=headers, patient=patient)
+        return self._choice.schedule(request, now, chain=chain, headers=headers, may_defer=may_defer)
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> Outcome:
         """Choose the endpoint with least requests in flight, after `route` failed with a bug.

@@ -6,14 +6,19 @@ member.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from extproc.decision import Rejection, model_not_found, no_endpoints
+from extproc.decision import (
+    Deferral,
+    Rejection,
+    model_not_found,
+    no_endpoints,
+    no_endpoints_yet,
+)
 from extproc.endpoint import Endpoint
 from extproc.pool import endpoint_health, snapshot
 from extproc.pool.endpoint_health import HealthState
@@ -58,10 +63,11 @@ def find_eligible(
     *,
     respect_subset: bool,
     reject_unlisted: bool,
+    may_defer: bool,
     health: endpoint_health.OutlierDetectionSettings,
     now: float,
     rng: random.Random,
-) -> EligibleEndpoints | Rejection:
+) -> EligibleEndpoints | Deferral | Rejection:
     """Find the endpoints that a request may be sent to.
 
     Args:
@@ -69,12 +75,13 @@ def find_eligible(
         request: Model, adapter and subset count.
         respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Reject models that no endpoint serves, if all served models are known.
+        may_defer: Whether a request may wait for the first endpoint.
         health: How endpoints are tried again and eased in.
         now: Monotonic seconds.
         rng: Chance, for slow start.
 
     Returns:
-        The endpoints; 503 when none is allowed, or 404.
+        The endpoints; a deferral or 503 when none is allowed, or 404.
     """
     subset = request.subset if respect_subset else None
     split = pool.serving.match(request.model, request.adapter)
@@ -87,7 +94,7 @@ def find_eligible(
         members = pool.allowed(subset)
         if not members:
             # An endpoint that comes helps only requests without a subset hint.
-            return no_endpoints(waits_s=math.inf if subset is None else None)
+            return no_endpoints_yet() if may_defer and subset is None else no_endpoints()
         if reject_unlisted:
             return model_not_found(request.target, pool.serving.names)
         unlisted = True

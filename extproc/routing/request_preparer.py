@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.decision import Outcome, Rejection
+from extproc.decision import Decision, Outcome, Rejection
 from extproc.parsing import envelope, first_user_message, model_edit, surfaces
 from extproc.pool import inference_policy
 from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
@@ -260,7 +260,7 @@ def attach_model_rewrite(
         request: As parsed.
         sent: See `ModelRewrite`.
     """
-    if not sent or isinstance(outcome, Rejection):
+    if not sent or not isinstance(outcome, Decision):
         return outcome
     splice = model_edit.locate_model(raw, sent)
     client_model = ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import mmh3
 import msgspec
 
-from extproc.decision import Outcome, Rejection, sheddable_dropped
+from extproc.decision import Decision, Deferral, Outcome, Rejection, sheddable_dropped
 from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
 from extproc.pool import candidate_builder, inference_policy, snapshot
@@ -42,8 +42,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
             sends requests where they were not allowed.
         reject_unlisted: Reject requests for models that no endpoint serves, if all served models
             are known. False, because engines answer that themselves.
-        busy_s: How long a request may wait on an endpoint before it counts as busy; None never
-            looks.
+        busy_s: How long a request may wait on an endpoint before it counts as busy; None where
+            requests do not queue, and none is deferred.
         kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
     """
 
@@ -263,7 +263,7 @@ class Scheduler:
         *,
         chain: Sequence[int],
         headers: Mapping[str, str],
-        patient: bool,
+        may_defer: bool,
         prompted: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
         """See `Director.choose`; `prompted` supplies the request with its prompt."""
@@ -272,7 +272,7 @@ class Scheduler:
         if prompted is not None and not request.prompt:
             read_opening = _lazy_first_user_message(read_opening, prompted)
         eligible = self._find_eligible(pool, request, now)
-        if isinstance(eligible, Rejection):
+        if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
         members = eligible.members
         request, ratio = self._counted(request)
@@ -313,8 +313,8 @@ class Scheduler:
         turn = SchedulingContext(
             request, now, self._rng, headers, chain, read_opening, adapter, *learned
         )
-        outcome = self._run(profile, turn, candidates, patient=patient)
-        if isinstance(outcome, Rejection) or eligible.nothing_excluded:
+        outcome = self._run(profile, turn, candidates, may_defer=may_defer)
+        if not isinstance(outcome, Decision) or eligible.nothing_excluded:
             return outcome
         return msgspec.structs.replace(
             outcome,
@@ -325,13 +325,14 @@ class Scheduler:
 
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
-    ) -> eligibility.EligibleEndpoints | Rejection:
-        """Find the eligible endpoints, or return the rejection."""
+    ) -> eligibility.EligibleEndpoints | Deferral | Rejection:
+        """Find the eligible endpoints, or return why there are none."""
         return eligibility.find_eligible(
             pool,
             request,
             respect_subset=self._settings.respect_subset,
             reject_unlisted=self._settings.reject_unlisted,
+            may_defer=self._settings.busy_s is not None,
             health=self._fleet.outlier_detector.settings,
             now=now,
             rng=self._rng,
@@ -343,7 +344,7 @@ class Scheduler:
         turn: SchedulingContext,
         candidates: Sequence[Candidate],
         *,
-        patient: bool,
+        may_defer: bool,
     ) -> Outcome:
         """Run a profile, limited to free endpoints where requests may queue."""
         count = 1 + self._settings.fallbacks
@@ -356,7 +357,7 @@ class Scheduler:
             candidates,
             self._settings.busy_s,
             priority=turn.request.priority,
-            patient=patient,
+            may_defer=may_defer,
             shared=turn.now < self._shared_until,
         )
 

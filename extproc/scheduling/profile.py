@@ -19,7 +19,7 @@ from extproc.decision import (
     Decision,
     FilterResult,
     FilterTreeStep,
-    Outcome,
+    Rejection,
     ScorerResult,
 )
 from extproc.endpoint import Candidate, Endpoint
@@ -136,7 +136,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         candidates: Sequence[Candidate],
         *,
         count: int = 1,
-    ) -> Outcome:
+    ) -> Decision | Rejection:
         """Choose an endpoint and its fallbacks.
 
         Args:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from typing import assert_never
 
 from aiohttp import web
 
-from extproc.decision import DirectResponse, Outcome, Rejection
+from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.pool.snapshot import Pool
 from extproc.protocol import error_response
 from extproc.request import HttpRequest
@@ -153,17 +154,26 @@ class Pages:
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
         body = await request.clone(client_max_size=self._max_body_bytes()).read()
         outcome = await self._dry_run(HttpRequest(headers, body))
-        if isinstance(outcome, Rejection):
-            return _refused(outcome)
-        if isinstance(outcome, DirectResponse):
-            return web.Response(
-                status=outcome.status, body=outcome.body, content_type="application/json"
-            )
-        pool = self._pools().get(outcome.pool)
+        match outcome:
+            case Decision():
+                return self._explained(outcome)
+            case Deferral():
+                return _refused(outcome.rejection)
+            case Rejection():
+                return _refused(outcome)
+            case DirectResponse():
+                return web.Response(
+                    status=outcome.status, body=outcome.body, content_type="application/json"
+                )
+            case _:
+                assert_never(outcome)
+
+    def _explained(self, decision: Decision) -> web.Response:
+        pool = self._pools().get(decision.pool)
         health = (
             None if pool is None else explanation.health(pool_state.of_pool(pool, self._clock()))
         )
-        return web.json_response(explanation.explain(outcome, health=health))
+        return web.json_response(explanation.explain(decision, health=health))
 
 
 class _Request(web.Request):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import Queue
@@ -70,16 +70,14 @@ class QueuedRequest:
         waiter: Its place in the queue.
         prepared: The request without its prompt.
         answer: Future of its admission or rejection.
-        rejection: Reason why it is queued.
         pending_share: Its pending load on the endpoint it waits for; None without one.
     """
 
-    __slots__ = ("answer", "pending_share", "prepared", "rejection", "waiter")
+    __slots__ = ("answer", "pending_share", "prepared", "waiter")
 
-    def __init__(self, prepared: PreparedRequest, why: Rejection) -> None:
+    def __init__(self, prepared: PreparedRequest) -> None:
         self.waiter: QueuedItem
         self.prepared = prepared
-        self.rejection = why
         self.pending_share: conversations.PendingShare | None = None
         self.answer: asyncio.Future[Admission | Rejection] = asyncio.Future()
 
@@ -197,18 +195,23 @@ class AsyncFlowController:
         Returns:
             None if admitted: it may go to the endpoint of `outcome`.
         """
-        toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
+        toward = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
         why = self._controller.check(outcome, priority=prepared.request.priority, toward=toward)
         return None if why is None else self.enqueue(prepared, why, now, tenant=tenant)
 
     def enqueue(
-        self, prepared: PreparedRequest, why: Rejection, now: float, *, tenant: str | None = None
+        self,
+        prepared: PreparedRequest,
+        why: Deferral | Rejection,
+        now: float,
+        *,
+        tenant: str | None = None,
     ) -> QueuedRequest | Rejection:
         """Add a request to the queue.
 
         Args:
             prepared: The request.
-            why: Reason why it has to wait.
+            why: Its outcome without capacity.
             now: Monotonic seconds.
             tenant: Its tenant; None to read that from the request.
 
@@ -226,13 +229,13 @@ class AsyncFlowController:
             timeout_s=self._flow_headers.timeout_s(headers),
             slo_s=self._flow_headers.slo_s(headers),
         )
-        held = QueuedRequest(prepared.without_prompt(), why)
+        held = QueuedRequest(prepared.without_prompt())
         waiter = self._controller.enqueue(held, want, why, now)
         if isinstance(waiter, Rejection):
             return waiter
         held.waiter = waiter
         try:
-            self._wake(self._controller.next_s(why.waits_s or 0.0, now))
+            self._wake(self._controller.next_s(_retry_in_s(why), now))
             self.arrivals()
         except Exception:
             self.cancel(held, now)  # its stream will not wait for it
@@ -292,11 +295,11 @@ class AsyncFlowController:
             self._timer.cancel()
             self._timer = None
 
-    def _decide(self, held: QueuedRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
+    def _decide(self, held: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
         held.take_back()  # a request does not queue behind itself
         now = self._clock()
         try:
-            return self._dispatcher.decide(held.prepared, now, patient=patient)
+            return self._dispatcher.decide(held.prepared, now, may_defer=may_defer)
         except Exception as error:  # noqa: BLE001 - as for requests that do not wait
             self._bugs.note(error)
             why = type(error).__name__
@@ -350,6 +353,10 @@ def _refuse(held: QueuedRequest, why: Rejection) -> None:
     held.take_back()
     if not held.answer.done():
         held.answer.set_result(why)
+
+
+def _retry_in_s(why: Deferral | Rejection) -> float:
+    return why.retry_in_s if isinstance(why, Deferral) else 0.0
 
 
 def _ignore() -> None:

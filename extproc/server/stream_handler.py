@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
 import msgspec
 
-from extproc.decision import Decision, DirectResponse, Outcome, Rejection
+from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.parsing import usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol.body_buffer import BufferBudget
@@ -261,9 +261,15 @@ class StreamHandler(msgspec.Struct, eq=False):
             if self.held is not None:
                 return ()
             outcome = refused or outcome
-        if isinstance(outcome, Rejection):
-            return (self._reject(outcome),)
-        return self._send_route(outcome, raw, now, ticket=None)
+        match outcome:
+            case Decision():
+                return self._send_route(outcome, raw, now, ticket=None)
+            case Deferral():
+                return (self._reject(outcome.rejection),)
+            case Rejection():
+                return (self._reject(outcome),)
+            case _:
+                assert_never(outcome)
 
     def _wait(
         self, gate: AsyncFlowController, prepared: PreparedRequest, outcome: Outcome, now: float

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 
-from extproc.decision import CostResult, Decision, FilterTreeStep, Outcome, Rejection
+from extproc.decision import (
+    CostResult,
+    Decision,
+    Deferral,
+    FilterTreeStep,
+    Outcome,
+    Rejection,
+)
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
@@ -60,7 +67,7 @@ def health(pool: pool_state.PoolState) -> Json:
 
 
 def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
-    """A decision or rejection as JSON, with its reasons.
+    """An outcome as JSON, with its reasons.
 
     Args:
         outcome: What was decided.
@@ -70,14 +77,34 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
         endpoints, runner_up, candidates, excluded_by_model, excluded_by_health, model_unlisted,
         model_rewrite, filters, scorers, cost and scored_candidates; for a rejection outcome,
-        status, message, reason and retry_after_s.
+        status, message, reason and retry_after_s; for a deferral the same of its rejection, and
+        preferred_endpoint, which is None for any.
     """
-    if isinstance(outcome, Rejection):
-        fields = msgspec.structs.asdict(outcome)
-        hidden = ("code", "waits_s", "closed", "busy")
-        for name in (*hidden, *(() if outcome.waits_for else ("waits_for",))):
-            del fields[name]
-        return {"outcome": "rejection", **fields}
+    match outcome:
+        case Decision():
+            return _decision(outcome, health)
+        case Deferral():
+            return {
+                "outcome": "deferral",
+                **_rejection(outcome.rejection),
+                "preferred_endpoint": outcome.preferred_endpoint or None,
+            }
+        case Rejection():
+            return {"outcome": "rejection", **_rejection(outcome)}
+        case _:
+            assert_never(outcome)
+
+
+def _rejection(rejection: Rejection) -> Json:
+    return {
+        "status": rejection.status,
+        "message": rejection.message,
+        "reason": rejection.reason,
+        "retry_after_s": rejection.retry_after_s,
+    }
+
+
+def _decision(outcome: Decision, health: Json | None) -> Json:
     return {
         "outcome": "decision",
         "pool": outcome.pool,

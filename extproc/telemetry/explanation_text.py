@@ -42,7 +42,7 @@ def render_table(explanation: Json) -> str:
     Args:
         explanation: From `explain`, or its JSON from a server.
     """
-    if explanation["outcome"] == "rejection":
+    if explanation["outcome"] in {"rejection", "deferral"}:
         return _refused(explanation)
     health = explanation.get("health")
     sections = [_request_line(explanation), _in_play(explanation["candidates"], health)]
@@ -75,6 +75,9 @@ def render_past(record: Json) -> str:
 
 def _refused(explanation: Json) -> str:
     lines = [f"refused with {explanation['status']}: {explanation['message']}"]
+    if explanation["outcome"] == "deferral":
+        awaited = explanation["preferred_endpoint"] or "an endpoint"
+        lines[0] = f"waits for {awaited}, or is {lines[0]}"
     if explanation["reason"]:
         lines.append(f"reason: {explanation['reason']}")
     if explanation["retry_after_s"] is not None:

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from extproc.decision import Decision, Rejection, all_busy, no_endpoints
+from extproc.decision import Decision, Rejection, all_busy, no_endpoints_yet
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import QueuedItem
@@ -15,7 +15,7 @@ from extproc.request import MAX_ID_BYTES, InferenceRequest
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 BUSY = all_busy(0.5)
-EMPTY = no_endpoints(waits_s=math.inf)
+EMPTY = no_endpoints_yet()
 
 
 class Entrance:
@@ -43,14 +43,14 @@ class Entrance:
         """From now on exceptions are told."""
         self.turnstile._callbacks = msgspec.structs.replace(self.turnstile._callbacks, fail=tell)
 
-    def decide(self, item, patient):
+    def decide(self, item, may_defer):
         if item in self.broken:
             raise ZeroDivisionError
         if item in self.refused:
             return Rejection(404, "there is no such model any more")
         wanted = self.wanted.get(item)
-        if wanted and patient:
-            return all_busy(0.5, waits_for=wanted)
+        if wanted and may_defer:
+            return all_busy(0.5, preferred_endpoint=wanted)
         return GOES if self.free else all_busy(self.waits.get(item, 0.5))
 
     def go(self, item, _decision):
@@ -68,8 +68,8 @@ def test_nobody_overtakes_who_waits():
     assert entrance.turnstile.check(GOES, priority=0) is None
     assert entrance.turnstile.check(BUSY, priority=0) is BUSY
     entrance.hold("a")
-    assert entrance.turnstile.check(GOES, priority=0).waits_s == 0.0
-    assert entrance.turnstile.check(GOES, priority=-1).waits_s == 0.0
+    assert entrance.turnstile.check(GOES, priority=0).retry_in_s == 0.0
+    assert entrance.turnstile.check(GOES, priority=-1).retry_in_s == 0.0
     assert entrance.turnstile.check(GOES, priority=1) is None
 
 
@@ -157,8 +157,8 @@ def test_a_request_may_wait_for_one_endpoint_while_others_go():
 def test_where_nobody_has_a_place_all_wait_for_the_first():
     """One is asked, whomever it waits for, and the others are not."""
     entrance = Entrance()
-    entrance.hold("a", why=all_busy(0.5, waits_for="x", closed=True))
-    entrance.hold("b", why=all_busy(0.5, waits_for="y", closed=True))
+    entrance.hold("a", why=all_busy(0.5, preferred_endpoint="x", busy_endpoints=("x", "y")))
+    entrance.hold("b", why=all_busy(0.5, preferred_endpoint="y", busy_endpoints=("x", "y")))
     assert entrance.toward == {"a": "x", "b": "y"}
     entrance.turnstile.dispatch(0.0)
     assert entrance.toward == {"a": "", "b": "y"}
@@ -168,7 +168,7 @@ def test_a_newcomer_waits_for_where_it_would_go():
     """Others wait already, and its turn may come as soon as theirs."""
     entrance = Entrance()
     entrance.hold("a")
-    assert entrance.turnstile.check(GOES, priority=0, toward="x").waits_for == "x"
+    assert entrance.turnstile.check(GOES, priority=0, toward="x").preferred_endpoint == "x"
 
 
 def test_after_closing_nobody_waits():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from extproc.decision import CostResult, Decision, Rejection, saturated
+from extproc.decision import CostResult, Decision, Deferral, Rejection, saturated
 from extproc.endpoint import Candidate, Endpoint, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.routing import admission
@@ -16,7 +16,7 @@ def candidate(name, *, queued=0.0):
     return Candidate(Endpoint(name), queued_tokens=queued, rates=RATES)
 
 
-def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
+def choose(candidates, costs=None, *, may_defer=True, unit="s", wanted=""):
     """What comes of a request that costs so much on each, or that wants one of them at any cost."""
 
     def run(some):
@@ -38,7 +38,7 @@ def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
             cost=priced,
         )
 
-    return admission.admit(run, candidates, 0.1, priority=0, patient=patient)
+    return admission.admit(run, candidates, 0.1, priority=0, may_defer=may_defer)
 
 
 #: 1000 tokens at 0.1 ms and the iteration they are computed in: 0.13 s, of which 0.1 is priced.
@@ -53,16 +53,16 @@ def test_a_place_where_it_is_best_is_taken():
 def test_a_request_waits_for_what_costs_less():
     """What the model does not price of the wait, 0.03 s, and the limit of 0.1 s come on top."""
     waits = choose([BUSY, FREE], {"a": 1.0, "b": 1.14})
-    assert isinstance(waits, Rejection)
-    assert (waits.waits_for, waits.closed) == ("a", False)
-    assert waits.waits_s == pytest.approx(0.03)
+    assert isinstance(waits, Deferral)
+    assert (waits.preferred_endpoint, waits.busy_endpoints) == ("a", ())
+    assert waits.retry_in_s == pytest.approx(0.03)
     assert choose([BUSY, FREE], {"a": 1.0, "b": 1.12}).endpoints[0].address == "b"
 
 
 def test_patience_ends():
     """Then it takes what there is."""
     costs = {"a": 0.0, "b": 100.0}
-    assert choose([BUSY, FREE], costs, patient=False).endpoints[0].address == "b"
+    assert choose([BUSY, FREE], costs, may_defer=False).endpoints[0].address == "b"
 
 
 @pytest.mark.parametrize(("costs", "unit"), [(None, ""), ({"a": 0.0, "b": 100.0}, "")])
@@ -75,13 +75,13 @@ def test_where_nobody_has_a_place_the_best_is_named():
     """With the time until the first of all is free; who has lost patience waits for anyone."""
     both = [BUSY, candidate("b", queued=2000.0)]
     waits = choose(both, {"a": 2.0, "b": 1.0})
-    assert (waits.waits_for, waits.closed) == ("b", True)
-    assert waits.waits_s == pytest.approx(0.03)
-    assert choose(both, {"a": 2.0, "b": 1.0}, patient=False).waits_for == ""
+    assert (waits.preferred_endpoint, waits.busy_endpoints) == ("b", ["a", "b"])
+    assert waits.retry_in_s == pytest.approx(0.03)
+    assert choose(both, {"a": 2.0, "b": 1.0}, may_defer=False).preferred_endpoint == ""
 
 
 def test_a_refusal_stays_one():
     """What the profile refuses does not wait."""
-    refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, patient=True)
-    assert refused.waits_s is None
+    refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, may_defer=True)
+    assert isinstance(refused, Rejection)
     assert not math.isnan(refused.retry_after_s)

@@ -47,6 +47,7 @@ class Yard:
             InferenceRequest(api="x", model=model, subset=subset or None),
             respect_subset=True,
             reject_unlisted=False,
+            may_defer=False,
             health=self.fleet.outlier_detector.settings,
             now=self.now,
             rng=self.rng,

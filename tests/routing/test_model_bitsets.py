@@ -46,6 +46,7 @@ def test_bits_are_those_of_the_eligible_endpoints(
         InferenceRequest(api="x", model=model, adapter=adapter, subset=subset),
         respect_subset=respect_subset,
         reject_unlisted=reject_unlisted,
+        may_defer=False,
         health=fleet.outlier_detector.settings,
         now=1e9,
         rng=random.Random(1),

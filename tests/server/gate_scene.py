@@ -7,7 +7,7 @@ import json
 from collections import Counter
 
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Rejection
+from extproc.decision import Deferral
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.server.bug_log import BugLog
@@ -57,7 +57,7 @@ class Place:
         )
         prepared = prepared.__class__(request, prepared.chain, raw, request)
         outcome = self.house.dispatcher.decide(prepared, self.now)
-        if isinstance(outcome, Rejection) and outcome.waits_s is not None:
+        if isinstance(outcome, Deferral):
             return self.gate.enqueue(prepared, outcome, self.now)
         return outcome
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
@@ -35,7 +35,7 @@ async def test_a_gateway_s_own_choice_does_not_wait():
     body = b'{"model": "m", "prompt": "x"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
     prepared = place.house.dispatcher.prepare(raw)
-    assert place.house.dispatcher.decide(prepared, place.now).waits_s is None
+    assert place.house.dispatcher.decide(prepared, place.now) == no_endpoints()
 
 
 async def test_held_requests_are_spread_over_what_comes():
@@ -62,7 +62,8 @@ async def test_busy_endpoints_are_waited_for():
     place.load(A, waiting=20, running=8, kv_usage=0.9)
     held = place.ask()
     assert isinstance(held, QueuedRequest)
-    assert held.rejection.status == 429
+    again = place.house.dispatcher.decide(held.prepared, place.now)
+    assert again.rejection.status == 429
     place.load(A, waiting=0, running=4, kv_usage=0.5)
     (granted,) = await answered(held)
     assert isinstance(granted, Admission)

@@ -18,10 +18,10 @@ async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
     held = [place.ask() for _ in range(4)]
     decide = place.house.dispatcher.decide
 
-    def broken(prepared, now, *, patient=True):
+    def broken(prepared, now, *, may_defer=True):
         if prepared in (held[0].prepared, held[2].prepared):
             raise BrokenError
-        return decide(prepared, now, patient=patient)
+        return decide(prepared, now, may_defer=may_defer)
 
     place.house.dispatcher.decide = broken
     place.come(A)

@@ -27,9 +27,9 @@ async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
     held = [place.ask(tokens=1) for _ in range(20)]
     decide = place.house.dispatcher.decide
 
-    def slow(prepared, now, *, patient=True):
+    def slow(prepared, now, *, may_defer=True):
         place.house.now += 0.002
-        return decide(prepared, now, patient=patient)
+        return decide(prepared, now, may_defer=may_defer)
 
     place.house.dispatcher.decide = slow
     place.come(A)
@@ -50,9 +50,9 @@ async def test_many_names_take_one_decision_of_a_pump():
     place.gate.pump()
     decide, decided = place.house.dispatcher.decide, []
 
-    def counting(prepared, now, *, patient=True):
+    def counting(prepared, now, *, may_defer=True):
         decided.append(prepared)
-        return decide(prepared, now, patient=patient)
+        return decide(prepared, now, may_defer=may_defer)
 
     place.house.dispatcher.decide = counting
     place.gate.pump()
@@ -93,10 +93,10 @@ class Computing(Place):
         ]
         decide = self.house.dispatcher.decide
 
-        def slow(prepared, now, *, patient=True):
+        def slow(prepared, now, *, may_defer=True):
             self.looks += 1
             loop.compute(self.look_s)
-            return decide(prepared, now, patient=patient)
+            return decide(prepared, now, may_defer=may_defer)
 
         self.house.dispatcher.decide = slow
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from extproc.config import reloading
-from extproc.decision import Rejection
+from extproc.decision import Deferral, Rejection
 from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
@@ -48,7 +48,7 @@ def kubeai(scene):
 def deadline(scene, status=429, **request):
     prepared = scene.prepared(**request)
     held = scene.gate.enqueue(
-        prepared, Rejection(status, "busy", reason="x", waits_s=1.0), scene.now
+        prepared, Deferral(1.0, Rejection(status, "busy", reason="x")), scene.now
     )
     return held.waiter.deadline - scene.now
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from extproc.config import loader, reloading
-from extproc.decision import Rejection
+from extproc.decision import Deferral, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
@@ -120,5 +120,5 @@ class Scene:
         """A request that waits, or why it may not."""
         prepared = self.prepared(**request)
         return self.gate.enqueue(
-            prepared, Rejection(429, "busy", reason="x", waits_s=1.0), self.now
+            prepared, Deferral(1.0, Rejection(429, "busy", reason="x")), self.now
         )

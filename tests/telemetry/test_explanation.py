@@ -8,6 +8,7 @@ from extproc.config import settings as sections
 from extproc.decision import (
     CostResult,
     Decision,
+    Deferral,
     FilterResult,
     FilterTreeStep,
     Rejection,
@@ -110,8 +111,16 @@ def test_json_has_no_prompt_no_session_and_no_infinity():
 
 def test_whom_a_request_waits_for_is_told():
     """One that waits for an endpoint although others have a place says for which."""
-    waiting = Rejection(429, "full", waits_s=0.1, waits_for="10.0.0.1:8000")
-    assert explanation.explain(waiting)["waits_for"] == "10.0.0.1:8000"
+    rejection = Rejection(429, "full", reason="why", retry_after_s=1)
+    waiting = Deferral(0.1, rejection, preferred_endpoint="10.0.0.1:8000")
+    document = explanation.explain(waiting)
+    refused = {**explanation.explain(rejection), "outcome": "deferral"}
+    assert document == {**refused, "preferred_endpoint": "10.0.0.1:8000"}
+    assert explanation_text.render_table(document) == (
+        "waits for 10.0.0.1:8000, or is refused with 429: full\nreason: why\nretry after: 1 s\n"
+    )
+    anywhere = explanation.explain(Deferral(math.inf, rejection))
+    assert explanation_text.render_table(anywhere).startswith("waits for an endpoint, or is ")
 
 
 def test_rejection_is_told():

@@ -13,7 +13,7 @@ from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Rejection, all_busy, no_endpoints
+from extproc.decision import Deferral, Rejection, all_busy, no_endpoints_yet
 from extproc.endpoint import StepTimeModel
 from extproc.flow_control import controller
 from extproc.simulator.fleet import flow_control
@@ -155,12 +155,12 @@ class AutoscaledFleet:
 
     # Requests.
 
-    def _room(self, _sim_request: SimRequest) -> _Room | Rejection:
-        """Capacity on a replica, or the rejection."""
+    def _room(self, _sim_request: SimRequest) -> _Room | Deferral:
+        """Capacity on a replica, or the deferral."""
         most = self._config.hold.per_replica
         up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
         if not up:
-            return no_endpoints(waits_s=math.inf)
+            return no_endpoints_yet()
         if most is None or min(up) < most:
             return _Room()
         return all_busy(math.inf)

@@ -9,7 +9,7 @@ from typing import Generic
 import msgspec
 
 from extproc.config.flow_control import FlowControlSection
-from extproc.decision import Rejection
+from extproc.decision import Deferral, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
 from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import Queue
@@ -54,7 +54,7 @@ class SimFlowController(Generic[GrantT]):
         return self._turnstile.outcomes
 
     def admit(
-        self, sim_request: SimRequest, outcome: GrantT | Rejection, *, toward: str = ""
+        self, sim_request: SimRequest, outcome: GrantT | Deferral | Rejection, *, toward: str = ""
     ) -> Rejection | None:
         """Dispatch, queue or reject a new request.
 
@@ -73,12 +73,12 @@ class SimFlowController(Generic[GrantT]):
         """True while a request is queued."""
         return sim_request.id in self._waiters
 
-    def enqueue(self, sim_request: SimRequest, why: Rejection) -> Rejection | None:
+    def enqueue(self, sim_request: SimRequest, why: Deferral | Rejection) -> Rejection | None:
         """Begin to wait.
 
         Args:
             sim_request: The request.
-            why: Why it cannot go on.
+            why: Its outcome without capacity.
 
         Returns:
             Why not, where that changes nothing, or there is no room or no time.
@@ -94,7 +94,8 @@ class SimFlowController(Generic[GrantT]):
         if isinstance(waiter, Rejection):
             return waiter
         self._waiters[sim_request.id] = waiter
-        self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
+        retry_in_s = why.retry_in_s if isinstance(why, Deferral) else 0.0
+        self._wake(self._turnstile.next_s(retry_in_s, now))
         return None
 
     def cancel(self, sim_request: SimRequest) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
 from extproc.config import factory
 from extproc.config.settings import Settings
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
 from extproc.flow_control import controller
 from extproc.flow_control.flow_queue import EndpointBits
@@ -142,14 +142,20 @@ class ExtprocPicker:
         """See `SimPicker`."""
         outcome, gate = self._decide(sim_request), self.gate
         if gate is not None:
-            toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
+            toward = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
             refused = gate.admit(sim_request, outcome, toward=toward)
             if gate.is_queued(sim_request):
                 return -1
             outcome = refused or outcome
-        if isinstance(outcome, Decision):
-            return self._commit(sim_request, outcome)
-        sim_request.refused(outcome, self._timeline.now)
+        match outcome:
+            case Decision():
+                return self._commit(sim_request, outcome)
+            case Deferral():
+                sim_request.refused(outcome.rejection, self._timeline.now)
+            case Rejection():
+                sim_request.refused(outcome, self._timeline.now)
+            case _:
+                assert_never(outcome)
         return -1
 
     def cancel(self, sim_request: SimRequest) -> bool:
@@ -157,9 +163,9 @@ class ExtprocPicker:
         self._take_back(sim_request)
         return self.gate is not None and self.gate.cancel(sim_request)
 
-    def _decide_again(self, sim_request: SimRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+    def _decide_again(self, sim_request: SimRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
         self._take_back(sim_request)  # a request must not wait behind its own promise
-        return self._decide(sim_request, patient=patient)
+        return self._decide(sim_request, may_defer=may_defer)
 
     def _endpoint_bits(self) -> EndpointBits:
         """Endpoint sets in the form of flow control; targets are adapters."""
@@ -182,7 +188,7 @@ class ExtprocPicker:
     def _take_back(self, sim_request: SimRequest) -> None:
         conversations.remove(self._promises.pop(sim_request.id, None))
 
-    def _decide(self, sim_request: SimRequest, *, patient: bool = True) -> Outcome:
+    def _decide(self, sim_request: SimRequest, *, may_defer: bool = True) -> Outcome:
         work = sim_request.work
         request = InferenceRequest(
             api="completions",
@@ -198,7 +204,7 @@ class ExtprocPicker:
             self._timeline.now,
             chain=self._chain(work),
             headers=_NO_HEADERS,
-            patient=patient,
+            may_defer=may_defer,
         )
 
     def _grant(

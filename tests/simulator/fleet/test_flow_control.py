@@ -96,7 +96,7 @@ def test_the_deadline_ends_a_wait():
     """429 where endpoints are busy, 503 and another time limit where there is none."""
     door = Door(timeout_s=2.0, empty_timeout_s=5.0)
     door.hold("a")
-    door.hold("b", outcomes.no_endpoints(waits_s=math.inf))
+    door.hold("b", outcomes.no_endpoints_yet())
     advance(door.timeline, 3.0)
     assert door.refused == [("a", 429)]
     advance(door.timeline, 3.0)
