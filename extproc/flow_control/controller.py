@@ -1,7 +1,6 @@
-"""Flow controller: decisions about queueing, dispatch and rejection, for any driver.
+"""Flow controller: queueing, dispatch and rejection of the requests of a pool, over any timer.
 
-The server awaits and sets timers, the simulator plans events; both ask here what to do and when to
-ask again.
+The server runs it on the event loop, the simulator on virtual time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -32,10 +31,39 @@ _LATEST_S = 1.0
 #: place.
 _PREFERENCE_SHARE = 0.5
 
+#: After a call of `pump` others have the thread for as long as it took, so that calls that follow
+#: each other take half of it at most. Rests below the first are not worth a timer, as a loop serves
+#: others between two calls anyway; the second is for clocks that leap (seconds).
+_MIN_REST_S = 0.001
+_MAX_REST_S = 0.05
+
+#: Seconds until `pump` is tried again after an exception of its own.
+_RETRY_S = 1.0
+
 #: What waits.
 ItemT = TypeVar("ItemT")
 #: What is decided of one that goes on.
 GrantT = TypeVar("GrantT")
+
+
+class TimerHandle(Protocol):
+    """A scheduled callback."""
+
+    def cancel(self) -> None:
+        """Drop the callback; does nothing if it ran."""
+
+
+class Timer(Protocol):
+    """Clock of a driver, and its callbacks, which run one after another."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Schedule a callback at a time (monotonic seconds)."""
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Schedule a callback after those that are due."""
 
 
 class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
@@ -48,6 +76,8 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
         go: The request is dispatched with this decision, and charged at once.
         refuse: The queued request is rejected.
         fail: A call for the queued request raised this exception. None propagates the exception.
+        pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
+            propagates the exception.
         bits: Returns the endpoints of each target; see `EndpointBits`. None: requests of equal
             targets share their endpoints.
     """
@@ -57,6 +87,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     go: Callable[[ItemT, GrantT], None]
     refuse: Callable[[ItemT, Rejection], None]
     fail: Callable[[ItemT, Exception], None] | None = None
+    pump_failed: Callable[[Exception], None] | None = None
     bits: Callable[[], EndpointBits] | None = None
 
 
@@ -66,12 +97,10 @@ class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         looks: Requests to examine (count).
         seconds: Time after which no further request is examined.
-        clock: Returns seconds, monotonic.
     """
 
     looks: int
     seconds: float
-    clock: Callable[[], float]
 
 
 class FlowController(Generic[ItemT, GrantT]):
@@ -80,7 +109,8 @@ class FlowController(Generic[ItemT, GrantT]):
     Args:
         settings: How requests wait; `queue.adopt` replaces them.
         callbacks: Actions of the driver on requests.
-        budget: Work per call of `dispatch`; None for no limit.
+        timer: Clock of the driver; no callback is scheduled while the queue is empty.
+        budget: Work per call of `pump`; None for no limit.
 
     Attributes:
         queue: The queued requests.
@@ -92,12 +122,18 @@ class FlowController(Generic[ItemT, GrantT]):
         self,
         settings: FlowControlSettings,
         callbacks: FlowCallbacks[ItemT, GrantT],
+        timer: Timer,
         *,
         budget: LookBudget | None = None,
     ) -> None:
         self._callbacks = callbacks
+        self._timer = timer
         self._budget = budget
         self._changed = False
+        self._is_pump_due = False
+        self._rests_until = -math.inf
+        self._alarm: TimerHandle | None = None
+        self._alarm_at = math.inf
         self._soonest_s = math.inf
         self._items: dict[QueuedItem, tuple[ItemT, Deferral]] = {}
         self._closed = False
@@ -160,10 +196,11 @@ class FlowController(Generic[ItemT, GrantT]):
             displaced = _displaced(self.queue.full(now).retry_after_s)
             for other in joined.displaced:
                 self._refuse(other, "displaced", displaced)
-        self.changed()
+        self._changed = True
         self._items[waiter] = (item, why)
         self.queue.turn(waiter, why.preferred_endpoint)
         self._callbacks.waits(item, why.preferred_endpoint)
+        self._wake(self.next_s(why.retry_in_s, now), now)
         return waiter
 
     def cancel(self, waiter: QueuedItem) -> bool:
@@ -174,9 +211,55 @@ class FlowController(Generic[ItemT, GrantT]):
         self.outcomes["left"] += 1
         return True
 
-    def changed(self) -> None:
-        """Capacity may have changed: examine every queued request again."""
+    def notify_capacity(self) -> None:
+        """Examine every queued request again soon: capacity may have changed."""
         self._changed = True
+        if self.queue.count:
+            self._pump_soon()
+
+    def pump(self) -> None:
+        """Dispatch requests, reject expired ones, and schedule the next call."""
+        self._is_pump_due = False
+        begun = self._timer.now()
+        try:
+            wait_s = self.dispatch(begun)
+        except Exception as error:
+            if self._callbacks.pump_failed is None:
+                raise
+            self._callbacks.pump_failed(error)
+            wait_s = _RETRY_S
+        ended = self._timer.now()
+        self._rests_until = ended + min(ended - begun, _MAX_REST_S)
+        if wait_s == 0.0:
+            self._pump_soon()
+        else:
+            self._wake(wait_s, ended)
+
+    def _pump_soon(self) -> None:
+        """Pump after other callbacks, or when the rest after the last call is over."""
+        if self._is_pump_due:
+            return
+        self._is_pump_due = True
+        if self._rests_until - self._timer.now() < _MIN_REST_S:
+            self._timer.call_soon(self.pump)
+        else:
+            self._timer.call_at(self._rests_until, self.pump)
+
+    def _wake(self, wait_s: float | None, now: float) -> None:
+        """Schedule a call of `pump` in so many seconds, unless an earlier one is scheduled."""
+        if wait_s is None or self._alarm_at <= now + wait_s:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = now + wait_s
+        self._alarm = self._timer.call_at(self._alarm_at, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm, self._alarm_at = None, math.inf
+        if self._is_pump_due or self._rests_until - self._timer.now() >= _MIN_REST_S:
+            self._pump_soon()
+        else:
+            self.pump()
 
     def dispatch(self, now: float) -> float | None:
         """Dispatch requests and end expired requests, within the budget.
@@ -188,7 +271,7 @@ class FlowController(Generic[ItemT, GrantT]):
             Seconds after which to ask again even if nothing happens, 0 for at once; None for
             an empty queue.
         """
-        enough = _limit(self._budget)
+        enough = _limit(self._budget, self._timer.now)
         for waiter in self.queue.expired(now, enough=enough):
             self._refuse(waiter, "expired", self._expired(self._items[waiter][1].rejection, now))
         self._follow_endpoints()
@@ -257,6 +340,9 @@ class FlowController(Generic[ItemT, GrantT]):
     def close(self) -> None:
         """Reject every queued and every later request with 503."""
         self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm, self._alarm_at = None, math.inf
         for waiter in list(self.queue):
             self.queue.leave(waiter)
             self._refuse(waiter, "closed", _shutting_down())
@@ -297,11 +383,11 @@ class FlowController(Generic[ItemT, GrantT]):
         return min(usual_s, settings.max_timeout_s)
 
 
-def _limit(budget: LookBudget | None) -> Callable[[], bool]:
+def _limit(budget: LookBudget | None, clock: Callable[[], float]) -> Callable[[], bool]:
     """Build a check that counts calls and ends the work, never before the second call."""
     if budget is None:
         return lambda: False
-    looks, clock = 0, budget.clock
+    looks = 0
     until = clock() + budget.seconds
 
     def enough() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -27,14 +26,24 @@ from extproc.server.bug_log import BugLog
 _MOST_LOOKS = 128
 _MOST_S = 0.005
 
-#: After a pump others have the loop for as long as it took, so that pumps that follow each other take
-#: half of it at most. Rests below the first are not worth a timer, as other streams are served in
-#: each turn; the second is for clocks that leap (seconds).
-_LEAST_REST_S = 0.001
-_MOST_REST_S = 0.05
 
-#: Seconds until the pump is tried again after an exception of its own.
-_RETRY_S = 1.0
+class LoopTimer:
+    """Timer of flow control on the running event loop.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now = clock
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Schedule a callback at a time of the clock."""
+        return asyncio.get_running_loop().call_later(when - self.now(), callback)
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Schedule a callback for the next turn of the loop."""
+        asyncio.get_running_loop().call_soon(callback)
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -112,9 +121,6 @@ class AsyncFlowController:
         self._dispatcher = dispatcher
         self._flow_headers = holding.headers
         self._clock = clock
-        self._soon = False
-        self._rests_until = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
         self._bits: EndpointBits | None = None
         self._bugs = bugs
         acts = FlowCallbacks(
@@ -123,11 +129,12 @@ class AsyncFlowController:
             go=self._grant,
             refuse=_refuse,
             fail=self._fail,
+            pump_failed=bugs.note,
             bits=self._endpoint_bits,
         )
-        budget = LookBudget(looks=_MOST_LOOKS, seconds=_MOST_S, clock=clock)
+        budget = LookBudget(looks=_MOST_LOOKS, seconds=_MOST_S)
         self._controller: FlowController[QueuedRequest, Decision] = FlowController(
-            holding.queue, acts, budget=budget
+            holding.queue, acts, LoopTimer(clock), budget=budget
         )
         self.rate_limiter = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
         self.arrivals: Callable[[], None] = _ignore
@@ -235,7 +242,6 @@ class AsyncFlowController:
             return waiter
         held.waiter = waiter
         try:
-            self._wake(self._controller.next_s(_retry_in_s(why), now))
             self.arrivals()
         except Exception:
             self.cancel(held, now)  # its stream will not wait for it
@@ -257,43 +263,15 @@ class AsyncFlowController:
 
     def notify_capacity(self) -> None:
         """Look at the queue again soon: capacity may be free."""
-        self._controller.changed()
-        self._pump_soon()
-
-    def _pump_soon(self) -> None:
-        """Pump in the next turn of the loop, or when the rest after the last pump is over."""
-        if not self.queue.count or self._soon:
-            return
-        self._soon = True
-        loop = asyncio.get_running_loop()
-        rest_s = self._rests_until - self._clock()
-        if rest_s < _LEAST_REST_S:
-            loop.call_soon(self.pump)
-        else:
-            loop.call_later(rest_s, self.pump)
+        self._controller.notify_capacity()
 
     def pump(self) -> None:
         """Admit requests, and reject those that waited too long; never raises."""
-        self._soon = False
-        begun = self._clock()
-        try:
-            wait_s = self._controller.dispatch(begun)
-        except Exception as error:  # noqa: BLE001 - those who wait must not wait for ever
-            self._bugs.note(error)
-            wait_s = _RETRY_S
-        ended = self._clock()
-        self._rests_until = ended + min(ended - begun, _MOST_REST_S)
-        if wait_s == 0.0:
-            self._pump_soon()
-        else:
-            self._wake(wait_s)
+        self._controller.pump()
 
     def close(self) -> None:
         """Reject all queued and later requests with 503."""
         self._controller.close()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _decide(self, held: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
         held.take_back()  # a request does not queue behind itself
@@ -333,30 +311,11 @@ class AsyncFlowController:
         ticket = self._dispatcher.reserve(decision, self._clock())
         held.answer.set_result(Admission(decision, ticket))
 
-    def _wake(self, wait_s: float | None) -> None:
-        """Schedule a look in `wait_s` seconds, unless an earlier one is scheduled."""
-        if wait_s is None:
-            return
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            if self._timer.when() <= loop.time() + wait_s and not self._timer.cancelled():
-                return
-            self._timer.cancel()
-        self._timer = loop.call_later(wait_s, self._due)
-
-    def _due(self) -> None:
-        self._timer = None
-        self._pump_soon()
-
 
 def _refuse(held: QueuedRequest, why: Rejection) -> None:
     held.take_back()
     if not held.answer.done():
         held.answer.set_result(why)
-
-
-def _retry_in_s(why: Deferral | Rejection) -> float:
-    return why.retry_in_s if isinstance(why, Deferral) else 0.0
 
 
 def _ignore() -> None:

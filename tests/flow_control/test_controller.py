@@ -12,6 +12,7 @@ from extproc.flow_control.flow_queue import QueuedItem
 from extproc.flow_control.queue import FlowControlSettings
 from extproc.flow_control.request_headers import EnqueueRequest, FlowHeaders
 from extproc.request import MAX_ID_BYTES, InferenceRequest
+from tests.flow_control.timer_fixture import TimerFixture
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 BUSY = all_busy(0.5)
@@ -36,12 +37,16 @@ class Entrance:
             go=self.go,
             refuse=self.rejections.__setitem__,
         )
-        budget = None if most is None else LookBudget(looks=most, seconds=1.0, clock=lambda: 0.0)
-        self.turnstile = FlowController(FlowControlSettings(**settings), acts, budget=budget)
+        self.timer = TimerFixture()
+        budget = None if most is None else LookBudget(looks=most, seconds=1.0)
+        self.turnstile = FlowController(
+            FlowControlSettings(**settings), acts, self.timer, budget=budget
+        )
 
-    def fail(self, tell):
-        """From now on exceptions are told."""
-        self.turnstile._callbacks = msgspec.structs.replace(self.turnstile._callbacks, fail=tell)
+    def report(self, **callbacks):
+        """From now on exceptions are reported."""
+        more = msgspec.structs.replace(self.turnstile._callbacks, **callbacks)
+        self.turnstile._callbacks = more
 
     def decide(self, item, may_defer):
         if item in self.broken:
@@ -206,7 +211,7 @@ def test_what_changes_during_a_sweep_is_looked_at_after_it():
         entrance.hold(target, target=target)
     assert entrance.turnstile.dispatch(0.0) == 0.0
     entrance.free = 9
-    entrance.turnstile.changed()
+    entrance.turnstile.notify_capacity()
     assert entrance.turnstile.dispatch(0.0) == 0.0
     assert entrance.turnstile.dispatch(0.0) == 0.0
     assert entrance.went == ["b", "c"]
@@ -232,7 +237,7 @@ def test_what_raises_is_told_and_waits_no_longer():
     entrance.hold(*"ab")
     with pytest.raises(ZeroDivisionError):
         entrance.turnstile.dispatch(0.0)
-    entrance.fail(lambda item, error: failed.append((item, type(error))))
+    entrance.report(fail=lambda item, error: failed.append((item, type(error))))
     entrance.turnstile.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
     assert entrance.went == ["b"]
@@ -249,3 +254,60 @@ def test_refused_requests_of_one_sweep_are_told():
     assert entrance.rejections["a"].status == 404
     assert entrance.went == ["b"]
     assert entrance.turnstile.outcomes == {"refused": 1, "went": 1}
+
+
+def test_controller_sets_its_timer_for_the_earliest_deadline():
+    """A shorter wait moves the timer forward, a longer one leaves it."""
+    entrance = Entrance(empty_timeout_s=100.0)
+    entrance.hold("a", why=EMPTY)
+    assert entrance.timer.pending == [100.0]
+    entrance.hold("b", why=EMPTY, timeout_s=50.0)
+    assert entrance.timer.pending == [50.0]
+    entrance.hold("c", why=EMPTY, timeout_s=70.0)
+    assert entrance.timer.pending == [50.0]
+    entrance.turnstile.close()
+    assert entrance.timer.pending == []
+
+
+def test_controller_sets_its_timer_again_while_requests_are_queued():
+    """Each call of `pump` schedules the next one, and the last request leaves none."""
+    entrance = Entrance(timeout_s=1.0)
+    entrance.hold("a")
+    entrance.timer.advance(0.4)
+    assert entrance.timer.pending == [0.5]
+    entrance.timer.advance(0.4)
+    assert entrance.timer.pending == [1.0]
+    entrance.timer.advance(0.4)
+    assert entrance.rejections["a"].status == 429
+    assert entrance.timer.pending == []
+
+
+def test_controller_dispatches_soon_after_capacity_is_notified():
+    """Any number of notifications cause a single call of `pump`."""
+    entrance = Entrance(timeout_s=60.0)
+    entrance.turnstile.notify_capacity()
+    assert entrance.timer.pending == []
+    entrance.hold("a", why=EMPTY)
+    entrance.free = 1
+    entrance.turnstile.notify_capacity()
+    entrance.turnstile.notify_capacity()
+    assert entrance.timer.pending == [0.0, 60.0]
+    entrance.timer.advance(0.0)
+    assert entrance.went == ["a"]
+
+
+def test_controller_pumps_again_after_an_exception():
+    """The exception is reported, and the timer is set for a second later."""
+    entrance = Entrance(timeout_s=60.0)
+    entrance.hold("a", why=EMPTY)
+    queue, failed = entrance.turnstile.queue, []
+    expired, queue.expired = queue.expired, None
+    with pytest.raises(TypeError):
+        entrance.turnstile.pump()
+    entrance.report(pump_failed=failed.append)
+    entrance.turnstile.pump()
+    assert [type(error) for error in failed] == [TypeError]
+    assert entrance.timer.pending == [1.0]
+    queue.expired, entrance.free = expired, 1
+    entrance.timer.advance(1.0)
+    assert entrance.went == ["a"]

@@ -190,39 +190,6 @@ async def test_promises_end_with_the_wait():
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
-async def test_the_timer_is_for_the_first_deadline():
-    """A request that may wait less brings it forward, one that may wait longer does not."""
-    place = Place(empty_timeout_s=100)
-    place.ask()
-    late = place.gate._timer
-    place.ask(x_extproc_queue_timeout_ms="50000")
-    soon = place.gate._timer
-    assert late.cancelled()
-    assert soon.when() < late.when()
-    place.ask(x_extproc_queue_timeout_ms="70000")
-    assert place.gate._timer is soon
-    place.gate.close()
-    assert soon.cancelled()
-
-
-async def test_the_timer_is_set_again_when_it_was_due():
-    """As long as somebody waits."""
-    place = Place()
-    place.ask(x_extproc_queue_timeout_ms="1")
-    pumped = asyncio.Event()
-    turns, pump = [], place.gate.pump
-
-    def pumping():
-        turns.append(place.now)
-        pump()
-        if len(turns) == 3:
-            pumped.set()
-
-    place.gate.pump = pumping
-    await pumped.wait()
-    place.gate.close()
-
-
 async def test_promises_end_with_a_refusal():
     """A request that waited too long holds nothing of the endpoint it waited for."""
     place = Place(A, B, profile="adaptive", timeout_s=5)

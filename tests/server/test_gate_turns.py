@@ -215,3 +215,16 @@ def test_a_clock_that_leaps_does_not_stop_the_pump():
         place.gate.close()
 
     in_virtual_time(test)
+
+
+def test_a_deadline_ends_a_wait_without_an_event():
+    """The timer of the event loop wakes the controller."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.0, held=1)
+        await asyncio.sleep(899.0)
+        assert place.gate.outcomes == {}
+        await asyncio.sleep(2.0)
+        assert place.gate.outcomes == {"expired": 1}
+
+    in_virtual_time(test)

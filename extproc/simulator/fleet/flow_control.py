@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Generic
 
 import msgspec
@@ -16,6 +16,47 @@ from extproc.flow_control.queue import Queue
 from extproc.flow_control.request_headers import EnqueueRequest
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import SimRequest
+
+
+class ScheduledCallback:
+    """A callback on the timeline that can be dropped."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def run(self) -> None:
+        """Run the callback, unless it was dropped."""
+        if self._callback is not None:
+            self._callback()
+
+    def cancel(self) -> None:
+        """Drop the callback."""
+        self._callback = None
+
+
+class VirtualTimer:
+    """Timer of flow control on virtual time.
+
+    Args:
+        timeline: The clock.
+    """
+
+    def __init__(self, timeline: EventQueue) -> None:
+        self._timeline = timeline
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._timeline.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> ScheduledCallback:
+        """Schedule a callback."""
+        scheduled = ScheduledCallback(callback)
+        self._timeline.at(when, scheduled.run)
+        return scheduled
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Schedule a callback after the others of this moment."""
+        self._timeline.after(0.0, callback)
 
 
 class SimFlowController(Generic[GrantT]):
@@ -34,24 +75,22 @@ class SimFlowController(Generic[GrantT]):
         timeline: EventQueue,
         acts: FlowCallbacks[SimRequest, GrantT],
     ) -> None:
-        self._manners = holding.headers
+        self._headers = holding.headers
         self._timeline = timeline
         self._acts = acts
         own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
-        self._turnstile = FlowController(holding.queue, own)
+        self._controller = FlowController(holding.queue, own, VirtualTimer(timeline))
         self._waiters: dict[str, QueuedItem] = {}
-        self._soon = False
-        self._due_at = math.inf
 
     @property
     def queue(self) -> Queue:
         """Queue of waiting requests."""
-        return self._turnstile.queue
+        return self._controller.queue
 
     @property
     def outcomes(self) -> Counter[str]:
         """Counters of requests that left the queue; see `FlowController`."""
-        return self._turnstile.outcomes
+        return self._controller.outcomes
 
     def admit(
         self, sim_request: SimRequest, outcome: GrantT | Deferral | Rejection, *, toward: str = ""
@@ -66,7 +105,7 @@ class SimFlowController(Generic[GrantT]):
         Returns:
             Why it is refused. None where it waits, or may go where `outcome` says.
         """
-        why = self._turnstile.check(outcome, priority=sim_request.work.priority, toward=toward)
+        why = self._controller.check(outcome, priority=sim_request.work.priority, toward=toward)
         return None if why is None else self.enqueue(sim_request, why)
 
     def is_queued(self, sim_request: SimRequest) -> bool:
@@ -90,25 +129,20 @@ class SimFlowController(Generic[GrantT]):
             target=work.adapter,
             tokens=work.prompt_tokens,
         )
-        waiter = self._turnstile.enqueue(sim_request, want, why, now)
+        waiter = self._controller.enqueue(sim_request, want, why, now)
         if isinstance(waiter, Rejection):
             return waiter
         self._waiters[sim_request.id] = waiter
-        retry_in_s = why.retry_in_s if isinstance(why, Deferral) else 0.0
-        self._wake(self._turnstile.next_s(retry_in_s, now))
         return None
 
     def cancel(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
         waiter = self._waiters.pop(sim_request.id, None)
-        return waiter is not None and self._turnstile.cancel(waiter)
+        return waiter is not None and self._controller.cancel(waiter)
 
     def notify_capacity(self) -> None:
         """Handle a change that may be capacity."""
-        self._turnstile.changed()
-        if self.queue.count and not self._soon:
-            self._soon = True
-            self._timeline.after(0.0, self.pump)
+        self._controller.notify_capacity()
 
     def charge(self, sim_request: SimRequest) -> None:
         """Charge a completed request to its tenant."""
@@ -117,12 +151,7 @@ class SimFlowController(Generic[GrantT]):
 
     def pump(self) -> None:
         """Dispatch queued requests and reject expired ones."""
-        self._soon = False
-        wait_s = self._turnstile.dispatch(self._timeline.now)
-        if wait_s == 0.0:
-            self.notify_capacity()
-        else:
-            self._wake(wait_s)
+        self._controller.pump()
 
     def _go(self, sim_request: SimRequest, way: GrantT) -> None:
         del self._waiters[sim_request.id]
@@ -134,19 +163,4 @@ class SimFlowController(Generic[GrantT]):
 
     def _tenant(self, sim_request: SimRequest) -> str:
         work = sim_request.work
-        return work.tenant or self._manners.tenant({}, work.adapter)
-
-    def _wake(self, wait_s: float | None) -> None:
-        """Look again after so many seconds, unless that happens sooner anyway."""
-        if wait_s is None:
-            return
-        when = self._timeline.now + wait_s
-        if when < self._due_at:
-            self._due_at = when
-            self._timeline.at(when, lambda: self._due(when))
-
-    def _due(self, when: float) -> None:
-        if when != self._due_at:
-            return  # one that is sooner took its place
-        self._due_at = math.inf
-        self.pump()
+        return work.tenant or self._headers.tenant({}, work.adapter)
