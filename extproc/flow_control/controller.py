@@ -143,7 +143,7 @@ class FlowController(Generic[ItemT, GrantT]):
     def check(
         self, outcome: GrantT | Deferral | Rejection, *, priority: int, toward: str = ""
     ) -> Deferral | Rejection | None:
-        """Why an arriving request cannot be dispatched; None if it can.
+        """The reason for which an arriving request cannot be dispatched; None if it can.
 
         Args:
             outcome: The outcome with an empty queue.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+
 class EndpointBits(msgspec.Struct, frozen=True):
     """Translates targets and addresses into bits, one bit for each endpoint of the pool.
 
@@ -133,7 +134,6 @@ Order = Literal["fcfs", "edf", "slo"]
 
 #: Of a request that does not wait yet.
 _NO_ENDPOINTS = EndpointSet()
-
 
 
 class QueuedItem:

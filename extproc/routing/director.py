@@ -184,7 +184,9 @@ class Director:
             headers: Headers of the request, names in lower case.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
-        return self._choice.schedule(request, now, chain=chain, headers=headers, may_defer=may_defer)
+        return self._choice.schedule(
+            request, now, chain=chain, headers=headers, may_defer=may_defer
+        )
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> Outcome:
         """Choose the endpoint with least requests in flight, after `route` failed with a bug.

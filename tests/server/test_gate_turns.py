@@ -221,8 +221,9 @@ def test_a_deadline_ends_a_wait_without_an_event():
     """The timer of the event loop wakes the controller."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.0, held=1)
-        await asyncio.sleep(899.0)
+        place = Computing(loop, look_s=0.0, held=0)
+        place.ask(x_extproc_queue_timeout_ms="30000")
+        await asyncio.sleep(29.0)
         assert place.gate.outcomes == {}
         await asyncio.sleep(2.0)
         assert place.gate.outcomes == {"expired": 1}
