@@ -429,8 +429,9 @@ def build_candidates(
     place = resident = AdapterResidency.RESIDENT
     counted, pages = members, cast("Sequence[Load | None]", (None,) * len(members))
     unscraped_by_position: Mapping[int, float] = {}
+    stale: Sequence[bool] = ()
     if imputation is not None:
-        counted, pages = imputation.counted, imputation.pages
+        counted, pages, stale = imputation.counted, imputation.pages, imputation.stale
         unscraped_by_position = imputation.unscraped_tokens(members)
     for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
         account, foreign_tokens = member.account, counts.foreign_tokens
@@ -438,11 +439,12 @@ def build_candidates(
             # The first question of `adapter_residency`, inlined: on a busy fleet it is mostly the last.
             place = resident
             if adapter not in account.adapters:
-                is_stale = imputation is not None and imputation.stale[len(candidates)]
-                load = NO_LOAD if is_stale else member.load
+                load = member.load
+                if stale and stale[len(candidates)]:
+                    load = NO_LOAD
                 place = adapter_residency(adapter, account, load, adapters)
         unscraped: float = account.kv_tokens_sent - account.kv_tokens_scraped
-        if page is NO_LOAD:
+        if page is not None and page is NO_LOAD:
             unscraped = unscraped_by_position[len(candidates)]
         # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
