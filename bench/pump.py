@@ -27,9 +27,9 @@ from extproc.decision import all_busy
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.flow_control.queue import MOST_DISPLACED
 from extproc.request import HttpRequest
-from extproc.server.bug_log import BugLog
 from extproc.server.flow_control_shell import AsyncFlowController, QueuedRequest
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.request_recorder import ExceptionLog
 
 ENDPOINTS = 8
 ADAPTERS = 300
@@ -60,8 +60,12 @@ class Place:
             fleet.observe_models(
                 fleet.pool.members[n].endpoint, ServedModels(frozenset({"m"}), frozenset(adapters))
             )
-        bugs = BugLog(ProcessCounters().bugs, lambda: NOW)
-        self.gate = AsyncFlowController(self.parts.director, holding, clock=lambda: NOW, bugs=bugs)
+        self.gate = AsyncFlowController(
+            self.parts.director,
+            holding,
+            clock=lambda: NOW,
+            on_exception=ExceptionLog(ProcessCounters().exceptions, lambda: NOW).record,
+        )
 
     def hold(self, count: int, kind: str) -> None:
         """So many requests wait."""

@@ -338,7 +338,7 @@ def attack(driven: Core, kind: str, count: int, *, start: int = 0) -> None:
     for _, one in zip(range(count), soak_kinds.numbers(kind, start), strict=False):
         stream = driven.open(*one.request)
         driven.passes(PAUSE_S)
-        if stream.on_routed:
+        if stream.is_routed:
             driven.say(stream, *one.answer)
         stream.finish()
 

@@ -45,9 +45,11 @@ from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import build_peer_channel
 from extproc.supervision import LoopName
+from extproc.telemetry import explanation
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.telemetry.watch_metrics import WatchMetrics
 from extproc.xds.cluster_options import ClusterOptions
 
@@ -108,7 +110,7 @@ async def serve(
         source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
     )
     signals.listen(stop, hurry, reloader.ask)
-    supervisor = picker.tallies.supervisor
+    supervisor = picker.counters.supervisor
     asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:
         addresses = await picker.start()
@@ -146,9 +148,9 @@ class EndpointPickerProcess:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self.tallies = ProcessCounters()
+        self.counters = ProcessCounters()
         self._about = {"pool": settings.pool.name}
-        self.ring = DecisionLog(settings.decisions.decisions)
+        self.decisions = DecisionLog(settings.decisions.decisions)
         self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = BufferBudget(settings.limits.max_assembly_bytes)
         self._http = client.ScrapeClient(
@@ -156,8 +158,8 @@ class EndpointPickerProcess:
             cap_bytes=settings.scrape.max_page_bytes,
             tls=factory.build_scrape_tls(settings.scrape),
         )
-        guards = plugin_guard.GuardFactory(time.perf_counter, self.tallies.plugins)
-        shared = RuntimeContext(self.tallies, guards, self._http, scraper.EndpointCounts(), clock)
+        guards = plugin_guard.GuardFactory(time.perf_counter, self.counters.plugins)
+        shared = RuntimeContext(self.counters, guards, self._http, scraper.EndpointCounts(), clock)
         plan = kubernetes_plan.plan_kubernetes(
             settings, where="the configuration", environment=os.environ
         )
@@ -167,16 +169,16 @@ class EndpointPickerProcess:
         self._follower = self._build_follower(plan)
         self._about["profile"] = self.sites.profile
         self.readiness = self._build_readiness()
-        self.tallies.watches = self._watch_figures
-        self._stalls = StallMeter(self.tallies)
+        self.counters.watches = self._watch_figures
+        self._stalls = StallMeter(self.counters)
         self._elector = lease_client.build_elector(
-            settings, able=lambda: self.readiness.can_serve, supervisor=self.tallies.supervisor
+            settings, able=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
         self._admin_token = _admin_token(settings)
         self._autoscaler = autoscaler.Autoscaler(
             settings,
             self.sites,
-            self.tallies,
+            self.counters,
             leads=lambda: self._leads,
             clock=clock,
             token=self._current_token,
@@ -187,7 +189,7 @@ class EndpointPickerProcess:
             self._autoscaler.on_change = self._keda.notify
             self._autoscaler.on_gone = self._keda.gone
         self._large_bodies = LargeBodies(
-            self.tallies, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
+            self.counters, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
         )
         self.servicer = self._build_servicer()
         self._line = build_peer_channel(settings.peer_sync, self.sites, clock)
@@ -207,7 +209,7 @@ class EndpointPickerProcess:
             rng=random.Random(self._settings.seed),
             on_pools=self.sites.on_pools_changed,
             on_fact=_log_discovery_event,
-            supervisor=self.tallies.supervisor,
+            supervisor=self.counters.supervisor,
         )
 
     def _build_readiness(self) -> health.Readiness:
@@ -226,16 +228,15 @@ class EndpointPickerProcess:
 
     def _build_servicer(self) -> ext_proc_servicer.ExternalProcessorServicer:
         shared = stream_handler.StreamContext(
-            switchboard=self.sites.pool_selector,
+            pool_selector=self.sites.pool_selector,
             exchange_settings=factory.build_exchange_settings(self._settings),
-            budget=self.budget,
-            tallies=self.tallies,
+            body_budget=self.budget,
+            observer=StreamRecorder(self.counters, self.decisions, self._clock),
             clock=self._clock,
             rng=random.Random(self._settings.seed),
-            ring=self.ring,
             settings=_stream_settings(self._settings),
         )
-        shared.gates = self.sites.flow_controllers
+        shared.flow_controllers = self.sites.flow_controllers
         shared.large_bodies = self._large_bodies
         shared.on_opened = self._stalls.wake
         return ext_proc_servicer.ExternalProcessorServicer(shared)
@@ -250,8 +251,8 @@ class EndpointPickerProcess:
             h2c=lambda: self.sites.h2c,
             synced=lambda: self.sites.synced,
             traits=ClusterOptions(settings.health_check, settings.outliers),
-            tallies=self.tallies.xds,
-            supervisor=self.tallies.supervisor,
+            counters=self.counters.xds,
+            supervisor=self.counters.supervisor,
         )
 
     async def start(self) -> listeners.ListenAddresses:
@@ -290,7 +291,7 @@ class EndpointPickerProcess:
         keda_port = 0
         if self._keda is not None:
             scaling = listeners.listener(self._settings.limits.max_message_bytes)
-            keda_scaler.register(scaling, self._keda, self.tallies.supervisor)
+            keda_scaler.register(scaling, self._keda, self.counters.supervisor)
             health.register(scaling, self.readiness)
             self._grpc.append(scaling)
             wanted = self._settings.autoscaling.keda
@@ -331,7 +332,7 @@ class EndpointPickerProcess:
 
     def _notes(self) -> Iterator[str]:
         """Lines about failing loops, watches and pools, for the readiness page."""
-        degraded = self.tallies.supervisor.degraded
+        degraded = self.counters.supervisor.degraded
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
         yield from watch_status.lines(self._watch_statuses, self._clock())
@@ -395,13 +396,13 @@ class EndpointPickerProcess:
         self.servicer.shared.exchange_settings = exchange
         self.servicer.shared.settings = streams
         self._max_body_bytes = settings.limits.max_body_bytes
-        self.ring.capacity = settings.decisions.decisions
+        self.decisions.capacity = settings.decisions.decisions
         self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
     def tell_of_reload(self, reloaded: reload.ReloadResult) -> None:
         """Count and log an attempt to reload the configuration."""
-        self.tallies.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
+        self.counters.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
         if reloaded.error:
             _log.error("the configuration stays as it was: %s", reloaded.error)
             return
@@ -412,7 +413,7 @@ class EndpointPickerProcess:
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve for the drain time, then end every stream."""
-        supervisor = self.tallies.supervisor
+        supervisor = self.counters.supervisor
         self.readiness.draining = True
         # What raises on the way must not cut the streams short that are still served.
         await supervisor.attempt("drain", self._autoscaler.hand_over())
@@ -424,14 +425,14 @@ class EndpointPickerProcess:
         if self._xds is not None:
             # At once: Envoy goes to another picker for news, and keeps what it holds.
             await supervisor.attempt("drain", self._xds.release())
-        _log.info("draining, %d streams are open", self.tallies.streams_open)
+        _log.info("draining, %d streams are open", self.counters.streams_open)
         # Where no stream ever came, no data plane knows of this picker.
-        is_used = self.tallies.streams_open or self.tallies.streams
+        is_used = self.counters.streams_open or self.counters.streams
         drain_s = self._settings.server.drain_timeout_s if is_used else 0.0
         try:
             await asyncio.wait_for(hurry.wait(), drain_s)
         except TimeoutError:
-            _log.info("drain time is over, %d streams are open", self.tallies.streams_open)
+            _log.info("drain time is over, %d streams are open", self.counters.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [
             asyncio.ensure_future(grpc_server.stop(_RELEASE_S)) for grpc_server in self._grpc
@@ -448,7 +449,7 @@ class EndpointPickerProcess:
     async def stop(self) -> None:
         """Close everything."""
         self._stalls.stop()
-        attempt = self.tallies.supervisor.attempt
+        attempt = self.counters.supervisor.attempt
         for grpc_server in self._grpc:
             await attempt("drain", grpc_server.stop(_RELEASE_S))
         if self._pages is not None:
@@ -460,7 +461,7 @@ class EndpointPickerProcess:
     async def _start_pages(self, server: ServerSection) -> int:
         pages = admin.Pages(
             exposition=Exposition(
-                self.tallies,
+                self.counters,
                 self.sites.watched,
                 clock=self._clock,
                 gauges=self._gauges(),
@@ -469,7 +470,7 @@ class EndpointPickerProcess:
             readiness=self.readiness,
             pools=self.sites.pools,
             dry_run=self._dry_run,
-            decisions=self.ring,
+            decisions=self.decisions,
             clock=self._clock,
             access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
             max_body_bytes=lambda: self._max_body_bytes,
@@ -536,7 +537,7 @@ def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
         body_idle_s=settings.limits.body_idle_s,
         stream_sample_ratio=settings.responses.stream_sample_ratio,
         request_cost=settings.responses.request_cost,
-        explain_header=settings.decisions.header,
+        format_decision=explanation.short if settings.decisions.header else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The ext_proc servicer: one coroutine per stream, one turn per event."""
+"""Servicer of ext_proc: runs a coroutine per stream and handles its events in order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from extproc.errors import ProtocolError
 from extproc.protocol.body_buffer import Uploads
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.server import grpc_workarounds
+from extproc.server.request_observer import StreamResult
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
 from extproc.wire import codec
 
@@ -66,7 +67,7 @@ class ExternalProcessorServicer:
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
-        self._crowds = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
+        self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
         self._uploads: Uploads[asyncio.Task[None]] = Uploads()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
@@ -74,76 +75,76 @@ class ExternalProcessorServicer:
     async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
         """Serve a stream to its end."""
         task = _own_task()
-        tallies = self.shared.tallies
-        tallies.streams_open += 1
+        observer = self.shared.observer
+        observer.on_stream_opened()
         self.shared.on_opened()
-        self._crowds.count(tallies.streams_open)
         stream = open_stream(self.shared)
         reads = grpc_workarounds.UncancelledReads(context.read, self._ends)
         self._streams[task] = _OpenStream(stream, context, reads)
-        crowded = tallies.streams_open > self.shared.settings.max_streams
-        turn = stream.reject_overload if crowded else stream.handle
-        end = "error"
+        num_streams = len(self._streams)
+        self._memory_trimmer.count(num_streams)
+        overloaded = num_streams > self.shared.settings.max_streams
+        handle = stream.reject_overload if overloaded else stream.handle
+        result: StreamResult = "error"
         try:
             while not stream.is_over:
                 event = await reads
                 if not isinstance(event, ProcessingRequest):
                     break
                 # No await beyond this point, until the answers are written.
-                for reply in turn(event):
+                for reply in handle(event):
                     await context.write(codec.encode(reply))
-                if stream.unread is not None or stream.held is not None:
-                    await self._finish_turn(stream, context)
+                if stream.unparsed is not None or stream.queued is not None:
+                    await self._finish_request(stream, context)
             await self._refusal(task)
-            end = "ok"
+            result = "ok"
         except asyncio.CancelledError:
             # The client left, or we are closing: then the stream ends with OK, and the data
             # plane goes on without us instead of cutting the answer.
-            end = "cancelled"
-            if not self.shared.closing and not reads.given_up:
+            result = "cancelled"
+            if not self.shared.is_draining and not reads.given_up:
                 raise
             task.uncancel()
         except ProtocolError as error:
-            end = "protocol"
+            result = "protocol"
             _log.warning("stream ended: %s", error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except grpc.aio.BaseError:
             # A write after the peer left; the end arrives as an error instead of a cancellation.
-            end = "cancelled"
+            result = "cancelled"
         except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
             await self._fail(stream, context, error)
         finally:
             del self._streams[task]
-            tallies.streams_open -= 1
-            self._crowds.count(tallies.streams_open)
-            tallies.streams[end] += 1
+            self._memory_trimmer.count(len(self._streams))
+            observer.on_stream_ended(result)
             stream.finish()
 
     async def _fail(self, stream: StreamHandler, context: Context, error: Exception) -> None:
         """Answer an unexpected exception: 500, or INTERNAL once the response began."""
-        self.shared.bugs.note(error)
+        self.shared.observer.on_exception(error)
         replies = stream.fail()
         if not replies:
             await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
         await _write(context, replies)
 
-    async def _finish_turn(self, stream: StreamHandler, context: Context) -> None:
+    async def _finish_request(self, stream: StreamHandler, context: Context) -> None:
         """Wait for the parse of a large body or for admission, and answer."""
         await self._read_body(stream, context)
         await _resume(stream, context)
 
     async def _read_body(self, stream: StreamHandler, context: Context) -> None:
         """Parse a large body in the worker, and answer its request."""
-        raw, large_bodies = stream.unread, self.shared.large_bodies
+        raw, large_bodies = stream.unparsed, self.shared.large_bodies
         if raw is None or large_bodies is None:
             return
         try:
-            read = await large_bodies.read(raw)
+            parsed = await large_bodies.read(raw)
         except Exception as error:  # noqa: BLE001 - counted and logged, and the request is answered
-            replies = stream.take_unread(error)
+            replies = stream.resume_unparsed(error)
         else:
-            replies = stream.take_read(read)
-            del read
+            replies = stream.resume_parsed(parsed)
+            del parsed
         del raw  # its prompt must not wait for the peer
         for reply in replies:
             await context.write(codec.encode(reply))
@@ -170,7 +171,7 @@ class ExternalProcessorServicer:
             shared.clock(),
             idle_s=shared.settings.body_idle_s,
             most_streams=shared.settings.max_streams,
-            most_bytes=shared.budget.limit_bytes,
+            most_bytes=shared.body_budget.limit_bytes,
         )
         for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
             writes = []
@@ -186,7 +187,7 @@ class ExternalProcessorServicer:
 
     def _ends(self) -> bool:
         """True while this process ends streams itself."""
-        return self.shared.closing
+        return self.shared.is_draining
 
     async def _refusal(self, task: asyncio.Task[None]) -> None:
         """Wait until a stream's refusal is written, where `refuse_stalled` writes one."""
@@ -205,11 +206,11 @@ class ExternalProcessorServicer:
             within_s: Seconds that requests have to become complete.
             apart_s: Seconds between the ends on a connection and the last of them.
         """
-        self.shared.closing = True
+        self.shared.is_draining = True
         last: dict[str, asyncio.Task[None]] = {}
         others = 0
         for task, entry in list(self._streams.items()):
-            if entry.stream.on_routed and last.setdefault(entry.context.peer(), task) is not task:
+            if entry.stream.is_routed and last.setdefault(entry.context.peer(), task) is not task:
                 entry.end(task)
                 others += 1
         if others:
@@ -237,11 +238,11 @@ async def _write(context: Context, replies: Iterable[ProcessingResponse]) -> Non
 
 async def _resume(stream: StreamHandler, context: Context) -> None:
     """Wait for the admission of a queued request, and answer it."""
-    held = stream.held
-    if held is None:
+    queued = stream.queued
+    if queued is None:
         return
-    answer = await held.answer
-    del held  # its prompt must not wait for the peer
+    answer = await queued.answer
+    del queued  # its prompt must not wait for the peer
     for reply in stream.resume(answer):
         await context.write(codec.encode(reply))
 

@@ -19,7 +19,6 @@ from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
-from extproc.server.bug_log import BugLog
 
 #: Requests that are looked at in one turn of the event loop (count), and how long that may take
 #: (seconds): no other stream is served meanwhile.
@@ -103,7 +102,7 @@ class AsyncFlowController:
         dispatcher: Routes again, and reserves.
         holding: Queue and rate limits.
         clock: Monotonic seconds.
-        bugs: Log of unexpected exceptions.
+        on_exception: Called with unexpected exceptions.
 
     Attributes:
         rate_limiter: Rate limits of tenants.
@@ -116,20 +115,20 @@ class AsyncFlowController:
         holding: FlowControlSection,
         *,
         clock: Callable[[], float],
-        bugs: BugLog,
+        on_exception: Callable[[BaseException], None],
     ) -> None:
         self._dispatcher = dispatcher
         self._flow_headers = holding.headers
         self._clock = clock
         self._bits: EndpointBits | None = None
-        self._bugs = bugs
+        self._on_exception = on_exception
         acts = FlowCallbacks(
             decide=self._decide,
             waits=self._add_pending,
             go=self._grant,
             refuse=_refuse,
             fail=self._fail,
-            pump_failed=bugs.note,
+            pump_failed=on_exception,
             bits=self._endpoint_bits,
         )
         budget = LookBudget(looks=_MOST_LOOKS, seconds=_MOST_S)
@@ -279,7 +278,7 @@ class AsyncFlowController:
         try:
             return self._dispatcher.decide(held.prepared, now, may_defer=may_defer)
         except Exception as error:  # noqa: BLE001 - as for requests that do not wait
-            self._bugs.note(error)
+            self._on_exception(error)
             why = type(error).__name__
             return self._dispatcher.route_fallback(held.prepared.raw, now, why=why)
 
@@ -296,7 +295,7 @@ class AsyncFlowController:
 
     def _fail(self, held: QueuedRequest, error: Exception) -> None:
         """Reject a queued request with 500 after an unexpected exception."""
-        self._bugs.note(error)
+        self._on_exception(error)
         _refuse(held, Rejection(500, f"the decision failed ({type(error).__name__})"))
 
     def _add_pending(self, held: QueuedRequest, address: str) -> None:

@@ -150,20 +150,20 @@ class LargeBodies:
     """Parses large bodies outside of the event loop.
 
     Args:
-        tallies: Metrics of the process.
+        counters: Metrics of the process.
         max_prompt_bytes: Returns the longest part of a prompt that is hashed.
         process: Parses them; None creates one.
     """
 
     def __init__(
         self,
-        tallies: ProcessCounters,
+        counters: ProcessCounters,
         *,
         max_prompt_bytes: Callable[[], int],
         process: ParserProcess | None = None,
     ) -> None:
-        self._tallies = tallies
-        self._counts = tallies.large_bodies
+        self._counters = counters
+        self._counts = counters.large_bodies
         self._max_prompt_bytes = max_prompt_bytes
         self._process = ParserProcess() if process is None else process
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
@@ -201,7 +201,7 @@ class LargeBodies:
         finally:
             self._waiting_bytes -= size
         self._counts["read"] += 1
-        self._tallies.large_body_s.add(loop.time() - begun)
+        self._counters.large_body_duration_s.add(loop.time() - begun)
         return preparsed.attach(raw, result)
 
     async def read_if_large(self, raw: HttpRequest) -> HttpRequest | Rejection:

@@ -30,23 +30,23 @@ class StallMeter:
     the rest is time in which other processes had the core.
 
     Args:
-        tallies: Metrics of the process.
+        counters: Metrics of the process.
         clock: Monotonic seconds, of the same kind as the event loop's.
         thread_time: Seconds of processor time of the current thread.
     """
 
     def __init__(
         self,
-        tallies: ProcessCounters,
+        counters: ProcessCounters,
         *,
         clock: Callable[[], float] = time.monotonic,
         thread_time: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._stall_s: LatencyHistogram = tallies.loop_stall_s
-        self._stall_cpu_s: LatencyHistogram = tallies.loop_stall_cpu_s
+        self._stall_s: LatencyHistogram = counters.event_loop_lag_s
+        self._stall_cpu_s: LatencyHistogram = counters.event_loop_lag_cpu_s
         self._clock = clock
         self._thread_time = thread_time
-        self._tallies = tallies
+        self._counters = counters
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = False
         self._due = 0.0
@@ -83,7 +83,7 @@ class StallMeter:
             self._schedule()
 
     def _schedule(self) -> None:
-        self._quiet = not self._tallies.streams_open
+        self._quiet = not self._counters.streams_open
         wait_s = QUIET_S if self._quiet else BUSY_S
         self._due = self._clock() + wait_s
         self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)

@@ -15,11 +15,11 @@ from extproc.endpoint import Endpoint
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
-from extproc.server.bug_log import BugLog
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.pool_metrics import ClaimState, PoolView, PrefixCacheStats
+from extproc.telemetry.request_recorder import ExceptionLog
 
 _log = logging.getLogger("extproc.server")
 
@@ -31,14 +31,14 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all pools.
 
     Attributes:
-        tallies: Metrics of the process.
+        counters: Metrics of the process.
         guards: Measures third-party plugins.
         http: HTTP client for scrapes.
         endpoint_counts: Counts of scraped endpoints.
         clock: Monotonic seconds.
     """
 
-    tallies: ProcessCounters
+    counters: ProcessCounters
     guards: plugin_guard.GuardFactory
     http: client.ScrapeClient
     endpoint_counts: scraper.EndpointCounts
@@ -47,7 +47,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     @property
     def supervisor(self) -> Supervisor:
         """Keeps loops alive."""
-        return self.tallies.supervisor
+        return self.counters.supervisor
 
 
 class PoolRuntime:
@@ -83,7 +83,7 @@ class PoolRuntime:
         self.overlaps = ""
         self._settings = planned.settings
         self._shared = shared
-        self._counts = shared.tallies.for_pool(planned.name)
+        self._counts = shared.counters.for_pool(planned.name)
         self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
@@ -93,7 +93,7 @@ class PoolRuntime:
                 self.parts.director,
                 holding,
                 clock=shared.clock,
-                bugs=BugLog(shared.tallies.bugs, shared.clock),
+                on_exception=ExceptionLog(shared.counters.exceptions, shared.clock).record,
             )
             if holding.enabled
             else None
@@ -216,7 +216,7 @@ class PoolRuntime:
         """Reject queued requests, and drop the metrics of the pool."""
         if self.flow_controller is not None:
             self.flow_controller.close()
-        self._shared.tallies.pools.pop(self.name, None)
+        self._shared.counters.pools.pop(self.name, None)
 
     def _scraper(self) -> scraper.Scraper:
         shared, parts = self._shared, self.parts
@@ -227,7 +227,7 @@ class PoolRuntime:
             clock=shared.clock,
             rng=parts.rng,
             on_fact=self._scraped,
-            missed=lambda: self._counts.unlisted,
+            missed=lambda: self._counts.unknown_models,
             endpoint_counts=shared.endpoint_counts,
             supervisor=shared.supervisor,
         )
@@ -255,8 +255,8 @@ class PoolRuntime:
     def _scraped(self, fact: scraper.ScrapeResult) -> None:
         if not fact.listing:
             self._changed()
-            self._shared.tallies.scrape_s.add(fact.seconds)
+            self._shared.counters.scrape_duration_s.add(fact.seconds)
         if self.parts.store.pool.find(fact.address) is None:
             return  # it left meanwhile, and its series with it
-        counts = self._counts.listings if fact.listing else self._counts.scrapes
+        counts = self._counts.model_list_polls if fact.listing else self._counts.scrapes
         counts[fact.address, fact.outcome] += 1

@@ -21,7 +21,6 @@ from extproc.request import HttpRequest
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolSelector, RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
-from extproc.server.bug_log import BugLog
 from extproc.server.flow_control_shell import (
     Admission,
     AsyncFlowController,
@@ -29,9 +28,7 @@ from extproc.server.flow_control_shell import (
     RateReservation,
 )
 from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
-from extproc.telemetry import counters, explanation
-from extproc.telemetry.counters import PoolCounters, ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog, DecisionRecord
+from extproc.server.request_observer import RequestObserver, StreamObserver
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 
@@ -48,15 +45,15 @@ class StreamSettings(msgspec.Struct, frozen=True):
     Attributes:
         max_streams: Open streams above which requests are refused.
         body_idle_s: Seconds without a further message after which a request is rejected with 408.
-        stream_sample_ratio: Share of streamed answers watched for usage, 0..1.
-        explain_header: Add the short form of the decision to response headers.
+        stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
+        format_decision: Text of the response header `x-extproc-decision`; None adds no header.
         request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
     """
 
     max_streams: int
     body_idle_s: float = 60.0
     stream_sample_ratio: float = 0.0
-    explain_header: bool = False
+    format_decision: Callable[[Decision], str] | None = None
     request_cost: Mapping[usage.UsageKind, float] = {}
 
 
@@ -64,51 +61,46 @@ class StreamContext:
     """Dependencies and state shared by all streams of a server.
 
     Args:
-        switchboard: Selects the pool and routes.
+        pool_selector: Selects the pool and routes.
         exchange_settings: Settings of all exchanges.
-        budget: Limit of bytes that all exchanges buffer.
-        tallies: Metrics of the process.
+        body_budget: Limit of bytes that all exchanges buffer.
+        observer: Records streams and requests.
         clock: Monotonic seconds.
-        rng: For sampling streamed answers.
-        ring: Log of the last decisions.
+        rng: For sampling streamed responses.
         settings: Reloadable settings.
 
     Attributes:
-        gates: Flow control by name of the pool; a missing pool has none.
+        flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.
-        closing: True once the server drains its streams.
+        is_draining: True once the server drains its streams.
         on_opened: Called when a stream was opened.
-        bugs: Log of unexpected exceptions.
     """
 
     def __init__(
         self,
         *,
-        switchboard: PoolSelector,
+        pool_selector: PoolSelector,
         exchange_settings: ExchangeSettings,
-        budget: BufferBudget,
-        tallies: ProcessCounters,
+        body_budget: BufferBudget,
+        observer: StreamObserver,
         clock: Callable[[], float],
         rng: random.Random,
-        ring: DecisionLog,
         settings: StreamSettings,
     ) -> None:
-        self.switchboard = switchboard
+        self.pool_selector = pool_selector
         self.exchange_settings = exchange_settings
-        self.budget = budget
-        self.tallies = tallies
+        self.body_budget = body_budget
+        self.observer = observer
         self.clock = clock
         self.rng = rng
-        self.ring = ring
         self.settings = settings
-        self.gates: Mapping[str, AsyncFlowController] = {}
+        self.flow_controllers: Mapping[str, AsyncFlowController] = {}
         self.large_bodies: LargeBodies | None = None
-        self.closing = False
+        self.is_draining = False
         self.on_opened: Callable[[], None] = _nothing
-        self.bugs = BugLog(tallies.bugs, clock)
 
     @property
-    def crowded(self) -> Rejection:
+    def overload_rejection(self) -> Rejection:
         """Rejection of a request when too many streams are open."""
         return Rejection(
             429,
@@ -125,33 +117,33 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     Attributes:
         exchange: State of the ext_proc protocol.
-        held: The queued request; None while it is not queued.
-        unread: The request while its large body is parsed in the worker; None otherwise.
+        queued: The queued request; None while it is not queued.
+        unparsed: The request while its large body is parsed in the worker; None otherwise.
         address: The endpoint it was sent to, `ip:port`; empty before that.
         is_over: True once no further response follows.
     """
 
-    _shared: StreamContext
+    _context: StreamContext
     exchange: Exchange
+    _observer: RequestObserver
     _started_s: float
-    _tallies: PoolCounters
-    held: QueuedRequest | None = None
-    unread: HttpRequest | None = None
+    queued: QueuedRequest | None = None
+    unparsed: HttpRequest | None = None
     address: str = ""
     is_over: bool = False
-    _picked_s: float = 0.0
-    _dispatcher: Director | None = None
-    _gate: AsyncFlowController | None = None
-    _reservation: RateReservation | None = None
-    _ticket: Reservation | None = None
-    _recorded: DecisionRecord | None = None
-    _used: Mapping[str, int] | None = None
+    _routed_s: float = 0.0
+    _director: Director | None = None
+    _flow_controller: AsyncFlowController | None = None
+    _rate_reservation: RateReservation | None = None
+    _reservation: Reservation | None = None
+    _decision: Decision | None = None
+    _usage: Mapping[str, int] | None = None
     _failed: bool = False
 
     @property
-    def on_routed(self) -> bool:
+    def is_routed(self) -> bool:
         """True once Envoy has the endpoint, and can go on without this process."""
-        return self._ticket is not None
+        return self._reservation is not None
 
     def handle(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Handle an event and return the responses. Synchronous: a single pool snapshot."""
@@ -159,26 +151,28 @@ class StreamHandler(msgspec.Struct, eq=False):
         replies = exchange.receive(event)
         pending = exchange.pending
         if pending is not None:
-            if len(pending.body) > INLINE_BYTES and self._shared.large_bodies is not None:
-                self.unread = pending
+            if len(pending.body) > INLINE_BYTES and self._context.large_bodies is not None:
+                self.unparsed = pending
                 return ()
-            return self._decide(pending)
+            return self._route(pending)
         if event.kind is _RESPONSE_HEADERS:
-            if self._ticket is not None:
-                shared = self._shared
-                now = shared.clock()
-                shared.tallies.headers_s.add(now - self._picked_s)
+            if self._reservation is not None:
+                context = self._context
+                now = context.clock()
+                self._observer.on_response_headers(now - self._routed_s)
                 try:
                     self._on_response_headers(event, now)
-                except Exception as error:  # noqa: BLE001 - what is learned must not cost the answer
-                    shared.bugs.note(error)
+                except Exception as error:  # noqa: BLE001 - a failed estimate must not cost the response
+                    context.observer.on_exception(error)
         elif exchange.rejection is not None and not self.is_over:
-            self._tallies.rejected(exchange.rejection)
+            self._observer.on_rejected(exchange.rejection)
             self.is_over = True
         elif (
-            self._shared.settings.request_cost and exchange.tail and is_last_response_message(event)
+            self._context.settings.request_cost
+            and exchange.tail
+            and is_last_response_message(event)
         ):
-            weights = self._shared.settings.request_cost
+            weights = self._context.settings.request_cost
             cost = usage.cost(usage.read(exchange.tail.joined()), weights)
             return replies if cost is None else attach_request_cost(replies, cost)
         return replies
@@ -200,70 +194,70 @@ class StreamHandler(msgspec.Struct, eq=False):
 
     def reject_overload(self, _: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Reject the request, because too many streams are open."""
-        return (self._reject(self._shared.crowded),)
+        return (self._reject(self._context.overload_rejection),)
 
     def _reject(self, rejection: Rejection) -> ProcessingResponse:
         self._refund()
-        self._tallies.rejected(rejection)
+        self._observer.on_rejected(rejection)
         self.is_over = True
         return self.exchange.reject(rejection)
 
     def _refund(self) -> None:
         """Return the tokens of a rejected request to its tenant's allowance."""
-        if self._reservation is not None:
-            self._reservation.refund()
+        if self._rate_reservation is not None:
+            self._rate_reservation.refund()
 
-    def take_read(self, read: HttpRequest | Rejection) -> Iterable[ProcessingResponse]:
+    def resume_parsed(self, parsed: HttpRequest | Rejection) -> Iterable[ProcessingResponse]:
         """Answer a request after its large body was parsed or refused. Synchronous."""
-        self.unread = None
-        return (self._reject(read),) if isinstance(read, Rejection) else self._decide(read)
+        self.unparsed = None
+        return (self._reject(parsed),) if isinstance(parsed, Rejection) else self._route(parsed)
 
-    def take_unread(self, error: Exception) -> Iterable[ProcessingResponse]:
+    def resume_unparsed(self, error: Exception) -> Iterable[ProcessingResponse]:
         """Route a request to a fallback endpoint after parsing its large body failed."""
-        raw, self.unread = self.unread, None
+        raw, self.unparsed = self.unparsed, None
         if raw is None:
-            raise RuntimeError("no body is read elsewhere; call once after `unread` was set")
-        return self._rescue(raw, self._shared.clock(), error)
+            raise RuntimeError("no body is parsed elsewhere; call once after `unparsed` was set")
+        return self._route_fallback(raw, self._context.clock(), error)
 
-    def _decide(self, raw: HttpRequest) -> Iterable[ProcessingResponse]:
-        shared = self._shared
-        now = shared.clock()
+    def _route(self, raw: HttpRequest) -> Iterable[ProcessingResponse]:
+        context = self._context
+        now = context.clock()
         try:
-            routed = shared.switchboard.route(raw, now)
-        except Exception as error:  # noqa: BLE001 - see `_rescue`
-            return self._rescue(raw, now, error)
-        return self._take(routed, raw, now)
+            result = context.pool_selector.route(raw, now)
+        except Exception as error:  # noqa: BLE001 - see `_route_fallback`
+            return self._route_fallback(raw, now, error)
+        return self._apply(result, raw, now)
 
-    def _rescue(
+    def _route_fallback(
         self, raw: HttpRequest, now: float, error: Exception
     ) -> Iterable[ProcessingResponse]:
         """Log an unexpected exception, and route the request to a fallback endpoint."""
-        shared = self._shared
-        shared.bugs.note(error)
-        routed = shared.switchboard.route_fallback(raw, now, why=type(error).__name__)
-        return self._take(routed, raw, now)
+        context = self._context
+        context.observer.on_exception(error)
+        result = context.pool_selector.route_fallback(raw, now, why=type(error).__name__)
+        return self._apply(result, raw, now)
 
-    def _take(
-        self, routed: RoutingResult, raw: HttpRequest, now: float
+    def _apply(
+        self, result: RoutingResult, raw: HttpRequest, now: float
     ) -> Iterable[ProcessingResponse]:
-        shared, exchange = self._shared, self.exchange
-        outcome = routed.outcome
+        """Answer the request, queue it or send it to its endpoint."""
+        outcome = result.outcome
         if isinstance(outcome, DirectResponse):
-            shared.tallies.answers += 1
+            self._observer.on_direct_response()
             self.is_over = True
-            return (exchange.answer(outcome),)
-        if routed.pool:
-            self._tallies = shared.tallies.for_pool(routed.pool)
-        self._dispatcher = routed.director
-        gate = shared.gates.get(routed.pool)
-        if gate is not None and routed.prepared is not None:
-            refused = self._wait(gate, routed.prepared, outcome, now)
-            if self.held is not None:
+            return (self.exchange.answer(outcome),)
+        if result.pool:
+            self._observer.on_pool_selected(result.pool)
+        self._director = result.director
+        flow_controller = self._context.flow_controllers.get(result.pool)
+        if flow_controller is not None and result.prepared is not None:
+            rejection = self._admit(flow_controller, result.prepared, outcome, now)
+            if self.queued is not None:
                 return ()
-            outcome = refused or outcome
+            outcome = rejection or outcome
         match outcome:
             case Decision():
-                return self._send_route(outcome, raw, now, ticket=None)
+                return self._send_route(outcome, raw, now, reservation=None)
             case Deferral():
                 return (self._reject(outcome.rejection),)
             case Rejection():
@@ -271,77 +265,81 @@ class StreamHandler(msgspec.Struct, eq=False):
             case _:
                 assert_never(outcome)
 
-    def _wait(
-        self, gate: AsyncFlowController, prepared: PreparedRequest, outcome: Outcome, now: float
+    def _admit(
+        self,
+        flow_controller: AsyncFlowController,
+        prepared: PreparedRequest,
+        outcome: Outcome,
+        now: float,
     ) -> Rejection | None:
         """Queue the request if necessary; returns its rejection, or None."""
-        reserved = gate.reserve(prepared, now)
+        reserved = flow_controller.reserve(prepared, now)
         if isinstance(reserved, Rejection):
             return reserved
-        # No more of the request: it would stay until the end of the answer, outside of any budget.
-        self._gate, self._reservation = gate, reserved
-        held = gate.admit(prepared, outcome, now, tenant=reserved.tenant)
-        if isinstance(held, QueuedRequest):
-            self.held = held
+        # No more of the request: it would stay until the end of the response, outside of any budget.
+        self._flow_controller, self._rate_reservation = flow_controller, reserved
+        admitted = flow_controller.admit(prepared, outcome, now, tenant=reserved.tenant)
+        if isinstance(admitted, QueuedRequest):
+            self.queued = admitted
             return None
-        return held
+        return admitted
 
     def resume(self, answer: Admission | Rejection) -> Iterable[ProcessingResponse]:
         """Answer a queued request after its admission or rejection. Synchronous."""
-        held, self.held = self.held, None
-        if held is None:
-            raise RuntimeError("nothing is held; resume once after a wait")
-        if isinstance(answer, Admission):
-            self._ticket = answer.ticket
+        queued, self.queued = self.queued, None
+        if queued is None:
+            raise RuntimeError("the request is not queued; resume once after it was")
         if isinstance(answer, Rejection):
             return (self._reject(answer),)
-        now = self._shared.clock()
-        self._shared.tallies.held_s.add(now - held.waiter.arrived)
-        return self._send_route(answer.decision, held.prepared.raw, now, ticket=answer.ticket)
+        self._reservation = answer.ticket
+        now = self._context.clock()
+        self._observer.on_dequeued(now - queued.waiter.arrived)
+        return self._send_route(
+            answer.decision, queued.prepared.raw, now, reservation=answer.ticket
+        )
 
     def _send_route(
-        self, outcome: Decision, raw: HttpRequest, now: float, *, ticket: Reservation | None
+        self, decision: Decision, raw: HttpRequest, now: float, *, reservation: Reservation | None
     ) -> Iterable[ProcessingResponse]:
         """Send the endpoint to Envoy; a queued request has its reservation already."""
-        shared, exchange = self._shared, self.exchange
-        named = raw.headers.get("x-request-id", "")
-        new = "" if named else str(uuid.uuid4())
-        if shared.settings.explain_header:
-            header = ("x-extproc-decision", explanation.short(outcome))
-            outcome = msgspec.structs.replace(
-                outcome, answer_headers=(*outcome.answer_headers, header)
+        exchange = self.exchange
+        request_id = raw.headers.get("x-request-id", "")
+        new_id = "" if request_id else str(uuid.uuid4())
+        format_decision = self._context.settings.format_decision
+        if format_decision is not None:
+            header = ("x-extproc-decision", format_decision(decision))
+            decision = msgspec.structs.replace(
+                decision, answer_headers=(*decision.answer_headers, header)
             )
-        self._commit(outcome, now, named or new, ticket=ticket)
-        replies = exchange.apply_outcome(outcome, request_id=new)
-        if outcome.model_rewrite:
-            self._tallies.rewritten(edited=exchange.edited)
+        self._commit(decision, now, request_id or new_id, reservation=reservation)
+        replies = exchange.apply_outcome(decision, request_id=new_id)
+        if decision.model_rewrite:
+            self._observer.on_model_rewritten(edited=exchange.edited)
         return replies
 
     def _commit(
-        self, decision: Decision, now: float, request_id: str, *, ticket: Reservation | None
+        self, decision: Decision, now: float, request_id: str, *, reservation: Reservation | None
     ) -> None:
-        shared, dispatcher = self._shared, self._dispatcher
-        if dispatcher is None:
-            raise RuntimeError("a decision without the dispatcher that took it")
-        self._recorded = shared.ring.add(
-            request_id, decision, now, pool=shared.switchboard.default_pool
-        )
-        self._ticket = ticket or dispatcher.reserve(decision, now)
+        context, director = self._context, self._director
+        if director is None:
+            raise RuntimeError("a decision without the director that took it")
+        self._reservation = reservation or director.reserve(decision, now)
         self.address = decision.endpoints[0].address
-        self._picked_s = shared.clock()
-        shared.tallies.route_s.add(self._picked_s - now)
-        self._tallies.routed(decision)
-        # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
-        self.is_over = shared.closing or dispatcher.response_unwatched(decision)
+        self._routed_s = context.clock()
+        self._decision = self._observer.on_routed(
+            decision, request_id=request_id, now=now, duration_s=self._routed_s - now
+        )
+        # Nothing of the response is needed: the stream ends and Envoy goes on without us.
+        self.is_over = context.is_draining or director.response_unwatched(decision)
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director."""
-        if self._ticket is not None and self._dispatcher is not None:
+        if self._reservation is not None and self._director is not None:
             served = "" if event.hints is None else event.hints.served
-            self._dispatcher.on_response_headers(
-                self._ticket, self.exchange.status, now, served=served
+            self._director.on_response_headers(
+                self._reservation, self.exchange.status, now, served=served
             )
-            self.address = self._ticket.endpoint.address
+            self.address = self._reservation.endpoint.address
 
     def finish(self) -> None:
         """Release all resources at the end of the stream. Called once.
@@ -352,73 +350,70 @@ class StreamHandler(msgspec.Struct, eq=False):
             try:
                 step(self)
             except Exception as error:  # noqa: BLE001 - counted and logged
-                self._shared.bugs.note(error)
+                self._context.observer.on_exception(error)
 
     def _close(self) -> None:
         """Release the buffered body, and the place in the queue."""
         self.exchange.close()
-        gate = self._gate
-        if gate is not None and self.held is not None:
-            gate.cancel(self.held, self._shared.clock())
-            self.held = None
+        flow_controller = self._flow_controller
+        if flow_controller is not None and self.queued is not None:
+            flow_controller.cancel(self.queued, self._context.clock())
+            self.queued = None
 
-    def _settle(self) -> None:
+    def _release(self) -> None:
         """Release the reservation; a request that failed before its response is not counted."""
-        ticket, dispatcher = self._ticket, self._dispatcher
-        if ticket is None or dispatcher is None:
+        reservation, director = self._reservation, self._director
+        if reservation is None or director is None:
             self._refund()
             return
-        now, status = self._shared.clock(), self.exchange.status
+        now, status = self._context.clock(), self.exchange.status
         try:
             if self._failed and not status:
-                dispatcher.unreserve(ticket, now)
+                director.unreserve(reservation, now)
             else:
-                dispatcher.release(ticket, now, answered=bool(status))
+                director.release(reservation, now, answered=bool(status))
         finally:
-            if self._gate is not None:
-                self._gate.notify_capacity()
+            if self._flow_controller is not None:
+                self._flow_controller.notify_capacity()
 
-    def _count(self) -> None:
-        """Count how the request ended."""
-        if self._ticket is None:
+    def _report_end(self) -> None:
+        """Report how the request ended."""
+        director = self._director
+        if self._reservation is None or director is None:
             return
-        shared, status = self._shared, self.exchange.status
-        took_s = shared.clock() - self._started_s
-        dispatcher, address = self._dispatcher, self.address
-        here = dispatcher is not None and dispatcher.pool.find(address) is not None
-        self._tallies.finished(address if here else counters.LEFT, status)
-        shared.tallies.exchange_s.add(took_s)
-        recorded = self._recorded
-        if recorded is not None:
-            recorded.status, recorded.seconds = status, took_s
+        in_pool = director.pool.find(self.address) is not None
+        self._observer.on_finished(
+            endpoint=self.address if in_pool else None,
+            status=self.exchange.status,
+            duration_s=self._context.clock() - self._started_s,
+        )
 
     def _read_usage(self) -> None:
         """Read the usage of the response, where its end was received."""
         tail = self.exchange.tail
-        if self._ticket is None or tail is None:
+        if self._reservation is None or tail is None:
             return
-        used = self._used = usage.read(tail.joined())
-        self._tallies.used(used)
-        if self._recorded is not None:
-            self._recorded.usage = used
+        self._usage = usage.read(tail.joined())
+        self._observer.on_usage(self._usage)
 
     def _learn(self) -> None:
         """Report the usage of the response to the director."""
-        dispatcher, recorded, ticket = self._dispatcher, self._recorded, self._ticket
-        if dispatcher is None or recorded is None or ticket is None or self._used is None:
+        director, decision, reservation = self._director, self._decision, self._reservation
+        if director is None or decision is None or reservation is None or self._usage is None:
             return
-        dispatcher.on_usage(recorded.decision, self._used, served=ticket.endpoint)
+        director.on_usage(decision, self._usage, served=reservation.endpoint)
 
     def _charge(self) -> None:
         """Charge the usage of the response to the tenant."""
-        if self._used is not None and self._gate is not None and self._reservation is not None:
-            self._gate.record_usage(self._reservation, self._used, self._shared.clock())
+        flow_controller, reservation = self._flow_controller, self._rate_reservation
+        if self._usage is not None and flow_controller is not None and reservation is not None:
+            flow_controller.record_usage(reservation, self._usage, self._context.clock())
 
     #: Steps at the end of a stream, in order; those that free capacity come first.
     last_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
         _close,
-        _settle,
-        _count,
+        _release,
+        _report_end,
     )
     #: The same where the end of the response was received, which has the usage.
     last_usage_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
@@ -429,15 +424,15 @@ class StreamHandler(msgspec.Struct, eq=False):
     )
 
 
-def open_stream(shared: StreamContext) -> StreamHandler:
+def open_stream(context: StreamContext) -> StreamHandler:
     """Create the handler of a new stream."""
-    share = shared.settings.stream_sample_ratio
-    watched = share > 0.0 and shared.rng.random() < share
+    ratio = context.settings.stream_sample_ratio
+    sampled = ratio > 0.0 and context.rng.random() < ratio
     return StreamHandler(
-        shared,
-        Exchange(shared.exchange_settings, shared.budget, watch_stream=watched),
-        shared.clock(),
-        shared.tallies.for_pool(shared.switchboard.default_pool),
+        context,
+        Exchange(context.exchange_settings, context.body_budget, watch_stream=sampled),
+        context.observer.observe_request(context.pool_selector.default_pool),
+        context.clock(),
     )
 
 

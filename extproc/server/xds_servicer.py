@@ -110,7 +110,7 @@ class AggregatedDiscoveryServicer:
         h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
         synced: Returns True once the pools are known.
         traits: Options of every cluster.
-        tallies: Metrics of the xDS server.
+        counters: Metrics of the xDS server.
         supervisor: Counts exceptions; None creates a new supervisor.
 
     Raises:
@@ -124,7 +124,7 @@ class AggregatedDiscoveryServicer:
         h2c: Callable[[], Collection[str]],
         synced: Callable[[], bool],
         traits: ClusterOptions,
-        tallies: XdsCounters,
+        counters: XdsCounters,
         supervisor: Supervisor | None = None,
     ) -> None:
         require()
@@ -135,7 +135,7 @@ class AggregatedDiscoveryServicer:
         self._pools = pools
         self._h2c = h2c
         self._synced = synced
-        self._tallies = tallies
+        self._counters = counters
         self._supervisor = supervisor or Supervisor()
         self._snapshot: XdsSnapshot | None = None
         self._streams: set[_Stream] = set()
@@ -196,7 +196,7 @@ class AggregatedDiscoveryServicer:
         stream = _Stream(speaker, task)
         self._streams.add(stream)
         self._has_subscribers.set()
-        self._tallies.streams_open += 1
+        self._counters.streams_open += 1
         readable, failed = True, False
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -208,7 +208,7 @@ class AggregatedDiscoveryServicer:
             failed = True
         finally:
             self._streams.discard(stream)
-            self._tallies.streams_open -= 1
+            self._counters.streams_open -= 1
             if not self._streams:
                 # Without streams no step updates the snapshot, so it gets stale.
                 self._snapshot = None
@@ -242,7 +242,7 @@ class AggregatedDiscoveryServicer:
         # Envoy may have left; then the end of what it says is next.
         with contextlib.suppress(grpc.aio.BaseError):
             for answer in answers:
-                self._tallies.responses[KINDS[answer.type_url]] += 1
+                self._counters.responses[KINDS[answer.type_url]] += 1
                 await context.write(answer.data)
 
     def _note(self, stream: _Stream, heard: Incoming) -> None:
@@ -253,7 +253,7 @@ class AggregatedDiscoveryServicer:
         if refusal is None:
             return
         kind = KINDS[refusal.type_url]
-        self._tallies.refusals[kind] += 1
+        self._counters.refusals[kind] += 1
         key = (kind, refusal.error)
         if key not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
             self._refusals.add(key)

@@ -1,10 +1,7 @@
-"""Counters of the process, with those of its pools by name.
+"""Counters of the process and of its pools, cheap enough for every request.
 
-Rendering happens on demand (`exposition`), so that adding a fact is an integer addition.
-
-Counters of one pool, cheap enough for every request.
-
-Label values are bounded by design: endpoints, statuses, reasons; never client text.
+Rendering happens on demand (`exposition`), so that counting is an integer addition. Label values
+are bounded by design: endpoints, statuses, reasons; never client text.
 """
 
 from __future__ import annotations
@@ -21,7 +18,8 @@ from extproc.telemetry.scaling_metrics import ScalingMetrics
 from extproc.telemetry.watch_metrics import WatchMetrics
 from extproc.telemetry.xds_metrics import XdsCounters
 
-#: Stands for endpoints that left while they answered: there is no end to their addresses.
+#: Label value of endpoints that left the pool before the response ended, whose addresses are
+#: without bound.
 LEFT: Final = "left"
 
 
@@ -30,18 +28,18 @@ class PoolCounters:
 
     Attributes:
         requests_routed: Routed requests by endpoint address.
-        rejections: Refused requests by (status, reason).
-        degraded: Decisions taken another way, by what happened.
-        responses: Answers by (endpoint address, HTTP status text).
-        unanswered: Routed requests whose stream ended before response headers, by address.
-        prompt_tokens: Estimated prompt tokens routed.
-        matched_tokens: Of these, believed cached on the chosen endpoint.
+        rejections: Rejected requests by (status, reason).
+        degraded: Decisions by fallback, by reason.
+        responses: Responses by (endpoint address, HTTP status text).
+        without_response: Routed requests whose stream ended before response headers, by address.
+        prompt_tokens: Estimated prompt tokens of routed requests.
+        matched_tokens: Of these, predicted to be cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
-        listings: Requests for model lists, by (endpoint address, result).
+        model_list_polls: Requests for model lists, by (endpoint address, result).
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
-        unlisted: Requests for a model that no endpoint in play lists, routed or refused.
+        unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected.
         routed_total: Routed requests, also those of endpoints that left.
         answered_total: Of these, answered.
         reported_total: Of these, responses that reported token usage.
@@ -52,14 +50,14 @@ class PoolCounters:
         self.rejections: Counter[tuple[int, str]] = Counter()
         self.degraded: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str]] = Counter()
-        self.unanswered: Counter[str] = Counter()
+        self.without_response: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.matched_tokens = 0
         self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
-        self.listings: Counter[tuple[str, str]] = Counter()
+        self.model_list_polls: Counter[tuple[str, str]] = Counter()
         self.rewrites: Counter[str] = Counter()
-        self.unlisted = 0
+        self.unknown_models = 0
         self.routed_total = 0
         self.answered_total = 0
         self.reported_total = 0
@@ -73,7 +71,7 @@ class PoolCounters:
         if decision.degraded:
             self.degraded[decision.degraded] += 1
         if decision.model_unlisted:
-            self.unlisted += 1
+            self.unknown_models += 1
 
     def rewritten(self, *, edited: bool) -> None:
         """Counts a routed request whose model name was rewritten."""
@@ -83,20 +81,20 @@ class PoolCounters:
         """Counts a rejected request."""
         self.rejections[rejection.status, rejection.reason] += 1
         if rejection.code == MODEL_NOT_FOUND:
-            self.unlisted += 1
+            self.unknown_models += 1
 
     def finished(self, address: str, status: str) -> None:
         """Counts the end of the stream of a routed request.
 
         Args:
             address: The endpoint it was routed to; `LEFT` where it is no longer in the pool.
-            status: HTTP status of the answer, empty if none was seen.
+            status: HTTP status of the response; empty without response headers.
         """
         if status:
             self.responses[address, status] += 1
             self.answered_total += 1
         else:
-            self.unanswered[address] += 1
+            self.without_response[address] += 1
 
     def used(self, usage: Mapping[str, int]) -> None:
         """Counts the token usage that a response reported, by kind."""
@@ -107,8 +105,8 @@ class PoolCounters:
     def forget(self, address: str) -> None:
         """Drops the series of a removed endpoint, so that label sets stay bounded."""
         self.requests_routed.pop(address, None)
-        self.unanswered.pop(address, None)
-        for counter in (self.responses, self.scrapes, self.listings):
+        self.without_response.pop(address, None)
+        for counter in (self.responses, self.scrapes, self.model_list_polls):
             for key in [key for key in counter if key[0] == address]:
                 del counter[key]
 
@@ -144,48 +142,47 @@ class ProcessCounters:
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         streams_open: Open streams now.
-        answers: Requests answered here in place of an engine.
-        reloads: Attempts to read the configuration again, by result: `ok`, `error`.
-        reload_failed: Whether the last of them failed, and an older configuration is in force.
-        restart_needed: Whether the configuration differs in what only a restart changes.
-        bugs: Exceptions of ours that streams ran into, by (type, place).
-        plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
-        route_s: Time of decisions.
-        headers_s: From pick to response headers.
-        exchange_s: From first event to end.
-        scrape_s: Time of scrapes.
-        held_s: How long requests waited for capacity and then went on.
-        large_bodies: Bodies for the process that reads large ones, by what came of them: `read`,
-            `failed`, `refused`.
-        large_body_s: How long they waited and were read.
-        loop_stall_s: How late timers of the event loop were.
-        loop_stall_cpu_s: Of that, what the thread of the event loop computed.
-        xds: Counts of the xDS server.
-        scaling: Gives what is shown of autoscaling, by pool.
-        watches: Gives how the watches of Kubernetes stand.
+        direct_responses: Requests answered without an endpoint, such as GET /v1/models.
+        reloads: Reloads of the configuration by result: `ok`, `error`.
+        reload_failed: True if the last reload failed, and an older configuration is in force.
+        restart_needed: True if the configuration differs in fields that only a restart changes.
+        exceptions: Unexpected exceptions in streams, by (type, place).
+        plugins: Overruns, bypasses and exceptions of external plugins, by (role, kind).
+        routing_duration_s: Time to route a request.
+        response_headers_s: Time from the choice of the endpoint to response headers.
+        request_duration_s: Time from the first message to the end of the stream.
+        scrape_duration_s: Time of a scrape.
+        queue_duration_s: Time in the queue of requests that were admitted.
+        large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
+        large_body_duration_s: Time that these waited and were parsed.
+        event_loop_lag_s: Delay of timers of the event loop.
+        event_loop_lag_cpu_s: Of these, CPU time of the thread of the event loop.
+        xds: Counters of the xDS server.
+        scaling: Returns the autoscaling metrics by pool.
+        watches: Returns the metrics of Kubernetes watches.
         supervisor: Keeps loops alive, and counts their failures.
-        pools: Counts of each pool by its name; what was refused before a pool was found is under
-            the empty name, or under that of the only pool.
+        pools: Counters by name of the pool. A rejection before a pool was found counts under the
+            default pool, which has the empty name if there are several.
     """
 
     def __init__(self) -> None:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
-        self.answers = 0
-        self.bugs: Counter[tuple[str, str]] = Counter()
+        self.direct_responses = 0
+        self.exceptions: Counter[tuple[str, str]] = Counter()
         self.plugins = plugin_guard.PluginCounters()
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False
         self.restart_needed = False
-        self.route_s = LatencyHistogram(_ROUTE_BOUNDS_S)
-        self.headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.exchange_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.scrape_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.held_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.routing_duration_s = LatencyHistogram(_ROUTE_BOUNDS_S)
+        self.response_headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.request_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.scrape_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.queue_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.large_bodies: Counter[str] = Counter()
-        self.large_body_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.loop_stall_s = LatencyHistogram(_STALL_BOUNDS_S)
-        self.loop_stall_cpu_s = LatencyHistogram(_STALL_BOUNDS_S)
+        self.large_body_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.event_loop_lag_s = LatencyHistogram(_STALL_BOUNDS_S)
+        self.event_loop_lag_cpu_s = LatencyHistogram(_STALL_BOUNDS_S)
         self.xds = XdsCounters()
         self.scaling: Callable[[], Mapping[str, ScalingMetrics]] = dict
         self.watches: Callable[[], Iterable[WatchMetrics]] = tuple

@@ -33,7 +33,7 @@ class Exposition(Collector):
     """Renders the metrics page on demand.
 
     Args:
-        tallies: What was counted.
+        counters: What was counted.
         pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
         gauges: Readers of `PROCESS_GAUGES`, by name.
@@ -42,14 +42,14 @@ class Exposition(Collector):
 
     def __init__(
         self,
-        tallies: ProcessCounters,
+        counters: ProcessCounters,
         pools: Callable[[], Mapping[str, pool_metrics.PoolView]],
         *,
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],
         about: Mapping[str, str],
     ) -> None:
-        self._tallies = tallies
+        self._counters = counters
         self._pools = pools
         self._clock = clock
         self._gauges = gauges
@@ -69,10 +69,10 @@ class Exposition(Collector):
         """Yields all metric families."""
         yield InfoMetricFamily("extproc", "What this picker is.", value=dict(self._about))
         yield from self._streams()
-        yield from pool_metrics.counters(self._tallies.pools)
-        yield from xds_metrics.series(self._tallies.xds)
-        yield from scaling_metrics.series(self._tallies.scaling())
-        yield from watch_metrics.series(self._tallies.watches())
+        yield from pool_metrics.counters(self._counters.pools)
+        yield from xds_metrics.series(self._counters.xds)
+        yield from scaling_metrics.series(self._counters.scaling())
+        yield from watch_metrics.series(self._counters.watches())
         yield from self._plugins()
         yield from self._bugs()
         yield from self._large_bodies()
@@ -84,43 +84,43 @@ class Exposition(Collector):
             yield GaugeMetricFamily(name, PROCESS_GAUGES[name], value=read())
 
     def _streams(self) -> Iterator[Metric]:
-        tallies = self._tallies
+        counters = self._counters
         streams = CounterMetricFamily(
             "extproc_streams", "ext_proc streams by how they ended.", labels=["end"]
         )
-        for end, count in tallies.streams.items():
+        for end, count in counters.streams.items():
             streams.add_metric([end], count)
         yield streams
         yield GaugeMetricFamily(
-            "extproc_streams_open", "Open ext_proc streams.", value=tallies.streams_open
+            "extproc_streams_open", "Open ext_proc streams.", value=counters.streams_open
         )
         yield CounterMetricFamily(
             "extproc_answers",
             "Requests answered here in place of an engine (/v1/models).",
-            value=tallies.answers,
+            value=counters.direct_responses,
         )
 
     def _configuration(self) -> Iterator[Metric]:
-        tallies = self._tallies
+        counters = self._counters
         reloads = CounterMetricFamily(
             "extproc_config_reloads", "Attempts to read the configuration again.", labels=["result"]
         )
-        for result, count in tallies.reloads.items():
+        for result, count in counters.reloads.items():
             reloads.add_metric([result], count)
         yield reloads
         yield GaugeMetricFamily(
             "extproc_config_reload_failed",
             "1 while an older configuration is in force because the last one is wrong.",
-            value=float(tallies.reload_failed),
+            value=float(counters.reload_failed),
         )
         yield GaugeMetricFamily(
             "extproc_config_restart_needed",
             "1 while the configuration differs in what only a restart changes.",
-            value=float(tallies.restart_needed),
+            value=float(counters.restart_needed),
         )
 
     def _loops(self) -> Iterator[Metric]:
-        supervisor = self._tallies.supervisor
+        supervisor = self._counters.supervisor
         failures = CounterMetricFamily(
             "extproc_loop_failures",
             "Exceptions in loops, which went on, and in what loops call.",
@@ -139,7 +139,7 @@ class Exposition(Collector):
         yield degraded
 
     def _plugins(self) -> Iterator[Metric]:
-        counts = self._tallies.plugins
+        counts = self._counters.plugins
         for name, text, counter in (
             ("overruns", "Calls of plugins of others above their time budget.", counts.overruns),
             ("bypasses", "Times a plugin of others was put aside for a while.", counts.bypasses),
@@ -160,7 +160,7 @@ class Exposition(Collector):
             "Exceptions that streams ran into; the log names the place, once a minute.",
             labels=["type", "place"],
         )
-        for key, count in self._tallies.bugs.items():
+        for key, count in self._counters.exceptions.items():
             family.add_metric(key, count)
         yield family
 
@@ -170,32 +170,40 @@ class Exposition(Collector):
             "Request bodies for the process that reads large ones, by what came of them.",
             labels=["result"],
         )
-        for result, count in self._tallies.large_bodies.items():
+        for result, count in self._counters.large_bodies.items():
             family.add_metric([result], count)
         yield family
 
     def _distributions(self) -> Iterator[Metric]:
-        tallies = self._tallies
+        counters = self._counters
         for name, text, distribution in (
-            ("extproc_route_seconds", "Time one decision took.", tallies.route_s),
-            ("extproc_headers_seconds", "From pick to response headers.", tallies.headers_s),
-            ("extproc_exchange_seconds", "From first event to end.", tallies.exchange_s),
-            ("extproc_scrape_seconds", "Time one scrape took.", tallies.scrape_s),
-            ("extproc_held_seconds", "Waits for capacity that ended well.", tallies.held_s),
+            ("extproc_route_seconds", "Time one decision took.", counters.routing_duration_s),
+            (
+                "extproc_headers_seconds",
+                "From pick to response headers.",
+                counters.response_headers_s,
+            ),
+            ("extproc_exchange_seconds", "From first event to end.", counters.request_duration_s),
+            ("extproc_scrape_seconds", "Time one scrape took.", counters.scrape_duration_s),
+            (
+                "extproc_held_seconds",
+                "Waits for capacity that ended well.",
+                counters.queue_duration_s,
+            ),
             (
                 "extproc_large_body_seconds",
                 "Time large request bodies waited and were read.",
-                tallies.large_body_s,
+                counters.large_body_duration_s,
             ),
             (
                 "extproc_loop_stall_seconds",
                 "How late timers of the event loop were: how long something held up all other requests.",
-                tallies.loop_stall_s,
+                counters.event_loop_lag_s,
             ),
             (
                 "extproc_loop_stall_cpu_seconds",
                 "Of the same, CPU time of the event loop's thread; the rest is a blocking call or a busy machine.",
-                tallies.loop_stall_cpu_s,
+                counters.event_loop_lag_cpu_s,
             ),
         ):
             yield _histogram(name, text, distribution)

@@ -95,7 +95,7 @@ _COUNTERS: tuple[_Row, ...] = (
         "extproc_unanswered",
         "Routed requests that ended without an answer.",
         ("endpoint",),
-        lambda tally: [([address], count) for address, count in tally.unanswered.items()],
+        lambda tally: [([address], count) for address, count in tally.without_response.items()],
     ),
     (
         "extproc_prompt_tokens",
@@ -125,7 +125,7 @@ _COUNTERS: tuple[_Row, ...] = (
         "extproc_models_scrapes",
         "Times endpoints were asked which models they serve.",
         ("endpoint", "result"),
-        lambda tally: [(list(key), count) for key, count in tally.listings.items()],
+        lambda tally: [(list(key), count) for key, count in tally.model_list_polls.items()],
     ),
     (
         "extproc_model_rewrites",
@@ -137,7 +137,7 @@ _COUNTERS: tuple[_Row, ...] = (
         "extproc_unlisted_models",
         "Requests for models that no endpoint lists, routed or refused.",
         (),
-        lambda tally: [([], tally.unlisted)],
+        lambda tally: [([], tally.unknown_models)],
     ),
 )
 
@@ -217,11 +217,11 @@ _GAUGES: tuple[_Gauge, ...] = (
 )
 
 
-def counters(tallies: Mapping[str, PoolCounters]) -> Iterator[Metric]:
+def counters(counters: Mapping[str, PoolCounters]) -> Iterator[Metric]:
     """Yields all counter families, with the pool as first label."""
     for name, text, labels, read in _COUNTERS:
         family = CounterMetricFamily(name, text, labels=["pool", *labels])
-        for pool, tally in tallies.items():
+        for pool, tally in counters.items():
             for values, count in read(tally):
                 family.add_metric([pool, *values], count)
         yield family

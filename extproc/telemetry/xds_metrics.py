@@ -23,14 +23,14 @@ class XdsCounters:
         self.refusals: Counter[str] = Counter()
 
 
-def series(tallies: XdsCounters) -> Iterator[Metric]:
+def series(counters: XdsCounters) -> Iterator[Metric]:
     """Yields all families, also when no xDS is served."""
     yield GaugeMetricFamily(
-        "extproc_xds_streams_open", "Open xDS streams of Envoys.", value=tallies.streams_open
+        "extproc_xds_streams_open", "Open xDS streams of Envoys.", value=counters.streams_open
     )
     for name, text, counter in (
-        ("responses", "xDS answers sent, by type of resource.", tallies.responses),
-        ("refusals", "xDS answers that Envoy refused (NACK).", tallies.refusals),
+        ("responses", "xDS answers sent, by type of resource.", counters.responses),
+        ("refusals", "xDS answers that Envoy refused (NACK).", counters.refusals),
     ):
         family = CounterMetricFamily(f"extproc_xds_{name}", text, labels=["type"])
         for kind, count in counter.items():

@@ -29,10 +29,10 @@ VALUES = {
 def families() -> list[Metric]:
     """All families there can be, with one endpoint in one pool."""
     house = House({"10.0.0.1:8000": None})
-    tallies = ProcessCounters()
-    tallies.for_pool("")
+    counters = ProcessCounters()
+    counters.for_pool("")
     page = exposition.Exposition(
-        tallies,
+        counters,
         lambda: {
             "": pool_metrics.PoolView(
                 house.fleet.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)

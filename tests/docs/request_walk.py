@@ -27,6 +27,7 @@ from extproc.server import stream_handler
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference
@@ -69,13 +70,12 @@ def servicer() -> ExternalProcessorServicer:
     house = House({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
     return ExternalProcessorServicer(
         stream_handler.StreamContext(
-            switchboard=PoolSelector([PoolRoute("", house.dispatcher)]),
+            pool_selector=PoolSelector([PoolRoute("", house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
-            budget=BufferBudget(1 << 30),
-            tallies=ProcessCounters(),
+            body_budget=BufferBudget(1 << 30),
+            observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: house.now),
             clock=lambda: house.now,
             rng=random.Random(1),
-            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=100),
         )
     )

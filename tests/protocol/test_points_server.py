@@ -67,7 +67,7 @@ def test_075_a_refused_stream_ends_with_ok():
             assert (reply.part, reply.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
-            assert server.servicer.shared.tallies.for_pool("").rejections == {
+            assert server.servicer.shared.observer.counters.for_pool("").rejections == {
                 (503, "rejected-no-endpoints"): 1
             }
 
@@ -92,7 +92,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             assert fixture.in_flight == 0
-            assert server.servicer.shared.tallies.for_pool("").degraded.total() == 1
+            assert server.servicer.shared.observer.counters.for_pool("").degraded.total() == 1
 
     serving.run(test())
     assert "ZeroDivisionError" in caplog.text
@@ -161,8 +161,8 @@ def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], h
                 pass
             await server.idle()
             assert fixture.in_flight == 0
-            assert server.servicer.shared.budget.held_bytes == 0
-            assert server.servicer.shared.tallies.streams_open == 0
+            assert server.servicer.shared.body_budget.held_bytes == 0
+            assert server.servicer.shared.observer.counters.streams_open == 0
 
     serving.run(test())
 
@@ -244,16 +244,17 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             else:
                 assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
-            tallies = server.servicer.shared.tallies
+            counters = server.servicer.shared.observer.counters
             assert fixture.in_flight == 0
-            assert tallies.exchange_s.counts[0] == 1
-            assert sum(tallies.exchange_s.counts) == 1
+            assert counters.request_duration_s.counts[0] == 1
+            assert sum(counters.request_duration_s.counts) == 1
             assert (
-                tallies.for_pool("").responses.total() + tallies.for_pool("").unanswered.total()
+                counters.for_pool("").responses.total()
+                + counters.for_pool("").without_response.total()
                 == 1
             )
-            assert tallies.streams.total() == 1
-            assert set(tallies.streams) <= {"ok", "cancelled"}
+            assert counters.streams.total() == 1
+            assert set(counters.streams) <= {"ok", "cancelled"}
 
     serving.run(test())
 
@@ -270,7 +271,7 @@ def test_104_answers_are_counted_by_status():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert server.servicer.shared.tallies.for_pool("").responses == {
+            assert server.servicer.shared.observer.counters.for_pool("").responses == {
                 (ext_proc_script.ADDRESS, "503"): 1
             }
 
@@ -291,7 +292,7 @@ def test_102_usage_is_added_up():
             )
             await stream.end()
             await server.idle()
-            assert server.servicer.shared.tallies.for_pool("").usage == {
+            assert server.servicer.shared.observer.counters.for_pool("").usage == {
                 "prompt": 7,
                 "completion": 10,
             }
@@ -337,13 +338,13 @@ def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT
                 await stream.hear(2)
                 assert fixture.in_flight == 1
             else:
-                while not server.servicer.shared.budget.held_bytes:
+                while not server.servicer.shared.body_budget.held_bytes:
                     await asyncio.sleep(0)
             stream.call.cancel()
             await server.idle()
             assert fixture.in_flight == 0
-            assert server.servicer.shared.budget.held_bytes == 0
-            assert set(server.servicer.shared.tallies.streams) <= {"ok", "cancelled"}
+            assert server.servicer.shared.body_budget.held_bytes == 0
+            assert set(server.servicer.shared.observer.counters.streams) <= {"ok", "cancelled"}
 
     serving.run(test())
 
@@ -371,7 +372,7 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
                 stream.call.cancel()
             await server.idle()
             assert fixture.in_flight == 0
-            assert server.servicer.shared.budget.held_bytes == 0
+            assert server.servicer.shared.body_budget.held_bytes == 0
 
     serving.run(test())
 
@@ -406,7 +407,7 @@ def test_a_response_nobody_routed_is_not_timed():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert sum(server.servicer.shared.tallies.headers_s.counts) == 0
+            assert sum(server.servicer.shared.observer.counters.response_headers_s.counts) == 0
 
     serving.run(test())
 

@@ -10,8 +10,8 @@ from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Deferral
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
-from extproc.server.bug_log import BugLog
 from extproc.server.flow_control_shell import AsyncFlowController
+from extproc.telemetry.request_recorder import ExceptionLog
 from tests.support.pool_fixture import House
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -31,7 +31,7 @@ class Place:
             self.house.dispatcher,
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.now,
-            bugs=BugLog(self.bugs, lambda: self.now),
+            on_exception=ExceptionLog(self.bugs, lambda: self.now).record,
         )
 
     @property

@@ -1,4 +1,5 @@
 from extproc.endpoint import Load
+from extproc.telemetry import explanation
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import House
 
@@ -13,7 +14,7 @@ def test_a_decision_is_kept_with_what_came_of_it():
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
-            record = server.servicer.shared.ring.find("id-7")
+            record = server.servicer.shared.observer.decisions.find("id-7")
             assert record.decision.endpoints[0].address == ext_proc_script.ADDRESS
             assert (record.status, record.seconds) == ("", None)
             await stream.say(ext_proc_script.response_headers())
@@ -31,7 +32,7 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
 
     async def test() -> None:
         house = House({ext_proc_script.ADDRESS: Load(at=0.0)})
-        async with serving.serving(house, explain_header=True) as server:
+        async with serving.serving(house, format_decision=explanation.short) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()

@@ -57,8 +57,8 @@ async def test_an_answer_that_is_being_said_is_said_before_the_end():
         context.written.set_result(None)
         await released
         await handler
-        tallies = scene.servicer.shared.tallies
-        assert (tallies.streams["ok"], tallies.streams_open) == (1, 0)
+        counters = scene.servicer.shared.observer.counters
+        assert (counters.streams["ok"], counters.streams_open) == (1, 0)
 
 
 async def test_a_read_under_way_is_left_to_end_by_itself():
@@ -74,8 +74,8 @@ async def test_a_read_under_way_is_left_to_end_by_itself():
         context.next_read.set_result(grpc.aio.EOF)
         with pytest.raises(asyncio.CancelledError):
             await handler
-        tallies = scene.servicer.shared.tallies
-        assert (tallies.streams["cancelled"], tallies.streams_open) == (1, 0)
+        counters = scene.servicer.shared.observer.counters
+        assert (counters.streams["cancelled"], counters.streams_open) == (1, 0)
 
 
 async def open_streams(scene, count):
@@ -109,7 +109,7 @@ async def test_all_streams_are_released(count):
         await scene.servicer.drain_streams(5.0, apart_s=0.0 if count > 1 else 3600.0)
         for stream in streams:
             assert await stream.call.code() is grpc.StatusCode.OK
-        assert scene.servicer.shared.tallies.streams_open == 0
+        assert scene.servicer.shared.observer.counters.streams_open == 0
 
 
 def fail_at(monkeypatch, kind):
@@ -147,7 +147,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
         assert await stream.call.code() is grpc.StatusCode.OK
         await scene.idle()
         assert house.in_flight == 0
-        assert scene.servicer.shared.tallies.bugs.total() == 1
+        assert scene.servicer.shared.observer.counters.exceptions.total() == 1
 
 
 async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
@@ -176,10 +176,10 @@ async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
         assert [response.status for response in await crowded.rest()] == [429]
         assert await crowded.call.code() is grpc.StatusCode.OK
         assert house.in_flight == 2
-        tallies = scene.servicer.shared.tallies
-        assert tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
+        counters = scene.servicer.shared.observer.counters
+        assert counters.for_pool("").rejections == {(429, "rejected-saturated"): 1}
         assert await first.end() is grpc.StatusCode.OK
-        while tallies.streams_open > 1:
+        while counters.streams_open > 1:
             await asyncio.sleep(0)
         (after,) = await open_streams(scene, 1)
         assert await after.end() is grpc.StatusCode.OK

@@ -34,12 +34,12 @@ LIMIT_S = 300.0
 
 
 @contextlib.asynccontextmanager
-async def reading(process=None, tallies=None):
-    """Large bodies, with their tallies."""
-    tallies = tallies or ProcessCounters()
-    bodies = large_bodies.LargeBodies(tallies, max_prompt_bytes=lambda: LIMIT, process=process)
+async def reading(process=None, counters=None):
+    """Large bodies, with their counters."""
+    counters = counters or ProcessCounters()
+    bodies = large_bodies.LargeBodies(counters, max_prompt_bytes=lambda: LIMIT, process=process)
     try:
-        yield bodies, tallies
+        yield bodies, counters
     finally:
         await bodies.close()
 
@@ -88,12 +88,12 @@ def process_ended(pid):
 async def test_another_process_reads_what_we_would(body):
     """A request, a refusal, and where the name of the model stands."""
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
-    async with reading() as (bodies, tallies):
+    async with reading() as (bodies, counters):
         read = await bodies.read(raw)
         assert type(read) is preparsed.PreparsedRequest
         assert surfaces.parse(read) == surfaces.parse(raw)
         assert model_edit.locate_model(read, "new") == model_edit.locate_model(raw, "new")
-        assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
+        assert (counters.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
 
 
 async def test_one_process_reads_body_after_body():
@@ -132,7 +132,7 @@ async def test_an_idle_process_is_ended(monkeypatch):
 async def test_a_process_that_dies_fails_its_body_and_no_other():
     """Killed while it is idle it is replaced; a command that reads nothing fails every body."""
     process = large_bodies.ParserProcess()
-    async with reading(process) as (bodies, tallies):
+    async with reading(process) as (bodies, counters):
         await bodies.read(RAW)
         pid = process.pid
         os.kill(pid, signal.SIGKILL)
@@ -140,11 +140,11 @@ async def test_a_process_that_dies_fails_its_body_and_no_other():
         assert surfaces.parse(await bodies.read(RAW)) == surfaces.parse(RAW)
         assert process.pid != pid
     for command in (sys.executable, "-c", "pass"), ("/does/not/exist",):
-        async with reading(large_bodies.ParserProcess(command)) as (bodies, tallies):
+        async with reading(large_bodies.ParserProcess(command)) as (bodies, counters):
             for _ in range(2):
                 with pytest.raises(large_bodies.ParserDiedError):
                     await bodies.read(RAW)
-            assert (tallies.large_bodies, bodies.waiting_bytes) == ({"failed": 2}, 0)
+            assert (counters.large_bodies, bodies.waiting_bytes) == ({"failed": 2}, 0)
 
 
 async def test_a_process_that_stands_still_is_killed(monkeypatch):
@@ -169,7 +169,7 @@ class EagerProcess:
 async def test_bodies_are_read_in_order_and_given_up_with_their_client():
     """Who leaves while waiting is not read; who leaves while being read is waited for."""
     process = SlowProcess()
-    async with reading(process) as (bodies, tallies):
+    async with reading(process) as (bodies, counters):
         raws = [HttpRequest(RAW.headers, b'{"n":%d}' % at) for at in range(4)]
         tasks = [asyncio.ensure_future(bodies.read(raw)) for raw in raws]
         await process.begun()
@@ -183,14 +183,14 @@ async def test_bodies_are_read_in_order_and_given_up_with_their_client():
         await asyncio.wait(tasks)
         assert [task.cancelled() for task in tasks] == [True, False, True, False]
         assert process.done == [raws[at].body for at in (0, 1, 3)]
-        assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 2}, 0)
+        assert (counters.large_bodies, bodies.waiting_bytes) == ({"read": 2}, 0)
 
 
 async def test_bodies_that_wait_are_bounded(monkeypatch):
     """Beyond the bound a body is refused with 429; one alone never is."""
     monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 2 * len(TEXT))
     process = SlowProcess()
-    async with reading(process) as (bodies, tallies):
+    async with reading(process) as (bodies, counters):
         tasks = [asyncio.ensure_future(bodies.read(RAW)) for _ in range(2)]
         await process.begun()
         refused = await bodies.read(RAW)
@@ -201,7 +201,7 @@ async def test_bodies_that_wait_are_bounded(monkeypatch):
         monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 1)
         process.go.release()
         assert isinstance(await bodies.read(RAW), HttpRequest)
-        assert tallies.large_bodies == {"read": 3, "refused": 1}
+        assert counters.large_bodies == {"read": 3, "refused": 1}
 
 
 def test_the_process_ends_with_a_picker_that_is_killed():
@@ -255,7 +255,7 @@ async def serving_large(process=None):
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_body_bytes=8 << 20) as scene:
         shared = scene.servicer.shared
-        async with reading(process, shared.tallies) as (bodies, _):
+        async with reading(process, shared.observer.counters) as (bodies, _):
             shared.large_bodies = bodies
             yield scene, house
 
@@ -305,7 +305,7 @@ async def test_stream_reads_a_large_body_and_hands_it_on():
         assert house.index.blocks_total == len(blocks.chain(surfaces.parse(RAW).prompt, b""))
         assert await large.end() is grpc.StatusCode.OK
         await scene.idle()
-        assert (house.in_flight, scene.servicer.shared.budget.held_bytes) == (0, 0)
+        assert (house.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
 
 
 async def test_stream_refuses_a_large_body_that_is_wrong():
@@ -331,8 +331,8 @@ async def test_stream_sends_a_body_that_ends_its_process_somewhere():
             ext_proc_script.ADDRESS,
             TEXT,
         )
-        assert scene.servicer.shared.tallies.bugs.total() == 1
-        assert scene.servicer.shared.tallies.large_bodies == {"failed": 1}
+        assert scene.servicer.shared.observer.counters.exceptions.total() == 1
+        assert scene.servicer.shared.observer.counters.large_bodies == {"failed": 1}
         await stream.end()
         await scene.idle()
         assert house.in_flight == 0
@@ -342,7 +342,7 @@ async def test_stream_gives_back_a_large_body_whose_client_left():
     """Once the process is through with it; its request is sent nowhere."""
     process = SlowProcess()
     async with serving_large(process) as (scene, house):
-        budget = scene.servicer.shared.budget
+        budget = scene.servicer.shared.body_budget
         stream = await send_large(scene)
         await process.begun()
         assert budget.held_bytes == len(TEXT)
@@ -350,7 +350,7 @@ async def test_stream_gives_back_a_large_body_whose_client_left():
         process.go.release()
         await scene.idle()
         assert (budget.held_bytes, house.in_flight) == (0, 0)
-        assert scene.servicer.shared.tallies.streams == {"cancelled": 1}
+        assert scene.servicer.shared.observer.counters.streams == {"cancelled": 1}
 
 
 async def test_stream_that_drains_waits_for_its_large_body():

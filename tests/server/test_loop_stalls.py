@@ -13,10 +13,10 @@ from extproc.telemetry.exposition import Exposition
 
 class Scene:
     def __init__(self):
-        self.tallies = ProcessCounters()
+        self.counters = ProcessCounters()
         self.now = self.computed = 0.0
         self.subject = loop_stalls.StallMeter(
-            self.tallies, clock=lambda: self.now, thread_time=lambda: self.computed
+            self.counters, clock=lambda: self.now, thread_time=lambda: self.computed
         )
 
     def pass_(self, seconds, *, computing=0.0):
@@ -25,14 +25,14 @@ class Scene:
         self.subject.look()
 
     def above(self, bound, *, cpu=False):
-        histogram = self.tallies.loop_stall_cpu_s if cpu else self.tallies.loop_stall_s
+        histogram = self.counters.event_loop_lag_cpu_s if cpu else self.counters.event_loop_lag_s
         return sum(histogram.counts[histogram.bounds.index(bound) + 1 :])
 
 
 async def test_lateness_is_noted():
     """A timer that is due and not called was held up; one that is in time was not."""
     scene = Scene()
-    scene.tallies.streams_open = 1
+    scene.counters.streams_open = 1
     scene.subject.start()
     for _ in range(5):
         scene.pass_(loop_stalls.BUSY_S)
@@ -61,7 +61,7 @@ async def test_a_stream_that_opens_shortens_the_interval():
     loop = asyncio.get_running_loop()
     scene.subject.start()
     assert scene.subject._timer.when() - loop.time() > loop_stalls.BUSY_S
-    scene.tallies.streams_open = 1
+    scene.counters.streams_open = 1
     scene.subject.wake()
     timer = scene.subject._timer
     assert timer.when() - loop.time() <= loop_stalls.BUSY_S
@@ -74,9 +74,9 @@ async def test_a_stream_that_opens_shortens_the_interval():
 
 async def test_a_held_loop_shows_on_the_page():
     """The real loop, held for a while by a callback, and the page that says so."""
-    tallies = ProcessCounters()
-    tallies.streams_open = 1
-    subject = loop_stalls.StallMeter(tallies)
+    counters = ProcessCounters()
+    counters.streams_open = 1
+    subject = loop_stalls.StallMeter(counters)
     subject.start()
     looks = 0
 
@@ -89,9 +89,11 @@ async def test_a_held_loop_shows_on_the_page():
     asyncio.get_running_loop().call_soon(hold)
     while not looks:
         await asyncio.sleep(0.01)
-        looks = sum(tallies.loop_stall_s.counts[tallies.loop_stall_s.bounds.index(0.05) + 1 :])
+        looks = sum(
+            counters.event_loop_lag_s.counts[counters.event_loop_lag_s.bounds.index(0.05) + 1 :]
+        )
     subject.stop()
-    page = Exposition(tallies, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
+    page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
     assert 'extproc_loop_stall_seconds_bucket{le="0.05"}' in page
     assert "extproc_loop_stall_cpu_seconds_sum" in page
 

@@ -127,7 +127,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
             while ran != names:
                 await asyncio.sleep(0.01)
         assert not task.done()
-        failures = scene.picker.tallies.supervisor.failures
+        failures = scene.picker.counters.supervisor.failures
         assert {name for name, count in failures.items() if count} == names
         status, text = await scene.page("/readyz")
         assert (status, text.splitlines()[0]) == (200, "ok")
@@ -147,7 +147,7 @@ async def test_a_callback_that_raises_ends_nothing(monkeypatch, caplog):
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     async with scene.running() as task:
         asyncio.get_running_loop().call_later(0.0, {}.__getitem__, SECRET)
-        failures = scene.picker.tallies.supervisor.failures
+        failures = scene.picker.counters.supervisor.failures
         async with asyncio.timeout(300):
             while not failures["callback"]:
                 await asyncio.sleep(0.01)
@@ -212,7 +212,7 @@ async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
         hurry.set()
         await picker.drain(hurry)
         assert picker.readiness.draining
-        assert picker.tallies.supervisor.failures["drain"] == 2
+        assert picker.counters.supervisor.failures["drain"] == 2
         monkeypatch.undo()
 
 
@@ -222,7 +222,7 @@ async def test_a_picker_without_streams_has_nothing_to_drain():
         await running.sync()
         drained = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
         await drained
-        running.picker.tallies.streams["ok"] += 1
+        running.picker.counters.streams["ok"] += 1
         hurry = asyncio.Event()
         waiting = asyncio.ensure_future(running.picker.drain(hurry))
         for _ in range(100):

@@ -28,10 +28,10 @@ def read(text):
 
 
 def sites(text, *, written=None, heard=True):
-    tallies = ProcessCounters()
+    counters = ProcessCounters()
     shared = RuntimeContext(
-        tallies,
-        GuardFactory(lambda: 0.0, tallies.plugins),
+        counters,
+        GuardFactory(lambda: 0.0, counters.plugins),
         client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
         scraper.EndpointCounts(),
         lambda: 1.0,
@@ -215,7 +215,7 @@ async def test_pools_that_kubernetes_brings_come_and_go():
     subject.on_pools_changed({}, frozenset({"n/q"}))
     assert list(subject.by_name) == ["n/p"]
     assert subject.by_name["n/p"] is retained
-    assert "n/q" not in retained._shared.tallies.pools
+    assert "n/q" not in retained._shared.counters.pools
     assert ask(subject, host="b").outcome.status == 404
     assert subject.by_name["n/p"].profile == "random"
 

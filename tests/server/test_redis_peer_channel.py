@@ -85,10 +85,10 @@ def server():
 
 
 def sites():
-    tallies = ProcessCounters()
-    guards = GuardFactory(lambda: 0.0, tallies.plugins)
+    counters = ProcessCounters()
+    guards = GuardFactory(lambda: 0.0, counters.plugins)
     http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
-    shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), time.monotonic)
+    shared = RuntimeContext(counters, guards, http, scraper.EndpointCounts(), time.monotonic)
     return PoolRegistry(
         loader.settings(loader.parse(POOLS, where="f")), shared, written={}, heard=lambda: True
     )

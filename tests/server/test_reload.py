@@ -59,23 +59,23 @@ def test_a_changed_file_routes_the_next_request(scene):
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\ndecisions: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
-    assert scene.picker.servicer.shared.settings.explain_header
+    assert scene.picker.servicer.shared.settings.format_decision is not None
     assert sum(m.account.in_flight for m in scene.parts.store.pool.members) == 1
     scene.parts.director.release(ticket, 2.0)
-    assert scene.picker.tallies.reloads == {"ok": 1}
+    assert scene.picker.counters.reloads == {"ok": 1}
 
 
 def test_an_unchanged_file_is_not_read(scene):
     """Looking costs a stat."""
     asyncio.run(scene.reloader.step())
-    assert not scene.picker.tallies.reloads
+    assert not scene.picker.counters.reloads
 
 
 def test_sighup_reads_again_whatever_the_file_looks_like(scene):
     """Asked for, it is read though nothing changed."""
     scene.reloader.ask()
     asyncio.run(scene.reloader.step())
-    assert scene.picker.tallies.reloads == {"ok": 1}
+    assert scene.picker.counters.reloads == {"ok": 1}
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_what_is_wrong_leaves_the_old_one(scene, caplog, text):
     scene.path.write_text(HEAD + text)
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "random"
-    assert scene.picker.tallies.reload_failed
+    assert scene.picker.counters.reload_failed
     assert "stays as it was" in caplog.text
     scene.path.write_text(HEAD + "scheduling: {strategy: least-request}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "least-request"
-    assert not scene.picker.tallies.reload_failed
-    assert scene.picker.tallies.reloads == {"error": 1, "ok": 1}
+    assert not scene.picker.counters.reload_failed
+    assert scene.picker.counters.reloads == {"error": 1, "ok": 1}
 
 
 def test_a_file_that_vanishes_leaves_the_old_one(scene):
@@ -101,7 +101,7 @@ def test_a_file_that_vanishes_leaves_the_old_one(scene):
     scene.path.unlink()
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "random"
-    assert scene.picker.tallies.reloads == {"error": 1}
+    assert scene.picker.counters.reloads == {"error": 1}
 
 
 def test_reloader_reads_again_what_changed_while_it_was_read(scene):
@@ -141,7 +141,7 @@ def test_what_only_a_restart_changes_is_named(scene, caplog):
     """Ports and prefix schedule stay; the log and a gauge say so."""
     scene.path.write_text(HEAD + "server: {grpc_port: 7}\nprefix: {capacity_blocks: 5}\n")
     asyncio.run(scene.reloader.step())
-    assert scene.picker.tallies.restart_needed
+    assert scene.picker.counters.restart_needed
     assert "only a restart changes server.grpc_port, prefix.capacity_blocks" in caplog.text
 
 
@@ -187,7 +187,7 @@ def test_no_request_sees_half_a_configuration(scene):
             assert outcomes[-1].profile == strategy
 
     asyncio.run(test())
-    assert scene.picker.tallies.reloads == {"ok": 60}
+    assert scene.picker.counters.reloads == {"ok": 60}
 
 
 def test_flags_beat_the_file_after_a_reload_too(tmp_path):

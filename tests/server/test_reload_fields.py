@@ -220,7 +220,7 @@ LIVE = {
     "limits.max_streams": (
         "limits: {max_streams: 7}",
         "limits: {max_streams: 8}",
-        lambda scene: scene.shared.crowded.message,
+        lambda scene: scene.shared.overload_rejection.message,
     ),
     "limits.body_idle_s": (
         "limits: {body_idle_s: 7}",
@@ -317,12 +317,12 @@ LIVE = {
     "decisions.decisions": (
         "decisions: {decisions: 5}",
         "decisions: {decisions: 0}",
-        lambda scene: (scene.answers(), len(scene.picker.ring)),
+        lambda scene: (scene.answers(), len(scene.picker.decisions)),
     ),
     "decisions.header": (
         "decisions: {header: false}",
         "decisions: {header: true}",
-        lambda scene: scene.shared.settings.explain_header,
+        lambda scene: scene.shared.settings.format_decision is not None,
     ),
     "decisions.scores": (
         "decisions: {scores: false}",

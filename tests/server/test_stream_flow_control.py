@@ -24,6 +24,7 @@ from extproc.server import stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import House
 
 A = "10.0.0.1:8000"
@@ -39,22 +40,21 @@ class StreamFixture:
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
         self.shared = stream_handler.StreamContext(
-            switchboard=PoolSelector([PoolRoute("", self.house.dispatcher)]),
+            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
-            budget=BufferBudget(512 << 20),
-            tallies=ProcessCounters(),
+            body_budget=BufferBudget(512 << 20),
+            observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: self.house.now),
             clock=lambda: self.house.now,
             rng=random.Random(0),
-            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=100),
         )
         self.gate = AsyncFlowController(
             self.house.dispatcher,
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.house.now,
-            bugs=self.shared.bugs,
+            on_exception=self.shared.observer.on_exception,
         )
-        self.shared.gates = {"": self.gate}
+        self.shared.flow_controllers = {"": self.gate}
 
     def send(self, *, prompt="x", tenant="t", **fields):
         """A stream whose request was read, and the answers to it."""
@@ -94,8 +94,8 @@ def refusals(answers):
 async def turned(stream):
     """Let the loop turn until a stream's wait is over."""
     for _ in range(50):
-        if stream.held is None or stream.held.answer.done():
-            return stream.held.answer.result()
+        if stream.queued is None or stream.queued.answer.done():
+            return stream.queued.answer.result()
         await asyncio.sleep(0)
     raise AssertionError("the wait goes on")
 
@@ -107,7 +107,7 @@ async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
     served, _ = place.send(prompt="a " + "word " * 4800)
     waiting, answers = place.send(prompt="b " + "word " * 4800)
     assert answers == []
-    assert waiting.held is not None
+    assert waiting.queued is not None
     served.finish()
     await turned(waiting)
     assert place.gate.outcomes == {"went": 1}
@@ -142,22 +142,22 @@ async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
     tracemalloc.start()
     try:
         held = [place.send(prompt=f"{n} " + "x" * mib)[0] for n in range(4)]
-        assert all(stream.held is not None for stream in held)
+        assert all(stream.queued is not None for stream in held)
         place.list_endpoints(A)
         for stream in held:
-            while stream.held is not None:
+            while stream.queued is not None:
                 place.house.now += 40.0
                 place.gate.pump()
-                if stream.held.answer.done():
-                    list(stream.resume(stream.held.answer.result()))
+                if stream.queued.answer.done():
+                    list(stream.resume(stream.queued.answer.result()))
         served = [place.send(prompt=f"{n} " + "y" * mib)[0] for n in range(4)]
         for stream in served:
-            if stream.held is not None:
+            if stream.queued is not None:
                 place.house.now += 40.0
                 place.gate.pump()
-                list(stream.resume(stream.held.answer.result()))
+                list(stream.resume(stream.queued.answer.result()))
         gc.collect()
-        assert all(stream.on_routed for stream in (*held, *served))
+        assert all(stream.is_routed for stream in (*held, *served))
         assert tracemalloc.get_traced_memory()[0] < mib / 2
     finally:
         tracemalloc.stop()
@@ -217,7 +217,7 @@ async def _conserved(steps, rng):
             open_.append(stream)
         elif step == "leave" and open_:
             stream = open_.pop(rng.randrange(len(open_)))
-            served += stream.on_routed
+            served += stream.is_routed
             stream.finish()
         elif step == "expire":
             place.house.now += 6.0
@@ -228,14 +228,14 @@ async def _conserved(steps, rng):
             place.list_endpoints(A)
             place.gate.pump()
         for stream in open_:
-            if stream.held is not None and stream.held.answer.done() and rng.random() < 0.5:
-                list(stream.resume(stream.held.answer.result()))
-        charged = [s for s in open_ if s.on_routed or s.held is not None]
+            if stream.queued is not None and stream.queued.answer.done() and rng.random() < 0.5:
+                list(stream.resume(stream.queued.answer.result()))
+        charged = [s for s in open_ if s.is_routed or s.queued is not None]
         assert account.requests.level == 1e6 - len(charged) - served
         if not charged and not served:
             assert account.tokens.level == 1e6
     for stream in open_:
-        served += stream.on_routed
+        served += stream.is_routed
         stream.finish()
     assert account.requests.level == 1e6 - served
     place.gate.close()

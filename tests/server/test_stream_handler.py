@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,10 +20,10 @@ from extproc.protocol.messages import (
     ProcessingRequest,
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import listeners, stream_handler
-from extproc.server.bug_log import BugLog
+from extproc.server import stream_handler
 from extproc.telemetry.counters import LEFT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support.pool_fixture import House
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -58,15 +56,14 @@ class StreamFixture:
     def __init__(self, *addresses, max_streams=100):
         self.house = House(dict.fromkeys(addresses or (FIRST,)))
         self.budget = BufferBudget(1 << 30)
-        self.tallies = ProcessCounters()
+        self.counters = ProcessCounters()
         self.shared = stream_handler.StreamContext(
-            switchboard=PoolSelector([PoolRoute("", self.house.dispatcher)]),
+            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
-            budget=self.budget,
-            tallies=self.tallies,
+            body_budget=self.budget,
+            observer=StreamRecorder(self.counters, DecisionLog(10), lambda: self.house.now),
             clock=lambda: self.house.now,
             rng=random.Random(1),
-            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=max_streams),
         )
 
@@ -100,7 +97,7 @@ def test_stream_learns_from_the_usage_of_answers():
         stream, _ = scene.begin(HEADERS, BODY, *answer(len(TEXT) // 2))
         stream.finish()
     assert scene.house.fleet.bytes_per_token.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
-    assert scene.tallies.for_pool("").usage["prompt"] == 10 * len(TEXT) // 2
+    assert scene.counters.for_pool("").usage["prompt"] == 10 * len(TEXT) // 2
 
 
 def test_stream_charges_the_endpoint_that_served():
@@ -114,7 +111,7 @@ def test_stream_charges_the_endpoint_that_served():
     members = {member.endpoint.address: member for member in scene.house.fleet.pool.members}
     assert members[other].account.in_flight == 1
     stream.finish()
-    assert scene.tallies.for_pool("").responses == {(other, "200"): 1}
+    assert scene.counters.for_pool("").responses == {(other, "200"): 1}
     assert scene.accounts == (0, 0)
 
 
@@ -125,7 +122,7 @@ def test_stream_that_is_turned_away_leaves_nothing():
     (response,) = stream.reject_overload(HEADERS)
     assert (response.status, stream.is_over) == (429, True)
     stream.finish()
-    assert scene.tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
+    assert scene.counters.for_pool("").rejections == {(429, "rejected-saturated"): 1}
 
 
 @pytest.mark.parametrize("step", ["on_response_headers", "release", "on_usage"])
@@ -143,9 +140,11 @@ def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
     assert replies == [ContinueResponse(MessageKind.RESPONSE_BODY)]
     stream.finish()
     assert scene.accounts == (0, 0)
-    counted = scene.tallies.for_pool("")
+    counted = scene.counters.for_pool("")
     assert (counted.responses, counted.usage["prompt"]) == ({(FIRST, "200"): 1}, 10)
-    assert {kind: count for (kind, _), count in scene.tallies.bugs.items()} == {"BrokenError": 1}
+    assert {kind: count for (kind, _), count in scene.counters.exceptions.items()} == {
+        "BrokenError": 1
+    }
 
 
 @pytest.mark.parametrize(("part", "name"), [("index", "record"), ("dispatcher", "_remember")])
@@ -186,43 +185,7 @@ def test_stream_that_fails_after_the_response_began_says_nothing():
     assert list(stream.fail()) == []
     stream.finish()
     assert scene.accounts == (0, 0)
-    assert scene.tallies.for_pool("").responses == {(FIRST, "200"): 1}
-
-
-def test_bugs_are_logged_once_a_minute_without_their_message(caplog):
-    """A client that runs into a bug with every request fills no disk, and its text is not told."""
-    times = iter((0.0, 1.0, 59.0, 61.0))
-    counts: Counter[tuple[str, str]] = Counter()
-    bugs = BugLog(counts, lambda: next(times))
-    for _ in range(4):
-        try:
-            broken()
-        except BrokenError as error:
-            bugs.note(error)
-    assert len(caplog.records) == 2
-    assert "text of a request" not in caplog.text
-    assert list(counts.values()) == [4]
-
-
-def test_bugs_count_by_the_line_of_ours_that_led_there():
-    """A library that raises for many callers is no place, and its path says where we run."""
-    counts: Counter[tuple[str, str]] = Counter()
-    with pytest.raises(BrokenError) as caught:
-        listeners.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
-    BugLog(counts, lambda: 0.0).note(caught.value)
-    ((kind, place),) = counts
-    assert kind == "BrokenError"
-    assert place.startswith("extproc/server/listeners.py:")
-
-
-def test_bugs_bound_the_places_they_tell_apart():
-    """Plugins may raise types without end."""
-    counts: Counter[tuple[str, str]] = Counter()
-    bugs = BugLog(counts, lambda: 0.0)
-    for number in range(300):
-        bugs.note(type(f"Bug{number}", (Exception,), {})())
-    assert len(counts) == 101
-    assert counts.total() == 300
+    assert scene.counters.for_pool("").responses == {(FIRST, "200"): 1}
 
 
 def test_stream_that_outlives_its_endpoint_leaves_no_series():
@@ -234,10 +197,10 @@ def test_stream_that_outlives_its_endpoint_leaves_no_series():
         answered, _ = scene.begin(HEADERS, BODY, *answer(10))
         silent, _ = scene.begin(HEADERS, BODY)
         scene.house.fleet.set_endpoints([], scene.house.now)
-        scene.tallies.for_pool("").forget(address)
+        scene.counters.for_pool("").forget(address)
         answered.finish()
         silent.finish()
-    counted = scene.tallies.for_pool("")
+    counted = scene.counters.for_pool("")
     assert counted.responses == {(LEFT, "200"): 50}
-    assert counted.unanswered == {LEFT: 50}
+    assert counted.without_response == {LEFT: 50}
     assert not counted.requests_routed

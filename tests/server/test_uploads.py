@@ -52,8 +52,8 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
         assert await stream.end() is grpc.StatusCode.OK
         await scene.idle()
         shared = scene.servicer.shared
-        assert shared.tallies.for_pool("").rejections == {(408, ""): 1}
-        assert (shared.budget.held_bytes, shared.tallies.streams_open) == (0, 0)
+        assert shared.observer.counters.for_pool("").rejections == {(408, ""): 1}
+        assert (shared.body_budget.held_bytes, shared.observer.counters.streams_open) == (0, 0)
 
 
 async def test_servicer_gives_back_all_places_that_stalled_streams_took():
@@ -121,4 +121,4 @@ async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
         assert not handler.done()
         await scene.servicer.refuse_stalled()
         await handler
-        assert scene.servicer.shared.tallies.streams_open == 0
+        assert scene.servicer.shared.observer.counters.streams_open == 0

@@ -39,14 +39,14 @@ class Scene:
 
     def __init__(self):
         self.house = House({FIRST: None, SECOND: None})
-        self.tallies = XdsCounters()
+        self.counters = XdsCounters()
         self.synced = True
         self.discovery = xds_servicer.AggregatedDiscoveryServicer(
             lambda: {"": self.house.fleet.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
             traits=ClusterOptions(),
-            tallies=self.tallies,
+            counters=self.counters,
         )
 
     def open_sotw(self):
@@ -163,11 +163,11 @@ def test_envoy_is_told_of_every_change():
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [FIRST]
             scene.set_endpoints()
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == []
-            assert scene.tallies.responses == {"clusters": 1, "endpoints": 3}
-            assert scene.tallies.streams_open == 1
+            assert scene.counters.responses == {"clusters": 1, "endpoints": 3}
+            assert scene.counters.streams_open == 1
             await stream.call.done_writing()
             assert await stream.ended() is grpc.StatusCode.OK
-            assert scene.tallies.streams_open == 0
+            assert scene.counters.streams_open == 0
 
     run(test())
 
@@ -184,7 +184,7 @@ def test_scrapes_are_not_told():
             scene.discovery.step()
             scene.set_endpoints(SECOND)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [SECOND]
-            assert scene.tallies.responses["endpoints"] == 2
+            assert scene.counters.responses["endpoints"] == 2
 
     run(test())
 
@@ -200,7 +200,7 @@ def test_nothing_is_told_before_discovery_has_spoken():
             hearing = asyncio.ensure_future(stream.hear())
             scene.discovery.step()
             assert not hearing.done()
-            assert not scene.tallies.responses
+            assert not scene.counters.responses
             scene.synced = True
             assert (await hearing).type_url == CLUSTER
 
@@ -239,7 +239,7 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
                 )
                 await stream.call.done_writing()
                 assert await stream.ended() is grpc.StatusCode.OK
-            assert scene.tallies.refusals == {"clusters": 2}
+            assert scene.counters.refusals == {"clusters": 2}
 
     with caplog.at_level(logging.ERROR, "extproc.server"):
         run(test())
@@ -320,7 +320,7 @@ def test_an_answer_that_is_being_said_is_said_before_the_end():
             call.written.set_result(None)
             await released
             await handler
-            assert scene.tallies.streams_open == 0
+            assert scene.counters.streams_open == 0
 
     run(test())
 
@@ -332,7 +332,7 @@ def test_an_envoy_that_is_killed_leaves_nothing():
         async with serving() as scene:
             stream, killed = await listening(scene), await listening(scene)
             killed.call.cancel()
-            while scene.tallies.streams_open == 2:
+            while scene.counters.streams_open == 2:
                 await asyncio.sleep(0)
             scene.set_endpoints(FIRST)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [FIRST]
@@ -389,7 +389,7 @@ def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
             scene.set_endpoints(FIRST)
             assert addresses(*await well.take(ASSIGNMENT, "engines")) == [FIRST]
             assert scene.discovery._supervisor.failures["xds"] == 1
-            assert scene.tallies.streams_open == 1
+            assert scene.counters.streams_open == 1
 
     run(test())
     assert "what an Envoy said" not in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config.pool_schema import PoolSource
 from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import ScrapeSection, ServerSection, Settings
+from extproc.decision import Decision
 from extproc.parsing import usage
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
@@ -25,6 +26,7 @@ from extproc.server.app import EndpointPickerProcess
 from extproc.server.listeners import ListenAddresses
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import House
@@ -117,20 +119,19 @@ async def serving(
     dispatcher: Director | None = None,
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
-    explain_header: bool = False,
+    format_decision: Callable[[Decision], str] | None = None,
     request_cost: Mapping[usage.UsageKind, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
     shared = stream_handler.StreamContext(
-        switchboard=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
+        pool_selector=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
-        budget=BufferBudget(1 << 28),
-        tallies=ProcessCounters(),
+        body_budget=BufferBudget(1 << 28),
+        observer=StreamRecorder(ProcessCounters(), DecisionLog(100), lambda: house.now),
         clock=lambda: house.now,
         rng=random.Random(1),
-        ring=DecisionLog(100),
         settings=stream_handler.StreamSettings(
-            max_streams=max_streams, explain_header=explain_header, request_cost=request_cost
+            max_streams=max_streams, format_decision=format_decision, request_cost=request_cost
         ),
     )
     servicer = ext_proc_servicer.ExternalProcessorServicer(shared)

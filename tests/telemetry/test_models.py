@@ -110,15 +110,15 @@ def test_models_of_a_state_come_back_to_life():
 
 def test_metrics_of_models():
     """How many names an endpoint listed, how often it was asked, and what became of requests."""
-    tallies = ProcessCounters()
-    counts = tallies.for_pool("")
-    counts.listings["10.0.0.1:8000", "ok"] += 2
+    counters = ProcessCounters()
+    counts = counters.for_pool("")
+    counts.model_list_polls["10.0.0.1:8000", "ok"] += 2
     counts.routed(decision(model_unlisted=True))
     counts.rejected(model_not_found("x", ["y"]))
     counts.rewritten(edited=True)
     counts.rewritten(edited=False)
     page = Exposition(
-        tallies,
+        counters,
         lambda: {"": PoolView(TWO.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
         clock=lambda: 1.0,
         gauges={},
@@ -136,4 +136,4 @@ def test_metrics_of_models():
         assert line + "\n" in shown
     assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000",pool=""}' not in shown
     counts.forget("10.0.0.1:8000")
-    assert not counts.listings
+    assert not counts.model_list_polls

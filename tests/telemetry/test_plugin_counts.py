@@ -18,13 +18,13 @@ class Broken:
 
 def test_plugins_of_others_are_counted_by_role_and_kind():
     """What guards count is on the metrics page."""
-    tallies, house = ProcessCounters(), House({"10.0.0.1:8000": None})
+    counters, house = ProcessCounters(), House({"10.0.0.1:8000": None})
     ticks = iter(range(9))
-    guards = GuardFactory(lambda: float(next(ticks)), tallies.plugins, GuardLimits(max_overruns=1))
+    guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
         GuardedPlugin(Broken(), guards).score(builders.context(), [])
     page = Exposition(
-        tallies,
+        counters,
         lambda: {"": PoolView(house.fleet.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},

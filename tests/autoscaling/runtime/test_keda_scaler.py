@@ -202,7 +202,7 @@ async def test_what_is_not_known_is_not_zero():
 async def test_a_call_that_makes_us_raise_ends_alone(caplog):
     """It ends with INTERNAL, what was said is not logged, and other calls are answered."""
     async with picker() as (running, channel):
-        supervisor = running.picker.tallies.supervisor
+        supervisor = running.picker.counters.supervisor
         loop = running.picker._autoscaler.loops[""]
         kind = type(loop)
 

@@ -184,7 +184,7 @@ async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
     monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.0)
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
         first = await pick(running)
-        supervisor = running.picker.tallies.supervisor
+        supervisor = running.picker.counters.supervisor
         engines = running.picker._autoscaler.loops[""].actuator
         await engines.scale(ScalingDecision(2, ScalingReason.UP), 1)
         async with asyncio.timeout(300):

@@ -1,0 +1,73 @@
+"""Observers of streams and requests: what a stream reports, and telemetry records.
+
+They are called on the event loop for every request: they return at once and raise nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from extproc.decision import Decision, Rejection
+
+#: How a gRPC stream ended; `cancelled` by the data plane, or because this process drains.
+StreamResult = Literal["ok", "cancelled", "protocol", "error"]
+
+
+class RequestObserver(Protocol):
+    """Observer of one request, from its first message to the end of its stream."""
+
+    def on_pool_selected(self, pool: str) -> None:
+        """Another pool than the default was selected."""
+
+    def on_direct_response(self) -> None:
+        """The request was answered without an endpoint."""
+
+    def on_rejected(self, rejection: Rejection) -> None:
+        """The request was rejected."""
+
+    def on_dequeued(self, wait_s: float) -> None:
+        """Flow control admitted the request after it was queued."""
+
+    def on_routed(
+        self, decision: Decision, *, request_id: str, now: float, duration_s: float
+    ) -> Decision:
+        """An endpoint was chosen, `duration_s` after the monotonic time `now`.
+
+        Returns:
+            The decision without prompt and block hashes, to keep while the request runs.
+        """
+
+    def on_model_rewritten(self, *, edited: bool) -> None:
+        """The model name was rewritten; `edited` if the body could be."""
+
+    def on_response_headers(self, duration_s: float) -> None:
+        """Response headers arrived, so long after the choice of the endpoint."""
+
+    def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
+        """The stream of a routed request ended.
+
+        Args:
+            endpoint: Address of the endpoint that served it; None if it left the pool.
+            status: HTTP status of the response; empty without response headers.
+            duration_s: Seconds since the stream was opened.
+        """
+
+    def on_usage(self, usage: Mapping[str, int]) -> None:
+        """The response reported tokens by kind; after `on_finished`."""
+
+
+class StreamObserver(Protocol):
+    """Observer of all streams of a server."""
+
+    def on_stream_opened(self) -> None:
+        """A stream was opened."""
+
+    def on_stream_ended(self, result: StreamResult) -> None:
+        """A stream ended."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """A stream ran into an unexpected exception."""
+
+    def observe_request(self, pool: str) -> RequestObserver:
+        """Create the observer of a request to this pool."""

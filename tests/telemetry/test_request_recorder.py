@@ -1,0 +1,119 @@
+"""Request recorder: what it counts of a request, and how it logs unexpected exceptions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from extproc.decision import Rejection
+from extproc.server import listeners
+from extproc.telemetry.counters import LEFT, ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
+from extproc.telemetry.request_recorder import ExceptionLog, StreamRecorder
+from tests.telemetry.test_decision_log import decided
+
+
+class BrokenError(Exception):
+    """What broken parts raise."""
+
+
+def broken(*_, **__):
+    """Any method with a bug."""
+    raise BrokenError("text of a request")
+
+
+class RecorderFixture:
+    """A recorder of streams with its counters and its decision log."""
+
+    def __init__(self):
+        self.counters = ProcessCounters()
+        self.decisions = DecisionLog(10)
+        self.recorder = StreamRecorder(self.counters, self.decisions, lambda: 0.0)
+
+    def route(self, pool="default"):
+        """The recorder of a routed request."""
+        request = self.recorder.observe_request("default")
+        if pool != "default":
+            request.on_pool_selected(pool)
+        request.on_routed(decided(), request_id="id", now=1.0, duration_s=0.001)
+        return request
+
+
+def test_recorder_counts_streams_by_result():
+    """A stream is open from its start to its end."""
+    scene = RecorderFixture()
+    scene.recorder.on_stream_opened()
+    assert scene.counters.streams_open == 1
+    scene.recorder.on_stream_ended("cancelled")
+    assert (scene.counters.streams_open, scene.counters.streams) == (0, {"cancelled": 1})
+
+
+def test_recorder_counts_a_request_for_the_selected_pool():
+    """Counters of the default pool stay at 0 once another pool was selected."""
+    scene = RecorderFixture()
+    request = scene.route(pool="other")
+    request.on_rejected(Rejection(503, "none"))
+    assert scene.counters.for_pool("other").routed_total == 1
+    assert scene.counters.for_pool("other").rejections == {(503, ""): 1}
+    assert not scene.counters.for_pool("default").routed_total
+
+
+def test_recorder_notes_the_end_of_a_request_in_the_decision_log():
+    """Status, duration and usage of a response belong to its decision."""
+    scene = RecorderFixture()
+    request = scene.route()
+    request.on_response_headers(0.5)
+    request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=2.0)
+    request.on_usage({"completion": 3})
+    record = scene.decisions.find("id")
+    assert (record.status, record.seconds, record.usage) == ("200", 2.0, {"completion": 3})
+    assert scene.counters.for_pool("default").usage == {"completion": 3}
+    assert sum(scene.counters.response_headers_s.counts) == 1
+
+
+def test_recorder_counts_endpoints_that_left_under_one_label():
+    """The address of an endpoint that is no longer in the pool makes no series."""
+    scene = RecorderFixture()
+    scene.route().on_finished(endpoint=None, status="200", duration_s=1.0)
+    scene.route().on_finished(endpoint=None, status="", duration_s=1.0)
+    counted = scene.counters.for_pool("default")
+    assert counted.responses == {(LEFT, "200"): 1}
+    assert counted.without_response == {LEFT: 1}
+
+
+def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
+    """A client that runs into a bug with every request fills no disk, and its text is not logged."""
+    times = iter((0.0, 1.0, 59.0, 61.0))
+    counts: Counter[tuple[str, str]] = Counter()
+    log = ExceptionLog(counts, lambda: next(times))
+    for _ in range(4):
+        try:
+            broken()
+        except BrokenError as error:
+            log.record(error)
+    assert len(caplog.records) == 2
+    assert "text of a request" not in caplog.text
+    assert list(counts.values()) == [4]
+
+
+def test_exception_log_counts_by_the_line_of_the_package():
+    """An exception of a library counts under the line of the package that called it."""
+    counts: Counter[tuple[str, str]] = Counter()
+    with pytest.raises(BrokenError) as caught:
+        listeners.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
+    ExceptionLog(counts, lambda: 0.0).record(caught.value)
+    ((kind, place),) = counts
+    assert kind == "BrokenError"
+    assert place.startswith("extproc/server/listeners.py:")
+
+
+def test_exception_log_bounds_its_places():
+    """Plugins that raise ever new types share one key above a hundred."""
+    counts: Counter[tuple[str, str]] = Counter()
+    log = ExceptionLog(counts, lambda: 0.0)
+    for number in range(300):
+        log.record(type(f"Error{number}", (Exception,), {})())
+    assert len(counts) == 101
+    assert counts.total() == 300
