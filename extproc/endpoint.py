@@ -102,6 +102,9 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 #: No counter was ever read.
 NO_COUNTERS = EngineCounters()
 
+#: No extra metric was reported.
+NO_EXTRA: Mapping[str, float] = {}
+
 
 class Load(msgspec.Struct, frozen=True, gc=False):
     """Metrics of one scrape of one endpoint. A value that the page did not carry is None.
@@ -122,6 +125,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
         prefix_hits: Prompt tokens found there since start (counter).
         started_at: Unix time the engine process started, to tell a restart.
         counters: Counters that speed is learned from.
+        extra: Values of `scrape.extra_metrics` by name; a metric that the page lacks has none.
     """
 
     at: float = -math.inf
@@ -138,6 +142,11 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     prefix_hits: float | None = None
     started_at: float | None = None
     counters: EngineCounters = NO_COUNTERS
+    extra: Mapping[str, float] = NO_EXTRA
+
+    def __hash__(self) -> int:
+        """Hash of the numbers that change with every page; mappings have none."""
+        return hash((self.at, self.engine, self.waiting, self.running, self.kv_usage))
 
     @property
     def kv_tokens(self) -> int | None:

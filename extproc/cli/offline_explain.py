@@ -7,7 +7,7 @@ from bisect import bisect_right
 from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.decision import Decision, Outcome
-from extproc.endpoint import Endpoint, Load, ServedModels
+from extproc.endpoint import NO_EXTRA, Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.store import PoolStore, ScrapeToken
@@ -93,6 +93,7 @@ def _load(known: EndpointState) -> Load | None:
         waiting=known.waiting,
         running=known.running,
         kv_usage=known.kv_usage,
+        extra=known.extra or NO_EXTRA,
         adapters=_set(known.adapters),
         waiting_adapters=_set(known.waiting_adapters),
         adapter_slots=known.adapter_slots,

@@ -21,7 +21,7 @@ from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scrape import model_list_poller, schedule, scraper
+from extproc.scrape import engines, model_list_poller, schedule, scraper
 from extproc.supervision import Supervisor
 
 
@@ -240,4 +240,5 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
         models=model_list_poller.ModelListSettings(
             interval_s=scrape.models_interval_s if scrape.models else None
         ),
+        extra={name: engines.series(text) for name, text in scrape.extra_metrics.items()} or None,
     )

@@ -16,6 +16,7 @@ from extproc.config import (
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
+from extproc.scrape import engines
 
 
 class PoolPlan(msgspec.Struct, frozen=True):
@@ -93,7 +94,8 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         where: The file or flags they came from, for errors.
 
     Raises:
-        ConfigError: Several sources in one pool, a name twice, or a pool besides pools.
+        ConfigError: Several sources in one pool, a name twice, a pool besides pools, or an extra
+            metric without a selector.
     """
     sections_of: list[tuple[validation.Path, pool_schema.PoolSource]] = [(("pool",), settings.pool)]
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
@@ -106,6 +108,9 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         if pool.kubernetes is not None:
             _check_single_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
     _check_discovered(settings, where)
+    for name, selector in settings.scrape.extra_metrics.items():
+        path = ("scrape", "extra_metrics", name)
+        engines.series(selector, where=validation.location(where, path))
     scheduling = settings.scheduling
     if scheduling.epp is not None and not scheduling.allow_unsupported:
         epp_config.check_supported(scheduling.epp, where=where)

@@ -21,7 +21,7 @@ from extproc.config.scheduling_schema import PluginSpec, ProfileSpec
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, presets, registry
-from extproc.scheduling.framework import Filter, Plugin, Signal
+from extproc.scheduling.framework import ExtraMetricReader, Filter, Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
 PluginT = TypeVar("PluginT", bound=Plugin)
@@ -36,6 +36,7 @@ _PROVIDED_BY: Mapping[Signal, str] = {
     Signal.KV_USAGE: _SCRAPED,
     Signal.ADAPTERS: _SCRAPED,
     Signal.PREFIX: "set prefix.capacity_blocks above 0",
+    Signal.EXTRA: "name metrics in scrape.extra_metrics",
 }
 
 
@@ -117,6 +118,7 @@ def resolve_all(
     ) -> SchedulerProfile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
+        _require_metrics(profile, settings.scrape.extra_metrics, where=where, path=path)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
         if before is not None and before.origins.get(model) == origin:
             return before.profile if model is None else before.by_model[model]
@@ -198,6 +200,8 @@ def provided(settings: Settings) -> frozenset[Signal]:
         signals.add(Signal.PREFIX)
     if settings.scrape.enabled:
         signals |= {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
+        if settings.scrape.extra_metrics:
+            signals.add(Signal.EXTRA)
     return frozenset(signals)
 
 
@@ -299,4 +303,21 @@ def _require(
                 wanted=f"every signal that profile {profile.name} reads",
                 got=f"no source of {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
+            )
+
+
+def _require_metrics(
+    profile: SchedulerProfile, metrics: Mapping[str, str], *, where: str, path: validation.Path
+) -> None:
+    """Reject a plugin that reads an extra metric that is not configured."""
+    for plugin in plugins(profile):
+        if not isinstance(plugin, ExtraMetricReader):
+            continue
+        for name in sorted(plugin.extra_metrics - metrics.keys()):
+            suggestion = validation.closest_name(name, metrics)
+            raise ConfigError(
+                validation.location(where, path),
+                wanted=f"every metric that {plugin.kind} reads in scrape.extra_metrics",
+                got=f"no {name} there",
+                fix=f"did you mean {suggestion}?" if suggestion else f"add a selector as {name}",
             )

@@ -98,6 +98,7 @@ TABLE: Final = (
             "initial_scrape_timeout_s",
             "models",
             "models_interval_s",
+            "extra_metrics",
         ),
     ),
     ReloadRow(

@@ -129,6 +129,9 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         models_interval_s: Seconds between two reads of the list of an endpoint; a new or restarted
             endpoint is read at once. 30, because only adapters that are loaded at run time change
             it.
+        extra_metrics: Further numbers of the metrics page for plugins, as `load.extra`: selector
+            `METRIC`, `METRIC{LABEL=VALUE,...}` or `METRIC[LABEL]` by name. Samples that match are
+            summed. At most 16. None: the built-in strategies read none.
     """
 
     enabled: bool = True
@@ -145,6 +148,9 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     initial_scrape_timeout_s: constraints.Seconds = 3.0
     models: bool = True
     models_interval_s: constraints.PositiveSeconds = 30.0
+    extra_metrics: Annotated[
+        Mapping[constraints.MetricName, constraints.Name], msgspec.Meta(max_length=16)
+    ] = {}
 
 
 class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

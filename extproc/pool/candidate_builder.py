@@ -23,7 +23,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Load
+from extproc.endpoint import NO_EXTRA, NO_LOAD, AdapterResidency, Candidate, Load
 from extproc.pool import plausibility
 from extproc.pool.inflight import AdapterSlotState, InflightLoad
 from extproc.pool.snapshot import EndpointSnapshot, Pool
@@ -333,7 +333,7 @@ def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
     if not page.kv_tokens and means.kv_tokens is not None:
         size = size or 1
         blocks = round(means.kv_tokens / size)
-    # Sizes and slots outlive the page; which adapters are on the device does not.
+    # Sizes and slots outlive the page; adapters on the device and extra metrics do not.
     named = flaw & plausibility.VOID == 0
     # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
     return Load(
@@ -351,6 +351,7 @@ def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
         page.prefix_hits,
         page.started_at,
         page.counters,
+        page.extra if named else NO_EXTRA,
     )
 
 

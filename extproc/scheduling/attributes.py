@@ -1,10 +1,12 @@
 """Numbers of an endpoint that a configuration may name.
 
 The upstream picker's names for what it scrapes, the names of the engine's own metrics, and ours.
+`extra.NAME` is the metric NAME of `scrape.extra_metrics`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
@@ -20,10 +22,12 @@ class Attribute(msgspec.Struct, frozen=True):
     Attributes:
         signal: What it is made of.
         read: The number; None when unknown.
+        extra_metric: Name in `scrape.extra_metrics`; empty for a built-in number.
     """
 
     signal: Signal
     read: Callable[[Candidate], float | None]
+    extra_metric: str = ""
 
 
 _WAITING = Attribute(Signal.WAITING, lambda c: c.load.waiting)
@@ -48,6 +52,10 @@ ATTRIBUTES: Mapping[str, Attribute] = {
 }
 
 
+#: Begins names of attributes that are extra metrics.
+_EXTRA = "extra."
+
+
 def find(name: str) -> Attribute:
     """The attribute of that name.
 
@@ -55,6 +63,8 @@ def find(name: str) -> Attribute:
         ValueError: There is none; names the nearest one.
     """
     attribute = ATTRIBUTES.get(name)
+    if attribute is None and name.startswith(_EXTRA):
+        return _extra_attribute(name.removeprefix(_EXTRA))
     if attribute is None:
         if name.lower().startswith("gpu"):
             raise ValueError(
@@ -63,6 +73,12 @@ def find(name: str) -> Attribute:
             )
         near = get_close_matches(name, ATTRIBUTES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"expected an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}), got {name}"
+            f"expected an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}), or extra.NAME of "
+            f"scrape.extra_metrics, got {name}"
         )
     return attribute
+
+
+@functools.cache
+def _extra_attribute(metric: str) -> Attribute:
+    return Attribute(Signal.EXTRA, lambda c: c.load.extra.get(metric), metric)

@@ -28,6 +28,7 @@ from extproc.scheduling.filters.load_bounds import (
 )
 from extproc.scheduling.filters.request_filters import CriticalRequest, DropRequest
 from extproc.scheduling.framework import (
+    ExtraMetricReader,
     Filter,
     Observer,
     RequestKeyProvider,
@@ -93,6 +94,17 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def needs(self) -> frozenset[Signal]:
         """Every signal its filters read."""
         return frozenset().union(*(plugin.needs for plugin in self.filters))
+
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """See `framework.ExtraMetricReader`."""
+        return frozenset().union(
+            *(
+                plugin.extra_metrics
+                for plugin in self.filters
+                if isinstance(plugin, ExtraMetricReader)
+            )
+        )
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]

@@ -32,6 +32,7 @@ class Signal(Enum):
     HEADERS = "headers"
     LABELS = "labels"
     CONVERSATIONS = "homes"
+    EXTRA = "extra"
 
 
 class BypassedError(Exception):
@@ -115,6 +116,15 @@ class SaturationDetector(Protocol):
 
     def is_saturated(self, candidate: Candidate) -> bool:
         """True if the endpoint has no room; False where unknown."""
+
+
+@runtime_checkable
+class ExtraMetricReader(Protocol):
+    """A plugin whose parameters name extra metrics, so that the configuration can be checked."""
+
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """The names of `scrape.extra_metrics` that it reads."""
 
 
 class Picker(Plugin, Protocol):

@@ -73,26 +73,27 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     totals: tuple[tuple[str, tuple[MetricSelector, ...]], ...] = ()
 
 
-def series(*specs: str) -> tuple[MetricSelector, ...]:
+def series(*specs: str, where: str = "metric series") -> tuple[MetricSelector, ...]:
     """Parses selectors from their written form, preferred alternative first.
 
     Args:
         specs: `name`, `name{label=value,...}` (proposal 003) or `name[label]`, the last of which
             reads the number from a label.
+        where: The place they came from, for errors.
 
     Raises:
         ConfigError: If a form is none of these.
     """
-    return tuple(_series(spec) for spec in specs)
+    return tuple(_series(spec, where) for spec in specs)
 
 
-def _series(spec: str) -> MetricSelector:
+def _series(spec: str, where: str) -> MetricSelector:
     match = _SPEC.fullmatch(spec.strip())
-    where = (match["where"] or "").strip(" ,") if match else ""
-    clauses = [_CLAUSE.fullmatch(clause) for clause in where.split(",")] if where else []
+    labels = (match["where"] or "").strip(" ,") if match else ""
+    clauses = [_CLAUSE.fullmatch(clause) for clause in labels.split(",")] if labels else []
     if match is None or None in clauses:
         raise ConfigError(
-            "metric series",
+            where,
             wanted="name, name{label=value,...} or name[label]",
             got=repr(spec),
             fix="write the metric name as it stands on the engine's /metrics page",

@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict
 
 import msgspec
 
-from extproc.endpoint import NO_COUNTERS, EngineCounters, Load
+from extproc.endpoint import NO_COUNTERS, NO_EXTRA, EngineCounters, Load
 from extproc.scrape import engines
 
 _LABELS = rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\}'
@@ -54,6 +54,8 @@ MAX_KV_BLOCKS: Final = 2**30
 MAX_BLOCK_TOKENS: Final = 2**20
 #: Most LoRA adapters on a device.
 MAX_ADAPTER_SLOTS: Final = 65_536
+#: Largest magnitude of the value of an extra metric.
+MAX_EXTRA: Final = MAX_TOTAL
 #: Latest time an engine can have started: the end of the year 9999 (Unix seconds).
 MAX_STARTED_AT: Final = 253_402_300_799.0
 #: Longest adapter name, and names in one label; longer or further ones are left out.
@@ -83,7 +85,13 @@ class UnreadablePage(msgspec.Struct, frozen=True):
     reason: str
 
 
-def read(page: bytes, now: float, *, engine_type: str = "") -> Load | UnreadablePage:
+#: Extra metrics by name: alternatives of each, the first one present wins.
+ExtraMetrics = Mapping[str, tuple[engines.MetricSelector, ...]]
+
+
+def read(
+    page: bytes, now: float, *, engine_type: str = "", extra: ExtraMetrics | None = None
+) -> Load | UnreadablePage:
     """Reads the load of one engine from its metrics page.
 
     Counts of several series (data-parallel ranks, models) are summed, shares averaged. A series
@@ -95,6 +103,7 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         now: Monotonic seconds at which it was received.
         engine_type: Value of the endpoint's engine-type label. It is tried first; the names on the
             page have the last word, so that a wrong label does not hide the load.
+        extra: Metrics for `Load.extra`, also of unknown engines; None for none.
 
     Returns:
         The load; for an unknown engine with an empty `engine` and every value None.
@@ -102,7 +111,7 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
     text = b"\n" + page
     engine = _recognise(text, engine_type)
     if engine is None:
-        return _stranger(text, now)
+        return _stranger(text, now, extra)
     families = _Families(text, joined=_joined(text, engine))
     # Asked for in the order of a vLLM page, in which each search is short.
     return Load(
@@ -120,7 +129,21 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         block_tokens=_bounded_int(
             _agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS
         ),
+        extra=_extra(families, extra) if extra else NO_EXTRA,
     )
+
+
+def _extra(families: _Families, metrics: ExtraMetrics) -> Mapping[str, float]:
+    """Sums the samples of every extra metric; one that is absent or out of range is left out."""
+    values = {}
+    for name, alternatives in metrics.items():
+        numbers = families.numbers(alternatives)
+        # A comparison with NaN is false.
+        if numbers and all(-MAX_EXTRA <= number <= MAX_EXTRA for number in numbers):
+            total = sum(numbers)
+            if -MAX_EXTRA <= total <= MAX_EXTRA:
+                values[name] = total
+    return values
 
 
 def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
@@ -149,7 +172,7 @@ def _joined(text: bytes, engine: engines.EngineSpec) -> bool:
     return text.count(_DECLARED + engine.waiting[0].name + b" ") > 1
 
 
-def _stranger(text: bytes, now: float) -> Load | UnreadablePage:
+def _stranger(text: bytes, now: float, extra: ExtraMetrics | None) -> Load | UnreadablePage:
     """Distinguishes the page of an unknown engine from a page that is no metrics page."""
     comments = _COMMENTS.match(text, 0, _COMMENT_BYTES)
     at = comments.end() if comments else 0
@@ -158,7 +181,9 @@ def _stranger(text: bytes, now: float) -> Load | UnreadablePage:
     name = _NAME.match(text, at)
     if name is None or _SAMPLE.match(text, name.end()) is None:
         return UnreadablePage("not Prometheus text")
-    return Load(at=now)
+    if not extra:
+        return Load(at=now)
+    return Load(at=now, extra=_extra(_Families(text, joined=False), extra))
 
 
 class _Families:

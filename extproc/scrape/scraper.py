@@ -49,6 +49,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
         follow_s: How often the endpoint set is compared with the loops.
         pace: Scrape intervals.
         models: Intervals of model list polling.
+        extra: Metrics for `Load.extra`; None for none.
     """
 
     path: str = "/metrics"
@@ -57,6 +58,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     follow_s: float = 0.2
     pace: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
     models: model_list_poller.ModelListSettings = model_list_poller.NEVER
+    extra: metrics_page.ExtraMetrics | None = None
 
 
 class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
@@ -167,11 +169,12 @@ class EndpointScraper:
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
         """
         scraper, endpoint = self._scraper, self.member.endpoint
+        extra = scraper.settings.extra
         try:
             if isinstance(fetched, bytes) and len(fetched) > INLINE_BYTES:
-                read = await asyncio.to_thread(_read, fetched, endpoint, now)
+                read = await asyncio.to_thread(_read, fetched, endpoint, now, extra)
             else:
-                read = _read(fetched, endpoint, now)
+                read = _read(fetched, endpoint, now, extra)
             if isinstance(read, Load):
                 scraper.store.observe(token, read, now)
                 return "ok", read.engine
@@ -315,11 +318,16 @@ def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
     return client.target(endpoint.ip, int(port), path=path)
 
 
-def _read(fetched: bytes | client.FetchFailed, endpoint: Endpoint, now: float) -> Load | str:
+def _read(
+    fetched: bytes | client.FetchFailed,
+    endpoint: Endpoint,
+    now: float,
+    extra: metrics_page.ExtraMetrics | None,
+) -> Load | str:
     """Reads the load from a page; the failure reason without one."""
     if isinstance(fetched, client.FetchFailed):
         return fetched.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    read = metrics_page.read(fetched, now, engine_type=engine_type)
+    read = metrics_page.read(fetched, now, engine_type=engine_type, extra=extra)
     return read if isinstance(read, Load) else "unreadable"

@@ -250,6 +250,7 @@ def _candidate(candidate: Candidate) -> Json:
         "waiting": load.waiting,
         "running": load.running,
         "kv_usage": load.kv_usage,
+        "extra": dict(load.extra),
         "adapters": None if load.adapters is None else sorted(load.adapters),
         "waiting_adapters": (
             None if load.waiting_adapters is None else sorted(load.waiting_adapters)

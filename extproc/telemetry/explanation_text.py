@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from extproc.telemetry.explanation import Json
 
@@ -131,6 +131,12 @@ def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
         )
         for candidate in candidates
     ]
+    if any(candidate.get("extra") for candidate in candidates):
+        head = (*head, "EXTRA")
+        rows = [
+            (*row, _metrics(candidate.get("extra")))
+            for row, candidate in zip(rows, candidates, strict=True)
+        ]
     if health:
         shown = {candidate["endpoint"] for candidate in candidates}
         rows += [
@@ -141,6 +147,11 @@ def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
         head = (head[0], "HEALTH", *head[1:])
         rows = [(row[0], _condition(health.get(row[0])), *row[1:]) for row in rows]
     return _aligned(head, rows)
+
+
+def _metrics(extra: Mapping[str, float] | None) -> str:
+    """Extra metrics of an endpoint, as text."""
+    return ",".join(f"{name}={value:g}" for name, value in (extra or {}).items()) or "-"
 
 
 def _condition(health: Json | None) -> str:

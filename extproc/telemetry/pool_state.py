@@ -57,6 +57,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         waiting: Requests queued in the engine (count).
         running: Requests in its batch (count).
         kv_usage: Share of KV blocks held by live requests, 0..1.
+        extra: Values of `scrape.extra_metrics` by name; None when the page had none.
         adapters: LoRA adapters in its batch.
         waiting_adapters: LoRA adapters that wait.
         adapter_slots: Adapters that fit.
@@ -87,6 +88,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     waiting: Amount | None = None
     running: Amount | None = None
     kv_usage: Share | None = None
+    extra: Mapping[str, float] | None = None
     adapters: tuple[str, ...] | None = None
     waiting_adapters: tuple[str, ...] | None = None
     adapter_slots: Count | None = None
@@ -141,6 +143,7 @@ def _of_member(member: EndpointSnapshot, now: float) -> EndpointState:
         waiting=load.waiting,
         running=load.running,
         kv_usage=load.kv_usage,
+        extra=dict(load.extra) or None,
         adapters=_sorted(load.adapters),
         waiting_adapters=_sorted(load.waiting_adapters),
         adapter_slots=load.adapter_slots,

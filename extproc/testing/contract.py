@@ -25,7 +25,9 @@ SIZES = (1, 2, 7, 100, 1000)
 COUNTS = (1, 3, 2000)
 
 #: Signals that come from a metrics page only, and so may be unknown.
-SCRAPED = frozenset({Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS})
+SCRAPED = frozenset(
+    {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS, Signal.EXTRA}
+)
 
 #: Difference that summing in another order may make.
 _ROUNDING = 1e-9

@@ -118,7 +118,7 @@ def test_signal_nobody_provides(tree, plugin, signal):
 def test_no_scraping_leaves_what_we_know_ourselves():
     """Without scraping there are our own requests and prefixes."""
     settings = scheduling(scrape={"enabled": False}, scheduling={"strategy": "least-request"})
-    scraped = {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
+    scraped = {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS, Signal.EXTRA}
     assert profile_builder.provided(settings) == set(Signal) - scraped
     factory.build(settings)
 

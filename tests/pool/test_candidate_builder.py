@@ -226,3 +226,10 @@ def test_pages_are_filled_anew_when_a_mean_has_moved():
     assert waiting_of_first(7.0) == 4.0
     assert waiting_of_first(103.0) == pytest.approx(5.0)
     assert waiting_of_first(4.0) == pytest.approx(4.0)
+
+
+def test_extra_metrics_of_a_stale_page_are_unknown():
+    """A stale page reports no extra metric, and a fresh page only those that it has."""
+    stale = change(FULL, at=0.0, extra={"depth": 100.0})
+    fleet = fleet_of(change(FULL, extra={"depth": 2.0}), FULL, stale)
+    assert [c.load.extra for c in candidates(fleet)] == [{"depth": 2.0}, {}, {}]

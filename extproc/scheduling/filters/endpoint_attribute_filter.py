@@ -90,6 +90,12 @@ class EndpointAttributeFilter(
         """Signals from which the attribute is read."""
         return frozenset({attributes.find(self.attribute).signal})
 
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """See `framework.ExtraMetricReader`."""
+        metric = attributes.find(self.attribute).extra_metric
+        return frozenset({metric}) if metric else frozenset()
+
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:

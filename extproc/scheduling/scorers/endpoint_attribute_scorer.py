@@ -86,8 +86,8 @@ class EndpointAttributeScorer(
     ones, none known scores 0.5; the upstream picker gives 0 for unknown. Upstream:
     `scorer/endpointattribute/endpointattribute.go`. Numbers there are:
     `WaitingQueueSize`, `RunningRequestsSize`, `KVCacheUsagePercent`, the engine's own names of
-    these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`
-    and `matched_tokens`.
+    these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`,
+    `matched_tokens`, and `extra.NAME` for the metric NAME of `scrape.extra_metrics`.
 
     Attributes:
         attribute_key: Which number.
@@ -111,6 +111,12 @@ class EndpointAttributeScorer(
     def needs(self) -> frozenset[Signal]:
         """Signals from which the attribute is read."""
         return frozenset({attributes.find(self.attribute_key).signal})
+
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """See `framework.ExtraMetricReader`."""
+        metric = attributes.find(self.attribute_key).extra_metric
+        return frozenset({metric}) if metric else frozenset()
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
