@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -76,6 +76,11 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             version=self.version or version,
             resource=self.resource or resource,
         )
+
+    def located(self, namespace: str) -> ScaleTarget:
+        """Return the filled target, in `namespace` where it names none."""
+        filled = self.filled
+        return filled if filled.namespace else msgspec.structs.replace(filled, namespace=namespace)
 
 
 class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -236,6 +241,34 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     keda: KedaSection = KedaSection()
 
 
+class ActuatorType(msgspec.Struct, frozen=True, kw_only=True):
+    """Row of the table of actuators.
+
+    Attributes:
+        key: Field of `ScalingSection` that selects and configures it; empty for the actuator of a
+            section without such a field.
+        implementation: `module:Class`, imported when a pool is scaled; it implements
+            `autoscaling.runtime.actuator.Actuator`.
+        describe: Returns what it does with a section, for `extproc check`.
+        check: Rejects a section that it cannot work with (section, location); None for no check.
+        scales_kubernetes: True if it changes Kubernetes objects, which only the holder of the
+            Lease may do.
+        starts_engines: True if the engines that it starts are the endpoints of the pool.
+    """
+
+    key: str
+    implementation: str
+    describe: Callable[[ScalingSection], str]
+    check: Callable[[ScalingSection, str], None] | None = None
+    scales_kubernetes: bool = False
+    starts_engines: bool = False
+
+
+def actuator_type(section: ScalingSection) -> ActuatorType:
+    """Return the actuator of a section."""
+    return next(row for row in ACTUATORS if not row.key or getattr(section, row.key))
+
+
 def check_section(wanted: ScalingSection, *, where: str) -> None:
     """Reject a section that contradicts itself.
 
@@ -254,38 +287,25 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
             got=str(wanted.min),
             fix="swap them",
         )
-    acting = [name for name in ("target", "launch", "exec") if getattr(wanted, name)]
+    keys = [row.key for row in ACTUATORS if row.key]
+    acting = [key for key in keys if getattr(wanted, key)]
     if len(acting) > 1:
         raise ConfigError(
             where,
-            wanted="one of target, launch and exec",
+            wanted=f"one of {', '.join(keys[:-1])} and {keys[-1]}",
             got=" and ".join(acting),
             fix="keep the one that is to act",
         )
     wanted.policy_instance(where)
-    if wanted.target is not None:
-        check_target(wanted.target, f"{where}.target")
-    if wanted.exec and not any(REPLICAS in word for word in wanted.exec):
-        raise ConfigError(
-            f"{where}.exec",
-            wanted=f"an argument with {REPLICAS}",
-            got=" ".join(wanted.exec),
-            fix="say where the number goes",
-        )
+    check = actuator_type(wanted).check
+    if check is not None:
+        check(wanted, where)
 
 
 def describe_section(wanted: ScalingSection) -> Iterator[str]:
     """Describe a section, one line for `extproc check`."""
-    acts = "others act on the number, from /metrics or KEDA's scaler"
-    if wanted.target is not None:
-        target = wanted.target.filled
-        place = f" in namespace {target.namespace}" if target.namespace else ""
-        acts = f"patches {target.resource}/scale of {target.name}{place}, by the holder of a Lease"
-    elif wanted.launch is not None:
-        acts = "starts and ends engines"
-    elif wanted.exec:
-        acts = f"runs {' '.join(wanted.exec)}"
-    yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {acts}"
+    action = actuator_type(wanted).describe(wanted)
+    yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {action}"
 
 
 def check_target(target: ScaleTarget, where: str) -> None:
@@ -338,3 +358,55 @@ def _kind_of(target: ScaleTarget) -> str:
     return next(
         (kind for kind, (group, _, plural) in KINDS.items() if (group, plural) == place), ""
     )
+
+
+def _check_scale_target(section: ScalingSection, where: str) -> None:
+    if section.target is not None:
+        check_target(section.target, f"{where}.target")
+
+
+def _describe_scale_target(section: ScalingSection) -> str:
+    if section.target is None:
+        return ""
+    target = section.target.filled
+    place = f" in namespace {target.namespace}" if target.namespace else ""
+    return f"patches {target.resource}/scale of {target.name}{place}, by the holder of a Lease"
+
+
+def _check_command(section: ScalingSection, where: str) -> None:
+    if not any(REPLICAS in word for word in section.exec):
+        raise ConfigError(
+            f"{where}.exec",
+            wanted=f"an argument with {REPLICAS}",
+            got=" ".join(section.exec),
+            fix="say where the number goes",
+        )
+
+
+#: Every actuator. The last row stands for sections without any of the keys.
+ACTUATORS: tuple[ActuatorType, ...] = (
+    ActuatorType(
+        key="target",
+        implementation="extproc.autoscaling.runtime.scale_subresource:ScaleSubresourceActuator",
+        describe=_describe_scale_target,
+        check=_check_scale_target,
+        scales_kubernetes=True,
+    ),
+    ActuatorType(
+        key="launch",
+        implementation="extproc.autoscaling.runtime.process_actuator:ProcessActuator",
+        describe=lambda _: "starts and ends engines",
+        starts_engines=True,
+    ),
+    ActuatorType(
+        key="exec",
+        implementation="extproc.autoscaling.runtime.exec_actuator:ExecActuator",
+        describe=lambda section: f"runs {' '.join(section.exec)}",
+        check=_check_command,
+    ),
+    ActuatorType(
+        key="",
+        implementation="extproc.autoscaling.runtime.actuator:AdvisoryActuator",
+        describe=lambda _: "others act on the number, from /metrics or KEDA's scaler",
+    ),
+)

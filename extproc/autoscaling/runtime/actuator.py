@@ -1,18 +1,48 @@
-"""Actuators apply a scaling decision: the protocol, and one that leaves it to others."""
+"""Actuators apply a scaling decision: the protocol, and the advisory actuator.
+
+The table of all actuators is `config.autoscaling.ACTUATORS`.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
 from extproc.autoscaling.interface import ScalingDecision
+from extproc.config.autoscaling import ScalingSection
+from extproc.server.pool_runtime import PoolRuntime
+from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from extproc.autoscaling.runtime.scale_subresource import ScaleClient
 
 
 class ActuatorError(msgspec.Struct, frozen=True):
     """Failure of an actuator, with a message for people."""
 
     message: str
+
+
+class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Dependencies of an actuator.
+
+    Attributes:
+        pool: The pool that is scaled.
+        cluster: Client of the API server; None where no pool needs one.
+        namespace: Namespace of this process, for targets that name none.
+        leads: True while this replica holds the Lease.
+        clock: Monotonic seconds.
+        supervisor: Keeps loops alive.
+    """
+
+    pool: PoolRuntime
+    cluster: ScaleClient | None
+    namespace: str
+    leads: Callable[[], bool]
+    clock: Callable[[], float]
+    supervisor: Supervisor
 
 
 class Actuator(Protocol):
@@ -24,9 +54,21 @@ class Actuator(Protocol):
 
     scales: bool
 
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """Build the actuator of a pool.
+
+        Args:
+            scaling: Section that selects this actuator.
+            context: Its dependencies.
+        """
+
     @property
     def acts(self) -> bool:
         """True while this process may change the number of replicas."""
+
+    def start(self) -> None:
+        """Prepare the pool before the first step of its loop."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """Read the number of requested replicas.
@@ -66,10 +108,19 @@ class AdvisoryActuator:
     def __init__(self) -> None:
         self._requested: int | None = None
 
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """See `Actuator`."""
+        del scaling, context
+        return cls()
+
     @property
     def acts(self) -> bool:
         """True: every replica may publish its decision."""
         return True
+
+    def start(self) -> None:
+        """See `Actuator`."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""

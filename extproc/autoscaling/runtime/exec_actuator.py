@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from typing import Self
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime.actuator import ActuatorError
-from extproc.config.autoscaling import REPLICAS
+from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
+from extproc.config.autoscaling import REPLICAS, ScalingSection
 
 #: Longest part of the output of a failed program that is logged (bytes).
 _MAX_OUTPUT_BYTES = 400
@@ -29,10 +30,19 @@ class ExecActuator:
         self._timeout_s = timeout_s
         self._requested: int | None = None
 
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """See `Actuator`."""
+        del context
+        return cls(scaling.exec, timeout_s=scaling.exec_s)
+
     @property
     def acts(self) -> bool:
         """True: there is no Lease without Kubernetes."""
         return True
+
+    def start(self) -> None:
+        """See `Actuator`."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`: the last number, or before it the ready replicas."""

@@ -11,11 +11,12 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from typing import Self
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime.actuator import ActuatorError
+from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
 from extproc.autoscaling.runtime.parent_death_signal import with_parent_death_signal
-from extproc.config.autoscaling import PORT, LaunchSection
+from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
@@ -95,12 +96,23 @@ class ProcessActuator:
         self._changed = asyncio.Event()
         self._not_before = 0.0
 
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """See `Actuator`.
+
+        Raises:
+            ValueError: The section has no `launch`.
+        """
+        if scaling.launch is None:
+            raise ValueError("expected a section with launch, got none")
+        return cls(scaling.launch, context.pool, clock=context.clock, supervisor=context.supervisor)
+
     @property
     def acts(self) -> bool:
         """True: there is no Lease without Kubernetes."""
         return True
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Publish an empty pool: no engine runs yet."""
         self._publish()
 

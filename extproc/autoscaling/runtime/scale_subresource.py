@@ -6,12 +6,12 @@ import asyncio
 import datetime as dt
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import competing_autoscalers, scale_objects
-from extproc.autoscaling.runtime.actuator import ActuatorError
-from extproc.config.autoscaling import ScaleTarget
+from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
+from extproc.config.autoscaling import ScaleTarget, ScalingSection
 from extproc.discovery.kubernetes import api_errors
 from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.errors import ConfigError
@@ -137,6 +137,21 @@ class ScaleSubresourceActuator:
         self._unsaid = ""
         self._denials = api_errors.Denials()
         self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
+
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """See `Actuator`.
+
+        Raises:
+            ValueError: The section has no `target`, or there is no API server.
+        """
+        if scaling.target is None or context.cluster is None:
+            raise ValueError("expected a section with target and an API server, got none")
+        target = scaling.target.located(context.namespace)
+        return cls(target, context.cluster, context.leads, context.supervisor)
+
+    def start(self) -> None:
+        """See `Actuator`."""
 
     @property
     def acts(self) -> bool:

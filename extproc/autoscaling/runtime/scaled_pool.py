@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 from collections.abc import Callable
 
 import msgspec
 
-from extproc.autoscaling.runtime import (
-    actuator,
-    demand_counters,
-    exec_actuator,
-    process_actuator,
-    scale_subresource,
-)
+from extproc.autoscaling.runtime import actuator, demand_counters, scale_subresource
 from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
-from extproc.config.autoscaling import ScaleTarget, ScalingSection
+from extproc.config.autoscaling import ScalingSection, actuator_type
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
 from extproc.telemetry.counters import ProcessCounters
@@ -73,13 +68,13 @@ class ScaledPool:
     ) -> None:
         self.site = site
         self.scaling = scaling
-        self.target = _placed(scaling.target, around.here)
+        self.target = None if scaling.target is None else scaling.target.located(around.here)
         tallies = around.tallies.for_pool(site.name)
         self.counts = demand_counters.DemandCounters(site, tallies)
         self.loop = ControlLoop(
             site,
             scaling,
-            acting=self._actuator(scaling, around),
+            acting=_build_actuator(site, scaling, around),
             counters=self.counts,
             peers=around.peers,
             clock=around.clock,
@@ -94,8 +89,7 @@ class ScaledPool:
         if gate is not None:
             self._before = gate.arrivals
             gate.arrivals = _call_both(gate.arrivals, self.loop.arrived)
-        if isinstance(self.loop.actuator, process_actuator.ProcessActuator):
-            self.loop.actuator.begin()
+        self.loop.actuator.start()
 
     def detach(self) -> None:
         """Unsubscribe; replicas stay as they are."""
@@ -114,25 +108,20 @@ class ScaledPool:
             # An actuator may have no background work, and a group without tasks would end.
             await asyncio.Event().wait()
 
-    def _actuator(self, scaling: ScalingSection, around: AutoscalerContext) -> actuator.Actuator:
-        if self.target is not None and around.cluster is not None:
-            return scale_subresource.ScaleSubresourceActuator(
-                self.target, around.cluster, around.leads, around.supervisor
-            )
-        if scaling.launch is not None:
-            return process_actuator.ProcessActuator(
-                scaling.launch, self.site, clock=around.clock, supervisor=around.supervisor
-            )
-        if scaling.exec:
-            return exec_actuator.ExecActuator(scaling.exec, timeout_s=scaling.exec_s)
-        return actuator.AdvisoryActuator()
 
-
-def _placed(target: ScaleTarget | None, here: str) -> ScaleTarget | None:
-    if target is None:
-        return None
-    filled = target.filled
-    return filled if filled.namespace else msgspec.structs.replace(filled, namespace=here)
+def _build_actuator(
+    pool: PoolRuntime, scaling: ScalingSection, around: AutoscalerContext
+) -> actuator.Actuator:
+    context = actuator.ActuatorContext(
+        pool=pool,
+        cluster=around.cluster,
+        namespace=around.here,
+        leads=around.leads,
+        clock=around.clock,
+        supervisor=around.supervisor,
+    )
+    kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
+    return kind.from_settings(scaling, context)
 
 
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
