@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from extproc.config import (
     autoscaling,
     discovered_matches,
     discovered_scaling,
+    discovery_sources,
     kubernetes_plan,
-    loader,
     policy_schema,
     pool_schema,
     pools,
 )
 from extproc.config.settings import Settings
-from extproc.discovery import endpoint_list, file, static_discovery
 from extproc.routing import pool_match
 
 
@@ -61,44 +59,8 @@ def lines(settings: Settings) -> Iterator[str]:
 
 
 def _source(pool: pool_schema.PoolSource) -> Iterator[str]:
-    named = f" of pool {pool.name}" if pool.name else ""
-    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
-        yield f"endpoints   started here{named}: {' '.join(pool.autoscaling.launch.command)}"
-        return
-    if pool.kubernetes is not None:
-        yield f"endpoints   from Kubernetes: {_object(pool.kubernetes)}{named}"
-        return
-    if pool.endpoints_file:
-        listed = file.load(
-            Path(pool.endpoints_file),
-            limit_bytes=static_discovery.StaticDiscoverySettings().limit_bytes,
-        )
-        source = f"in {pool.endpoints_file}, watched"
-    else:
-        listed = loader.entries(pool, where="pool")
-        source = "listed"
-    yield f"endpoints   {len(listed)} {source}{named}"
-    yield from (f"            {_entry(entry)}" for entry in listed)
-
-
-def _object(wanted: pool_schema.KubernetesSection) -> str:
-    place = f" in namespace {wanted.namespace}" if wanted.namespace else ""
-    if wanted.inference_pool:
-        return f"InferencePool {wanted.inference_pool} ({wanted.group}){place}"
-    if wanted.service:
-        port = f", port {wanted.port}" if wanted.port else ""
-        return f"EndpointSlices of Service {wanted.service}{port}{place}"
-    labels = ",".join(f"{key}={value}" for key, value in sorted(wanted.selector.items()))
-    ports = ", ".join(map(str, wanted.ports)) or "of their annotations"
-    return f"pods with {labels}, ports {ports}{place}"
-
-
-def _entry(entry: endpoint_list.EndpointListEntry) -> str:
-    host = f"[{entry.host}]" if ":" in entry.host else entry.host
-    words = [f"{host}:{entry.port}"]
-    if not entry.literal:
-        words.append("(every address of this name)")
-    if entry.name:
-        words.append(entry.name)
-    words += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
-    return "  ".join(words)
+    sources = discovery_sources.configured_sources(pool) or discovery_sources.SOURCES[:1]
+    for source in sources:
+        first, *endpoints = source.describe(pool)
+        yield f"endpoints   {first}"
+        yield from (f"            {line}" for line in endpoints)

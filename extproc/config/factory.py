@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import loader, policy_schema, profile_builder
+from extproc.config import discovery_sources, policy_schema, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
-from extproc.discovery import dns, endpoint_list, static_discovery
+from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
 from extproc.pool.store import PoolStore
@@ -125,7 +125,7 @@ def build(
         exchange=build_exchange_settings(settings),
         budget=BufferBudget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
-        listed=loader.entries(settings.pool, where=where),
+        listed=discovery_sources.entries(settings.pool, where=where),
         following=static_discovery.StaticDiscoverySettings(
             file=settings.pool.endpoints_file,
             refresh_s=settings.pool.dns_refresh_s,
@@ -194,8 +194,8 @@ def build_discovery(
     clock: Callable[[], float],
     on_fact: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
-) -> static_discovery.StaticDiscovery:
-    """Build static discovery, which keeps the endpoints of the store current.
+) -> discovery_sources.EndpointDiscovery | None:
+    """Build the discovery of a pool; None where another component sets its endpoints.
 
     Args:
         parts: The picker whose store is updated.
@@ -203,16 +203,17 @@ def build_discovery(
         on_fact: Called with every discovery event.
         supervisor: Receives successes and failures of steps.
     """
-    return static_discovery.StaticDiscovery(
-        parts.following,
-        parts.store,
+    context = discovery_sources.DiscoveryContext(
+        settings=parts.following,
         listed=parts.listed,
-        resolver=dns.DnsResolver(),
-        clock=clock,
+        store=parts.store,
         rng=parts.rng,
+        clock=clock,
         on_fact=on_fact,
         supervisor=supervisor,
     )
+    sources = discovery_sources.configured_sources(parts.settings.pool)
+    return sources[0].build(context) if sources else None
 
 
 def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:

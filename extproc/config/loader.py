@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from extproc.config import epp_config, pool_schema, pools, validation
+from extproc.config import discovery_sources, epp_config, pools, validation
 from extproc.config.settings import API_VERSION, KIND, Settings
-from extproc.discovery import endpoint_list
 from extproc.discovery.file import YAML_FAILURES
 from extproc.errors import ConfigError
 from extproc.protocol import body_buffer
@@ -174,32 +173,11 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
         merged = msgspec.structs.replace(merged, scheduling=scheduling)
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
-    entries(merged.pool, where=listed)
+    discovery_sources.entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
-        entries(pool, where=validation.location(where, ("pools", at)))
+        discovery_sources.entries(pool, where=validation.location(where, ("pools", at)))
     check_compatible(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _anchored(merged, document.folder)
-
-
-def entries(
-    pool: pool_schema.PoolSource, *, where: str
-) -> tuple[endpoint_list.EndpointListEntry, ...]:
-    """Parse the endpoints listed in a pool section, as those of an endpoints file.
-
-    Args:
-        pool: The section.
-        where: The place of the list, for errors.
-
-    Raises:
-        ConfigError: An address is invalid or a duplicate.
-    """
-    listed: list[object] = [
-        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
-        if isinstance(entry, pool_schema.EndpointEntry)
-        else entry
-        for entry in pool.endpoints
-    ]
-    return endpoint_list.from_document({"endpoints": listed}, where=where)
 
 
 def _anchored(merged: Settings, folder: str) -> Settings:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from extproc.config import (
     autoscaling,
     discovered_scaling,
+    discovery_sources,
     epp_config,
     pool_schema,
     validation,
@@ -62,13 +63,17 @@ def discovered_pool_plan(settings: Settings, name: str, claim: pool_match.PoolMa
 
 def has_source(pool: pool_schema.PoolSource) -> bool:
     """Return True if a section names a source of endpoints."""
-    return any(_sources(pool))
+    return bool(discovery_sources.configured_sources(pool))
 
 
 def from_kubernetes(settings: Settings) -> bool:
     """Return True if any pool comes from Kubernetes."""
     pools = settings.pools or (settings.pool,)
-    return settings.cluster.discover_pools != "none" or any(pool.kubernetes for pool in pools)
+    return settings.cluster.discover_pools != "none" or any(
+        source.in_kubernetes
+        for pool in pools
+        for source in discovery_sources.configured_sources(pool)
+    )
 
 
 def scales_kubernetes_objects(settings: Settings) -> bool:
@@ -78,12 +83,11 @@ def scales_kubernetes_objects(settings: Settings) -> bool:
         rules = settings.autoscaling.discovered_pools
         if any(rule.target is not None or rule.annotations for rule in rules):
             return True
-    return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
-
-
-def is_static(pool: pool_schema.PoolSource) -> bool:
-    """Return True if endpoints come from the configuration or a file, not from discovery."""
-    return bool(pool.endpoints or pool.endpoints_file)
+    return any(
+        pool.autoscaling is not None
+        and autoscaling.actuator_type(pool.autoscaling).scales_kubernetes
+        for pool in pools
+    )
 
 
 def check_compatible(settings: Settings, *, where: str) -> None:
@@ -100,13 +104,14 @@ def check_compatible(settings: Settings, *, where: str) -> None:
     sections_of: list[tuple[validation.Path, pool_schema.PoolSource]] = [(("pool",), settings.pool)]
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
     for path, pool in sections_of:
-        _check_single_source(pool, validation.location(where, path))
+        sources = discovery_sources.configured_sources(pool)
+        _check_single_source(sources, validation.location(where, path))
         if pool.autoscaling is not None:
             autoscaling.check_section(
                 pool.autoscaling, where=validation.location(where, (*path, "autoscaling"))
             )
-        if pool.kubernetes is not None:
-            _check_single_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
+        for source in sources:
+            source.check(pool, validation.location(where, (*path, *source.key.split("."))))
     _check_discovered(settings, where)
     for name, selector in settings.scrape.extra_metrics.items():
         path = ("scrape", "extra_metrics", name)
@@ -134,7 +139,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
         if not has_source(pool):
             raise ConfigError(
                 validation.location(where, ("pools", at)),
-                wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
+                wanted=_enumerate_keys("or"),
                 got="none of them",
                 fix="say where its endpoints come from",
             )
@@ -155,60 +160,19 @@ def _check_discovered(settings: Settings, where: str) -> None:
         )
 
 
-def _check_single_source(pool: pool_schema.PoolSource, where: str) -> None:
-    sources = list(_sources(pool))
+def _check_single_source(sources: Sequence[discovery_sources.DiscoverySource], where: str) -> None:
     if len(sources) > 1:
         raise ConfigError(
             where,
-            wanted="one of endpoints, endpoints_file, kubernetes and autoscaling.launch",
-            got=" and ".join(sources),
+            wanted=f"one of {_enumerate_keys('and')}",
+            got=" and ".join(source.key for source in sources),
             fix="keep one; the file is watched, the list is not",
         )
 
 
-def _sources(pool: pool_schema.PoolSource) -> Iterator[str]:
-    if pool.endpoints:
-        yield "endpoints"
-    if pool.endpoints_file:
-        yield "endpoints_file"
-    if pool.kubernetes is not None:
-        yield "kubernetes"
-    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
-        yield "autoscaling.launch"
-
-
-def _check_single_object(section: pool_schema.KubernetesSection, where: str) -> None:
-    named = [
-        name
-        for name, value in (
-            ("inference_pool", section.inference_pool),
-            ("selector", section.selector),
-            ("service", section.service),
-        )
-        if value
-    ]
-    if len(named) != 1:
-        raise ConfigError(
-            where,
-            wanted="one of inference_pool, selector and service",
-            got=" and ".join(named) or "none of them",
-            fix="name the one object whose endpoints these are",
-        )
-    misplaced = [
-        (name, owner)
-        for name, value, owner in (
-            ("ports", section.ports, "selector"),
-            ("port", section.port, "service"),
-        )
-        if value and owner not in named
-    ]
-    for name, owner in misplaced:
-        raise ConfigError(
-            where,
-            wanted=f"{name} only with {owner}",
-            got=f"{name} with {named[0]}",
-            fix=f"remove {name}; {named[0]} says itself which ports there are",
-        )
+def _enumerate_keys(conjunction: str) -> str:
+    *keys, last = [source.key for source in discovery_sources.SOURCES]
+    return f"{', '.join(keys)} {conjunction} {last}"
 
 
 def _plain(pool: pool_schema.PoolSection) -> pool_schema.PoolSource:

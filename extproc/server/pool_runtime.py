@@ -98,16 +98,11 @@ class PoolRuntime:
             if holding.enabled
             else None
         )
-        is_static = pools.is_static(planned.settings.pool)
-        self._discovery = (
-            factory.build_discovery(
-                self.parts,
-                clock=shared.clock,
-                on_fact=self._discovered,
-                supervisor=shared.supervisor,
-            )
-            if is_static
-            else None
+        self._discovery = factory.build_discovery(
+            self.parts,
+            clock=shared.clock,
+            on_fact=self._discovered,
+            supervisor=shared.supervisor,
         )
 
     @property

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from extproc.config import loader
+from extproc.config import discovery_sources, loader
 from extproc.config.settings import ServerSection
 
 DOCUMENTS = list(
@@ -21,7 +21,7 @@ def test_the_configuration_is_taken():
     """The ConfigMap holds a file that the strict reader takes."""
     (text,) = BY_KIND["ConfigMap"]["data"].values()
     settings = loader.settings(loader.parse(text, where="plain.yaml"))
-    assert loader.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
+    assert discovery_sources.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
 
 
 def test_ports_are_the_defaults():
