@@ -66,10 +66,10 @@ def _test(args: argparse.Namespace) -> int:
     from extproc.config import plugin_loader
     from extproc.testing import contract
 
-    brought = [plugin_loader.from_file(path, where=str(path)) for path in args.files]
-    plugin_loader.combine(brought)  # kinds that clash
+    external_plugins = [plugin_loader.from_file(path, where=str(path)) for path in args.files]
+    plugin_loader.combine(external_plugins)  # kinds that clash
     broken = 0
-    for plugin_file in brought:
+    for plugin_file in external_plugins:
         for cls in plugin_file.classes:
             for method in plugin_loader.roles(cls):
                 name = f"{plugin_file.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it

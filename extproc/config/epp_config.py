@@ -67,7 +67,7 @@ _KEYS: Mapping[str, str] = {
     "saturationDetector": _SATURATION,
 }
 
-#: Handlers that choose among profiles: type to the parameters that name the one that routes here,
+#: Handlers that choose among profiles: type to the parameters that name the one that routes profile_path,
 #: and its name where they do not.
 _HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "disagg-profile-handler": (("profiles", "decode"), "decode"),
@@ -158,11 +158,11 @@ def by_reference(
     """
     named = _named(scheduling.plugins, tables, where=where)
     chosen, at = _routing(scheduling, where=where)
-    here = ("schedulingProfiles", at)
+    profile_path = ("schedulingProfiles", at)
     parts: list[PluginSpec] = []
     for number, reference in enumerate(chosen.plugins):
         if reference.plugin_ref not in named:
-            spot = validation.location(where, (*here, "plugins", number, "pluginRef"))
+            spot = validation.location(where, (*profile_path, "plugins", number, "pluginRef"))
             raise _unknown(reference.plugin_ref, named, spot)
         index, written, kind = named[reference.plugin_ref]
         if not kind:
@@ -175,7 +175,7 @@ def by_reference(
             for role in ROLES
             if kind in getattr(tables, role)
         ]
-    return ProfileSpec(chosen.name, tuple(parts), here)
+    return ProfileSpec(chosen.name, tuple(parts), profile_path)
 
 
 def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
@@ -235,7 +235,7 @@ def _named(
     where: str,
 ) -> dict[str, tuple[int, NamedPlugin, str]]:
     """Return plugins by name, with their index and kind here; an empty kind has no effect."""
-    ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
+    kinds = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
     named: dict[str, tuple[int, NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
         name = plugin.name or plugin.type
@@ -246,16 +246,18 @@ def _named(
                 got=f"{name} twice",
                 fix="give one of them another name",
             )
-        theirs = plugin_types().get(plugin.type)
-        if theirs is not None:
-            kind = theirs.kind
+        row = plugin_types().get(plugin.type)
+        if row is not None:
+            kind = row.kind
             if not kind:
-                _check_idle(theirs, plugin, validation.location(where, ("plugins", index)))
-        elif plugin.type in ours:
+                _check_ignored_parameters(
+                    row, plugin, validation.location(where, ("plugins", index))
+                )
+        elif plugin.type in kinds:
             kind = plugin.type
         else:
             spot = validation.location(where, ("plugins", index, "type"))
-            raise _unknown(plugin.type, {*plugin_types(), *ours}, spot)
+            raise _unknown(plugin.type, {*plugin_types(), *kinds}, spot)
         named[name] = (index, plugin, kind)
     return named
 
@@ -291,7 +293,7 @@ def _translate_plugin(
     return msgspec.structs.replace(plugin, params=params)
 
 
-def _check_idle(known: UpstreamType, plugin: NamedPlugin, spot: str) -> None:
+def _check_ignored_parameters(known: UpstreamType, plugin: NamedPlugin, spot: str) -> None:
     """Reject unknown parameters of a plugin type without effect, if they look misspelled."""
     if not known.parameters:
         return
@@ -334,7 +336,7 @@ def _routing(scheduling: EppPlugins, *, where: str) -> tuple[EppProfile, int]:
         validation.location(where, ("schedulingProfiles",)),
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
         got=", ".join(profile.name for profile in profiles),
-        fix="keep the profile that picks who serves the request",
+        fix="keep the profile that picks the serving endpoint",
     )
 
 

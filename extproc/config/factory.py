@@ -93,31 +93,31 @@ def build(
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     prefix = settings.prefix
     index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
-    belief = cache_model.CacheModel(
+    model = cache_model.CacheModel(
         index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
     )
 
     def forget(endpoint: Endpoint) -> None:
-        belief.forget(endpoint)
+        model.forget(endpoint)
         on_gone(endpoint)
 
     rng = random.Random(settings.seed)
-    wellbeing = outlier_detection.OutlierDetector(settings.health, rng)
-    fleet = PoolStore(on_gone=forget, on_observed=belief.observe_load, wellbeing=wellbeing)
+    detector = outlier_detection.OutlierDetector(settings.health, rng)
+    store = PoolStore(on_gone=forget, on_observed=model.observe_load, wellbeing=detector)
     return PoolParts(
         settings=settings,
         rng=rng,
-        store=fleet,
+        store=store,
         index=index,
-        cache_model=belief,
+        cache_model=model,
         guards=guards,
         profile=resolved.profile,
         profiles=resolved,
         director=director.Director(
-            fleet=fleet,
+            fleet=store,
             routing=build_routing_config(settings, resolved.profile, resolved.by_model),
             index=index,
-            belief=belief,
+            belief=model,
             schedule=settings.prefix.schedule,
             rng=rng,
             counts=guards.counts,

@@ -1,6 +1,7 @@
-"""Parses filter trees in our spelling or the first gateway's, and builds their filters.
+"""Converts all forms of filter trees to parameters of the filter `tree`.
 
-Converts the gateway's `decision-tree-filter` to our `tree` filter.
+A file of ours writes nodes with our keys or with those of the first gateway; an
+EndpointPickerConfig has a `decision-tree-filter`, whose nodes refer to plugins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from extproc.scheduling.framework import Filter
 
 #: Most nodes of one tree. The largest known tree has 13; the bound is against aliases in a YAML
 #: file that make a node its own successor.
-LARGEST = 100
+MAX_NODES = 100
 
 #: Filter names of the first gateway (docs/spec/prior-systems.md#single-strategies) and our kinds.
 KINDS: Mapping[str, str] = {
@@ -78,29 +79,30 @@ def build_tree_params(
 
     Raises:
         ConfigError: A node cannot be read, its filter cannot be built, or there are more than
-            `LARGEST` nodes.
+            `MAX_NODES` nodes.
     """
-    left = iter(range(LARGEST))
+    budget = iter(range(MAX_NODES))
     if "root" not in params and ("kind" in params or "name" in params):
-        return {"root": _node(params, build, left, where=where, path=path)}
+        return {"root": _node(params, build, budget, where=where, path=path)}
     built: dict[str, object] = dict(params)
     if "root" in built:
-        built["root"] = _node(built["root"], build, left, where=where, path=(*path, "root"))
+        built["root"] = _node(built["root"], build, budget, where=where, path=(*path, "root"))
     return built
 
 
 def _node(
-    written: object, build: BuildFilter, left: Iterator[int], *, where: str, path: validation.Path
+    written: object, build: BuildFilter, budget: Iterator[int], *, where: str, path: validation.Path
 ) -> filter_tree.FilterTreeNode:
-    if next(left, None) is None:
+    if next(budget, None) is None:
         raise ConfigError(
             validation.location(where, path[:6]),
-            wanted=f"a tree of at most {LARGEST} nodes",
+            wanted=f"a tree of at most {MAX_NODES} nodes",
             got="more",
             fix="see whether an alias makes a node its own successor",
         )
-    theirs = isinstance(written, dict) and "name" in written
-    entry, named, below = (_their if theirs else _our)(written, where=where, path=path)
+    is_gateway = isinstance(written, dict) and "name" in written
+    read = _read_gateway_node if is_gateway else _read_tree_node
+    entry, keys, successors = read(written, where=where, path=path)
     if entry.kind == filter_tree.FilterTree.kind:
         raise ConfigError(
             validation.location(where, (*path, "kind")),
@@ -109,76 +111,73 @@ def _node(
             fix="write its root here: a node is a tree already",
         )
     node_filter = build(entry, path)
-    successors = {
-        ours: _node(node, build, left, where=where, path=(*path, spelt))
-        for (ours, spelt), node in zip(named.items(), below, strict=True)
+    built = {
+        field: _node(node, build, budget, where=where, path=(*path, key))
+        for (field, key), node in zip(keys.items(), successors, strict=True)
         if node is not None
     }
-    return filter_tree.FilterTreeNode(filter=node_filter, **successors)
+    return filter_tree.FilterTreeNode(filter=node_filter, **built)
 
 
-#: An entry for its filter, how each of our successors is spelt there, and these.
-_Read = tuple[scheduling_schema.PluginEntry, Mapping[str, str], tuple[object, object, object]]
+#: The keys of successors in a tree of ours, and in the first gateway's and upstream's.
+_SUCCESSORS = ("on_success", "on_failure", "on_either")
+_GATEWAY_KEYS = {
+    "on_success": "nextOnSuccess",
+    "on_failure": "nextOnFailure",
+    "on_either": "nextOnSuccessOrFailure",
+}
+
+#: The entry of a node's filter, the key of each successor by its field, and the successors.
+_ReadNode = tuple[scheduling_schema.PluginEntry, Mapping[str, str], tuple[object, object, object]]
 
 
-def _our(written: object, *, where: str, path: validation.Path) -> _Read:
+def _read_tree_node(written: object, *, where: str, path: validation.Path) -> _ReadNode:
     node = validation.to_struct(written, _TreeNode, where=where, path=path)
-    names = ("on_success", "on_failure", "on_either")
     entry = scheduling_schema.PluginEntry(kind=node.kind, params=node.params)
-    return (
-        entry,
-        {name: name for name in names},
-        (node.on_success, node.on_failure, node.on_either),
-    )
+    keys = {field: field for field in _SUCCESSORS}
+    return entry, keys, (node.on_success, node.on_failure, node.on_either)
 
 
-def _their(written: object, *, where: str, path: validation.Path) -> _Read:
+def _read_gateway_node(written: object, *, where: str, path: validation.Path) -> _ReadNode:
     node = validation.to_struct(written, _GatewayNode, where=where, path=path)
     options = {
         _OPTIONS.get(name, name): _VALUES.get(value, value) if isinstance(value, str) else value
         for name, value in (node.filter_option or {}).items()
     }
-    spelt = {
-        "on_success": "nextOnSuccess",
-        "on_failure": "nextOnFailure",
-        "on_either": "nextOnSuccessOrFailure",
-    }
     return (
         scheduling_schema.PluginEntry(kind=KINDS.get(node.name, node.name), params=options),
-        spelt,
+        _GATEWAY_KEYS,
         (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
     )
 
 
 #: Depth of references and trees. The gateway's default has 4; the bound is against trees that
 #: refer to each other in a circle.
-DEEPEST = 32
+MAX_DEPTH = 32
 
-#: Finds the kind and parameters of a plugin by its name, which stands at a path; parameters of a
+#: Finds the kind and parameters of a plugin by its name, referred to at a path; parameters of a
 #: decision tree are as they were written.
 FindPlugin = Callable[[str, validation.Path], tuple[scheduling_schema.PluginEntry, bool]]
 
-_WAYS = {
-    "on_success": "nextOnSuccess",
-    "on_failure": "nextOnFailure",
-    "on_either": "nextOnSuccessOrFailure",
-}
 
-
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+class _DecisionTreeEntry(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
     """A plugin by name, or a tree; one of the two."""
 
     plugin_ref: constraints.Name | None = None
     decision_tree: Mapping[str, object] | None = None
 
 
-class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+class _DecisionTreeNode(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
     """A filter, and what follows it."""
 
-    current: _Entry
-    next_on_success: _Entry | None = None
-    next_on_failure: _Entry | None = None
-    next_on_success_or_failure: _Entry | None = None
+    current: _DecisionTreeEntry
+    next_on_success: _DecisionTreeEntry | None = None
+    next_on_failure: _DecisionTreeEntry | None = None
+    next_on_success_or_failure: _DecisionTreeEntry | None = None
 
 
 def from_decision_tree(
@@ -195,21 +194,28 @@ def from_decision_tree(
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.
     """
-    return {"root": _decision_node(params, find, where=where, path=path, left=DEEPEST)}
+    return {"root": _decision_node(params, find, where=where, path=path, depth_left=MAX_DEPTH)}
 
 
 def _decision_node(
-    params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path, left: int
+    params: Mapping[str, object],
+    find: FindPlugin,
+    *,
+    where: str,
+    path: validation.Path,
+    depth_left: int,
 ) -> dict[str, object]:
-    if not left:
+    if not depth_left:
         raise ConfigError(
             validation.location(where, path[:4]),
-            wanted=f"a decision tree of at most {DEEPEST} levels",
+            wanted=f"a decision tree of at most {MAX_DEPTH} levels",
             got="more",
             fix="see whether trees refer to each other in a circle",
         )
-    node = validation.to_struct(params, _Node, where=where, path=path)
-    translated = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
+    node = validation.to_struct(params, _DecisionTreeNode, where=where, path=path)
+    translated = _decision_entry(
+        node.current, find, where=where, path=(*path, "current"), depth_left=depth_left
+    )
     if translated.keys() - {"kind", "params"} or translated["kind"] == "tree":
         raise ConfigError(
             validation.location(where, (*path, "current")),
@@ -217,20 +223,23 @@ def _decision_node(
             got="a decision tree",
             fix="name the filter that its root asks first",
         )
-    below = {
-        "on_success": node.next_on_success,
-        "on_failure": node.next_on_failure,
-        "on_either": node.next_on_success_or_failure,
-    }
-    for way, entry in below.items():
+    successors = (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure)
+    for (field, key), entry in zip(_GATEWAY_KEYS.items(), successors, strict=True):
         if entry is not None:
-            spot = (*path, _WAYS[way])
-            translated[way] = _entry(entry, find, where=where, path=spot, left=left)
+            spot = (*path, key)
+            translated[field] = _decision_entry(
+                entry, find, where=where, path=spot, depth_left=depth_left
+            )
     return translated
 
 
-def _entry(
-    entry: _Entry, find: FindPlugin, *, where: str, path: validation.Path, left: int
+def _decision_entry(
+    entry: _DecisionTreeEntry,
+    find: FindPlugin,
+    *,
+    where: str,
+    path: validation.Path,
+    depth_left: int,
 ) -> dict[str, object]:
     if (entry.plugin_ref is None) == (entry.decision_tree is None):
         raise ConfigError(
@@ -241,8 +250,12 @@ def _entry(
         )
     if entry.decision_tree is not None:
         spot = (*path, "decisionTree")
-        return _decision_node(entry.decision_tree, find, where=where, path=spot, left=left - 1)
+        return _decision_node(
+            entry.decision_tree, find, where=where, path=spot, depth_left=depth_left - 1
+        )
     plugin, is_tree = find(entry.plugin_ref or "", (*path, "pluginRef"))
     if is_tree:
-        return _decision_node(plugin.params, find, where=where, path=path, left=left - 1)
+        return _decision_node(
+            plugin.params, find, where=where, path=path, depth_left=depth_left - 1
+        )
     return {"kind": plugin.kind, "params": plugin.params}

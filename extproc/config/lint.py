@@ -32,7 +32,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     if settings.responses.stream_sample_ratio and not settings.responses.feedback:
         yield "responses.stream_sample_ratio has no effect while responses.feedback is false"
     if settings.scheduling.unknown_model == "reject" and not (scrape.enabled and scrape.models):
-        yield "scheduling.unknown_model is reject, and nobody asks which models there are: all pass"
+        yield "scheduling.unknown_model is reject, and model lists are not read: all requests pass"
     if settings.conformance:
         yield "conformance is on: clients choose their endpoint with a header"
     if settings.seed is not None:

@@ -75,15 +75,15 @@ def tables(
             exists already.
     """
     limits = plugin_guard.GuardLimits(budget_s=scheduling.plugin_budget_ms / 1000)
-    brought = [*installed()]
+    external_plugins = [*installed()]
     for at, name in enumerate(scheduling.plugin_files):
         spot = validation.location(where, ("scheduling", "plugin_files", at))
-        brought.append(from_file(Path(name), where=spot))
-    return combine(brought, guards and msgspec.structs.replace(guards, limits=limits))
+        external_plugins.append(from_file(Path(name), where=spot))
+    return combine(external_plugins, guards and msgspec.structs.replace(guards, limits=limits))
 
 
 def combine(
-    brought: Sequence[ExternalPlugins], guards: plugin_guard.GuardFactory | None = None
+    external_plugins: Sequence[ExternalPlugins], guards: plugin_guard.GuardFactory | None = None
 ) -> registry.PluginRegistry:
     """Combine the built-in kinds and external plugins.
 
@@ -94,10 +94,10 @@ def combine(
     classes_by_table: dict[str, dict[str, Any]] = {
         table: dict(getattr(built_in, table)) for table in METHODS.values()
     }
-    outsiders: dict[type, str] = {}
-    for external in brought:
+    origins: dict[type, str] = {}
+    for external in external_plugins:
         for cls in external.classes:
-            outsiders[cls] = external.origin
+            origins[cls] = external.origin
             for role in roles(cls):
                 table = classes_by_table[METHODS[role]]
                 kind: str = cls.kind  # type: ignore[attr-defined]  # `_checked` saw it
@@ -105,11 +105,11 @@ def combine(
                     raise ConfigError(
                         _line_of(cls, external.origin),
                         wanted=f"a kind that no other class with {role} has",
-                        got=f"{kind}, {_owner(table[kind], outsiders)}",
+                        got=f"{kind}, {_owner(table[kind], origins)}",
                         fix=f"give {cls.__name__} another kind",
                     )
                 table[kind] = cls
-    return registry.PluginRegistry(**classes_by_table, external=outsiders, guards=guards)
+    return registry.PluginRegistry(**classes_by_table, external=origins, guards=guards)
 
 
 def roles(cls: type) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def installed() -> Iterator[ExternalPlugins]:
             loaded = point.load()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # even an exit: somebody else's code
+        except BaseException as error:  # even an exit: the code is external
             raise ConfigError(
                 origin,
                 wanted="a module or class that can be imported",
@@ -198,7 +198,7 @@ def _execute(source: bytes, module: ModuleType, path: Path) -> None:
         exec(code, module.__dict__)  # noqa: S102 - the configuration asks for this code to run
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # even an exit: somebody else's code
+    except BaseException as error:  # even an exit: the code is external
         line = error.lineno if isinstance(error, SyntaxError) else None
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == str(path):
@@ -291,8 +291,8 @@ def _line_of(cls: type, origin: str) -> str:
         return origin
 
 
-def _owner(cls: type, outsiders: Mapping[type, str]) -> str:
-    return f"which {cls.__name__} of {outsiders[cls]} has" if cls in outsiders else "a built-in"
+def _owner(cls: type, origins: Mapping[type, str]) -> str:
+    return f"which {cls.__name__} of {origins[cls]} has" if cls in origins else "a built-in"
 
 
 def _format_error(error: BaseException) -> str:

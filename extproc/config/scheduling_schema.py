@@ -19,10 +19,9 @@ class PluginEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A filter or the picker.
 
     Attributes:
-        kind: Its name in the catalogue; `extproc check` lists them. No default: it says what the
-            entry is.
-        params: Its parameters; none takes the defaults of the plugin, each of which is explained
-            there.
+        kind: Kind of the plugin; `extproc check --plugins` lists all. No default: it identifies
+            the plugin.
+        params: Parameters of the plugin. None: its defaults.
     """
 
     kind: constraints.Name
@@ -33,7 +32,7 @@ class WeightedScorer(PluginEntry, frozen=True, forbid_unknown_fields=True, kw_on
     """A scorer and its weight.
 
     Attributes:
-        weight: Factor of its score (0..1) in the total. 1: scorers are equal by default.
+        weight: Factor of the score (0..1) in the total. 1: scorers count equally by default.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -47,11 +46,11 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A scheduling profile written out.
 
     Attributes:
-        name: Shown in decisions. `custom` tells it from the named strategies.
-        filters: In the order they run. None: every endpoint may serve.
-        scorers: Each with its weight. None: then the picker alone decides.
-        picker: Chooses by totals. `max-score-picker` does what the weights say.
-        cost: A cost model in place of the scorers' sum. None: the weights say what counts.
+        name: Name in decisions and metrics. `custom` distinguishes it from the named strategies.
+        filters: Filters in the order they run. None: every endpoint may serve.
+        scorers: Scorers with weights. None: the picker alone decides.
+        picker: Picker by totals. `max-score-picker` follows the weights.
+        cost: Cost model in place of the sum of scores. Null: the scorers count.
     """
 
     name: constraints.Name = "custom"
@@ -120,9 +119,9 @@ class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Scheduling rules of a model, or of all; a profile comes before a strategy.
 
     Attributes:
-        strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
-            so it has no weights to tune.
-        profile: A profile written out by roles; null takes the strategy.
+        strategy: Name of a predefined profile. `adaptive` estimates seconds from learned engine
+            speeds, so it has no weights to tune.
+        profile: Profile that lists its plugins by roles. Null: the strategy.
     """
 
     strategy: constraints.Name = "adaptive"
@@ -133,28 +132,29 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     """Choice of the endpoint for a request.
 
     Attributes:
-        models: Rules of single models, by the name in the request; of `model_adapter`, by the
-            model. None: all are routed alike.
-        allow_unsupported: Go on where plugins of an EndpointPickerConfig ask for what is missing
-            here and a deployment is built around, such as prefill engines of their own. False: it would look as if it
-            worked, with engines that idle.
-        fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
-            plane with an override-host policy can use them.
-        respect_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
-            because ignoring it sends requests where they were not allowed.
-        unknown_model: What becomes of a request for a model that no endpoint lists, once all of
-            them have listed theirs: `pass` routes it as if all served it, `reject` answers 404 with
-            the names there are. `pass`, as upstream: engines answer 404 themselves, and some serve
-            names they do not list.
+        models: Rules for single models, by the model name in the request; for `model_adapter`, by
+            the model. None: all models have the same rules.
+        allow_unsupported: Accept plugins of an EndpointPickerConfig that split requests over
+            several engines, such as separate prefill engines. False: the deployment would seem to
+            work while those engines are idle.
+        fallbacks: Fallback endpoints named after the chosen endpoint (count). 0, because only a
+            data plane with an override-host policy can use them.
+        respect_subset: Choose only among the endpoints that a gateway allows (EPP protocol 004,
+            subset hint). True, because other endpoints were not allowed to serve the request.
+        unknown_model: Treatment of a request for a model that no endpoint lists, once all endpoints
+            have listed their models: `pass` routes it as if all served it, `reject` answers 404
+            with the known names. `pass`, as upstream: engines answer 404 themselves, and some serve
+            names that they do not list.
         kubeai_names: Read `model_adapter` as KubeAI does: the base model before an underscore, its
-            adapter behind it, where an endpoint lists both and none the whole name. The body's
+            adapter behind it, where an endpoint lists both and none the complete name. The body's
             `model` becomes the adapter's name. True, because such a name serves nothing otherwise.
-        plugin_files: Python files whose plugins may be named, relative to the configuration file.
-            None, because their code runs in this process.
-        plugin_budget_ms: Milliseconds one call of a plugin of others may take; after 3 overruns in
-            10 calls it is left out for 30 s. 2 are several decisions of built-in plugins over 100
-            endpoints, and every stream waits that long.
-        epp: Plugins of an EndpointPickerConfig, before the strategy; null in our own file.
+        plugin_files: Python files with further plugins, relative to the configuration file. None,
+            because their code runs in this process.
+        plugin_budget_ms: Longest call of an external plugin (milliseconds). After 3 overruns in 10
+            calls the plugin is bypassed for 30 s. 2 are several decisions of built-in plugins over
+            100 endpoints, and every stream waits that long.
+        epp: Plugins of an EndpointPickerConfig, which come before the strategy. Null in a file of
+            ours.
     """
 
     models: Mapping[str, SchedulingRules] = {}

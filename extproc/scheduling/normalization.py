@@ -1,4 +1,4 @@
-"""Lists of numbers to lists of scores.
+"""Normalization: lists of values to lists of scores.
 
 Imputation of unknown values: they count as the mean of the known ones.
 """
@@ -37,7 +37,7 @@ def min_max_inverted(values: Sequence[float | None]) -> list[float]:
 
     Args:
         values: One for each candidate, lower is better. Unknown ones count as the mean of the known
-            ones; when none is known all score `unknown.NEUTRAL`.
+            ones; when none is known all score `NEUTRAL`.
     """
     known = impute_mean(values)
     if not known:

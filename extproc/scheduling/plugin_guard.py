@@ -95,13 +95,13 @@ class GuardedPlugin:
     """
 
     __slots__ = (
-        "_answer",
-        "_chosen",
+        "_answer_headers",
+        "_bypassed_until",
         "_guards",
         "_keys",
+        "_on_committed",
         "_on_trial",
         "_recent",
-        "_until",
         "kind",
         "max_num_of_endpoints",
         "needs",
@@ -112,8 +112,8 @@ class GuardedPlugin:
         self.plugin = plugin
         self.kind: str = plugin.kind
         self.needs: frozenset[Signal] = plugin.needs
-        self._answer = getattr(plugin, "answer_headers", None)
-        self._chosen = getattr(plugin, "on_committed", None)
+        self._answer_headers = getattr(plugin, "answer_headers", None)
+        self._on_committed = getattr(plugin, "on_committed", None)
         self._keys = getattr(plugin, "keys", None)
         width = getattr(plugin, "max_num_of_endpoints", 1)
         #: See `SchedulerProfile.max_endpoints`.
@@ -121,7 +121,7 @@ class GuardedPlugin:
         self._guards = guards
         #: The last calls as bits, the youngest lowest; 1 is an overrun.
         self._recent = 0
-        self._until = float("-inf")
+        self._bypassed_until = float("-inf")
         self._on_trial = False
 
     def filter(
@@ -142,7 +142,7 @@ class GuardedPlugin:
         """See `framework.CostModel`."""
         plugin, inputs = self.plugin, tuple(candidates)
         return self._run(
-            "cost", context.now, lambda: _plain(plugin.cost(context, inputs), len(inputs))
+            "cost", context.now, lambda: _copy_cost(plugin.cost(context, inputs), len(inputs))
         )
 
     def pick(
@@ -163,7 +163,7 @@ class GuardedPlugin:
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """See `framework.Observer`; what it raises is counted and goes no further."""
-        remember = self._chosen
+        remember = self._on_committed
         if remember is None:
             return
         with contextlib.suppress(Exception):  # counted, and the request is decided already
@@ -174,16 +174,18 @@ class GuardedPlugin:
         remember = self._keys
         if remember is None:
             return {}
-        return self._run("observer", context.now, lambda: _texts(dict(remember(context))))
+        return self._run("observer", context.now, lambda: _check_texts(dict(remember(context))))
 
     def answer_headers(
         self, context: SchedulingContext, chosen: Endpoint
     ) -> Sequence[tuple[str, str]]:
         """See `framework.ResponseHeaderProvider`."""
-        tell = self._answer
-        if tell is None:
+        provide = self._answer_headers
+        if provide is None:
             return ()
-        return self._run("answerer", context.now, lambda: _headers(dict(tell(context, chosen))))
+        return self._run(
+            "answerer", context.now, lambda: _check_headers(dict(provide(context, chosen)))
+        )
 
     def _run(self, role: str, now: float, act: Callable[[], ArgumentT]) -> ArgumentT:
         """Let the plugin act, unless it is bypassed.
@@ -197,7 +199,7 @@ class GuardedPlugin:
             BypassedError: It overran too often.
             PluginExitError: It tried to leave.
         """
-        if now < self._until:
+        if now < self._bypassed_until:
             raise BypassedError
         guards = self._guards
         started = guards.stopwatch()
@@ -225,14 +227,14 @@ class GuardedPlugin:
             counts.overruns[role, self.kind] += 1
             if self._on_trial or self._recent.bit_count() >= limits.max_overruns:
                 counts.bypasses[role, self.kind] += 1
-                self._until = now + limits.bypass_s
+                self._bypassed_until = now + limits.bypass_s
                 self._recent = 0
                 self._on_trial = True
                 return
         self._on_trial = False
 
 
-def _plain(priced: CostResult, size: int) -> CostResult:
+def _copy_cost(priced: CostResult, size: int) -> CostResult:
     """The same costs as plain numbers, each term as long as the costs."""
     costs = list(map(float, priced.costs))
     terms = [(str(name), list(map(float, numbers))) for name, numbers in priced.terms]
@@ -241,14 +243,14 @@ def _plain(priced: CostResult, size: int) -> CostResult:
     return CostResult(str(priced.name), str(priced.unit), costs, terms)
 
 
-def _texts(mapping: dict[Any, Any]) -> dict[str, str]:
+def _check_texts(mapping: dict[Any, Any]) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in mapping.items() for text in pair):
         raise TypeError("expected text for names and values")
     return mapping
 
 
-def _headers(mapping: dict[Any, Any]) -> list[tuple[str, str]]:
-    headers = list(_texts(mapping).items())
+def _check_headers(mapping: dict[Any, Any]) -> list[tuple[str, str]]:
+    headers = list(_check_texts(mapping).items())
     if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
         raise ValueError("expected header names in lower case and values in visible ASCII")
     return headers

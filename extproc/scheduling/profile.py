@@ -150,28 +150,30 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """
         if not candidates:
             return decision.no_endpoints()
-        faults: list[str] = []
-        finalists, filtered = candidates, _NONE_FILTERED
+        errors: list[str] = []
+        remaining_candidates, filtered = candidates, _NONE_FILTERED
         if self.filters:
-            finalists, filtered = self._filter(context, candidates, faults)
-            if not finalists:
+            remaining_candidates, filtered = self._filter(context, candidates, errors)
+            if not remaining_candidates:
                 return decision.saturated()
-        scored, totals = self._score(context, finalists, faults)
+        scored, totals = self._score(context, remaining_candidates, errors)
         priced = None
         if self.cost is not None:
-            priced, totals = self._price(self.cost, context, finalists, faults, totals)
-        order = self._pick(context, finalists, totals, max(count, self.max_endpoints), faults)
-        chosen = finalists[order[0]]
+            priced, totals = self._cost(self.cost, context, remaining_candidates, errors, totals)
+        order = self._pick(
+            context, remaining_candidates, totals, max(count, self.max_endpoints), errors
+        )
+        chosen = remaining_candidates[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
         if self.request_key_providers or self.response_header_providers:
-            keys, answer_headers = self._notify_observers(context, chosen.endpoint, faults)
+            keys, answer_headers = self._notify_observers(context, chosen.endpoint, errors)
         return Decision(
             request=context.request,
-            endpoints=[finalists[i].endpoint for i in order],
+            endpoints=[remaining_candidates[i].endpoint for i in order],
             profile=self.name,
             candidates=candidates,
             filters=filtered,
-            scored_candidates=finalists,
+            scored_candidates=remaining_candidates,
             scores=scored,
             cost=priced,
             totals=totals,
@@ -180,11 +182,11 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             matched_tokens=chosen.matched_tokens,
             answer_headers=answer_headers,
             plugin_keys=keys,
-            degraded="; ".join(faults),
+            degraded="; ".join(errors),
         )
 
     def _filter(
-        self, context: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+        self, context: SchedulingContext, candidates: Sequence[Candidate], errors: list[str]
     ) -> tuple[Sequence[Candidate], Sequence[FilterResult]]:
         """Run the filters in order, until no candidate is left."""
         steps: list[FilterResult] = []
@@ -195,16 +197,16 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                     remaining = plugin.filter(context, candidates)
                 else:
                     remaining, branches = tree.walk(context, candidates)
-                candidates = _checked(remaining, candidates)
+                candidates = _check_filtered(remaining, candidates)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-                faults.append(_fault("filter", plugin, error))
+                errors.append(_describe_error("filter", plugin, error))
             steps.append(FilterResult(plugin.kind, candidates, branches))
             if not candidates:
                 break
         return candidates, steps
 
     def _score(
-        self, context: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+        self, context: SchedulingContext, candidates: Sequence[Candidate], errors: list[str]
     ) -> tuple[Sequence[ScorerResult], Sequence[float]]:
         """Run the scorers; their weighted sum."""
         steps: list[ScorerResult] = []
@@ -214,9 +216,9 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                 scores = plugin.score(context, candidates)
                 # A comparison with NaN is false.
                 if len(scores) != len(candidates) or [s for s in scores if not 0.0 <= s <= 1.0]:
-                    scores = _cut(scores, len(candidates))
+                    scores = _clip_scores(scores, len(candidates))
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-                faults.append(_fault("scorer", plugin, error))
+                errors.append(_describe_error("scorer", plugin, error))
                 continue
             steps.append(ScorerResult(plugin.kind, weight, scores))
             if totals:
@@ -225,12 +227,12 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
                 totals = [weight * s for s in scores]
         return steps, totals or [0.0] * len(candidates)
 
-    def _price(
+    def _cost(
         self,
         cost: CostModel,
         context: SchedulingContext,
         candidates: Sequence[Candidate],
-        faults: list[str],
+        errors: list[str],
         totals: Sequence[float],
     ) -> tuple[CostResult | None, Sequence[float]]:
         """Run the cost model; the negated costs, or the totals as they were if it fails."""
@@ -240,7 +242,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
                 raise InvalidPluginResultError  # noqa: TRY301 - the same way out as the plugin's own
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-            faults.append(_fault("cost", cost, error))
+            errors.append(_describe_error("cost", cost, error))
             return None, totals
         return priced, negated
 
@@ -250,14 +252,14 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         count: int,
-        faults: list[str],
+        errors: list[str],
     ) -> list[int]:
         """Run the picker; in its place the fewest requests in flight, equals by address."""
         try:
             order = self.picker.pick(context, candidates, totals, count=count)
             _check_picked(order, candidates, count)
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-            faults.append(_fault("picker", self.picker, error))
+            errors.append(_describe_error("picker", self.picker, error))
         else:
             return order
         order = sorted(
@@ -267,7 +269,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         return order[:count]
 
     def _notify_observers(
-        self, context: SchedulingContext, chosen: Endpoint, faults: list[str]
+        self, context: SchedulingContext, chosen: Endpoint, errors: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
         """Collect the keys and the response headers of plugins."""
         keys: dict[str, str] = {}
@@ -276,16 +278,16 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             try:
                 keys |= keyed.keys(context)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-                faults.append(_fault("keys of", keyed, error))
+                errors.append(_describe_error("keys of", keyed, error))
         for answerer in self.response_header_providers:
             try:
                 headers |= answerer.answer_headers(context, chosen)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-                faults.append(_fault("answer of", answerer, error))
+                errors.append(_describe_error("answer of", answerer, error))
         return keys, tuple(headers.items())
 
 
-def _fault(what: str, plugin: object, error: Exception) -> str:
+def _describe_error(what: str, plugin: object, error: Exception) -> str:
     """A note of what went wrong; without the message, which may quote the prompt."""
     kind = getattr(plugin, "kind", type(plugin).__name__)
     if isinstance(error, BypassedError):
@@ -293,7 +295,7 @@ def _fault(what: str, plugin: object, error: Exception) -> str:
     return f"{what} {kind} raised {type(error).__name__}"
 
 
-def _checked(
+def _check_filtered(
     remaining: Sequence[Candidate], candidates: Sequence[Candidate]
 ) -> Sequence[Candidate]:
     """Check that a filter returned only candidates of its input."""
@@ -306,7 +308,7 @@ def _checked(
     return remaining
 
 
-def _cut(scores: Sequence[float], length: int) -> list[float]:
+def _clip_scores(scores: Sequence[float], length: int) -> list[float]:
     """Scores cut to 0..1; what is not a number becomes the mean of the others."""
     if len(scores) != length:
         raise InvalidPluginResultError

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from extproc import distribution
-from extproc.config.peer_sync import PeerSyncSection
+from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.routing.director import Director

@@ -16,7 +16,6 @@ from extproc.config import (
     autoscaling,
     discovered_matches,
     flow_control,
-    peer_sync,
     pool_schema,
     reloading,
     scheduling_schema,
@@ -63,7 +62,7 @@ SECTIONS = (
     ("xds", settings.XdsSection),
     ("xds.health_check", cluster_options.HealthCheck),
     ("xds.outliers", cluster_options.OutlierDetection),
-    ("peer_sync", peer_sync.PeerSyncSection),
+    ("peer_sync", settings.PeerSyncSection),
     ("log", settings.LogSection),
 )
 

@@ -17,7 +17,7 @@ from redis import asyncio as redis
 from redis.exceptions import RedisError
 
 from extproc.config import loader
-from extproc.config.peer_sync import PeerSyncSection
+from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.scheduling.plugin_guard import GuardFactory

@@ -1,4 +1,4 @@
-"""New work times batch size, with a watch over hot prefixes (LMetric, OSDI '26)."""
+"""LMetric cost: new work times batch size, with a detector of hot prefixes (OSDI '26)."""
 
 from __future__ import annotations
 

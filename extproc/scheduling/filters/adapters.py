@@ -106,14 +106,14 @@ class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         target = context.request.target
         free = _free_slots(candidates) or [0.0] * len(candidates)
         holders = [c for c in candidates if _is_loaded(c, target)]
-        roomy = [
+        with_room = [
             c
             for c, room in zip(candidates, free, strict=True)
             if room > 0 and not _is_loaded(c, target)
         ]
-        if holders and roomy:
-            return holders if context.rng.random() < self.share else roomy
-        return holders or roomy
+        if holders and with_room:
+            return holders if context.rng.random() < self.share else with_room
+        return holders or with_room
 
 
 class LoraAffinityFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

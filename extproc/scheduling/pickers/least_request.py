@@ -1,4 +1,4 @@
-"""Takes the endpoint with the fewest open requests, of two drawn at random or of all."""
+"""Picker of the fewest open requests, of two endpoints drawn at random or of all."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """See the class."""
         if len(candidates) == 1:
             return [0]
-        left: list[int] | range = range(len(candidates))
+        remaining: list[int] | range = range(len(candidates))
         order: list[int] = []
-        while left and len(order) < count:
-            size = len(left) if self.full_scan else min(self.choices, len(left))
-            drawn = context.rng.sample(left, size)
+        while remaining and len(order) < count:
+            size = len(remaining) if self.full_scan else min(self.choices, len(remaining))
+            drawn = context.rng.sample(remaining, size)
             best = min(drawn, key=lambda i: candidates[i].in_flight)
             order.append(best)
             if len(order) < count:
-                left = [i for i in left if i != best]
+                remaining = [i for i in remaining if i != best]
         return order

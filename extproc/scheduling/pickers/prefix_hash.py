@@ -1,4 +1,4 @@
-"""Takes the endpoint that a prompt's prefix hashes to, unless it is overloaded (KubeAI)."""
+"""Picker by a hash of the prompt's prefix, with bounded loads (KubeAI)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from extproc.scheduling import labels
 from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
-#: One full turn of the ring.
-_TURN = 1 << 64
+#: Size of the ring.
+_RING_SIZE = 1 << 64
 
-#: Endpoints whose places are kept, 2 KiB each; beyond, those that are not in play are forgotten.
-_MOST = 4096
+#: Endpoints with stored rings (count), 2 KiB each; beyond, those of absent endpoints are dropped.
+_MAX_RINGS = 4096
 
 
 class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -119,16 +119,16 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for name, at in places.items():
             ring = rings.get(name)
             if ring is None:
-                ring = self._laid(name, places)
+                ring = self._build_ring(name, places)
             next_up = bisect_left(ring, key)
-            way = ring[next_up] - key if next_up < len(ring) else ring[0] - key + _TURN
-            met.append((way, name, at))
+            distance = ring[next_up] - key if next_up < len(ring) else ring[0] - key + _RING_SIZE
+            met.append((distance, name, at))
         met.sort()
         return [at for _, _, at in met]
 
-    def _laid(self, name: str, places: Mapping[str, int]) -> array[int]:
+    def _build_ring(self, name: str, places: Mapping[str, int]) -> array[int]:
         rings = self._rings
-        if len(rings) >= _MOST:
+        if len(rings) >= _MAX_RINGS:
             for other in rings.keys() - places.keys():
                 del rings[other]
         ring = array(

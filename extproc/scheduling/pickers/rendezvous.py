@@ -1,4 +1,4 @@
-"""Takes the highest total; near ties go where every replica of the picker sends them."""
+"""Picker of the highest total; near ties by a hash on which all replicas agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from extproc.scheduling.framework import Signal
 
 #: Open requests of an endpoint that still counts as equal, as a share of the mean: as KubeAI's
 #: consistent hashing bounds loads.
-_MOST_SHARE = 1.25
+_MAX_LOAD_FACTOR = 1.25
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +54,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
         if context.foreign_share and len(ties) > 1:
-            ties = _in_proportion(candidates, ties, best=totals.index(best))
+            ties = _drop_overloaded(candidates, ties, best=totals.index(best))
         if len(ties) > 1:
             ties = self._ordered(context, candidates, ties, count=count)
         if count <= len(ties):
@@ -91,14 +91,14 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [i for _, _, i in sorted(ranked)][:count]
 
 
-def _in_proportion(candidates: Sequence[Candidate], ties: list[int], *, best: int) -> list[int]:
+def _drop_overloaded(candidates: Sequence[Candidate], ties: list[int], *, best: int) -> list[int]:
     """Those of `ties` that have not many more open requests than usual; the best one stays.
 
     All of them where some hold more of the prompt than others: a conversation is not turned away from
     its prefix.
     """
-    there = candidates[best]
-    matched, fewest = there.matched_tokens, there.in_flight + 1
+    best_candidate = candidates[best]
+    matched, fewest = best_candidate.matched_tokens, best_candidate.in_flight + 1
     uneven = False
     for i in ties:
         c = candidates[i]
@@ -109,5 +109,5 @@ def _in_proportion(candidates: Sequence[Candidate], ties: list[int], *, best: in
     if not uneven:
         return ties
     mean = sum([c.in_flight for c in candidates]) / len(candidates)
-    most = _MOST_SHARE * mean + 1.0
+    most = _MAX_LOAD_FACTOR * mean + 1.0
     return [i for i in ties if i == best or candidates[i].in_flight <= most]

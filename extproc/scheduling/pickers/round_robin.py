@@ -1,4 +1,4 @@
-"""Takes one after the other."""
+"""Picker of the next endpoint in the order of addresses, for each model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     The order is that of the addresses as text and wraps around, so endpoints that come and go
     neither reset the walk nor are visited twice in one. A model seen for the first time starts at
     a random place; otherwise many rarely used models would all begin at one endpoint. Totals are
-    ignored. Fallbacks are the next in order and do not move the walk.
+    ignored. Fallbacks are the next in order and do not advance the walk.
 
     Attributes:
         max_models: Models whose place is remembered, the least recently used forgotten first.
