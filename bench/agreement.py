@@ -27,7 +27,7 @@ import uvloop
 
 from bench import rig, sending
 from extproc.config import loader
-from extproc.config import settings as sections
+from extproc.config.settings import API_VERSION, KIND
 from extproc.demo import stack
 from extproc.endpoint import Load
 from extproc.scrape import metrics_page
@@ -109,17 +109,17 @@ IDLE = scenario.Scenario(
 )
 
 
-def scaled(whole: scenario.Scenario, speed: float) -> scenario.Scenario:
+def scaled(definition: scenario.Scenario, speed: float) -> scenario.Scenario:
     """The same, everything but client and picker so many times as fast."""
     replace = msgspec.structs.replace
-    fleet = [replace(one, speed=one.speed * speed) for one in whole.fleet]
-    rate = whole.client.rate_per_s
+    fleet = [replace(group, speed=group.speed * speed) for group in definition.fleet]
+    rate = definition.client.rate_per_s
     offered = replace(
-        whole.client,
+        definition.client,
         rate_per_s=None if rate is None else rate * speed,
-        ramp_s=whole.client.ramp_s / speed,
+        ramp_s=definition.client.ramp_s / speed,
     )
-    workload = whole.workload
+    workload = definition.workload
     if isinstance(workload, workloads.ConversationWorkload):
         think = workload.think_s
         workload = replace(
@@ -132,14 +132,14 @@ def scaled(whole: scenario.Scenario, speed: float) -> scenario.Scenario:
                 highest=None if think.highest is None else think.highest / speed,
             ),
         )
-    return replace(whole, fleet=fleet, client=offered, workload=sending.Spelled(workload))
+    return replace(definition, fleet=fleet, client=offered, workload=sending.Spelled(workload))
 
 
 def settings_text(strategy: str, *, seed: int, addresses: Sequence[str] = ()) -> str:
     """The picker's configuration; endpoints have the names that the simulator gives them."""
     tree: dict[str, Any] = {
-        "apiVersion": sections.API_VERSION,
-        "kind": sections.KIND,
+        "apiVersion": API_VERSION,
+        "kind": KIND,
         "seed": seed * 1000,  # as `world.World` seeds its first picker
         "scheduling": {"strategy": strategy},
     }
@@ -150,7 +150,7 @@ def settings_text(strategy: str, *, seed: int, addresses: Sequence[str] = ()) ->
 
 
 def offline(
-    whole: scenario.Scenario, strategy: str, *, seed: int, draws: int = 1
+    definition: scenario.Scenario, strategy: str, *, seed: int, draws: int = 1
 ) -> list[dict[str, float]]:
     """Predictions for one workload.
 
@@ -158,20 +158,20 @@ def offline(
     client's turnaround, as real runs do: who comes first where decides what comes after.
     """
     settings = loader.settings(loader.parse(settings_text(strategy, seed=seed), where="bench"))
-    found = []
+    errors = []
     for draw in range(draws):
-        turnaround_s = whole.client.turnaround_s + 5e-4 * draw
-        client = msgspec.structs.replace(whole.client, turnaround_s=turnaround_s)
-        made = simulation.Simulation(whole, settings, seed=seed, client=client)
-        made.pickers[0].parts.rng.seed(seed * 1000 + draw)
-        found.append(figures(made.run()))
-    return found
+        turnaround_s = definition.client.turnaround_s + 5e-4 * draw
+        client = msgspec.structs.replace(definition.client, turnaround_s=turnaround_s)
+        run = simulation.Simulation(definition, settings, seed=seed, client=client)
+        run.pickers[0].parts.rng.seed(seed * 1000 + draw)
+        errors.append(figures(run.run()))
+    return errors
 
 
-async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
+async def real(definition: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
     """The measurement: everything anew, so that caches and counters begin empty."""
     async with stack.stack() as children:
-        addresses = await started(children, whole)
+        addresses = await started(children, definition)
         ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
         await children.extproc(
             *("--config-text", settings_text(strategy, seed=seed, addresses=addresses)),
@@ -183,14 +183,14 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
         await children.envoy(stack.envoy_config(template, ports, plaintext=True))
         url = f"http://127.0.0.1:{ports.listener}"
         engines = [int(address.rpartition(":")[2]) for address in addresses]
-        results, late_s = await sending.play(whole, url=url, ports=engines, seed=seed)
+        results, late_s = await sending.play(definition, url=url, ports=engines, seed=seed)
         return await measured(results, addresses, late_s)
 
 
 async def measured(
     results: run_metrics.RunMetrics, addresses: Sequence[str], late_s: float
 ) -> dict[str, float]:
-    """What came of a real run, with what the engines say at its end.
+    """Figures of a real run, with the engines' counters at its end.
 
     Args:
         results: As the client saw it.
@@ -198,28 +198,28 @@ async def measured(
         late_s: See `sending.play`.
     """
     loads = [await _load(address) for address in addresses]
-    again = [int(one.counters.preemptions or 0) for one in loads]
+    again = [int(load.counters.preemptions or 0) for load in loads]
     # All that is read of engines at the end.
     ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
     results.close(ended)
-    found = figures(results)
-    found["timers_late_ms"] = 1e3 * late_s
-    queries = sum(one.prefix_queries or 0.0 for one in loads)
-    found["hit_ratio"] = sum(one.prefix_hits or 0.0 for one in loads) / queries
-    return found
+    values = figures(results)
+    values["timers_late_ms"] = 1e3 * late_s
+    queries = sum(load.prefix_queries or 0.0 for load in loads)
+    values["hit_ratio"] = sum(load.prefix_hits or 0.0 for load in loads) / queries
+    return values
 
 
-async def started(children: stack.Stack, whole: scenario.Scenario) -> list[str]:
+async def started(children: stack.Stack, definition: scenario.Scenario) -> list[str]:
     """Start a scenario's engines; their addresses in the order of the fleet."""
-    count = workloads.adapters(whole.workload)
+    count = workloads.adapters(definition.workload)
     loras = [word for n in range(count) for word in ("--lora", f"adapter-{n}")]
     commands = [
         [
-            *("--profile", one.profile, "--speed", str(one.speed), "--model", MODEL, *loras),
-            *(word for name, value in one.set.items() for word in flag(name, value)),
+            *("--profile", group.profile, "--speed", str(group.speed), "--model", MODEL, *loras),
+            *(word for name, value in group.set.items() for word in flag(name, value)),
         ]
-        for one in whole.fleet
-        for _ in range(one.count)
+        for group in definition.fleet
+        for _ in range(group.count)
     ]
     ready = await asyncio.gather(*(children.engine(*words) for words in commands))
     return [address for _, address in ready]
@@ -233,46 +233,48 @@ def flag(name: str, value: float) -> tuple[str, str]:
 
 
 async def _load(address: str) -> Load:
-    """What an engine's own page says."""
+    """Load of an engine from its metrics page."""
     url = f"http://{address}/metrics"
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        found = metrics_page.read(await answer.read(), 0.0)
-    assert isinstance(found, Load), found
-    return found
+        page = metrics_page.read(await answer.read(), 0.0)
+    assert isinstance(page, Load), page
+    return page
 
 
 def figures(results: run_metrics.RunMetrics) -> dict[str, float]:
-    """What is compared; times in real seconds."""
-    found = results.summary()
-    assert not found.failed, found.failed
+    """Figures that are compared; times in real seconds."""
+    summary = results.summary()
+    assert not summary.failed, summary.failed
     return {
-        "requests": found.requests,
-        "requests_per_s": found.requests_per_s,
-        "output_tokens_per_s": found.output_tokens_per_s,
-        "ttft_mean_s": found.ttft_s.mean,
-        "ttft_p50_s": found.ttft_s.p50,
-        "ttft_p99_s": found.ttft_s.p99,
-        "tpot_mean_s": found.tpot_s.mean,
-        "hit_ratio": found.hit_ratio,
+        "requests": summary.requests,
+        "requests_per_s": summary.requests_per_s,
+        "output_tokens_per_s": summary.output_tokens_per_s,
+        "ttft_mean_s": summary.ttft_s.mean,
+        "ttft_p50_s": summary.ttft_s.p50,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "tpot_mean_s": summary.tpot_s.mean,
+        "hit_ratio": summary.hit_ratio,
     }
 
 
-async def undisturbed(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
+async def undisturbed(
+    definition: scenario.Scenario, strategy: str, *, seed: int
+) -> dict[str, float]:
     """The first measurement that other work on the machine left alone, or the last one tried."""
     for _ in range(TRIES):
-        found = await real(whole, strategy, seed=seed)
-        if found["timers_late_ms"] <= LATE_MS:
+        values = await real(definition, strategy, seed=seed)
+        if values["timers_late_ms"] <= LATE_MS:
             break
-        late = found["timers_late_ms"]
+        late = values["timers_late_ms"]
         print(f"{strategy}, seed {seed}: timers were {late:.1f} ms late; again", flush=True)
-    return found
+    return values
 
 
 async def compare(
-    whole: scenario.Scenario, strategy: str, *, speed: float, seeds: Sequence[int]
+    definition: scenario.Scenario, strategy: str, *, speed: float, seeds: Sequence[int]
 ) -> dict[str, Any]:
     """Both sides, each seed after the other; figures are means over all runs of a side."""
-    fast = scaled(whole, speed)
+    fast = scaled(definition, speed)
     predicted, measured = [], []
     for seed in seeds:
         predicted += offline(fast, strategy, seed=seed, draws=DRAWS)
@@ -285,16 +287,16 @@ async def compare(
             name: round(got[name] / value, 3) if value else None for name, value in expected.items()
         },
         "ttft_mean_s_of_runs": {
-            "offline": _range(one["ttft_mean_s"] for one in predicted),
-            "real": _range(one["ttft_mean_s"] for one in measured),
+            "offline": _range(values["ttft_mean_s"] for values in predicted),
+            "real": _range(values["ttft_mean_s"] for values in measured),
         },
     }
 
 
 def _range(values: Iterable[float]) -> list[float]:
     """Smallest and largest."""
-    found = sorted(values)
-    return [round(found[0], 4), round(found[-1], 4)]
+    ordered = sorted(values)
+    return [round(ordered[0], 4), round(ordered[-1], 4)]
 
 
 def mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -305,30 +307,30 @@ def mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def worst(compared: Mapping[str, Mapping[str, Any]]) -> float:
     """The largest deviation from 1 of any judged ratio."""
     return max(
-        abs(one["ratio"][name] - 1)
+        abs(row["ratio"][name] - 1)
         for by_strategy in compared.values()
-        for one in by_strategy.values()
+        for row in by_strategy.values()
         for name in JUDGED
     )
 
 
-async def main(given: argparse.Namespace) -> None:
+async def main(args: argparse.Namespace) -> None:
     began, busy = time.monotonic(), os.getloadavg()[0]
-    alone = await compare(IDLE, "round-robin", speed=given.speed, seeds=[1])
+    alone = await compare(IDLE, "round-robin", speed=args.speed, seeds=[1])
     added_ms = round(1e3 * (alone["real"]["ttft_mean_s"] - alone["offline"]["ttft_mean_s"]), 2)
     print(f"idle: the way there and back adds {added_ms} ms to the first token", flush=True)
     compared: dict[str, dict[str, Any]] = {}
-    for name in given.scenario:
-        for strategy in given.strategy:
-            one = await compare(SCENARIOS[name], strategy, speed=given.speed, seeds=given.seeds)
-            compared.setdefault(name, {})[strategy] = one
-            print(f"{name:9}{strategy:13}{_line(one)}", flush=True)
+    for name in args.scenario:
+        for strategy in args.strategy:
+            row = await compare(SCENARIOS[name], strategy, speed=args.speed, seeds=args.seeds)
+            compared.setdefault(name, {})[strategy] = row
+            print(f"{name:9}{strategy:13}{_line(row)}", flush=True)
     deviation = round(worst(compared), 3)
     print(f"largest deviation {deviation:.1%}, wanted {BOUND:.0%} at most")
-    if given.write:
-        words = f"--speed {given.speed:g} --seeds {' '.join(map(str, given.seeds))} --write"
+    if args.write:
+        words = f"--speed {args.speed:g} --seeds {' '.join(map(str, args.seeds))} --write"
         results = {
-            "speed": given.speed,
+            "speed": args.speed,
             "load_average_before": round(busy, 1),
             "seconds": round(time.monotonic() - began),
             "added_ttft_ms": added_ms,
@@ -345,38 +347,38 @@ def block(result: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, by_strategy in result["scenarios"].items():
-        for strategy, one in by_strategy.items():
-            real, ratio = one["real"], one["ratio"]
-            low, high = one["ttft_mean_s_of_runs"]["offline"]
+        for strategy, row in by_strategy.items():
+            real, ratio = row["real"], row["ratio"]
+            low, high = row["ttft_mean_s_of_runs"]["offline"]
             shown = [
                 f"{real['requests_per_s']:.2f} ({ratio['requests_per_s']:.3f})",
                 f"{1e3 * real['ttft_mean_s']:.0f} ({ratio['ttft_mean_s']:.3f})",
                 f"{1e3 * low:.0f} to {1e3 * high:.0f}",
                 f"{1e3 * real['ttft_p99_s']:.0f} ({ratio['ttft_p99_s']:.3f})",
                 f"{1e3 * real['tpot_mean_s']:.1f} ({ratio['tpot_mean_s']:.3f})",
-                f"{real['hit_ratio']:.3f} (offline {one['offline']['hit_ratio']:.3f})",
+                f"{real['hit_ratio']:.3f} (offline {row['offline']['hit_ratio']:.3f})",
             ]
             lines.append(f"| {name} | `{strategy}` | {' | '.join(shown)} |")
     machine = result["machine"]
-    said = (
+    text = (
         f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']} at a "
         f"load average of {result['load_average_before']:g} before. The way there and back adds "
         f"{result['added_ttft_ms']:g} ms to the first token of an idle engine. The largest deviation "
         f"of throughput or mean TTFT is {result['worst_deviation']:.1%}."
     )
-    return "\n".join([*lines, "", said])
+    return "\n".join([*lines, "", text])
 
 
-def _line(one: Mapping[str, Any]) -> str:
-    real, ratio = one["real"], one["ratio"]
-    low, high = one["ttft_mean_s_of_runs"]["offline"]
+def _line(row: Mapping[str, Any]) -> str:
+    real, ratio = row["real"], row["ratio"]
+    low, high = row["ttft_mean_s_of_runs"]["offline"]
     return (
         f"{real['requests_per_s']:6.2f} req/s ({ratio['requests_per_s']:.3f})  "
         f"TTFT mean {1e3 * real['ttft_mean_s']:6.1f} ms ({ratio['ttft_mean_s']:.3f}; offline "
         f"{1e3 * low:.0f} to {1e3 * high:.0f}) p50 ({ratio['ttft_p50_s']:.3f}) "
         f"p99 ({ratio['ttft_p99_s']:.3f})  "
         f"TPOT {1e3 * real['tpot_mean_s']:5.2f} ms ({ratio['tpot_mean_s']:.3f})  "
-        f"hits {real['hit_ratio']:.1%} ({one['offline']['hit_ratio']:.1%})"
+        f"hits {real['hit_ratio']:.1%} ({row['offline']['hit_ratio']:.1%})"
     )
 
 

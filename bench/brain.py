@@ -32,7 +32,7 @@ CUTS = blocks.DEFAULT.tokens
 ENGINES = 8
 
 
-class Asked:
+class SentRequest:
     """One request: what was asked, and what became of it."""
 
     def __init__(self, tokens: int, output: int, hashes: list[int], session: str = "") -> None:
@@ -60,39 +60,39 @@ class World:
         self.counters = [[0.0] * 4 for _ in self.engines]
         self.due: list[float | None] = [None] * ENGINES
         self.open: dict[str, tuple] = {}
-        self.done: list[Asked] = []
+        self.done: list[SentRequest] = []
         self.queue: list[tuple] = []
         for at in range(ENGINES):
             self.plan(self.rng.random() * scrape_s, self.scrape, at)
 
-    def plan(self, when: float, act, *given) -> None:
-        heapq.heappush(self.queue, (when, len(self.queue) + self.rng.random(), act, given))
+    def plan(self, when: float, act, *argument) -> None:
+        heapq.heappush(self.queue, (when, len(self.queue) + self.rng.random(), act, argument))
 
-    def ask(self, when: float, asked: Asked) -> None:
+    def ask(self, when: float, spec: SentRequest) -> None:
         self.left += 1
-        self.plan(when, self.send, asked)
+        self.plan(when, self.send, spec)
 
     def run(self) -> World:
         while self.queue and self.left:
-            self.now, _, act, given = heapq.heappop(self.queue)
-            act(*given)
+            self.now, _, act, argument = heapq.heappop(self.queue)
+            act(*argument)
         return self
 
-    def send(self, asked: Asked) -> None:
-        chain = [asked.hashes[cut // 16 - 1] for cut in CUTS[1:] if cut <= asked.tokens]
+    def send(self, spec: SentRequest) -> None:
+        chain = [spec.hashes[cut // 16 - 1] for cut in CUTS[1:] if cut <= spec.tokens]
         request = InferenceRequest(
-            api="chat", model="m", prompt_tokens=asked.tokens, session=asked.session
+            api="chat", model="m", prompt_tokens=spec.tokens, session=spec.session
         )
         dispatcher = self.parts.director
         decision = dispatcher.choose(request, self.now, chain=chain, headers={})
         assert isinstance(decision, Decision), decision
         ticket = dispatcher.reserve(decision, self.now)
         at = self.parts.store.pool.positions[decision.endpoints[0].address]
-        asked.arrived, asked.endpoint = self.now, at
+        spec.arrived, spec.endpoint = self.now, at
         name = str(len(self.done) + len(self.open) + self.rng.random())
-        self.open[name] = (asked, ticket)
+        self.open[name] = (spec, ticket)
         refused = self.engines[at].submit(
-            engine_request.EngineRequest(name, asked.tokens, asked.output, asked.hashes), self.now
+            engine_request.EngineRequest(name, spec.tokens, spec.output, spec.hashes), self.now
         )
         assert refused is None, refused
         self.kick(at)
@@ -117,10 +117,10 @@ class World:
         for first in done.first_tokens:
             self.open[first.id][0].first_s = first.after_s
         for finished in done.finished:
-            asked, ticket = self.open.pop(finished.job.id)
-            asked.cached = finished.cached_tokens
+            spec, ticket = self.open.pop(finished.job.id)
+            spec.cached = finished.cached_tokens
             self.parts.director.release(ticket, due)
-            self.done.append(asked)
+            self.done.append(spec)
             self.left -= 1
         self.kick(at)
 
@@ -151,13 +151,13 @@ class World:
         self.plan(self.now + self.scrape_s, self.scrape, at)
 
     def summary(self) -> dict[str, float]:
-        waits = sorted(one.first_s for one in self.done)
+        waits = sorted(done.first_s for done in self.done)
         requests, tokens = [0] * ENGINES, [0] * ENGINES
-        for one in self.done:
-            requests[one.endpoint] += 1
-            tokens[one.endpoint] += one.tokens
-        hit_blocks = sum(one.cached // 512 for one in self.done)
-        all_blocks = sum(-(-one.tokens // 512) for one in self.done)
+        for done in self.done:
+            requests[done.endpoint] += 1
+            tokens[done.endpoint] += done.tokens
+        hit_blocks = sum(done.cached // 512 for done in self.done)
+        all_blocks = sum(-(-done.tokens // 512) for done in self.done)
         return {
             "requests": len(self.done),
             "hit_ratio_tokens": sum(o.cached for o in self.done) / sum(o.tokens for o in self.done),
@@ -181,8 +181,8 @@ def mooncake(path: Path, strategy: str) -> World:
             row = json.loads(line)
             tokens, ids = row["input_length"], row["hash_ids"]
             hashes = [ids[k // 32] * 32 + k % 32 + 1 for k in range(tokens // 16)]
-            asked = Asked(tokens, max(1, row["output_length"]), hashes)
-            world.ask(row["timestamp"] / 1000, asked)
+            spec = SentRequest(tokens, max(1, row["output_length"]), hashes)
+            world.ask(row["timestamp"] / 1000, spec)
     return world.run()
 
 
@@ -191,7 +191,7 @@ def burst(strategy: str, *, distinct: bool) -> World:
     world = World(profiles.find("l4-8b-fp8"), strategy)
     for k in range(100):
         name = (k + 1 if distinct else 1) << 20
-        world.ask(2.0 + 1e-4 * k, Asked(2000, 100, list(range(name, name + 125))))
+        world.ask(2.0 + 1e-4 * k, SentRequest(2000, 100, list(range(name, name + 125))))
     return world.run()
 
 
@@ -209,7 +209,7 @@ def conversations(strategy: str, *, scrape_s: float, seed: int) -> World:
         name = at << 20
         hashes = list(range(name, name + lengths[at] // 16))
         output = max(4, round(rng.lognormvariate(4.0, 0.8)))
-        world.ask(now, Asked(lengths[at], min(output, 400), hashes, session=str(at)))
+        world.ask(now, SentRequest(lengths[at], min(output, 400), hashes, session=str(at)))
     return world.run()
 
 
@@ -219,9 +219,9 @@ def main() -> None:
     parser.add_argument("--strategy", action="append")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    told: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     for strategy in args.strategy or ["adaptive", "lmetric", "balanced", "least-request"]:
-        rows = told[strategy] = {}
+        rows = results[strategy] = {}
         if args.trace:
             rows["mooncake"] = mooncake(args.trace, strategy).summary()
         rows["burst of distinct"] = burst(strategy, distinct=True).summary()
@@ -235,7 +235,7 @@ def main() -> None:
         for name, row in rows.items():
             print(strategy, name, {key: round(value, 3) for key, value in row.items()}, flush=True)
     if args.write:
-        rig.write("brain", "python -m bench.brain --trace FILE --write", {"strategies": told})
+        rig.write("brain", "python -m bench.brain --trace FILE --write", {"strategies": results})
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def judged(run: Run, name: str) -> dict[str, Any]:
 
 
 def ratios(name: str, held: dict[str, Any], rows: dict[str, Any]) -> dict[str, float]:
-    """What the bars are on."""
+    """Ratios that the bars are on."""
     alone, without = _mean(rows["alone"]), _mean(rows["adaptive"])
     tenant = JUDGED[name]
     values = {

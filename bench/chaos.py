@@ -27,7 +27,7 @@ import msgspec
 
 from bench import chaos_site, rig, steady_client
 from bench import hostile_requests as bodies
-from bench.chaos_site import Engine, Site
+from bench.chaos_site import EngineProcess, Site
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
 
@@ -64,14 +64,14 @@ _ANNOTATIONS = (
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What was done to an engine: `kill` or `hang`, at a moment of the monotonic clock."""
+    """Event on an engine: `kill` or `hang`, at a moment of the monotonic clock."""
 
     what: str
     address: str
     at: float
 
 
-class Bar(msgspec.Struct, frozen=True):
+class ChaosBar(msgspec.Struct, frozen=True):
     """One line of the table."""
 
     name: str
@@ -140,14 +140,14 @@ class Chaos:
             self.answers[f"new name: {await bodies.send(self.site.picker.port, request)}"] += 1
 
     async def _clients(self) -> None:
-        async def one(name: str) -> None:
+        async def run_client(name: str) -> None:
             async with self._room:
                 end = await bodies.CLIENTS[name](self.site.picker.port, self._rng)
             self.answers[f"{name}: {end}"] += 1
 
         async with asyncio.TaskGroup() as tasks:
             while await self._until(0.25):
-                tasks.create_task(one(self._rng.choice([*bodies.CLIENTS])))
+                tasks.create_task(run_client(self._rng.choice([*bodies.CLIENTS])))
 
     async def _engines(self) -> None:
         """Kill and hang engines in turn, one at a time."""
@@ -220,7 +220,7 @@ def _alternating(*what: str):
         yield from what
 
 
-async def _mend(engine: Engine, what: str) -> None:
+async def _mend(engine: EngineProcess, what: str) -> None:
     if what == "hang":
         engine.send(signal.SIGCONT)
     else:
@@ -232,12 +232,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def was_hit(trip: steady_client.Trip, events: list[Event], *kinds: str) -> bool:
-    """Whether a request was in flight on an engine when that was killed or hung."""
+def was_hit(outcome: steady_client.ClientOutcome, events: list[Event], *kinds: str) -> bool:
+    """True if a request was in flight on an engine when that was killed or hung."""
     return any(
         event.what in kinds
-        and trip.begun <= event.at <= trip.ended
-        and (event.address in trip.upstream or (event.what == "kill" and not trip.upstream))
+        and outcome.begun <= event.at <= outcome.ended
+        and (event.address in outcome.upstream or (event.what == "kill" and not outcome.upstream))
         for event in events
     )
 
@@ -249,7 +249,7 @@ async def sampled(site: Site, samples: list[tuple[float, int]]) -> None:
         await asyncio.sleep(1.0)
 
 
-async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[Bar], dict]:
+async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[ChaosBar], dict]:
     """Everything, from start to end."""
     seconds = 60.0 * minutes
     quiet_s = seconds / 4
@@ -259,7 +259,7 @@ async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[Bar], 
         chaos = Chaos(site, random.Random(seed), seconds - quiet_s)
         samples: list[tuple[float, int]] = []
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trips.json"
+            file = Path(folder) / "outcomes.json"
             words = [str(site.picker.port), str(rate_per_s), str(seconds), str(file)]
             argv = [sys.executable, "-m", "bench.steady_client", *words]
             client = await site.children.start("steady", argv, ready="is ready")
@@ -270,64 +270,74 @@ async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[Bar], 
             await chaos.run()
             ended = time.monotonic()
             await done
-            trips = msgspec.json.decode(file.read_bytes(), type=list[steady_client.Trip])
+            outcomes = msgspec.json.decode(
+                file.read_bytes(), type=list[steady_client.ClientOutcome]
+            )
         await asyncio.sleep(CALM_S)
         accounts = await site.picker.accounts()
         sampling.cancel()
-        return judged(site, chaos, trips, samples, accounts, began=began, ended=ended)
+        return judged(site, chaos, outcomes, samples, accounts, began=began, ended=ended)
 
 
 def judged(
     site: Site,
     chaos: Chaos,
-    trips: list[steady_client.Trip],
+    outcomes: list[steady_client.ClientOutcome],
     samples: list[tuple[float, int]],
     accounts: dict[str, float],
     *,
     began: float,
     ended: float,
-) -> tuple[list[Bar], dict]:
+) -> tuple[list[ChaosBar], dict]:
     """Hold what was measured against the bars."""
-    quiet = [trip.ended - trip.begun for trip in trips if trip.ended < began and trip.status == 200]
-    troubled = [trip for trip in trips if trip.ended >= began]
-    failed = [trip for trip in trips if trip.status != 200]
-    excused = [trip for trip in failed if was_hit(trip, chaos.events, "kill")]
-    counted = [trip for trip in troubled if not was_hit(trip, chaos.events, "kill", "hang")]
+    quiet = [
+        outcome.ended - outcome.begun
+        for outcome in outcomes
+        if outcome.ended < began and outcome.status == 200
+    ]
+    troubled = [outcome for outcome in outcomes if outcome.ended >= began]
+    failed = [outcome for outcome in outcomes if outcome.status != 200]
+    excused = [outcome for outcome in failed if was_hit(outcome, chaos.events, "kill")]
+    counted = [
+        outcome for outcome in troubled if not was_hit(outcome, chaos.events, "kill", "hang")
+    ]
     quiet_p99 = percentile(quiet, 0.99)
-    p99 = percentile([trip.ended - trip.begun for trip in counted], 0.99)
+    p99 = percentile([outcome.ended - outcome.begun for outcome in counted], 0.99)
     third = began + (ended - began) / 3
     early = [size for at, size in samples if third - 5.0 <= at <= third + 5.0]
     memory = samples[-1][1] - int(statistics.median(early or [samples[0][1]]))
     bars = [
-        Bar(
+        ChaosBar(
             "requests of the well-behaved client that failed, but for those on a killed engine",
-            f"0 of {len(trips)}",
+            f"0 of {len(outcomes)}",
             f"{len(failed) - len(excused)} (and {len(excused)} on killed engines)",
             len(failed) == len(excused),
         ),
-        Bar(
+        ChaosBar(
             "its p99, but for requests on an engine that was hung or killed under them",
             f"<= {MOST_P99_RATIO:g} x {1000 * quiet_p99:.0f} ms",
             f"{1000 * p99:.0f} ms = {p99 / max(quiet_p99, 1e-9):.2f} x",
             p99 <= MOST_P99_RATIO * quiet_p99,
         ),
-        Bar(
+        ChaosBar(
             "memory at the end, over that after a third of the chaos",
             f"<= {MOST_GROWTH_BYTES / MIB:.0f} MiB",
             f"{memory / MIB:+.1f} MiB, at {samples[-1][1] / MIB:.0f} MiB",
             memory <= MOST_GROWTH_BYTES,
         ),
-        Bar("accounts at the end", "all zero", str(accounts) if accounts else "zero", not accounts),
-        Bar("the picker's process", "never ended", *_alive(site)),
+        ChaosBar(
+            "accounts at the end", "all zero", str(accounts) if accounts else "zero", not accounts
+        ),
+        ChaosBar("the picker's process", "never ended", *_alive(site)),
     ]
     figures = {
-        "requests": len(trips),
-        "failed": [msgspec.to_builtins(trip) for trip in failed],
+        "requests": len(outcomes),
+        "failed": [msgspec.to_builtins(outcome) for outcome in failed],
         "quiet_p50_s": percentile(quiet, 0.5),
         "quiet_p99_s": quiet_p99,
-        "p50_s": percentile([trip.ended - trip.begun for trip in counted], 0.5),
+        "p50_s": percentile([outcome.ended - outcome.begun for outcome in counted], 0.5),
         "p99_s": p99,
-        "p99_of_all_s": percentile([trip.ended - trip.begun for trip in troubled], 0.99),
+        "p99_of_all_s": percentile([outcome.ended - outcome.begun for outcome in troubled], 0.99),
         "memory_bytes": [size for _, size in samples],
         "engines": dict(collections.Counter(event.what for event in chaos.events)),
         "other": dict(chaos.counts),

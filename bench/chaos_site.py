@@ -28,7 +28,7 @@ ENGINES, LIARS, PODS = 8, 2, 2
 SPEED = "4"
 
 
-class Engine:
+class EngineProcess:
     """One engine, which may be killed, hung and started again on its address."""
 
     def __init__(self, children: stack.Stack, host: str, port: int) -> None:
@@ -104,7 +104,7 @@ class Site(msgspec.Struct, frozen=True):
     """
 
     picker: Picker
-    engines: list[Engine]
+    engines: list[EngineProcess]
     config: Path
     listed: Path
     redis: Redis | None
@@ -129,9 +129,9 @@ async def site() -> AsyncIterator[Site]:
         pods = [f"127.1.0.{at}" for at in range(1, PODS + 1)]
         cluster = await _cluster(held, pods, port, missing)
         here = ENGINES - LIARS - (PODS if cluster else 0)
-        engines = [Engine(children, "127.0.0.1", stack.free_port()) for _ in range(here)]
+        engines = [EngineProcess(children, "127.0.0.1", stack.free_port()) for _ in range(here)]
         written = [engine.address for engine in engines]
-        engines += [Engine(children, pod, port) for pod in pods if cluster]
+        engines += [EngineProcess(children, pod, port) for pod in pods if cluster]
         for engine in engines:
             await engine.start()
         liar = [sys.executable, "-m", "bench.hostile_engine", "all"]

@@ -55,10 +55,10 @@ class Fleet:
     def _pod(self, number: int, pool: int) -> kube.Object:
         """A pod as large as those of engines are: about 6 kB of JSON."""
         address = f"127.{64 + number // 62_500}.{number // 250 % 250}.{number % 250 + 1}"
-        one = kube.pod(f"pod-{number}", self.namespace, address, labels={"app": f"pool-{pool}"})
+        pod = kube.pod(f"pod-{number}", self.namespace, address, labels={"app": f"pool-{pool}"})
         environment = [{"name": f"SETTING_{n}", "value": f"value-{n}" * 4} for n in range(40)]
         probe = {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 5}
-        one["spec"]["containers"][0] |= {
+        pod["spec"]["containers"][0] |= {
             "env": environment,
             "ports": [{"containerPort": PORT, "name": "http"}],
             "args": [f"--flag-{n}={n}" for n in range(20)],
@@ -66,7 +66,7 @@ class Fleet:
             "livenessProbe": probe,
             "resources": {"limits": {"cpu": "8", "memory": "64Gi"}},
         }
-        return one
+        return pod
 
     def address(self, pod: kube.Object) -> str:
         return f"{pod['status']['podIP']}:{PORT}"
@@ -106,8 +106,11 @@ async def start(fleet: Fleet, **how) -> dict:
     began = time.monotonic()
     async with kube_picker.picker(None, *how.pop("arguments", ()), **how) as picker:
         took, used = time.monotonic() - began, cpu_s(picker.child.process.pid)
-        found = await picker.pool()
-        assert found == sorted(fleet.addresses()), (len(found), "endpoints at the first sync")
+        addresses = await picker.pool()
+        assert addresses == sorted(fleet.addresses()), (
+            len(addresses),
+            "endpoints at the first sync",
+        )
     return {"ready_s": round(took, 2), "cpu_s": round(used, 2)}
 
 
@@ -123,11 +126,11 @@ async def first_sync(fleet: Fleet, times: int) -> dict:
             )
             for _ in range(times)
         ]
-    best = min((one for one, _ in runs), key=lambda one: one["ready_s"])
-    fixed = min((one for _, one in runs), key=lambda one: one["ready_s"])
+    best = min((row for row, _ in runs), key=lambda row: row["ready_s"])
+    fixed = min((row for _, row in runs), key=lambda row: row["ready_s"])
     return {
         **best,
-        "all_ready_s": sorted(one["ready_s"] for one, _ in runs),
+        "all_ready_s": sorted(row["ready_s"] for row, _ in runs),
         "of_which_start_s": fixed["ready_s"],
         "of_which_start_cpu_s": fixed["cpu_s"],
     }
@@ -136,11 +139,11 @@ async def first_sync(fleet: Fleet, times: int) -> dict:
 # Reaction
 
 
-class Watch:
+class PodWatch:
     """When an independent watch saw that pods changed their readiness."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, asyncio.Future[float]] = {}
+        self.events: dict[str, asyncio.Future[float]] = {}
 
     async def run(self, fleet: Fleet, started: asyncio.Event) -> None:
         access = fleet.api.access
@@ -161,13 +164,13 @@ class Watch:
                 for raw in piece.splitlines():
                     if b'"status":"False"' in raw:
                         name = json.loads(raw)["object"]["metadata"]["name"]
-                        if (future := self.seen.pop(name, None)) is not None:
+                        if (future := self.events.pop(name, None)) is not None:
                             future.set_result(now)
 
 
 async def reaction(fleet: Fleet, picker: kube_picker.Picker, times: int) -> dict:
-    """How long picks of a pod go on after the event that says it is not ready."""
-    watch, started = Watch(), asyncio.Event()
+    """Measure picks of a pod after the event that says it is not ready."""
+    watch, started = PodWatch(), asyncio.Event()
     chance = random.Random(7)
     late_ms = []
     async with asyncio.TaskGroup() as tasks:
@@ -176,7 +179,9 @@ async def reaction(fleet: Fleet, picker: kube_picker.Picker, times: int) -> dict
         for pod in chance.sample(fleet.pods, times):
             address = fleet.address(pod)
             assert await picker.pick(address) == address
-            event = watch.seen[pod["metadata"]["name"]] = asyncio.get_running_loop().create_future()
+            event = watch.events[pod["metadata"]["name"]] = (
+                asyncio.get_running_loop().create_future()
+            )
             host = pod["status"]["podIP"]
             change = tasks.create_task(
                 fleet.api.set_status(pod | {"status": kube.status(host, ready=False)})
@@ -184,9 +189,9 @@ async def reaction(fleet: Fleet, picker: kube_picker.Picker, times: int) -> dict
             last = time.monotonic()
             while await picker.pick(address):
                 last = time.monotonic()
-            seen = await event
+            delay_s = await event
             await change
-            late_ms.append(max(0.0, (last - seen) * 1000))
+            late_ms.append(max(0.0, (last - delay_s) * 1000))
             await fleet.api.set_status(pod)
             while not await picker.pick(address):
                 pass
@@ -331,28 +336,28 @@ async def outage(fleet: Fleet, picker: kube_picker.Picker, cluster, seconds: flo
     }
 
 
-async def measure(given: argparse.Namespace) -> dict:
+async def measure(args: argparse.Namespace) -> dict:
     with kube_server.cluster() as cluster:
         async with kube.api(cluster.admin) as api:
             await api.define(kube.definitions())
-            fleet = Fleet(api, await api.namespace("bench"), given.pods, given.pools)
+            fleet = Fleet(api, await api.namespace("bench"), args.pods, args.pools)
             await fleet.create()
             access = await api.account(fleet.namespace, kube.picker_rules())
             fleet.kubeconfig = cluster.write_kubeconfig("bench", access, fleet.namespace)
             load = round(os.getloadavg()[0], 1)
-            figures: dict = {"pods": given.pods, "pools": given.pools, "load_average": load}
+            figures: dict = {"pods": args.pods, "pools": args.pools, "load_average": load}
             figures["first_sync"] = await first_sync(fleet, 5)
             async with kube_picker.picker(None, config=fleet.config()) as picker:
                 await picker.knows(fleet.addresses())
                 pid = picker.child.process.pid
                 figures["reaction"] = await reaction(fleet, picker, 40)
                 await picker.knows(fleet.addresses())
-                figures["updates"] = await updates(fleet, pid, given.rate, given.seconds)
+                figures["updates"] = await updates(fleet, pid, args.rate, args.seconds)
                 await picker.knows(fleet.addresses())
-                if given.outage:
-                    figures["outage"] = await outage(fleet, picker, cluster, given.outage)
+                if args.outage:
+                    figures["outage"] = await outage(fleet, picker, cluster, args.outage)
                 figures["memory_mib"] = _memory_mib(pid)
-            figures["updates_replayed"] = await replayed(fleet, cluster, given.rate, given.seconds)
+            figures["updates_replayed"] = await replayed(fleet, cluster, args.rate, args.seconds)
             return figures
 
 
@@ -369,10 +374,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--outage", type=float, default=60, help="seconds; 0 for none")
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    figures = asyncio.run(measure(given))
+    args = parser.parse_args()
+    figures = asyncio.run(measure(args))
     print(json.dumps(figures, indent=2))
-    if given.write:
+    if args.write:
         rig.write("cluster", " ".join(["python -m bench.cluster", *sys.argv[1:]]), figures)
 
 

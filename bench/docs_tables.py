@@ -37,7 +37,7 @@ def block() -> str:
 
 
 def _floor() -> list[str]:
-    """What the gRPC runtime alone costs, beside what was measured."""
+    """Costs of the gRPC runtime alone, beside those of extproc."""
     if not (rig.RESULTS / "overhead.json").exists():
         return []
     result = run.read("overhead")
@@ -89,7 +89,7 @@ def scaling_block() -> str:
 
 
 def sizing_block() -> str:
-    """What a replica needs, from the results of several benches."""
+    """Needs of a replica, from the results of several benches."""
     overhead, route = run.read("overhead"), run.read("route")
     scrape, cluster, holding = run.read("scrape"), run.read("cluster"), run.read("holding")
     waiting = holding["default_holding_mib"] - holding["default_before_mib"]

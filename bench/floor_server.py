@@ -26,7 +26,9 @@ REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY = 0x12, 0x1A, 0x2
 
 async def main(port: int, destination: str, mode: str, body: bytes) -> None:
     headers = codec.encode(RouteResponse(MessageKind.REQUEST_HEADERS, destination))
-    whole = codec.encode(StreamedBodyResponse(MessageKind.REQUEST_BODY, body, end_of_stream=True))
+    response = codec.encode(
+        StreamedBodyResponse(MessageKind.REQUEST_BODY, body, end_of_stream=True)
+    )
     buffered = codec.encode(RouteResponse(MessageKind.REQUEST_BODY, destination))
     acknowledged = codec.encode(ContinueResponse(MessageKind.REQUEST_HEADERS))
     # Buffered, extproc asks for the answer's body: the floor does too.
@@ -37,7 +39,7 @@ async def main(port: int, destination: str, mode: str, body: bytes) -> None:
     passed = codec.encode(ContinueResponse(MessageKind.RESPONSE_BODY))
 
     async def process(_, context) -> None:
-        seen = 0
+        count = 0
         while True:
             data = await context.read()
             if data is grpc.aio.EOF:
@@ -47,12 +49,12 @@ async def main(port: int, destination: str, mode: str, body: bytes) -> None:
                 if mode == "buffered":
                     await context.write(acknowledged)
             elif kind == REQUEST_BODY:
-                seen += len(data)
+                count += len(data)
                 if mode == "buffered":
                     await context.write(buffered)
                 elif _last(data):
                     await context.write(headers)
-                    await context.write(whole)
+                    await context.write(response)
             elif kind == RESPONSE_HEADERS:
                 await context.write(answered)
             elif kind == RESPONSE_BODY:
@@ -70,7 +72,7 @@ async def main(port: int, destination: str, mode: str, body: bytes) -> None:
 
 
 def _last(data: bytes) -> bool:
-    """Whether an HttpBody message has end_of_stream: by length arithmetic, without a parser."""
+    """True if an HttpBody message has end_of_stream: by length arithmetic, without a parser."""
     size, at = _varint(data, 1)
     inner = data[at : at + size] if size < 64 else data[at + size - 2 : at + size]
     return inner.endswith(b"\x10\x01")

@@ -33,9 +33,9 @@ def compare(bare, guarded, calls: int) -> dict:
     """Medians of both and of their difference (us per call)."""
     pairs = [(spent_us(bare), spent_us(guarded)) for _ in range(calls // _BLOCK)]
     return {
-        "bare_us": round(statistics.median(one for one, _ in pairs), 2),
-        "guarded_us": round(statistics.median(two for _, two in pairs), 2),
-        "guard_us": round(statistics.median(two - one for one, two in pairs), 2),
+        "bare_us": round(statistics.median(bare for bare, _ in pairs), 2),
+        "guarded_us": round(statistics.median(guarded for _, guarded in pairs), 2),
+        "guard_us": round(statistics.median(guarded - bare for bare, guarded in pairs), 2),
     }
 
 
@@ -48,20 +48,20 @@ def main() -> None:
     there, turn = builders.loaded_candidates(args.endpoints), probes.probe_context()
     totals = [0.5] * args.endpoints
     guards = GuardFactory(perf_counter, PluginCounters())
-    found = {"endpoints": args.endpoints}
+    result = {"endpoints": args.endpoints}
     scorer = InFlight()
     held = GuardedPlugin(scorer, guards)
-    found["score"] = compare(
+    result["score"] = compare(
         lambda: scorer.score(turn, there), lambda: held.score(turn, there), args.calls
     )
     picker = MaxScorePicker()
     picking = GuardedPlugin(picker, guards)
-    found["pick"] = compare(
+    result["pick"] = compare(
         lambda: picker.pick(turn, there, totals, count=1),
         lambda: picking.pick(turn, there, totals, count=1),
         args.calls,
     )
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ REQUEST = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 def is_over(seconds: float) -> bool:
-    """Whether standard input ends within so many seconds."""
+    """True if standard input ends within so many seconds."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 

@@ -60,8 +60,8 @@ def messages(number: int) -> list[bytes]:
     }
     opened = pb.ProcessingRequest()
     for name, value in headers.items():
-        one = opened.request_headers.headers.headers.add()
-        one.key, one.raw_value = name, value.encode()
+        header = opened.request_headers.headers.headers.add()
+        header.key, header.raw_value = name, value.encode()
     opened.protocol_config.request_body_mode = 4
     body = pb.ProcessingRequest()
     body.request_body.body = rig.chat(PROMPT_BYTES, salt=str(number))
@@ -69,7 +69,7 @@ def messages(number: int) -> list[bytes]:
     return [opened.SerializeToString(), body.SerializeToString()]
 
 
-class Client:
+class ExtProcClient:
     """Thousands of streams, each with one request.
 
     Attributes:
@@ -82,7 +82,7 @@ class Client:
             grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CHANNELS)
         ]
         self.times: list[float] = []
-        self.asked = 0
+        self.num_requests = 0
         self.calls: list[grpc.aio.StreamStreamCall] = []
 
     async def ask(self, number: int) -> None:
@@ -91,7 +91,7 @@ class Client:
         call = process()
         for message in messages(number):
             await call.write(message)
-        self.asked += 1
+        self.num_requests += 1
         answer = await call.read()
         assert answer is not grpc.aio.EOF, number
         self.times.append(time.perf_counter())
@@ -115,14 +115,14 @@ async def held(pages: int) -> float:
     return float(page.partition('extproc_held_requests{pool=""} ')[2].split("\n")[0])
 
 
-async def crowd(client: Client, requests: int, tasks: asyncio.TaskGroup) -> None:
+async def crowd(client: ExtProcClient, requests: int, tasks: asyncio.TaskGroup) -> None:
     """Ask for all of it, not faster than it is read."""
     for number in range(requests):
         tasks.create_task(client.ask(number))
         if number % 200 == 199:
-            while client.asked < number - 400:
+            while client.num_requests < number - 400:
                 await asyncio.sleep(0.01)
-    while client.asked < requests:
+    while client.num_requests < requests:
         await asyncio.sleep(0.01)
 
 
@@ -141,7 +141,7 @@ async def once(requests: int, *, more: str) -> dict[str, float]:
                 "--config-file", str(config), "--secure-serving", "false", *words
             )
             running = rig.Rig(0, ports[2], server.process.pid, children)
-            client = Client(ports[0])
+            client = ExtProcClient(ports[0])
             before = running.memory_bytes()
             async with asyncio.TaskGroup() as tasks:
                 await crowd(client, requests, tasks)
@@ -164,13 +164,13 @@ async def once(requests: int, *, more: str) -> dict[str, float]:
 
 
 async def floor(requests: int) -> dict[str, float]:
-    """What gRPC itself takes for as many streams, and keeps."""
+    """Memory that gRPC itself takes for as many streams, and keeps."""
     port = stack.free_port()
     async with stack.stack() as children:
         argv = [sys.executable, "-m", "bench.holding_floor", str(port)]
         server = await children.start("floor", argv, ready="floor is ready")
         running = rig.Rig(0, 0, server.process.pid, children)
-        client = Client(port)
+        client = ExtProcClient(port)
         before = running.memory_bytes()
         async with asyncio.TaskGroup() as tasks:
             await crowd(client, requests, tasks)
@@ -189,18 +189,18 @@ async def floor(requests: int) -> dict[str, float]:
 
 
 async def main(*, requests: int, rounds: int, write: bool) -> None:
-    found = []
+    runs = []
     for _ in range(rounds):
         default = await once(requests, more=DEFAULT)
-        found.append(
+        runs.append(
             {
                 **await once(requests, more=LEAST),
                 **{f"default_{name}": value for name, value in default.items()},
                 **await floor(requests),
             }
         )
-        print(found[-1], flush=True)
-    figures = {name: statistics.median(one[name] for one in found) for name in found[0]}
+        print(runs[-1], flush=True)
+    figures = {name: statistics.median(run_row[name] for run_row in runs) for name in runs[0]}
     figures |= {"requests": requests, "rounds": rounds}
     if write:
         rig.write("holding", "python -m bench.holding --write", figures)

@@ -52,7 +52,7 @@ HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
 class Row(msgspec.Struct):
-    """What one kind of input did.
+    """Effect of one kind of input.
 
     Attributes:
         kind: Its name.
@@ -85,7 +85,7 @@ class Row(msgspec.Struct):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How much of each kind: `requests` (count) or `seconds`, whatever comes first."""
+    """Amount of each kind: `requests` (count) or `seconds`, whatever comes first."""
 
     requests: int
     seconds: float
@@ -108,7 +108,7 @@ async def picker(
     pages = stack.free_port()
     async with stack.stack() as children:
         started = [await children.start("engine", argv, ready="listening on ") for argv in engines]
-        addresses = [one.ready_line.rpartition(" ")[2] for one in started]
+        addresses = [server.ready_line.rpartition(" ")[2] for server in started]
         listed = ["--endpoints", ",".join(addresses)] if addresses else []
         child = await children.extproc(
             *(*listed, "--host", "127.0.0.1", "--secure-serving=false", "--grpc-health-port", "0"),
@@ -136,7 +136,7 @@ Step = Callable[[], Awaitable[str]]
 
 
 async def measured(
-    kind: str, one: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS, first: int = 1
+    kind: str, server: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS, first: int = 1
 ) -> Row:
     """Do one thing again and again, and look at the picker meanwhile.
 
@@ -151,9 +151,9 @@ async def measured(
     """
     row = Row(kind)
     answers: collections.Counter[str] = collections.Counter()
-    counted = await one.metrics()
-    row.before_bytes, used_s = one.memory_bytes(), one.cpu_s()
-    one.reset_peak()
+    counted = await server.metrics()
+    row.before_bytes, used_s = server.memory_bytes(), server.cpu_s()
+    server.reset_peak()
     loop = asyncio.get_running_loop()
 
     async def part(clients: int, share: float) -> float:
@@ -163,24 +163,24 @@ async def measured(
 
         async def client() -> None:
             for _ in range(max(1, round(share * bounds.requests / clients))):
-                if not one.is_alive or loop.time() > ends:
+                if not server.is_alive or loop.time() > ends:
                     return
                 answers[await step()] += 1
-                held_bytes.append(one.memory_bytes())
+                held_bytes.append(server.memory_bytes())
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return median(held_bytes or [0.0])
 
-    async with hostile_watch.Probe(one.pages) as probe:
+    async with hostile_watch.Probe(server.pages) as probe:
         await part(first, 0.5)
-        row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
+        row.stall_s = hostile_watch.longest_stall_s(counted, await server.metrics())
     early_bytes = await part(at_once, 0.25)
     late_bytes = await part(at_once, 0.25)
-    row.wait_s, row.peak_bytes = probe.longest_s, one.memory_bytes("VmHWM")
-    row.is_alive = one.is_alive
+    row.wait_s, row.peak_bytes = probe.longest_s, server.memory_bytes("VmHWM")
+    row.is_alive = server.is_alive
     row.requests, row.answers = answers.total(), dict(answers)
-    row.cpu_s = (one.cpu_s() - used_s) / max(1, row.requests)
-    row.accounts = await one.accounts() if one.is_alive else {"ended": 1.0}
+    row.cpu_s = (server.cpu_s() - used_s) / max(1, row.requests)
+    row.accounts = await server.accounts() if server.is_alive else {"ended": 1.0}
     row.grown_bytes = round(late_bytes - early_bytes)
     return row
 
@@ -214,13 +214,13 @@ async def requests(bounds: Bounds) -> AsyncIterator[Row]:
     """Bodies of every kind through Envoy, each kind at a picker that saw none before."""
     for name, request in bodies.hostile(bounds.size_bytes).items():
         if bounds.only in name:
-            async with picker([lean_engine()]) as one:
-                await asyncio.gather(*(bodies.send(one.port, request) for _ in range(CLIENTS)))
+            async with picker([lean_engine()]) as server:
+                await asyncio.gather(*(bodies.send(server.port, request) for _ in range(CLIENTS)))
 
-                async def step(request: bodies.Request = request, port: int = one.port) -> str:
+                async def step(request: bodies.Request = request, port: int = server.port) -> str:
                     return await bodies.send(port, request)
 
-                yield await measured(name, one, step, bounds)
+                yield await measured(name, server, step, bounds)
 
 
 async def large(bounds: Bounds) -> AsyncIterator[Row]:
@@ -230,13 +230,13 @@ async def large(bounds: Bounds) -> AsyncIterator[Row]:
     for name, request in kinds.items():
         # Some kinds are as short as ever.
         if bounds.only in f"large {name}" and len(request.body) > LARGEST_BYTES // 2:
-            async with picker([lean_engine()]) as one:
+            async with picker([lean_engine()]) as server:
 
-                async def step(request: bodies.Request = request, port: int = one.port) -> str:
+                async def step(request: bodies.Request = request, port: int = server.port) -> str:
                     return await bodies.send(port, request)
 
                 await step()
-                yield await measured(f"large {name}", one, step, few, at_once=1)
+                yield await measured(f"large {name}", server, step, few, at_once=1)
 
 
 async def clients(bounds: Bounds) -> AsyncIterator[Row]:
@@ -244,17 +244,17 @@ async def clients(bounds: Bounds) -> AsyncIterator[Row]:
     rng = random.Random(1)
     for name, client in bodies.CLIENTS.items():
         if bounds.only in name:
-            async with picker([lean_engine()]) as one:
+            async with picker([lean_engine()]) as server:
 
-                async def step(client: bodies.Client = client, port: int = one.port) -> str:
+                async def step(client: bodies.Client = client, port: int = server.port) -> str:
                     return await client(port, rng)
 
-                yield await measured(name, one, step, bounds, at_once=64, first=64)
+                yield await measured(name, server, step, bounds, at_once=64, first=64)
     if bounds.only in "distinct names":
-        async with picker([lean_engine()]) as one:
+        async with picker([lean_engine()]) as server:
             fresh = bodies.names()
             yield await measured(
-                "distinct names", one, lambda: bodies.send(one.port, next(fresh)), bounds
+                "distinct names", server, lambda: bodies.send(server.port, next(fresh)), bounds
             )
 
 
@@ -264,13 +264,13 @@ async def pages(bounds: Bounds) -> AsyncIterator[Row]:
     quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
     for kind in hostile_engine.PAGES:
         if bounds.only in f"page {kind}":
-            async with picker([lying_engine(kind), lying_engine("half")]) as one:
+            async with picker([lying_engine(kind), lying_engine("half")]) as server:
 
-                async def step(port: int = one.port) -> str:
+                async def step(port: int = server.port) -> str:
                     await asyncio.sleep(0.02)
                     return await bodies.send(port, request)
 
-                yield await measured(f"page {kind}", one, step, quick)
+                yield await measured(f"page {kind}", server, step, quick)
 
 
 async def files(bounds: Bounds) -> AsyncIterator[Row]:
@@ -294,7 +294,7 @@ async def files(bounds: Bounds) -> AsyncIterator[Row]:
             good = [f"{HEAD}pool: {{endpoints_file: {paths[1]}}}\n", "endpoints: []\n"]
             for path, content in zip(paths, good, strict=True):
                 path.write_text(content)
-            async with picker([], "--config-file", str(paths[0]), with_envoy=False) as one:
+            async with picker([], "--config-file", str(paths[0]), with_envoy=False) as server:
 
                 async def step(which: int = which, text: str = text, paths=paths, good=good) -> str:
                     for content in (text, good[which]):
@@ -304,7 +304,7 @@ async def files(bounds: Bounds) -> AsyncIterator[Row]:
 
                 # Memory after an edit goes up and down by 10 MiB from one to the next: two a quarter.
                 few = msgspec.structs.replace(bounds, requests=8)
-                yield await measured(name, one, step, few, at_once=1)
+                yield await measured(name, server, step, few, at_once=1)
 
 
 async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
@@ -312,13 +312,13 @@ async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
     if bounds.only not in "waiting models":
         return
     text = HEAD + "flow_control: {enabled: true, timeout_s: 10, busy_s: 0.001}\n"
-    async with picker([lying_engine("half")] * 2, "--config-text", text) as one:
+    async with picker([lying_engine("half")] * 2, "--config-text", text) as server:
         fresh = bodies.names()
         once = msgspec.structs.replace(bounds, requests=4_000)
         yield await measured(
             "waiting models",
-            one,
-            lambda: bodies.send(one.port, next(fresh)),
+            server,
+            lambda: bodies.send(server.port, next(fresh)),
             once,
             at_once=2_000,
             first=2_000,
@@ -360,8 +360,10 @@ async def main() -> int:
     wanted = parser.parse_args()
     bounds = Bounds(wanted.requests, wanted.seconds, wanted.size, wanted.only)
     harmless = bodies.harmless(bounds.size_bytes)
-    async with picker([lean_engine()]) as one:
-        quiet = await measured("harmless", one, lambda: bodies.send(one.port, harmless), bounds)
+    async with picker([lean_engine()]) as server:
+        quiet = await measured(
+            "harmless", server, lambda: bodies.send(server.port, harmless), bounds
+        )
     rows = [quiet]
     print(line(quiet, quiet), flush=True)
     groups = wanted.kinds.split(",")

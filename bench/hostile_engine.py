@@ -57,7 +57,7 @@ PAGES: dict[str, Callable[[], bytes] | None] = {
 }
 
 
-class Engine:
+class HostileEngine:
     """Answers on one address.
 
     Args:
@@ -122,7 +122,7 @@ def _answer() -> bytes:
 
 async def main(kind: str, host: str) -> None:
     """Serve until the process ends."""
-    server = await asyncio.start_server(Engine(kind).serve, host, 0)
+    server = await asyncio.start_server(HostileEngine(kind).serve, host, 0)
     print("listening on {}:{}".format(*server.sockets[0].getsockname()[:2]), flush=True)
     await server.serve_forever()
 

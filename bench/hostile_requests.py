@@ -59,13 +59,15 @@ def hostile(size_bytes: int) -> dict[str, Request]:
         size_bytes: About the size of each body.
     """
     return {
-        "messages of {}": _of(CHAT, b'"messages":[', b"{}", size_bytes),
-        "parts of {}": _of(CHAT, b'"messages":[{"role":"user","content":[', b"{}", size_bytes, 2),
-        "metadata of {}": _of(CHAT, _SHORT + b'"metadata":[', b"{}", size_bytes),
+        "messages of {}": _build(CHAT, b'"messages":[', b"{}", size_bytes),
+        "parts of {}": _build(
+            CHAT, b'"messages":[{"role":"user","content":[', b"{}", size_bytes, 2
+        ),
+        "metadata of {}": _build(CHAT, _SHORT + b'"metadata":[', b"{}", size_bytes),
         "metadata of keys": _keys(size_bytes),
-        "prompt of numbers": _of(TEXT, b'"prompt":[', b"1", size_bytes),
-        "prompt of lists": _of(TEXT, b'"prompt":[', b"[1]", size_bytes),
-        "tools of {}": _of(CHAT, _SHORT + b'"tools":[', b"{}", size_bytes),
+        "prompt of numbers": _build(TEXT, b'"prompt":[', b"1", size_bytes),
+        "prompt of lists": _build(TEXT, b'"prompt":[', b"[1]", size_bytes),
+        "tools of {}": _build(CHAT, _SHORT + b'"tools":[', b"{}", size_bytes),
         "backslashes": Request(CHAT, b'{"model":"m","messages":"' + b"\\" * size_bytes),
         "surrogates": Request(CHAT, _chat("\\ud800" * (size_bytes // 6), raw=True)),
         "deep lists": Request(CHAT, b'{"messages":' + b"[" * size_bytes),
@@ -170,7 +172,7 @@ def _chat(content: object, *, raw: bool = False) -> bytes:
     return _json(model="m", messages=content, max_tokens=16)
 
 
-def _of(path: str, start: bytes, item: bytes, size_bytes: int, depth: int = 1) -> Request:
+def _build(path: str, start: bytes, item: bytes, size_bytes: int, depth: int = 1) -> Request:
     """A body that repeats an item; `depth` lists are open at its end, the last in an object."""
     items = b",".join([item] * (size_bytes // (len(item) + 1)))
     return Request(path, b'{"model":"m",' + start + items + b"]" + b"}]" * (depth - 1) + b"}")

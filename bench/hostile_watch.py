@@ -52,7 +52,7 @@ class Picker(msgspec.Struct, frozen=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that was started still runs."""
+        """True while the process that was started still runs."""
         return self.child.process.returncode is None
 
     @property
@@ -66,13 +66,13 @@ class Picker(msgspec.Struct, frozen=True):
 
     def memory_bytes(self, field: str = "VmRSS") -> int:
         """Resident memory now (`VmRSS`), or at its peak (`VmHWM`); 0 once the process ended."""
-        found = 0
+        total = 0
         for pid in self.pids:
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                     if line.startswith(field + ":"):
-                        found += int(line.split()[1]) * 1024
-        return found
+                        total += int(line.split()[1]) * 1024
+        return total
 
     def reset_peak(self) -> None:
         """Make the peak of memory start over from now."""
@@ -105,11 +105,11 @@ class Picker(msgspec.Struct, frozen=True):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SETTLED_S):
                 while left and self.is_alive:
-                    found = await self.metrics()
-                    if found:
+                    metrics = await self.metrics()
+                    if metrics:
                         left = {
                             name: value
-                            for name, value in found.items()
+                            for name, value in metrics.items()
                             if name.partition("{")[0] in ACCOUNTS and value
                         }
                     await asyncio.sleep(0.2)

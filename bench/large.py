@@ -105,7 +105,7 @@ async def chunks(count: int) -> float:
 
 
 async def _answers(port: int, request: bytes) -> None:
-    async def one() -> None:
+    async def request_one() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
@@ -113,12 +113,12 @@ async def _answers(port: int, request: bytes) -> None:
         await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
 
-    await asyncio.gather(*(one() for _ in range(STREAMS)))
+    await asyncio.gather(*(request_one() for _ in range(STREAMS)))
 
 
 async def main(*, write: bool) -> None:
     prompts = [await long_prompts(4) for _ in range(3)]
-    prompts.sort(key=lambda one: one["cpu_ms"])
+    prompts.sort(key=lambda row: row["cpu_ms"])
     held = await memory()
     few, many = [], []
     for _ in range(4):

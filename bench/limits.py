@@ -44,12 +44,12 @@ def _uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, int]]
 
 def _once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpec, int]]:
     """Every request with the prompt tokens that must be computed for it, and nobody else's."""
-    seen: set[int] = set()
+    cached: set[int] = set()
     for work, answered in works:
         full = (work.prompt_tokens - 1) // KEY_TOKENS
         keys = work.keys[:full]
-        fresh = sum(key not in seen for key in keys) * KEY_TOKENS
-        seen.update(work.keys[: work.prompt_tokens // KEY_TOKENS])
+        fresh = sum(key not in cached for key in keys) * KEY_TOKENS
+        cached.update(work.keys[: work.prompt_tokens // KEY_TOKENS])
         rest = work.prompt_tokens - full * KEY_TOKENS
         yield work, max(rest, fresh + rest - answered)
 
@@ -82,8 +82,8 @@ def _bounds(
         firsts.append(steps * best.base_s + prefill)
         decodes = work.output_tokens - 1
         context = work.prompt_tokens + 0.5 * decodes
-        each = best.base_s / batch + best.decode_s_per_seq
-        work_s += prefill + decodes * (each + context * best.context_s_per_token)
+        step_s = best.base_s / batch + best.decode_s_per_seq
+        work_s += prefill + decodes * (step_s + context * best.context_s_per_token)
     firsts.sort()
     return {
         "ttft_mean_s": sum(firsts) / len(firsts),

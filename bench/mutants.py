@@ -72,7 +72,7 @@ class Mutant(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct):
-    """Which tests call a function, by `file:function`, and the CPU seconds of each test."""
+    """Tests that call a function, by `file:function`, and the CPU seconds of each test."""
 
     tests: dict[str, list[str]] = {}
     seconds: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _of_expression(node: ast.AST) -> Iterator[tuple[ast.AST, str, Change]]:
             new_name = ast.copy_location(ast.Name(_NAMES[name], ast.Load()), node)
             yield node, f"{name} -> {_NAMES[name]}", _set(node, "func", new_name)
         case ast.Call(args=args) if len(args) > 1 and not any(
-            isinstance(one, ast.Starred) for one in args
+            isinstance(arg, ast.Starred) for arg in args
         ):
             yield node, "last argument left out", _set(node, "args", args[:-1])
         case ast.If(test=test) | ast.IfExp(test=test):
@@ -187,18 +187,18 @@ def _drop(block: list[ast.stmt], at: int) -> Change:
 
 def files(only: str) -> list[str]:
     """Files of the hot rooms, below the project."""
-    found = [
+    paths = [
         str(path.relative_to(ROOT))
         for room in ROOMS
         for path in sorted((ROOT / "extproc" / room).rglob("*.py"))
     ]
-    return [name for name in found if only in name and not any(part in name for part in _SKIPPED)]
+    return [name for name in paths if only in name and not any(part in name for part in _SKIPPED)]
 
 
 def mutants(file: str) -> Iterator[Mutant]:
     """Every mutant of a file that is inside of a function."""
     tree = ast.parse((ROOT / file).read_text())
-    spans = sorted(_functions(tree), key=lambda one: one[1])
+    spans = sorted(_functions(tree), key=lambda function: function[1])
     for index, (node, what, _) in enumerate(changes(tree)):
         line = getattr(node, "lineno", 0)
         for name, first, last in spans:
@@ -223,31 +223,33 @@ def put_in(mutant: Mutant) -> int:
     """Change the live functions; how many there were."""
     path = str(ROOT / mutant.file)
     tree = ast.parse(Path(path).read_text())
-    _, _, change = next(found for index, found in enumerate(changes(tree)) if index == mutant.index)
+    _, _, change = next(
+        candidate for index, candidate in enumerate(changes(tree)) if index == mutant.index
+    )
     change()
     ast.fix_missing_locations(tree)
     new = _code(compile(tree, path, "exec"), mutant.function)
     count = 0
-    for one in gc.get_objects():
-        if isinstance(one, types.FunctionType):
-            old = one.__code__
+    for item in gc.get_objects():
+        if isinstance(item, types.FunctionType):
+            old = item.__code__
             if old.co_filename == path and old.co_qualname == mutant.function:
                 match = [code for code in new if code.co_firstlineno == old.co_firstlineno]
                 for code in match:
-                    one.__code__ = code
+                    item.__code__ = code
                     count += 1
     return count
 
 
 def _code(module: types.CodeType, function: str) -> list[types.CodeType]:
-    found, todo = [], [module]
+    codes, todo = [], [module]
     while todo:
         for const in todo.pop().co_consts:
             if isinstance(const, types.CodeType):
                 if const.co_qualname == function:
-                    found.append(const)
+                    codes.append(const)
                 todo.append(const)
-    return found
+    return codes
 
 
 # Tests
@@ -321,9 +323,9 @@ def noted() -> Calls:
 def chosen(mutant: Mutant, calls: Calls) -> list[str]:
     """Tests that call the function: those of its room first, then the fastest, within the budget."""
     room = mutant.file.split("/")[1]
-    found = calls.tests.get(f"{mutant.file}:{mutant.function}", [])
+    tests = calls.tests.get(f"{mutant.file}:{mutant.function}", [])
     ranked = sorted(
-        found, key=lambda test: (not test.startswith(f"tests/{room}/"), calls.seconds[test])
+        tests, key=lambda test: (not test.startswith(f"tests/{room}/"), calls.seconds[test])
     )
     picked, spent = [], 0.0
     for test in ranked:
@@ -335,7 +337,7 @@ def chosen(mutant: Mutant, calls: Calls) -> list[str]:
 
 
 def tried(mutant: Mutant, tests: list[str]) -> str:
-    """What became of a mutant: `killed`, `hangs`, `survived` or `not put in`."""
+    """Outcome of a mutant: `killed`, `hangs`, `survived` or `not put in`."""
     child = os.fork()
     if not child:
         code = 9
@@ -371,13 +373,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write bench/results/mutants.json")
     wanted = parser.parse_args()
     os.chdir(ROOT)
-    kept = Path(wanted.calls) if wanted.calls else None
-    if kept is not None and kept.is_file():
-        calls = msgspec.json.decode(kept.read_bytes(), type=Calls)
+    calls_path = Path(wanted.calls) if wanted.calls else None
+    if calls_path is not None and calls_path.is_file():
+        calls = msgspec.json.decode(calls_path.read_bytes(), type=Calls)
     else:
         calls = noted()
-        if kept is not None:
-            kept.write_bytes(msgspec.json.encode(calls))
+        if calls_path is not None:
+            calls_path.write_bytes(msgspec.json.encode(calls))
     every = [mutant for file in files(wanted.only) for mutant in mutants(file)]
     sample = random.Random(wanted.seed).sample(every, min(wanted.count, len(every)))
     warm()
@@ -399,7 +401,7 @@ def main() -> int:
             sys.stdout.flush()
     print(dict(results))
     if wanted.write:
-        rows = [json.loads(msgspec.json.encode(one)) for one in survivors]
+        rows = [json.loads(msgspec.json.encode(survivor)) for survivor in survivors]
         figures = {"results": dict(results), "survivors": rows}
         rig.write("mutants", "python -m bench.mutants " + " ".join(sys.argv[1:]), figures)
     return 0

@@ -50,27 +50,27 @@ async def compare(
         rig.rig(mode) as high,
     ):
         rigs = {"plain": plain, "alike": alike, "extproc": high}
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
+        rounds_by_server: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
         for running in rigs.values():
             await load(running.port, request, connections=CONNECTIONS, seconds=1.5)
         for number in range(rounds):
             for name, running in rigs.items():
-                found[name].append(await slice_of(running, request, seconds))
-            cpu = {name: slices[-1]["cpu_us"] for name, slices in found.items()}
+                rounds_by_server[name].append(await slice_of(running, request, seconds))
+            cpu = {name: slices[-1]["cpu_us"] for name, slices in rounds_by_server.items()}
             print(
                 f"{mode:9} round {number + 1}: floor {cpu['plain']:.0f} us, run alike "
                 f"{cpu['alike']:.0f} us, extproc {cpu['extproc']:.0f} us, ratios "
                 f"{cpu['extproc'] / cpu['plain']:.3f} and {cpu['extproc'] / cpu['alike']:.3f}, "
-                f"{found['extproc'][-1]['rps']:.0f} req/s",
+                f"{rounds_by_server['extproc'][-1]['rps']:.0f} req/s",
                 flush=True,
             )
-    return found
+    return rounds_by_server
 
 
-def ratios(found: dict[str, list[dict[str, float]]], floor: str) -> list[float]:
+def ratios(rows: dict[str, list[dict[str, float]]], floor: str) -> list[float]:
     """CPU per request of extproc over that of a floor, by round."""
-    pairs = zip(found["extproc"], found[floor], strict=True)
-    return [round(one["cpu_us"] / low["cpu_us"], 3) for one, low in pairs]
+    pairs = zip(rows["extproc"], rows[floor], strict=True)
+    return [round(ours["cpu_us"] / low["cpu_us"], 3) for ours, low in pairs]
 
 
 async def latency(
@@ -100,7 +100,7 @@ async def paced(port: int, request: bytes, rps: float, seconds: float) -> dict[s
     times: list[float] = []
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def one() -> None:
+    async def send_one() -> None:
         began = loop.time()
         reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
@@ -115,7 +115,7 @@ async def paced(port: int, request: bytes, rps: float, seconds: float) -> dict[s
     async with asyncio.TaskGroup() as tasks:
         for number in range(count):
             await asyncio.sleep(max(0.0, start + number / rps - loop.time()))
-            tasks.create_task(one())
+            tasks.create_task(send_one())
     for _, writer in idle:
         writer.close()
     times.sort()
@@ -135,21 +135,21 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
         file.write_bytes(body)
         direct = await latency("direct", body, 3)
         for mode in ("fds", "buffered"):
-            found = await compare(mode, floor=file, body=body, rounds=rounds, seconds=seconds)
-            ours, floors, alike = found["extproc"], found["plain"], found["alike"]
+            rows = await compare(mode, floor=file, body=body, rounds=rounds, seconds=seconds)
+            ours, floors, alike = rows["extproc"], rows["plain"], rows["alike"]
             alone = await latency(mode, body, 3)
             bare = await latency(mode, body, 3, floor=file)
-            half = await half_load(mode, body, statistics.median(one["rps"] for one in ours), 4)
+            half = await half_load(mode, body, statistics.median(row["rps"] for row in ours), 4)
             figures[mode] = {
-                "cpu_ratio_median": statistics.median(ratios(found, "plain")),
-                "cpu_ratio_alike_median": statistics.median(ratios(found, "alike")),
-                "cpu_ratios": ratios(found, "plain"),
-                "cpu_ratios_alike": ratios(found, "alike"),
-                "extproc_cpu_us": round(statistics.median(one["cpu_us"] for one in ours)),
-                "floor_cpu_us": round(statistics.median(one["cpu_us"] for one in floors)),
-                "floor_alike_cpu_us": round(statistics.median(one["cpu_us"] for one in alike)),
-                "extproc_rps": round(statistics.median(one["rps"] for one in ours)),
-                "floor_rps": round(statistics.median(one["rps"] for one in floors)),
+                "cpu_ratio_median": statistics.median(ratios(rows, "plain")),
+                "cpu_ratio_alike_median": statistics.median(ratios(rows, "alike")),
+                "cpu_ratios": ratios(rows, "plain"),
+                "cpu_ratios_alike": ratios(rows, "alike"),
+                "extproc_cpu_us": round(statistics.median(row["cpu_us"] for row in ours)),
+                "floor_cpu_us": round(statistics.median(row["cpu_us"] for row in floors)),
+                "floor_alike_cpu_us": round(statistics.median(row["cpu_us"] for row in alike)),
+                "extproc_rps": round(statistics.median(row["rps"] for row in ours)),
+                "floor_rps": round(statistics.median(row["rps"] for row in floors)),
                 "added_p50_ms": round(alone["p50_ms"] - direct["p50_ms"], 3),
                 "floor_added_p50_ms": round(bare["p50_ms"] - direct["p50_ms"], 3),
                 "p50_ms": round(alone["p50_ms"], 3),
@@ -166,5 +166,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    uvloop.run(main(given.rounds, given.seconds, write=given.write))
+    args = parser.parse_args()
+    uvloop.run(main(args.rounds, args.seconds, write=args.write))

@@ -15,8 +15,10 @@ def text(size):
 
 
 def turns(size, messages):
-    each = size // messages
-    return [{"role": ("user", "assistant")[i % 2], "content": text(each)} for i in range(messages)]
+    length = size // messages
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text(length)} for i in range(messages)
+    ]
 
 
 def chat(size, messages, tools=0):

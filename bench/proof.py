@@ -23,8 +23,8 @@ from extproc.simulator.fleet.workloads import TraceWorkload
 
 SCENARIOS = Path(__file__).resolve().parent / "scenarios"
 
-#: What is kept of a column; the rest can be had from `extproc simulate`.
-KEPT = (
+#: Figures of a column that are recorded; `extproc simulate` shows the others.
+RECORDED = (
     "requests",
     "failed",
     "requests_per_s",
@@ -74,7 +74,7 @@ def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> d
         "columns": {
             column.strategy: {
                 key: [_short(column.figures[key].mean), _short(column.figures[key].half)]
-                for key in KEPT
+                for key in RECORDED
             }
             for column in results.columns
         },

@@ -82,10 +82,10 @@ class Replay:
 
     async def _hand_on(self, target: str, writer: asyncio.StreamWriter) -> None:
         try:
-            status, told = "200 OK", await self._api.call("GET", target)
+            status, answer = "200 OK", await self._api.call("GET", target)
         except kube.Refused as refused:
-            status, told = f"{refused.status} Refused", {"message": str(refused)}
-        body = json.dumps(told).encode()
+            status, answer = f"{refused.status} Refused", {"message": str(refused)}
+        body = json.dumps(answer).encode()
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         writer.write(head.encode() + b"\r\n\r\n" + body)
         await writer.drain()
@@ -121,8 +121,8 @@ def _around(pod: kube.Object, *, ready: bool) -> tuple[bytes, bytes]:
     mark = "the-version"
     metadata = pod["metadata"] | {"resourceVersion": mark}
     status = pod["status"] | {"conditions": kube.status("", ready=ready)["conditions"]}
-    one = {"kind": "Pod", "apiVersion": "v1", **pod, "metadata": metadata, "status": status}
-    event = json.dumps({"type": "MODIFIED", "object": one}, separators=(",", ":")) + "\n"
+    pod_object = {"kind": "Pod", "apiVersion": "v1", **pod, "metadata": metadata, "status": status}
+    event = json.dumps({"type": "MODIFIED", "object": pod_object}, separators=(",", ":")) + "\n"
     before, _, after = event.encode().partition(mark.encode())
     return before, after
 
@@ -136,16 +136,16 @@ async def replay(api: kube.Api, namespace: str, certificates: Path):
         namespace: Whose pods.
         certificates: Folder with the real server's own.
     """
-    one = Replay(api, namespace)
-    await one.prepare()
+    proxy = Replay(api, namespace)
+    await proxy.prepare()
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificates / "server.crt", certificates / "server.key")
-    server = await asyncio.start_server(one.serve, "127.0.0.1", 0, ssl=tls)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, ssl=tls)
     host, port = server.sockets[0].getsockname()
     # Nobody looks at the token.
-    one.access = kube_server.Access(f"https://{host}:{port}", api.access.authority, token="any")
+    proxy.access = kube_server.Access(f"https://{host}:{port}", api.access.authority, token="any")
     try:
-        yield one
+        yield proxy
     finally:
         server.close()
-        await one.close()
+        await proxy.close()

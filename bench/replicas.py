@@ -66,11 +66,11 @@ def once(name: str, count: int, seed: int, delay_s: float | None = None) -> dict
     path = SCENARIOS / f"{name}.yaml"
     plan = simulation_runs.plan(path, strategies=["adaptive"], configs=(), seeds=(seed,))
     picking = msgspec.structs.replace(plan.scenario.picking, replicas=count, share_delay_s=delay_s)
-    whole = msgspec.structs.replace(plan.scenario, picking=picking)
-    if isinstance(whole.workload, TraceWorkload):
-        short = msgspec.structs.replace(whole.workload, requests=TRACED)
-        whole = msgspec.structs.replace(whole, workload=short)
-    summary = simulation_runs.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
+    definition = msgspec.structs.replace(plan.scenario, picking=picking)
+    if isinstance(definition.workload, TraceWorkload):
+        short = msgspec.structs.replace(definition.workload, requests=TRACED)
+        definition = msgspec.structs.replace(definition, workload=short)
+    summary = simulation_runs.run(definition, plan.columns[0], seed=seed, trace=plan.trace)
     return {figure: report.FIGURES[figure](summary) for figure in FIGURES}
 
 
@@ -78,11 +78,11 @@ def simulated(name: str, *, seeds: int, jobs: int) -> list[dict[str, Any]]:
     """One scenario with every kind of pickers."""
     tasks = [(name, n, seed, d) for n, d in KINDS for seed in range(1, seeds + 1)]
     with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(tasks, pool.map(once, *zip(*tasks, strict=True)), strict=True))
-    alone = [found[name, 1, seed, None] for seed in range(1, seeds + 1)]
+        results = dict(zip(tasks, pool.map(once, *zip(*tasks, strict=True)), strict=True))
+    alone = [results[name, 1, seed, None] for seed in range(1, seeds + 1)]
     rows = []
     for n, delay_s in KINDS:
-        runs = [found[name, n, seed, delay_s] for seed in range(1, seeds + 1)]
+        runs = [results[name, n, seed, delay_s] for seed in range(1, seeds + 1)]
         rows.append(
             {
                 "pickers": n,
@@ -100,12 +100,14 @@ def _ratio(
     runs: Sequence[Mapping[str, float]], alone: Sequence[Mapping[str, float]], figure: str
 ) -> list[float]:
     """Mean of the ratios seed by seed, and half of their interval."""
-    told = report.interval(run[figure] / one[figure] for run, one in zip(runs, alone, strict=True))
-    return [round(told.mean, 3), round(told.half, 3)]
+    interval = report.interval(
+        run[figure] / single[figure] for run, single in zip(runs, alone, strict=True)
+    )
+    return [round(interval.mean, 3), round(interval.half, 3)]
 
 
 async def behind_envoy(
-    whole: scenario.Scenario, count: int, *, seed: int, talking: bool
+    definition: scenario.Scenario, count: int, *, seed: int, talking: bool
 ) -> tuple[dict[str, float], list[float]]:
     """One run through Envoy; everything anew, so that caches and counters begin empty.
 
@@ -113,7 +115,7 @@ async def behind_envoy(
         Figures, and the seconds to the first token of every request.
     """
     async with stack.stack() as children:
-        addresses = await agreement.started(children, whole)
+        addresses = await agreement.started(children, definition)
         grpc = [stack.free_port() for _ in range(count)]
         tree = msgspec.json.decode(
             agreement.settings_text("adaptive", seed=seed, addresses=addresses)
@@ -133,18 +135,18 @@ async def behind_envoy(
         config = stack.envoy_config(template, ports, plaintext=True)
         for cluster in config["static_resources"]["clusters"]:
             if cluster["name"] == "extproc":
-                each = [f"127.0.0.1:{port}" for port in grpc]
-                cluster["load_assignment"] = stack.assignment("extproc", each)
+                listeners = [f"127.0.0.1:{port}" for port in grpc]
+                cluster["load_assignment"] = stack.assignment("extproc", listeners)
                 cluster["lb_policy"] = "ROUND_ROBIN"
         await children.envoy(config)
         results, late_s = await sending.play(
-            whole,
+            definition,
             url=f"http://127.0.0.1:{ports.listener}",
             ports=[int(address.rpartition(":")[2]) for address in addresses],
             seed=seed,
         )
-        found = await agreement.measured(results, addresses, late_s)
-        return found, [trip.first_s for trip in results.requests]
+        values = await agreement.measured(results, addresses, late_s)
+        return values, [request.first_s for request in results.requests]
 
 
 def _dated(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,10 +160,12 @@ def _days(rows: Iterable[Mapping[str, Any]]) -> str:
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
-def written(told: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def written(recorded: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of real runs, and those written before that were not run again."""
     fresh = {(row["pickers"], row["talking"]) for row in rows}
-    before = [row for row in told.get("real", ()) if (row["pickers"], row["talking"]) not in fresh]
+    before = [
+        row for row in recorded.get("real", ()) if (row["pickers"], row["talking"]) not in fresh
+    ]
     return sorted([*before, *rows], key=lambda row: (row["talking"], row["pickers"]))
 
 
@@ -183,18 +187,18 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
         rounds: How often each has its turn.
         kinds: Pickers, and whether they talk; one picker first.
     """
-    whole = agreement.scaled(agreement.SCENARIOS["closed"], agreement.SPEED)
-    found: dict[tuple[int, bool], list[dict[str, float]]] = {kind: [] for kind in kinds}
+    definition = agreement.scaled(agreement.SCENARIOS["closed"], agreement.SPEED)
+    by_kind: dict[tuple[int, bool], list[dict[str, float]]] = {kind: [] for kind in kinds}
     firsts: dict[tuple[int, bool], list[float]] = {kind: [] for kind in kinds}
     for seed in range(1, rounds + 1):
         # Not always the same one first.
         for n, talking in (*kinds[seed % len(kinds) :], *kinds[: seed % len(kinds)]):
-            run, first_s = await behind_envoy(whole, n, seed=seed, talking=talking)
-            found[n, talking].append(run)
+            run, first_s = await behind_envoy(definition, n, seed=seed, talking=talking)
+            by_kind[n, talking].append(run)
             firsts[n, talking] += first_s
             print(f"round {seed}, {n} pickers, talking: {talking}: {run}", flush=True)
     figures = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "requests_per_s", "timers_late_ms")
-    alone = found[1, False]
+    alone = by_kind[1, False]
     return [
         {
             "pickers": n,
@@ -209,11 +213,11 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
                 3,
             ),
             "ratios": {
-                f: [round(run[f] / one[f], 3) for run, one in zip(runs, alone, strict=True)]
+                f: [round(run[f] / single[f], 3) for run, single in zip(runs, alone, strict=True)]
                 for f in JUDGED
             },
         }
-        for (n, talking), runs in found.items()
+        for (n, talking), runs in by_kind.items()
     ]
 
 
@@ -262,29 +266,29 @@ def _spread(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def main(given: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
     began, busy = time.monotonic(), os.getloadavg()[0]
     path = rig.RESULTS / "replicas.json"
-    kept = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-    told = {part: kept[part] for part in PARTS if part in kept}
+    recorded = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    parts = {part: recorded[part] for part in PARTS if part in recorded}
 
     def write() -> None:
-        if given.write:
-            rig.write("replicas", "python -m bench.replicas --write", told)
+        if args.write:
+            rig.write("replicas", "python -m bench.replicas --write", parts)
 
-    if given.real:
-        ways = (True,) if given.talking else (False, True)
+    if args.real:
+        ways = (True,) if args.talking else (False, True)
         kinds = [(1, False), *((n, talking) for talking in ways for n in COUNTS[1:])]
-        told["real"] = written(told, _dated(uvloop.run(real(given.rounds, kinds))))
-        told["real_load_average"] = round(busy, 1)
+        parts["real"] = written(parts, _dated(uvloop.run(real(args.rounds, kinds))))
+        parts["real_load_average"] = round(busy, 1)
         write()
     else:
-        for name in given.only:
+        for name in args.only:
             if "mooncake" in name and not os.environ.get("EXTPROC_TRACES"):
                 print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
                 continue
-            rows = _dated(simulated(name, seeds=given.seeds, jobs=given.jobs))
-            told["simulated"] = told.get("simulated", {}) | {name: rows}
+            rows = _dated(simulated(name, seeds=args.seeds, jobs=args.jobs))
+            parts["simulated"] = parts.get("simulated", {}) | {name: rows}
             write()
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 

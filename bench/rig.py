@@ -111,7 +111,9 @@ def _config(mode: str, ports: stack.EnvoyPorts, address: str) -> dict[str, Any]:
         manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
         filters = manager["typed_config"]["http_filters"]
         manager["typed_config"]["http_filters"] = [
-            one for one in filters if one["name"] != "envoy.filters.http.ext_proc"
+            http_filter
+            for http_filter in filters
+            if http_filter["name"] != "envoy.filters.http.ext_proc"
         ]
     return config
 
@@ -124,7 +126,7 @@ def chat(size_bytes: int, *, salt: str = "") -> bytes:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Machine that the numbers were measured on."""
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text()
         name = next(

@@ -145,13 +145,13 @@ def _first_sync(result: Mapping) -> str:
 _WAITED = {"": "least-request", "default_": "adaptive", "floor_": "gRPC alone"}
 
 
-def _grown(record: Mapping, of: str, *, when: str) -> float:
+def _grown(record: Mapping, name: str, *, when: str) -> float:
     """Megabytes above the start."""
-    return (record[f"{of}{when}_mib"] - record[f"{of}before_mib"]) * 1.048576
+    return (record[f"{name}{when}_mib"] - record[f"{name}before_mib"]) * 1.048576
 
 
-def _waited(told: Callable[[str], str]) -> str:
-    return ", ".join(f"{told(of)} {name}" for of, name in _WAITED.items())
+def _waited(describe: Callable[[str], str]) -> str:
+    return ", ".join(f"{describe(key)} {name}" for key, name in _WAITED.items())
 
 
 def _over(result: Mapping) -> str:
@@ -179,7 +179,7 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("4", "scrape", "100 endpoints/s <= 8 % of a core", lambda r: r["cpu_share_percent"], lambda r: r["cpu_share_percent"] <= 8),
     ("4", "scrape", "one page <= 150 us", lambda r: r["parse_us_p50"], lambda r: r["parse_us_p50"] <= 150),
     ("5", "route", "route() <= 500 us median", lambda r: r["route_us_p50"], lambda r: r["route_us_p50"] <= 500),
-    ("5", "index", "index, full and churning: <= 100 bytes a block", lambda r: ", ".join(f"{one['bytes_per_block']} ({one['own_blocks']} own blocks a chain)" for one in r["churn"]), lambda r: all(one["bytes_per_block"] <= 100 for one in r["churn"])),
+    ("5", "index", "index, full and churning: <= 100 bytes a block", lambda r: ", ".join(f"{row['bytes_per_block']} ({row['own_blocks']} own blocks a chain)" for row in r["churn"]), lambda r: all(row["bytes_per_block"] <= 100 for row in r["churn"])),
     ("-", "agreement", "real / simulated within 10 %", lambda r: r["worst_deviation"], lambda r: r["worst_deviation"] <= 0.1),
     ("6", "simulator", "8,000 requests, 8 engines <= 3 s of CPU", _seconds, lambda r: r["cpu_s"] <= 3),
     ("6", "simulator_large", "100,000, 1,000 engines <= 300 s of CPU", _seconds, lambda r: r["cpu_s"] <= 300),
@@ -190,9 +190,9 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("-", "capacity", "a tenant beside one with 10 x: p95 TTFT <= 1.5 x alone", lambda r: r["tenants"]["ratios"]["ttft_p95_s"], lambda r: r["tenants"]["ratios"]["ttft_p95_s"] <= 1.5),
     ("-", "capacity", "3 x overload: goodput >= 95 % of capacity", lambda r: r["overload"]["ratios"]["output_tokens_per_s"], lambda r: r["overload"]["ratios"]["output_tokens_per_s"] >= 0.95),
     ("-", "capacity", "3 x overload: priority p99 TTFT <= 1.2 x alone", lambda r: r["overload"]["ratios"]["ttft_p99_s"], lambda r: r["overload"]["ratios"]["ttft_p99_s"] <= 1.2),
-    ("-", "holding", "10,000 waiting requests: <= 300 MB above the start", lambda r: _waited(lambda of: f"{_grown(r, of, when='holding'):.0f}"), lambda r: max(_grown(r, of, when="holding") for of in ("", "default_")) <= 300),
-    ("-", "holding", "after they left: no more than gRPC alone retains", lambda r: _waited(lambda of: f"{_grown(r, of, when='after'):.0f}"), lambda r: _grown(r, "", when="after") <= _grown(r, "floor_", when="after")),
-    ("-", "holding", "10,000 waiting requests are sent on within 2 s", lambda r: _waited(lambda of: f"{r[f'{of}release_s']:.2f}"), lambda r: max(r["release_s"], r["default_release_s"]) <= 2),
+    ("-", "holding", "10,000 waiting requests: <= 300 MB above the start", lambda r: _waited(lambda name: f"{_grown(r, name, when='holding'):.0f}"), lambda r: max(_grown(r, name, when="holding") for name in ("", "default_")) <= 300),
+    ("-", "holding", "after they left: no more than gRPC alone retains", lambda r: _waited(lambda name: f"{_grown(r, name, when='after'):.0f}"), lambda r: _grown(r, "", when="after") <= _grown(r, "floor_", when="after")),
+    ("-", "holding", "10,000 waiting requests are sent on within 2 s", lambda r: _waited(lambda name: f"{r[f'{name}release_s']:.2f}"), lambda r: max(r["release_s"], r["default_release_s"]) <= 2),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
@@ -219,8 +219,8 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=sorted(BENCHES), default=sorted(BENCHES.keys() - LONG)
     )
-    given = parser.parse_args()
-    results = {name: bench() for name, bench in BENCHES.items() if name in given.only}
+    args = parser.parse_args()
+    results = {name: bench() for name, bench in BENCHES.items() if name in args.only}
     print(f"\n{'bar':4}{'wanted':36}{'measured':>12}")
     for number, name, wanted, figure, met in BARS:
         if name in results:

@@ -71,12 +71,12 @@ def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
     """Means over seeds, by strategy."""
     path = rig.ROOT / "bench" / "scenarios" / f"{name}.yaml"
     todo = simulation_runs.plan(path, strategies=(), configs=(), seeds=range(1, seeds + 1))
-    found: dict[str, list[RunSummary]] = {column.name: [] for column in todo.columns}
+    summaries: dict[str, list[RunSummary]] = {column.name: [] for column in todo.columns}
     for run in simulation_runs.runs(todo, jobs=jobs):
-        found[run.strategy].append(run.summary)
+        summaries[run.strategy].append(run.summary)
     means: dict[str, dict[str, float]] = {}
-    for strategy, runs in found.items():
-        values = {figure: [of(run) for run in runs] for figure, of in FIGURES.items()}
+    for strategy, runs in summaries.items():
+        values = {figure: [read(run) for run in runs] for figure, read in FIGURES.items()}
         for figure in WHERE_THERE:
             there = [value for value in values[figure] if not math.isnan(value)]
             values[figure] = there or [math.nan]
@@ -85,8 +85,8 @@ def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
         # A fourth replica of two was never asked for.
         known = {
             figure: value
-            for figure, found_ in values.items()
-            if not math.isnan(value := fmean(found_))
+            for figure, samples in values.items()
+            if not math.isnan(value := fmean(samples))
         }
         means[strategy] = {figure: round(value, 2) for figure, value in known.items()}
     return means
@@ -110,45 +110,46 @@ def block(result: Mapping[str, Any]) -> str:
 
 def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
     every = {"wallaroo-a": "1 in 15 s", "wallaroo-b": "1 in 6 s", "wallaroo-c": "1 in 30 s"}[name]
-    order = [rows[one] for one in ("published", "adaptive", "queue-depth")]
+    order = [rows[strategy] for strategy in ("published", "adaptive", "queue-depth")]
     there = published.WALLAROO[name][0]
 
     def row(label: str, cell: Callable[[Mapping[str, float]], str]) -> str:
-        return f"| {every}: {label} | {' | '.join(cell(one) for one in order)} |"
+        return f"| {every}: {label} | {' | '.join(cell(column) for column in order)} |"
 
     return [
         row(
-            f"mean of all responses, s ({there:.0f})", lambda one: f"{one['responses_mean_s']:.0f}"
+            f"mean of all responses, s ({there:.0f})",
+            lambda column: f"{column['responses_mean_s']:.0f}",
         ),
-        row("p95 of responses, s", lambda one: f"{one['p95_s']:.0f}"),
-        row("completed, cut", lambda one: f"{one['answered']:.1f}, {one['cut']:.1f}"),
+        row("p95 of responses, s", lambda column: f"{column['p95_s']:.0f}"),
+        row("completed, cut", lambda column: f"{column['answered']:.1f}, {column['cut']:.1f}"),
         row(
             "rejected with 429, 503",
-            lambda one: f"{one['refused_429']:.1f}, {one['refused_503']:.1f}",
+            lambda column: f"{column['refused_429']:.1f}, {column['refused_503']:.1f}",
         ),
-        row("rejected after at most, Retry-After, s", _told),
+        row("rejected after at most, Retry-After, s", _describe),
         row(
             "replicas available, requested",
-            lambda one: f"{one['available']:.2f}, {one['asked']:.2f}",
+            lambda column: f"{column['available']:.2f}, {column['asked']:.2f}",
         ),
         row(
             "replica seconds, s to zero",
-            lambda one: f"{one['replica_s']:.0f}, {one['to_least_s']:.0f}",
+            lambda column: f"{column['replica_s']:.0f}, {column['to_least_s']:.0f}",
         ),
     ]
 
 
-def _told(one: Mapping[str, float]) -> str:
+def _describe(row: Mapping[str, float]) -> str:
     """When the last was refused, and what refused ones were told: mean and most."""
-    if "retry_after_s" not in one:
+    if "retry_after_s" not in row:
         return "-"
-    told = f"{one['retry_after_s']:.0f} ({one['retry_after_most_s']:.0f} at most)"
-    return f"{one['refused_latest_s']:.0f}, {told}"
+    retry = f"{row['retry_after_s']:.0f} ({row['retry_after_most_s']:.0f} at most)"
+    return f"{row['refused_latest_s']:.0f}, {retry}"
 
 
 def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
-    order = [rows[one] for one in ("kubeai", "queue-depth", "adaptive")]
-    told = (
+    order = [rows[strategy] for strategy in ("kubeai", "queue-depth", "adaptive")]
+    labels = (
         ("second replica requested, s", "second_s", 0),
         ("fourth replica requested, s", "fourth_s", 0),
         ("all completed after, s", "duration_s", 0),
@@ -158,22 +159,22 @@ def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
         ("last response to zero, s", "to_least_s", 0),
     )
     return [
-        f"| {label} | {' | '.join(f'{one[figure]:.{digits}f}' for one in order)} |"
-        for label, figure, digits in told
+        f"| {label} | {' | '.join(f'{column[figure]:.{digits}f}' for column in order)} |"
+        for label, figure, digits in labels
     ]
 
 
-def main(given: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
     result = {
-        "seeds": given.seeds,
-        "step_seeds": given.step_seeds,
+        "seeds": args.seeds,
+        "step_seeds": args.step_seeds,
         "profiles": {
-            name: measure(name, seeds=given.seeds, jobs=given.jobs) for name in published.WALLAROO
+            name: measure(name, seeds=args.seeds, jobs=args.jobs) for name in published.WALLAROO
         },
-        "step": measure(STEP, seeds=given.step_seeds, jobs=given.jobs),
+        "step": measure(STEP, seeds=args.step_seeds, jobs=args.jobs),
     }
     print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
-    if given.write:
+    if args.write:
         rig.write("scaling", "python -m bench.scaling --write", result)
 
 

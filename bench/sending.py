@@ -81,9 +81,11 @@ class Texts:
             return "".join(blocks) + _fresh(own)[:rest]
         # The answer begins in a block that later prompts repeat.
         text = "".join(blocks) + (texts.get(keys[full]) or _of_key(keys[full]))[:rest]
-        whole = text + prompt.answer(text.encode(), work.output_tokens)
-        for depth in range(full, min(len(keys), len(whole) // BLOCK_BYTES)):
-            texts.setdefault(keys[depth], whole[depth * BLOCK_BYTES : (depth + 1) * BLOCK_BYTES])
+        text_with_answer = text + prompt.answer(text.encode(), work.output_tokens)
+        for depth in range(full, min(len(keys), len(text_with_answer) // BLOCK_BYTES)):
+            texts.setdefault(
+                keys[depth], text_with_answer[depth * BLOCK_BYTES : (depth + 1) * BLOCK_BYTES]
+            )
         return text
 
 
@@ -155,12 +157,12 @@ class Lane:
         wall: Wall,
         *,
         ports: Sequence[int],
-        told: Callable[[SimRequest], None],
+        on_ended: Callable[[SimRequest], None],
     ) -> None:
         self._session = session
         self._wall = wall
         self._sites = {str(port): n for n, port in enumerate(ports)}
-        self._told = told
+        self._on_ended = on_ended
         self._texts = Texts()
         self._sent = 0
         self._tasks: asyncio.TaskGroup | None = None
@@ -181,46 +183,46 @@ class Lane:
             "stream_options": {"include_usage": True},
         }
         encoded = msgspec.json.encode(body)
-        trip = SimRequest(f"r{self._sent}", work, self._wall.now)
-        self._tasks.create_task(self._follow(trip, encoded), name=trip.id)
-        return trip
+        request = SimRequest(f"r{self._sent}", work, self._wall.now)
+        self._tasks.create_task(self._follow(request, encoded), name=request.id)
+        return request
 
-    async def _follow(self, trip: SimRequest, body: bytes) -> None:
+    async def _follow(self, request: SimRequest, body: bytes) -> None:
         wall, tail = self._wall, b""
-        headers = {"content-type": "application/json", "x-request-id": trip.id}
-        if trip.work.session:
-            headers["x-session-id"] = trip.work.session
+        headers = {"content-type": "application/json", "x-request-id": request.id}
+        if request.work.session:
+            headers["x-session-id"] = request.work.session
         try:
             async with self._session.post("/v1/completions", data=body, headers=headers) as answer:
-                trip.node = self._sites.get(answer.headers.get("x-inference-port", ""), -1)
+                request.node = self._sites.get(answer.headers.get("x-inference-port", ""), -1)
                 if answer.status != 200:
-                    trip.failure = f"status {answer.status}"
+                    request.failure = f"status {answer.status}"
                 async for chunk in answer.content.iter_any():
-                    if math.isnan(trip.first_s):
-                        trip.first_s = wall.now - trip.sent_at
+                    if math.isnan(request.first_s):
+                        request.first_s = wall.now - request.sent_at
                     tail = (tail + chunk)[-_TAIL_BYTES:]
-            trip.took_s = wall.now - trip.sent_at
-            trip.failure = trip.failure or _settle(trip, tail)
+            request.took_s = wall.now - request.sent_at
+            request.failure = request.failure or _settle(request, tail)
         except aiohttp.ClientError as error:
-            trip.failure = type(error).__name__
-        self._told(trip)
+            request.failure = type(error).__name__
+        self._on_ended(request)
 
 
-def _settle(trip: SimRequest, tail: bytes) -> str:
+def _settle(request: SimRequest, tail: bytes) -> str:
     """Read the usage at the end of a stream; returns what is wrong with it."""
     lines = [line for line in tail.split(b"\n") if line.startswith(b"data: {")]
     usage = json.loads(lines[-1][6:]).get("usage") if lines else None
     if not usage:
         return "no usage"
-    asked = (trip.work.prompt_tokens, trip.work.output_tokens)
-    if (usage["prompt_tokens"], usage["completion_tokens"]) != asked:
-        return f"usage {usage} for {asked}"
-    trip.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    expected = (request.work.prompt_tokens, request.work.output_tokens)
+    if (usage["prompt_tokens"], usage["completion_tokens"]) != expected:
+        return f"usage {usage} for {expected}"
+    request.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return ""
 
 
 async def play(
-    whole: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
+    definition: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
 ) -> tuple[run_metrics.RunMetrics, float]:
     """Send a scenario's workload as the simulator's client of the same seed would.
 
@@ -233,20 +235,20 @@ async def play(
     Returns:
         What came of it, times in real seconds, without gaps between tokens; and `Wall.late_s`.
     """
-    wall, results = Wall(), run_metrics.RunMetrics(whole.measure_from_s)
+    wall, results = Wall(), run_metrics.RunMetrics(definition.measure_from_s)
 
-    def ended(trip: SimRequest) -> None:
-        results.add(trip)
-        sender.finished(trip)
+    def ended(request: SimRequest) -> None:
+        results.add(request)
+        sender.finished(request)
 
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-        lane = Lane(session, wall, ports=ports, told=ended)
+        lane = Lane(session, wall, ports=ports, on_ended=ended)
         sender = client.Sender(
-            whole.client,
-            workloads.sessions(whole.workload, random.Random(seed * 2 + 1)),
-            adapters=workloads.adapters(whole.workload),
+            definition.client,
+            workloads.sessions(definition.workload, random.Random(seed * 2 + 1)),
+            adapters=workloads.adapters(definition.workload),
             timeline=wall,  # type: ignore[arg-type]  # it is asked for `now`, `at` and `after`
             rng=random.Random(seed * 2 + 2),
             send=lane.send,

@@ -44,19 +44,21 @@ def a_scenario(engines: int, requests: int) -> scenario.Scenario:
 
 def measure(engines: int, requests: int, runs: int) -> dict:
     """Seconds of a run; the median of several by CPU."""
-    whole = a_scenario(engines, requests)
+    definition = a_scenario(engines, requests)
     column = simulation_runs.column(
         scenario.Variant(name="adaptive", strategy="adaptive"), folder=rig.ROOT, where="bench"
     )
     seeds = list(range(1, runs + 1))
-    todo = simulation_runs.SimulationPlan(msgspec.structs.replace(whole, seeds=seeds), [column])
-    found = []
+    todo = simulation_runs.SimulationPlan(
+        msgspec.structs.replace(definition, seeds=seeds), [column]
+    )
+    measured = []
     clocks = time.perf_counter(), time.process_time()
     for run in simulation_runs.runs(todo, jobs=1):
         now = time.perf_counter(), time.process_time()
-        found.append((now[1] - clocks[1], now[0] - clocks[0], run.summary))
+        measured.append((now[1] - clocks[1], now[0] - clocks[0], run.summary))
         clocks = time.perf_counter(), time.process_time()
-    cpu_s, wall_s, summary = sorted(found, key=lambda one: one[0])[len(found) // 2]
+    cpu_s, wall_s, summary = sorted(measured, key=lambda row: row[0])[len(measured) // 2]
     return {
         "engines": engines,
         "requests": requests,
@@ -81,5 +83,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    main(large=given.large, write=given.write)
+    args = parser.parse_args()
+    main(large=args.large, write=args.write)

@@ -335,11 +335,11 @@ async def hostile(requests: int, *, count: int = 10_000) -> dict[str, Any]:
 
 def attack(driven: Core, kind: str, count: int, *, start: int = 0) -> None:
     """Send so many requests of a hostile kind, one after the other."""
-    for _, one in zip(range(count), soak_kinds.numbers(kind, start), strict=False):
-        stream = driven.open(*one.request)
+    for _, case in zip(range(count), soak_kinds.numbers(kind, start), strict=False):
+        stream = driven.open(*case.request)
         driven.passes(PAUSE_S)
         if stream.is_routed:
-            driven.say(stream, *one.answer)
+            driven.say(stream, *case.answer)
         stream.finish()
 
 

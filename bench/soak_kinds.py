@@ -62,14 +62,14 @@ def _long(number: int, size: int) -> str:
 
 
 def _cut_upload(number: int) -> Hostile:
-    whole = _post(number)
-    return Hostile([whole.request[0], messages.body(b"x" * 100_000, ends=False)], [])
+    posted = _post(number)
+    return Hostile([posted.request[0], messages.body(b"x" * 100_000, ends=False)], [])
 
 
 def _cut_answer(number: int) -> Hostile:
-    whole = _post(number)
+    posted = _post(number)
     begun = messages.body(b"x" * 10_000, response=True, ends=False)
-    return Hostile(whole.request, [whole.answer[0], begun])
+    return Hostile(posted.request, [posted.answer[0], begun])
 
 
 def _usage(number: int) -> Hostile:

@@ -2,7 +2,7 @@
 
 python -m bench.steady_client PORT RATE SECONDS FILE
 
-FILE becomes JSON: a list of rows as of `Trip`. Times are of the system's monotonic clock, which all
+FILE becomes JSON: a list of rows as of `ClientOutcome`. Times are of the system's monotonic clock, which all
 processes of a machine share.
 """
 
@@ -30,7 +30,7 @@ LIMIT_S = 300.0
 _CONVERSATIONS = 20
 
 
-class Trip(msgspec.Struct, frozen=True, array_like=True):
+class ClientOutcome(msgspec.Struct, frozen=True, array_like=True):
     """One request.
 
     Attributes:
@@ -46,7 +46,7 @@ class Trip(msgspec.Struct, frozen=True, array_like=True):
     upstream: str
 
 
-async def trip(port: int, number: int, begun: float) -> Trip:
+async def request_once(port: int, number: int, begun: float) -> ClientOutcome:
     """Send one request. Every fourth is for the pool of the cluster, where there is one."""
     prompt = f"conversation {number % _CONVERSATIONS}: " + "a word and another one, " * 40
     body = {"model": "demo", "prompt": prompt + str(number), "max_tokens": 16}
@@ -58,7 +58,7 @@ async def trip(port: int, number: int, begun: float) -> Trip:
         status, upstream = answer.status, answer.head.get(UPSTREAM)
     except (OSError, TimeoutError, AssertionError, asyncio.IncompleteReadError):
         pass
-    return Trip(begun, time.monotonic(), status, upstream)
+    return ClientOutcome(begun, time.monotonic(), status, upstream)
 
 
 async def main(port: int, rate_per_s: float, seconds: float, file: Path) -> None:
@@ -68,7 +68,7 @@ async def main(port: int, rate_per_s: float, seconds: float, file: Path) -> None
     for number in range(int(seconds * rate_per_s)):
         begun = start + number / rate_per_s
         await asyncio.sleep(max(0.0, begun - time.monotonic()))
-        tasks.append(asyncio.ensure_future(trip(port, number, begun)))
+        tasks.append(asyncio.ensure_future(request_once(port, number, begun)))
     file.write_bytes(msgspec.json.encode(await asyncio.gather(*tasks)))
     print("steady client is done", flush=True)
 

@@ -50,7 +50,9 @@ async def patched(rounds: int) -> list[tuple[float, float]]:
             watching(cluster.admin.url, tls, namespace) as watch,
         ):
             leader = "extproc_leader"
-            await picker.until(lambda: scaling.told(picker, leader), lambda one: one == 1.0)
+            await picker.until(
+                lambda: scaling.read_metric(picker, leader), lambda value: value == 1.0
+            )
             return [await one_round(picker, watch.until) for _ in range(rounds)]
 
 
@@ -59,7 +61,7 @@ async def one_round(picker, heard) -> tuple[float, float]:
     await picker.connected()
     await heard(0)
     look = 'extproc_scaling_replicas{pool="",state="asked"}'
-    await picker.until(lambda: scaling.told(picker, look), lambda seen: seen == 0.0)
+    await picker.until(lambda: scaling.read_metric(picker, look), lambda value: value == 0.0)
     began = time.perf_counter()
     stream = await scaling.held(picker)
     await heard(1)
@@ -69,12 +71,12 @@ async def one_round(picker, heard) -> tuple[float, float]:
     wakes = 'extproc_scaling_changes_total{pool="",why="wake"}'
     before = picker.__dict__.setdefault("wakes", 0.0)
     picker.wakes = await picker.until(
-        lambda: scaling.told(picker, wakes), lambda seen: (seen or 0.0) > before
+        lambda: scaling.read_metric(picker, wakes), lambda value: (value or 0.0) > before
     )
-    return took, await scaling.told(picker, 'extproc_scaling_wake_seconds{pool=""}')
+    return took, await scaling.read_metric(picker, 'extproc_scaling_wake_seconds{pool=""}')
 
 
-class Watch:
+class ReplicaWatch:
     """Replicas of the Deployment, as they change."""
 
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watching(server, tls, namespace):
-    watch = Watch()
+    watch = ReplicaWatch()
     task = asyncio.ensure_future(watch.follow(server, tls, namespace))
     try:
         yield watch
@@ -112,10 +114,10 @@ async def watching(server, tls, namespace):
 async def pushed(rounds: int, folder: Path) -> list[tuple[float, float]]:
     """Seconds until KEDA hears of it."""
     port = stack.free_port()
-    nobody = folder / "endpoints.yaml"
-    nobody.write_text("endpoints: []\n")
+    endpoints_path = folder / "endpoints.yaml"
+    endpoints_path.write_text("endpoints: []\n")
     sections = {
-        "pool": {"endpoints_file": str(nobody), "autoscaling": POLICY},
+        "pool": {"endpoints_file": str(endpoints_path), "autoscaling": POLICY},
         "flow_control": {"enabled": True},
         "autoscaling": {"keda": {"enabled": True, "port": port}},
     }
@@ -144,7 +146,7 @@ def shown(times: list[tuple[float, float]]) -> dict[str, dict[str, float]]:
 
 
 def quantiles(times: list[float]) -> dict[str, float]:
-    ordered = sorted(1e3 * one for one in times)
+    ordered = sorted(1e3 * time_s for time_s in times)
     return {
         "rounds": len(ordered),
         "p50_ms": round(statistics.median(ordered), 1),

@@ -65,7 +65,7 @@ class Backend(asyncio.Protocol):
 
 
 def _request_end(buffer: bytearray) -> int:
-    """Where the first complete message ends; 0 if there is none yet."""
+    """End of the first complete message; 0 if there is none yet."""
     head = buffer.find(b"\r\n\r\n")
     if head < 0:
         return 0

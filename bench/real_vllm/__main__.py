@@ -31,7 +31,7 @@ TOTAL_TIMEOUT_S = 1200.0
 
 
 def cache() -> Path:
-    """Where the virtualenv is kept unless somebody says otherwise."""
+    """Default path of the virtualenv."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "extproc-real-vllm"
 
@@ -81,7 +81,9 @@ async def compare(python: Path, model: Path) -> dict[str, Any]:
                 figures, went = await runs.routed(session, engines, strategy, plan[name])
                 real[strategy][name] = figures
                 # Nobody says where a request went only when it failed, which is told anyway.
-                places[strategy, name] = [engines.index(one) if one else 0 for one in went]
+                places[strategy, name] = [
+                    engines.index(address) if address else 0 for address in went
+                ]
                 print(f"{strategy:12} {name:29} {report.line(figures)}", flush=True)
             for engine in engines:
                 served = await replicas.text(session, engine)
@@ -95,10 +97,10 @@ async def compare(python: Path, model: Path) -> dict[str, Any]:
                 simulated[strategy][name] = figures
                 print(f"{strategy:12} {name:29} {report.line(figures)}", flush=True)
     prompt = real[STRATEGIES[0]][f"{GROUPS[0]} groups"]
-    each = prompt["counter_tokens"]["prompt"] / prompt["requests"]
+    tokens = prompt["counter_tokens"]["prompt"] / prompt["requests"]
     return {
-        "prompt_tokens": round(each),
-        "ideal_hit_ratio": round(workload.ideal(each, replicas.BLOCK_TOKENS), 4),
+        "prompt_tokens": round(tokens),
+        "ideal_hit_ratio": round(workload.ideal(tokens, replicas.BLOCK_TOKENS), 4),
         "real": real,
         "simulated": simulated,
         "page_differences": differences,
@@ -121,11 +123,11 @@ def main() -> int:
     )
     parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
     parser.add_argument("--write", action="store_true", help="write bench/results/real_vllm.json")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        folder = outside(given.folder)
+        folder = outside(args.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        python, installed = install.ensure(folder / "venv", base=given.python)
+        python, installed = install.ensure(folder / "venv", base=args.python)
         model = tiny.build(folder)
         figures = asyncio.run(_bounded(python, model))
     except ConfigError as error:
@@ -137,7 +139,7 @@ def main() -> int:
     problems = report.problems(figures)
     for problem in problems:
         print(f"WRONG: {problem}")
-    if given.write:
+    if args.write:
         settings = {
             **installed,
             "replicas": replicas.COUNT,
@@ -145,7 +147,7 @@ def main() -> int:
             "block_tokens": replicas.BLOCK_TOKENS,
             "shared_tokens": workload.SHARED_TOKENS,
             "own_tokens": workload.OWN_TOKENS,
-            "requests_of_a_group": workload.EACH,
+            "requests_of_a_group": workload.REQUESTS_PER_GROUP,
             "at_once": runs.AT_ONCE,
             "seed": SEED,
         }

@@ -27,12 +27,12 @@ async def play(
     """
     places = asyncio.Semaphore(at_once)
 
-    async def one(url: str, ask: Ask) -> Answer:
+    async def request_one(url: str, ask: Ask) -> Answer:
         async with places:
             return await send(session, url, ask)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(*pair)) for pair in zip(urls, asks, strict=True)]
+        tasks = [group.create_task(request_one(*pair)) for pair in zip(urls, asks, strict=True)]
     return [task.result() for task in tasks]
 
 

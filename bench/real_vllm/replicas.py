@@ -158,27 +158,27 @@ async def loads(session: aiohttp.ClientSession, addresses: Sequence[str]) -> lis
     Raises:
         TypeError: A page is none.
     """
-    found = []
+    pages = []
     for address in addresses:
         load = metrics_page.read((await text(session, address)).encode(), 0.0)
         if not isinstance(load, Load):
             raise TypeError(f"the metrics page of {address} is unreadable: {load}")
-        found.append(load)
-    return found
+        pages.append(load)
+    return pages
 
 
 async def models(session: aiohttp.ClientSession, address: str) -> dict[str, str | None]:
     """Parent by id of `/v1/models`."""
     async with session.get(f"http://{address}/v1/models") as response:
         listed = await response.json()
-    return {one["id"]: one.get("parent") for one in listed["data"]}
+    return {model["id"]: model.get("parent") for model in listed["data"]}
 
 
 async def pool(session: aiohttp.ClientSession, address: str) -> list[dict[str, Any]]:
-    """What a picker knows of its endpoints (`/debug/pool`)."""
+    """Endpoints as a picker sees them (`/debug/pool`)."""
     async with session.get(f"http://{address}/debug/pool") as response:
-        found: list[dict[str, Any]] = (await response.json())["endpoints"]
-    return found
+        endpoints: list[dict[str, Any]] = (await response.json())["endpoints"]
+    return endpoints
 
 
 async def forget(session: aiohttp.ClientSession, addresses: Sequence[str]) -> None:

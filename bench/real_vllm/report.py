@@ -1,4 +1,4 @@
-"""What the runs came to: the picker's own belief, a line, a table for the docs, what is wrong."""
+"""Reports the runs: predictions of the picker, a line, a table for the docs, problems."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def belief(page: str) -> dict[str, float] | None:
 
 def line(run: Mapping[str, Any]) -> str:
     """One run in a few words."""
-    said = (
+    text = (
         f"hit ratio {run['hit_ratio']:.3f}, wall {run['wall_s']:.2f} s, "
         f"TTFT p50 {run['ttft_p50_ms']} ms, {run['failed']} failed"
     )
     known = run.get("prediction")
     if known is not None:
-        said += f", predicted {known['predicted_tokens']} of {known['found_tokens']} cached tokens"
-    return said
+        text += f", predicted {known['predicted_tokens']} of {known['found_tokens']} cached tokens"
+    return text
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -67,7 +67,7 @@ def block(result: Mapping[str, Any]) -> str:
         for strategy, runs in result["simulated"].items()
         for name, run in runs.items()
     ]
-    apart = max(abs(one - other) for one, other in pairs)
+    apart = max(abs(real - other) for real, other in pairs)
     wrong = problems(result)
     refused = f" (pip: {result['pip_refused']})" if result["pip_refused"] else ""
     return "\n".join(
@@ -87,25 +87,25 @@ def block(result: Mapping[str, Any]) -> str:
 
 
 def problems(figures: Mapping[str, Any]) -> list[str]:
-    """What contradicts the claim that picker, engines and simulation agree."""
-    found = [f"metrics page: {one}" for one in figures["page_differences"]]
+    """Results that contradict the claim that picker, engines and simulation agree."""
+    lines = [f"metrics page: {real}" for real in figures["page_differences"]]
     for kind in ("real", "simulated"):
         for strategy, runs in figures[kind].items():
             for name, run in runs.items():
                 where = f"{kind}, {strategy}, {name}"
                 if run["failed"]:
-                    found.append(f"{where}: {run['failed']} requests failed")
-                counted, told = run["counter_tokens"], run["usage_tokens"]
-                if counted != told:
-                    found.append(f"{where}: the counters say {counted}, the answers {told}")
+                    lines.append(f"{where}: {run['failed']} requests failed")
+                counted, usage = run["counter_tokens"], run["usage_tokens"]
+                if counted != usage:
+                    lines.append(f"{where}: the counters say {counted}, the answers {usage}")
     for strategy, runs in figures["real"].items():
         for name, run in runs.items():
-            found += [f"{strategy}, {name}, picker: {one}" for one in run["picker_differences"]]
+            lines += [f"{strategy}, {name}, picker: {real}" for real in run["picker_differences"]]
     for strategy, runs in figures["simulated"].items():
         for name, run in runs.items():
-            one, other = figures["real"][strategy][name]["hit_ratio"], run["hit_ratio"]
-            if abs(one - other) > TOLERANCE:
-                found.append(
-                    f"{strategy}, {name}: hit ratio {one} on real engines, {other} on simulated ones"
+            real, other = figures["real"][strategy][name]["hit_ratio"], run["hit_ratio"]
+            if abs(real - other) > TOLERANCE:
+                lines.append(
+                    f"{strategy}, {name}: hit ratio {real} on real engines, {other} on simulated ones"
                 )
-    return found
+    return lines

@@ -146,14 +146,14 @@ def weights(shape: Shape = SHAPE) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's tensors."""
     tokens, _ = vocabulary()
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (len(tokens), shape.hidden),
         "model.norm.weight": (shape.hidden,),
         "lm_head.weight": (len(tokens), shape.hidden),
     }
     for layer in range(shape.layers):
         at = f"model.layers.{layer}"
-        found |= {
+        shapes |= {
             f"{at}.input_layernorm.weight": (shape.hidden,),
             f"{at}.post_attention_layernorm.weight": (shape.hidden,),
             f"{at}.self_attn.q_proj.weight": (queries, shape.hidden),
@@ -164,19 +164,19 @@ def weights(shape: Shape = SHAPE) -> dict[str, tuple[int, ...]]:
             f"{at}.mlp.up_proj.weight": (shape.inner, shape.hidden),
             f"{at}.mlp.down_proj.weight": (shape.hidden, shape.inner),
         }
-    return found
+    return shapes
 
 
 def adapter_weights(shape: Shape = SHAPE) -> dict[str, tuple[int, ...]]:
     """Names and shapes of an adapter's tensors, as peft writes them."""
     widths = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(shape.layers):
         for target in _TARGETS:
             at = f"base_model.model.model.layers.{layer}.self_attn.{target}"
-            found[f"{at}.lora_A.weight"] = (RANK, shape.hidden)
-            found[f"{at}.lora_B.weight"] = (widths[target], RANK)
-    return found
+            shapes[f"{at}.lora_A.weight"] = (RANK, shape.hidden)
+            shapes[f"{at}.lora_B.weight"] = (widths[target], RANK)
+    return shapes
 
 
 def adapter_config() -> dict[str, Any]:

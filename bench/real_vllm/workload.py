@@ -15,7 +15,7 @@ from bench.real_vllm import tiny
 SHARED_TOKENS = 512
 OWN_TOKENS = 40
 #: Requests of each group.
-EACH = 12
+REQUESTS_PER_GROUP = 12
 #: Tokens of an answer; few, because answers are not what is compared.
 OUTPUT_TOKENS = 8
 
@@ -65,7 +65,7 @@ def asks(models: Sequence[str], groups: int, *, seed: int, tail: str = "") -> li
         Ask(model, shared[group] + _words(rng, OWN_TOKENS, tail), place * groups + group)
         for place, model in enumerate(models)
         for group in range(groups)
-        for _ in range(EACH)
+        for _ in range(REQUESTS_PER_GROUP)
     ]
     rng.shuffle(invented)
     return invented
@@ -78,8 +78,8 @@ def ideal(prompt_tokens: float, block_tokens: int) -> float:
         prompt_tokens: Length of a prompt as the engine counts it, chat template included.
         block_tokens: Tokens of a KV block.
     """
-    found = SHARED_TOKENS // block_tokens * block_tokens
-    return (EACH - 1) / EACH * found / prompt_tokens
+    cached = SHARED_TOKENS // block_tokens * block_tokens
+    return (REQUESTS_PER_GROUP - 1) / REQUESTS_PER_GROUP * cached / prompt_tokens
 
 
 def _words(rng: random.Random, tokens: int, tail: str) -> str:

@@ -10,20 +10,20 @@ from extproc.simulator.fleet import scenario
 @pytest.mark.parametrize("name", list(agreement.SCENARIOS))
 def test_scenarios_can_be_run_both_ways(name):
     """They are valid, and every field their machines change is a flag of `extproc engine`."""
-    whole = agreement.SCENARIOS[name]
-    scenario.check(whole, where=name)
-    for engines in whole.fleet:
+    definition = agreement.SCENARIOS[name]
+    scenario.check(definition, where=name)
+    for engines in definition.fleet:
         for field, value in engines.set.items():
             assert agreement.flag(field, value)
 
 
 def test_a_scenario_at_another_speed_predicts_the_same_in_less_time():
     """Twice the pace halves all times but the client's own, and leaves hits and counts alone."""
-    whole = agreement.SCENARIOS["poisson"]
-    workload = msgspec.structs.replace(whole.workload, adapters=0)
-    whole = msgspec.structs.replace(whole, workload=workload)
+    definition = agreement.SCENARIOS["poisson"]
+    workload = msgspec.structs.replace(definition.workload, adapters=0)
+    definition = msgspec.structs.replace(definition, workload=workload)
     slow, fast = (
-        agreement.offline(agreement.scaled(whole, speed), "round-robin", seed=1)[0]
+        agreement.offline(agreement.scaled(definition, speed), "round-robin", seed=1)[0]
         for speed in (1.0, 2.0)
     )
     assert fast["requests"] == slow["requests"]

@@ -1,4 +1,4 @@
-"""What holding is for, and what it may cost: bars on the written results of `bench.capacity`."""
+"""Bars of flow control on the recorded results of `bench.capacity`."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_three_times_the_capacity():
 
 
 def test_chats_are_served_all_the_same():
-    """Where the second half of the bar is missed, the first is not."""
+    """At most one half of the bar is missed."""
     assert WRITTEN["overload-chat"]["ratios"]["output_tokens_per_s"] >= 0.95
 
 

@@ -1,4 +1,4 @@
-"""How far weights reach: the same points every time, who is kept, and limits by hand."""
+"""Tests of the search of weights: its points, the best of them, and bounds by hand."""
 
 import math
 
@@ -31,12 +31,12 @@ def test_weights_are_a_profile_that_can_be_run():
 
 def test_a_point_that_another_one_beats_in_both_is_left_out():
     """Of four, one answers most, one is soonest, one is between; the fourth is worse than that."""
-    told = [
+    points = [
         {"figures": {"requests_per_s": rate, "ttft_mean_s": wait}}
         for rate, wait in ((10, 3.0), (9, 2.0), (8, 2.5), (7, 1.0))
     ]
-    kept = frontier.best(told, "ttft_mean_s")
-    assert [one["figures"]["requests_per_s"] for one in kept] == [10, 9, 7]
+    front = frontier.best(points, "ttft_mean_s")
+    assert [point["figures"]["requests_per_s"] for point in front] == [10, 9, 7]
 
 
 def test_what_a_request_before_had_is_not_computed_again():
@@ -66,9 +66,9 @@ def test_limits_are_those_of_the_fastest_engine_and_of_full_batches():
         kv_tokens=1000,
     )
     works = [(RequestSpec(100, 11, []), 100), (RequestSpec(50, 11, []), 50)]
-    found = limits._bounds([engine, engine], iter(works), most_open=4)
-    assert found["ttft_mean_s"] == pytest.approx(0.085)
-    assert found["ttft_p99_s"] == pytest.approx(0.11)
+    bounds = limits._bounds([engine, engine], iter(works), most_open=4)
+    assert bounds["ttft_mean_s"] == pytest.approx(0.085)
+    assert bounds["ttft_p99_s"] == pytest.approx(0.11)
     # 0.15 s of prompts, and 20 tokens at half of an iteration and 2 ms each, on two engines.
-    assert found["requests_per_s"] == pytest.approx(2 / ((0.15 + 20 * 0.007) / 2))
+    assert bounds["requests_per_s"] == pytest.approx(2 / ((0.15 + 20 * 0.007) / 2))
     assert limits._bounds([engine], iter(works), most_open=math.inf)["requests_per_s"] > 3

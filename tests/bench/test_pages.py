@@ -13,16 +13,16 @@ SCENARIOS = Path(proof.SCENARIOS)
 @pytest.mark.parametrize("name", proof.names())
 def test_every_scenario_is_one(name):
     """All committed scenarios can be read, and name strategies there are."""
-    whole = simulation_runs.read(SCENARIOS / f"{name}.yaml")
-    for variant in whole.variants:
+    definition = simulation_runs.read(SCENARIOS / f"{name}.yaml")
+    for variant in definition.variants:
         simulation_runs.column(variant, folder=SCENARIOS, where=name)
 
 
 def test_every_bar_has_its_scenario_and_columns():
     """Bars name scenarios that are committed and columns that these have."""
     for bar in bars.BARS:
-        whole = simulation_runs.read(SCENARIOS / f"{bar.scenario}.yaml")
-        columns = {variant.name for variant in whole.variants}
+        definition = simulation_runs.read(SCENARIOS / f"{bar.scenario}.yaml")
+        columns = {variant.name for variant in definition.variants}
         assert {"adaptive", "clairvoyant"} <= columns
         assert bar.against in columns | {""}
 

@@ -27,11 +27,11 @@ def simulated(scenario, strategy, seed, /):
     plan = simulation_runs.plan(
         SCENARIOS / f"{scenario}.yaml", strategies=[strategy], configs=(), seeds=[seed]
     )
-    whole = plan.scenario
+    definition = plan.scenario
     if scenario in SHORTER:
-        workload = msgspec.structs.replace(whole.workload, conversations=SHORTER[scenario])
-        whole = msgspec.structs.replace(whole, workload=workload)
-    return simulation_runs.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
+        workload = msgspec.structs.replace(definition.workload, conversations=SHORTER[scenario])
+        definition = msgspec.structs.replace(definition, workload=workload)
+    return simulation_runs.run(definition, plan.columns[0], seed=seed, trace=plan.trace)
 
 
 @pytest.mark.parametrize(("most", "strategy"), published.L4)

@@ -1,4 +1,4 @@
-"""What the comparison with real engines computes, without vLLM."""
+"""Tests of the comparison with real engines, without vLLM."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "data" / "vllm-0.32-after-lora-load.txt"
 def test_groups_begin_alike_and_end_apart():
     """Every prompt of a group shares its 512 words with the group and nothing with others."""
     asks = workload.asks(["m"], 3, seed=1)
-    assert len(asks) == 3 * workload.EACH
+    assert len(asks) == 3 * workload.REQUESTS_PER_GROUP
     shared = {ask.group: ask.text[: 4 * workload.SHARED_TOKENS] for ask in asks}
     assert len(set(shared.values())) == 3
     assert all(ask.text.startswith(shared[ask.group]) for ask in asks)
@@ -32,7 +32,7 @@ def test_the_same_seed_asks_the_same():
 
 
 def test_adapters_are_asked_the_same_texts():
-    """What is cached for one adapter is of no use to the other, though the texts are equal."""
+    """Blocks of one adapter are of no use to another, though the texts are equal."""
     asks = workload.asks(["a", "b"], 2, seed=1)
     beginnings = {name: {a.text[:2048] for a in asks if a.model == name} for name in ("a", "b")}
     assert beginnings["a"] == beginnings["b"]
@@ -62,9 +62,9 @@ def test_counters_are_read_by_their_growth():
     after = Load(
         prefix_queries=500, prefix_hits=350, counters=EngineCounters(finished=5.0, preemptions=2.0)
     )
-    one, idle = counters.moved(before, after), counters.moved(before, before)
-    assert one == counters.Moved(400, 300, 4, 2)
-    assert counters.hit_ratio([one, idle]) == 0.75
+    moved, idle = counters.moved(before, after), counters.moved(before, before)
+    assert moved == counters.Moved(400, 300, 4, 2)
+    assert counters.hit_ratio([moved, idle]) == 0.75
     assert counters.hit_ratio([idle]) == 0.0
 
 
@@ -75,34 +75,34 @@ def test_a_run_in_numbers():
         counters.Answer(status=200, ttft_s=0.03, prompt_tokens=552, cached_tokens=0),
         counters.Answer(status=0),
     ]
-    found = counters.figures(answers, [counters.Moved(1104, 512, 2, 0)], 1.234)
-    assert found["failed"] == 1
-    assert found["hit_ratio"] == round(512 / 1104, 4)
-    assert found["ttft_p50_ms"] == 30.0
-    assert found["counter_tokens"] == found["usage_tokens"]
+    figures = counters.figures(answers, [counters.Moved(1104, 512, 2, 0)], 1.234)
+    assert figures["failed"] == 1
+    assert figures["hit_ratio"] == round(512 / 1104, 4)
+    assert figures["ttft_p50_ms"] == 30.0
+    assert figures["counter_tokens"] == figures["usage_tokens"]
 
 
 def test_a_decision_tells_what_was_predicted():
     """The short account names the endpoint and the tokens believed cached there."""
-    told = "adaptive; chose=127.0.0.1:8000; cost=1.2ms; cached=448/553; next=127.0.0.1:8001"
-    answer = counters.Answer(status=200, decision=told)
+    text = "adaptive; chose=127.0.0.1:8000; cost=1.2ms; cached=448/553; next=127.0.0.1:8001"
+    answer = counters.Answer(status=200, decision=text)
     assert (answer.predicted, answer.endpoint) == (448, "127.0.0.1:8000")
     assert counters.Answer(status=200, decision="round-robin").predicted is None
 
 
 def test_predictions_are_held_against_usage():
     """One within a block, one too high, one too low."""
-    told = [(512, 512), (512, 0), (0, 512)]
+    pairs = [(512, 512), (512, 0), (0, 512)]
     answers = [
-        counters.Answer(status=200, cached_tokens=found, decision=f"x; cached={predicted}/553")
-        for predicted, found in told
+        counters.Answer(status=200, cached_tokens=prediction, decision=f"x; cached={predicted}/553")
+        for predicted, prediction in pairs
     ]
-    found = counters.prediction(answers)
-    assert found is not None
-    assert (found["predicted_tokens"], found["found_tokens"]) == (1024, 1024)
-    assert (found["too_high"], found["too_low"]) == (1, 1)
-    assert found["within_a_block"] == round(1 / 3, 4)
-    assert found["mean_absolute_error_tokens"] == 341.3
+    prediction = counters.prediction(answers)
+    assert prediction is not None
+    assert (prediction["predicted_tokens"], prediction["found_tokens"]) == (1024, 1024)
+    assert (prediction["too_high"], prediction["too_low"]) == (1, 1)
+    assert prediction["within_a_block"] == round(1 / 3, 4)
+    assert prediction["mean_absolute_error_tokens"] == 341.3
 
 
 def test_a_strategy_that_predicts_nothing_is_not_judged():
@@ -128,8 +128,8 @@ def test_a_captured_page_reads_as_it_is_written():
 def test_a_page_that_says_otherwise_is_told():
     """A capacity that does not fit, an adapter nobody knows, a page that is none."""
     text = served().replace('kv_cache_size_tokens="8192"', 'kv_cache_size_tokens="4096"')
-    told = counters.differences(text, adapters=["lora-a"], models={})
-    assert [one.partition(":")[0] for one in told] == [
+    lines = counters.differences(text, adapters=["lora-a"], models={})
+    assert [line.partition(":")[0] for line in lines] == [
         "kv tokens",
         "adapters ever in a batch",
         "adapters of /v1/models",
@@ -139,16 +139,16 @@ def test_a_page_that_says_otherwise_is_told():
 
 def test_a_picker_that_sees_its_engines_is_right():
     """Engine, models and adapters as they are, nothing in flight at the end."""
-    seen = {
+    row = {
         "engine": "vllm",
         "failure": "",
         "models": ["tiny"],
         "model_adapters": ["lora-a", "lora-b"],
         "in_flight": 0,
     }
-    assert counters.pool_differences([seen, seen], model="tiny") == []
-    blind = {**seen, "engine": "", "in_flight": 1}
-    assert len(counters.pool_differences([seen, blind], model="tiny")) == 2
+    assert counters.pool_differences([row, row], model="tiny") == []
+    blind = {**row, "engine": "", "in_flight": 1}
+    assert len(counters.pool_differences([row, blind], model="tiny")) == 2
 
 
 def test_requirements_are_taken_without_torch_and_extras():
@@ -200,7 +200,7 @@ def one_run(**changes):
     }
 
 
-def told(real, simulated, differences=()):
+def record(real, simulated, differences=()):
     return {
         "real": {"adaptive": {"12 groups": real}},
         "simulated": {"adaptive": {"12 groups": simulated}},
@@ -210,15 +210,15 @@ def told(real, simulated, differences=()):
 
 def test_agreement_is_no_problem():
     """Ratios some hundredths apart are the same engine."""
-    assert report.problems(told(one_run(), one_run(hit_ratio=0.82))) == []
+    assert report.problems(record(one_run(), one_run(hit_ratio=0.82))) == []
 
 
 def test_every_disagreement_is_a_problem():
     """A failure, counters against answers, real against simulated, and the page."""
     usage = {"prompt": 10, "cached": 7}
     wrong = one_run(failed=1, usage_tokens=usage, hit_ratio=0.6, picker_differences=["engine"])
-    found = report.problems(told(wrong, one_run(), ["kv blocks: 1 is not 2"]))
-    assert len(found) == 5
+    problems = report.problems(record(wrong, one_run(), ["kv blocks: 1 is not 2"]))
+    assert len(problems) == 5
 
 
 def test_the_belief_is_read_from_the_pickers_page():
@@ -236,9 +236,9 @@ def test_the_belief_is_read_from_the_pickers_page():
 def test_the_table_has_a_row_for_each_run():
     """Real and simulated side by side; nothing is shown where nothing was predicted."""
     known = {"predicted_tokens": 97, "found_tokens": 100}
-    rows = report.table(told(one_run(prediction=known), one_run(hit_ratio=0.81))).splitlines()
+    rows = report.table(record(one_run(prediction=known), one_run(hit_ratio=0.81))).splitlines()
     assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.810 | 0.970 | 1.0 s | 10 ms |"]
-    alone = told(one_run(), one_run())
+    alone = record(one_run(), one_run())
     alone["real"]["adaptive"]["others"] = one_run()
     rows = report.table(alone).splitlines()
     assert rows.pop() == "| 144, others | `adaptive` | 0.800 |  |  | 1.0 s | 10 ms |"

@@ -31,7 +31,7 @@ def planned(scenario):
 def simulated(scenario, strategy, seed, restarts=()):
     """One run of it."""
     plan = planned(scenario)
-    column = next(one for one in plan.columns if one.name == strategy)
+    column = next(candidate for candidate in plan.columns if candidate.name == strategy)
     if restarts:
         scaled = msgspec.structs.replace(plan.scenario.autoscaling, restarts_s=restarts)
         column = msgspec.structs.replace(column, autoscaling=scaled)
@@ -47,17 +47,17 @@ def runs(scenario, strategy):
 def test_published_runs_are_reproduced(profile):
     """Wallaroo's policy and a serial engine: the mean of all three profiles within 15 %."""
     mean_s, *_ = published.WALLAROO[profile]
-    found = fmean(scaling.mean_of_responses_s(run) for run in runs(profile, "published"))
-    assert found == pytest.approx(mean_s, rel=0.15)
+    mean = fmean(scaling.mean_of_responses_s(run) for run in runs(profile, "published"))
+    assert mean == pytest.approx(mean_s, rel=0.15)
 
 
 def test_where_two_replicas_suffice_nobody_is_lost():
     """1/30 s: all answered, 54 s on average and p95 115 s at most, with 1.5 replicas that answer."""
-    made = runs("wallaroo-c", "adaptive")
-    assert [run.failed for run in made] == [{}] * len(made)
-    assert fmean(run.e2e_s.mean for run in made) <= 54
-    assert fmean(run.e2e_s.p95 for run in made) <= 115
-    assert fmean(run.scaling.mean_available for run in made) <= 1.5
+    summaries = runs("wallaroo-c", "adaptive")
+    assert [run.failed for run in summaries] == [{}] * len(summaries)
+    assert fmean(run.e2e_s.mean for run in summaries) <= 54
+    assert fmean(run.e2e_s.p95 for run in summaries) <= 115
+    assert fmean(run.scaling.mean_available for run in summaries) <= 1.5
 
 
 @pytest.mark.parametrize("profile", ["wallaroo-a", "wallaroo-b"])
@@ -86,10 +86,10 @@ def test_restarts_under_load_change_nothing():
     """Pickers replaced five times: the same answers to the same moment, the same replicas."""
     restarts = (97.0, 333.0, 500.0, 801.0, 1333.0)
     for seed in SEEDS[:2]:
-        whole = simulated("wallaroo-c", "adaptive", seed)
+        summary = simulated("wallaroo-c", "adaptive", seed)
         assert msgspec.json.encode(
             simulated("wallaroo-c", "adaptive", seed, restarts)
-        ) == msgspec.json.encode(whole)
+        ) == msgspec.json.encode(summary)
 
 
 def test_kubeai_follows_a_step_over_minutes():

@@ -40,9 +40,9 @@ def works(workload):
         yield from workloads.adapted(session.specs, n % adapters) if adapters else session.specs
 
 
-def shared(one, other):
-    """How many blocks two chains have in common from the start."""
-    pairs = zip(one, other, strict=False)
+def shared(text, other):
+    """Number of blocks that two chains have in common from the start."""
+    pairs = zip(text, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -62,16 +62,16 @@ def test_the_engine_cuts_texts_into_the_blocks_of_their_keys(workload):
 
 
 def test_the_next_turn_repeats_the_answer():
-    """What the engine says to a prompt stands in the next one, as far as whole blocks of it go."""
+    """The engine's answer to a prompt stands in the next one, as far as whole blocks of it go."""
     texts, repeated = sending.Texts(), 0
     for session in workloads.sessions(TURNS, random.Random(7)):
-        said = ""
+        dialog = ""
         for work in session.specs:
             text = texts.render(work)
-            whole = len(said) // 64 * 64
-            assert text[:whole] == said[:whole]
-            repeated += bool(said)
-            said = text + prompt.answer(text.encode(), work.output_tokens)
+            full = len(dialog) // 64 * 64
+            assert text[:full] == dialog[:full]
+            repeated += bool(dialog)
+            dialog = text + prompt.answer(text.encode(), work.output_tokens)
     assert repeated
 
 
@@ -91,15 +91,15 @@ def test_what_a_timeline_runs_in_one_moment_keeps_its_order():
     """On the real clock, too; and what an act raises is kept for whoever waits."""
 
     async def played():
-        wall, seen = sending.Wall(), []
+        wall, order = sending.Wall(), []
         for n in range(50):
-            wall.at(0.0, lambda n=n: seen.append(n))
+            wall.at(0.0, lambda n=n: order.append(n))
         wall.at(0.0, lambda: 1 / 0)
         over = asyncio.Event()
         wall.after(0.001, over.set)
         await over.wait()
-        return seen, wall.broken
+        return order, wall.broken
 
-    seen, broken = asyncio.run(played())
-    assert seen == list(range(50))
+    order, broken = asyncio.run(played())
+    assert order == list(range(50))
     assert isinstance(broken, ZeroDivisionError)

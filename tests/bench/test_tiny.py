@@ -45,10 +45,10 @@ def test_an_adapter_changes_what_its_config_names():
 
 def test_a_safetensors_file_reads_back():
     """Length, header and data fit each other; norms are ones."""
-    made = tiny.safetensors({"a.weight": (3, 5), "norm.weight": (4,)}, random.Random(0))
-    (length,) = struct.unpack("<Q", made[:8])
-    header = json.loads(made[8 : 8 + length])
-    data = made[8 + length :]
+    content = tiny.safetensors({"a.weight": (3, 5), "norm.weight": (4,)}, random.Random(0))
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    data = content[8 + length :]
     assert length % 8 == 0
     assert header["a.weight"] == {"dtype": "BF16", "shape": [3, 5], "data_offsets": [0, 30]}
     begin, end = header["norm.weight"]["data_offsets"]
@@ -88,8 +88,8 @@ def test_a_word_is_one_token_to_the_simulated_engine_too():
 
 def test_a_model_is_built_the_same_twice(tmp_path):
     """The same seed writes the same bytes; adapters differ from each other."""
-    one, other = tiny.build(tmp_path / "one"), tiny.build(tmp_path / "other")
-    names = sorted(path.name for path in one.iterdir())
+    first, other = tiny.build(tmp_path / "one"), tiny.build(tmp_path / "other")
+    names = sorted(path.name for path in first.iterdir())
     assert names == [
         "config.json",
         "generation_config.json",
@@ -97,6 +97,6 @@ def test_a_model_is_built_the_same_twice(tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
-    adapters = [(one.parent / name / "adapter_model.safetensors") for name in tiny.ADAPTERS]
+    assert all((first / name).read_bytes() == (other / name).read_bytes() for name in names)
+    adapters = [(first.parent / name / "adapter_model.safetensors") for name in tiny.ADAPTERS]
     assert adapters[0].read_bytes() != adapters[1].read_bytes()

@@ -26,7 +26,7 @@ DECISION = {
 
 
 def test_a_decision_is_told_in_words():
-    """What was cached, where, and what the next best would have cost."""
+    """The line names the cached tokens, the endpoint and the cost of the next best."""
     assert demo.render_decision(DECISION) == (
         "\nOne decision: 192 of 200 prompt tokens were cached on a:1, so the request went there,\n"
         "at an estimated 12 ms; the next best, b:1, would have taken 100 ms."

@@ -159,7 +159,7 @@ async def held(picker):
     return stream
 
 
-async def told(picker, name):
+async def read_metric(picker, name):
     """A metric's value."""
     url = f"http://{serving.LOCAL}:{picker.pages}/metrics"
     async with aiohttp.ClientSession() as http, http.get(url) as answer:
@@ -178,7 +178,7 @@ async def test_from_zero_to_some_and_back(api, cluster):
         playing(api, namespace) as kubelet,
         scaler(namespace, kubeconfig, kubelet.port) as picker,
     ):
-        await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+        await picker.until(lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0)
         first = await held(picker)
         (said,) = await first.hear()
         assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
@@ -188,7 +188,7 @@ async def test_from_zero_to_some_and_back(api, cluster):
         for one in [first, *more]:
             one.call.cancel()
         await picker.until(lambda: spec(api, namespace), lambda found: found == 0)
-        assert await told(picker, 'extproc_scaling_changes_total{pool="",why="wake"}') == 1.0
+        assert await read_metric(picker, 'extproc_scaling_changes_total{pool="",why="wake"}') == 1.0
         assert [count for _, count in kubelet.asked][:3] == [0, 1, 2]
         events = await api.call("GET", f"/api/v1/namespaces/{namespace}/events")
         assert {one["reason"] for one in events["items"]} == {"Scaled"}
@@ -209,7 +209,7 @@ async def test_it_is_ready_while_another_leads(api, cluster):
             await picker.until(picker.ready, bool)
 
         async def leaders():
-            return sorted([await told(picker, "extproc_leader") for picker in (one, other)])
+            return sorted([await read_metric(picker, "extproc_leader") for picker in (one, other)])
 
         await one.until(leaders, lambda found: found == [0.0, 1.0])
 
@@ -240,11 +240,13 @@ async def test_somebody_elses_target_is_left_alone(api, cluster):
             async def reasons():
                 return {one["reason"] for one in (await api.call("GET", events))["items"]}
 
-            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+            await picker.until(
+                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+            )
             line = "HorizontalPodAutoscaler theirs scales Deployment"
             await picker.until(lambda: said(picker), lambda text: line in text)
             await picker.until(
-                lambda: told(picker, 'extproc_scaling_desired_replicas{pool=""}'),
+                lambda: read_metric(picker, 'extproc_scaling_desired_replicas{pool=""}'),
                 lambda found: found == 2.0,
             )
             assert await spec(api, namespace) == 1
@@ -380,20 +382,21 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         ]
 
         async def leading():
-            return [await told(one, "extproc_leader") for one in both]
+            return [await read_metric(one, "extproc_leader") for one in both]
 
         found = await both[0].until(leading, lambda seen: 1.0 in seen)
         follower = both[found.index(0.0)]
         # Each has read the other at least once.
         await follower.until(
-            lambda: told(follower, 'extproc_scaling_complete{pool=""}'), lambda seen: seen == 1.0
+            lambda: read_metric(follower, 'extproc_scaling_complete{pool=""}'),
+            lambda seen: seen == 1.0,
         )
         first = await held(follower)
         (said,) = await first.hear()
         assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
         depth = 'extproc_scaling_queue_depth{pool=""}'
         for one in both:
-            await one.until(lambda one=one: told(one, depth), lambda seen: seen == 1.0)
+            await one.until(lambda one=one: read_metric(one, depth), lambda seen: seen == 1.0)
         first.call.cancel()
 
 
@@ -402,16 +405,20 @@ async def test_a_restart_changes_nothing(api, cluster):
     slow = {**POLICY["params"], "window_s": 20.0}
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
         async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
-            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+            await picker.until(
+                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+            )
             look = 'extproc_scaling_desired_replicas{pool=""}'
-            assert await picker.until(lambda: told(picker, look), bool) == 2.0
+            assert await picker.until(lambda: read_metric(picker, look), bool) == 2.0
             await picker.child.stop()
         state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
         kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
         first = kept["scaler"]["memory"]["depths"]["begun"]
         async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
-            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
-            await picker.until(lambda: told(picker, look), bool)
+            await picker.until(
+                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+            )
+            await picker.until(lambda: read_metric(picker, look), bool)
             assert await spec(api, namespace) == 2
             await picker.child.stop()
         kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]

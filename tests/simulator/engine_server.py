@@ -47,9 +47,9 @@ async def until(fact):
         await asyncio.sleep(0)
 
 
-async def leave(*asked):
+async def leave(*tasks):
     """Give up requests under way, as a client that goes away."""
-    for task in asked:
+    for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             (await task).close()
@@ -65,5 +65,5 @@ def chat(*texts, **more):
 async def events(response):
     """The `data:` payloads of a stream: decoded JSON, or the text [DONE]."""
     text = (await response.read()).decode()
-    found = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in found]
+    data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in data]

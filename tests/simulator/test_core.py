@@ -202,14 +202,14 @@ def test_max_queued_counts_waiting_and_running_jobs():
 
 def test_decoding_alone_is_one_plan_as_long_as_the_steps_one_by_one():
     """Many equal-batch steps take the sum of their times, which grow with the context."""
-    one, many = engine(), engine()
-    for it in (one, many):
+    stepwise, planned = engine(), engine()
+    for it in (stepwise, planned):
         it.submit(a_job(prompt=8, output=40), 0.0)
         it.step(0.0)
-    result = many.step(1.0)
+    result = planned.step(1.0)
     assert result.steps == 39
     now = 1.0
-    while (step := one.step(now, horizon=now)) is not None:
+    while (step := stepwise.step(now, horizon=now)) is not None:
         assert step.steps == 1
         now += step.duration_s
     assert math.isclose(now, 1.0 + result.duration_s, rel_tol=1e-12)

@@ -59,7 +59,7 @@ def test_the_command_says_where_it_listens_and_stops_at_once_on_a_signal(number)
 
 
 def test_flags_change_the_profile():
-    """What is not given stays the profile's."""
+    """Numbers without a flag stay those of the profile."""
     wanted = engine_command.settings(
         parsed("--profile", "l4-8b-fp8", "--kv-tokens", "32000", "--lora", "a", "--lora", "b")
     )

@@ -53,14 +53,14 @@ def served(machine, *, until):
 def simulated(machine, *, until):
     """The load of an engine of the virtual world that serves the same."""
     clock = event_queue.EventQueue()
-    one = engine_node.EngineNode(clock, machine, finished=lambda _: None, gaps=lambda *_: None)
-    one.start()
+    node = engine_node.EngineNode(clock, machine, finished=lambda _: None, gaps=lambda *_: None)
+    node.start()
     for n, work in enumerate(works()):
-        one.submit(sim_request.SimRequest(f"r{n}", work, 0.0))
+        node.submit(sim_request.SimRequest(f"r{n}", work, 0.0))
     clock.at(until, lambda: None)
     while clock.now < until and clock.step():
         pass
-    return one.page(until)
+    return node.page(until)
 
 
 @pytest.mark.parametrize("until", [0.05, 0.2, 0.6, 100.0])

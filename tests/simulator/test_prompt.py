@@ -9,26 +9,26 @@ from extproc.simulator import prompt
 def test_a_follow_up_begins_with_the_earlier_prompt_and_its_answer():
     """So its blocks are found, up to the last full one."""
     first = prompt.chat([("system", "be kind"), ("user", "hello")])
-    said = prompt.answer(first, 30)
-    again = [("system", "be kind"), ("user", "hello"), ("assistant", said), ("user", "more")]
-    assert prompt.chat(again).startswith(first + said.encode())
+    answer = prompt.answer(first, 30)
+    again = [("system", "be kind"), ("user", "hello"), ("assistant", answer), ("user", "more")]
+    assert prompt.chat(again).startswith(first + answer.encode())
 
 
 @given(st.binary(max_size=200), st.integers(0, 50))
 def test_an_answer_is_one_four_byte_word_per_token(text, tokens):
     """It re-tokenizes to as many tokens as were generated."""
-    said = prompt.answer(text, tokens)
-    assert said.isascii()
-    assert len(said) == tokens * prompt.BYTES_PER_TOKEN
+    answer = prompt.answer(text, tokens)
+    assert answer.isascii()
+    assert len(answer) == tokens * prompt.BYTES_PER_TOKEN
 
 
 @given(st.binary(max_size=400), st.binary(max_size=400), st.text(max_size=5))
-def test_block_hashes_of_a_common_beginning_are_common(one, two, salt):
+def test_block_hashes_of_a_common_beginning_are_common(first, second, salt):
     """Chained: equal up to the first differing block, different from there on."""
-    left, right = (prompt.hashes(text, salt=salt, block_tokens=4) for text in (one, two))
-    assert len(left) == len(one) // 16
+    left, right = (prompt.hashes(text, salt=salt, block_tokens=4) for text in (first, second))
+    assert len(left) == len(first) // 16
     for depth, (a, b) in enumerate(zip(left, right, strict=False), start=1):
-        assert (a == b) is (one[: depth * 16] == two[: depth * 16])
+        assert (a == b) is (first[: depth * 16] == second[: depth * 16])
 
 
 def test_salts_separate_equal_texts():

@@ -1,4 +1,4 @@
-"""Names and docstrings of extproc/ that a check can hold: `python -m tests.style.names`.
+"""Names and docstrings that a check can hold: `python -m tests.style.names`.
 
 `make check` runs it. It prints a line for each name that is not allowed, and fails if there is any.
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
+
+#: Folders that are checked. Class names are unique within each.
+FOLDERS: Final = ("extproc", "bench", "tests/bench", "tests/demo", "tests/simulator")
 
 #: Words that name nothing: as an identifier they hide what a value is.
 BANNED: Final = frozenset(
@@ -44,7 +47,7 @@ QUESTIONS: Final = frozenset(
 )
 
 #: Other names that imports may give: conventions of their libraries, and packages called `v3`.
-CONVENTIONS: Final = frozenset({"dt", "mpl", "np", "plt"})
+CONVENTIONS: Final = frozenset({"dt", "mpl", "np", "pb", "plt"})
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -64,12 +67,14 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
     problems: list[str] = []
     classes: dict[str, list[str]] = defaultdict(list)
     for path, text in texts:
-        for node in ast.walk(ast.parse(text)):
+        tree = ast.parse(text)
+        foreign = _foreign_names(tree)
+        for node in ast.walk(tree):
             place = f"{path}:{getattr(node, 'lineno', 1)}"
             problems += [
                 f"{place}: `{name}` does not say what it names"
                 for name in _identifiers(node)
-                if name.strip("_").lower() in BANNED
+                if name.strip("_").lower() in BANNED and name not in foreign
             ]
             problems += [f"{place}: {problem}" for problem in _docstring(node)]
             problems += [f"{place}: {problem}" for problem in _imports(node)]
@@ -97,6 +102,19 @@ def _identifiers(node: ast.AST) -> list[str]:
     return []
 
 
+def _foreign_names(tree: ast.Module) -> set[str]:
+    """Names that other projects gave, such as `given` of hypothesis."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = ("extproc", "bench", "tests")
+    return {
+        alias.name
+        for node in imports
+        if not (node.module or "").startswith(own)
+        for alias in node.names
+        if not alias.asname
+    }
+
+
 def _docstring(node: ast.AST) -> Iterator[str]:
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
@@ -120,9 +138,11 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong in extproc/; the exit status."""
-    texts = [(str(path.relative_to(ROOT)), path.read_text()) for path in sources(ROOT / "extproc")]
-    problems = check(texts)
+    """Print what is wrong in `FOLDERS`; the exit status."""
+    problems: list[str] = []
+    for folder in FOLDERS:
+        paths = sources(ROOT / folder)
+        problems += check([(str(path.relative_to(ROOT)), path.read_text()) for path in paths])
     for problem in problems:
         print(problem)
     return 1 if problems else 0

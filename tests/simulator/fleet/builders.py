@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from extproc.config import scheduling_schema
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.simulator.fleet import client, length_distributions, scenario, simulation, workloads
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
 
@@ -48,20 +48,20 @@ def a_scenario(workload=None, **facts) -> scenario.Scenario:
     return scenario.Scenario(workload=workload or independent(), **(defaults | facts))
 
 
-def settings(strategy="adaptive") -> sections.Settings:
+def settings(strategy="adaptive") -> Settings:
     """A configuration of one word."""
-    return sections.Settings(scheduling=scheduling_schema.SchedulingSection(strategy=strategy))
+    return Settings(scheduling=scheduling_schema.SchedulingSection(strategy=strategy))
 
 
-def a_world(whole=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.Simulation:
-    """A world that has not run yet."""
+def a_simulation(definition=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.Simulation:
+    """A simulation that has not run yet."""
     chosen = None if strategy == scenario.CLAIRVOYANT else settings(strategy)
-    return simulation.Simulation(whole or a_scenario(), chosen, seed=seed, rows=rows)
+    return simulation.Simulation(definition or a_scenario(), chosen, seed=seed, rows=rows)
 
 
-def summary(whole=None, strategy="adaptive", *, seed=1):
-    """What one run gives."""
-    return a_world(whole, strategy, seed=seed).run().summary()
+def summary(definition=None, strategy="adaptive", *, seed=1):
+    """Summary of one run."""
+    return a_simulation(definition, strategy, seed=seed).run().summary()
 
 
 def sessions(workload, seed=1, rows=()) -> list[SimSession]:

@@ -61,8 +61,10 @@ def test_refused_requests_are_told_when_to_try_again():
     """Within the budget, in the pace in which one engine that serves one at a time takes them."""
     budget_s = 60.0
     engine = scenario.EngineGroup(count=1, profile="demo", set={"max_num_seqs": 1})
-    whole = scaled(60, every_s=0.5, hold=HoldSpec(per_replica=1, requests=6, budget_s=budget_s))
-    run = summary(msgspec.structs.replace(whole, fleet=[engine]))
+    definition = scaled(
+        60, every_s=0.5, hold=HoldSpec(per_replica=1, requests=6, budget_s=budget_s)
+    )
+    run = summary(msgspec.structs.replace(definition, fleet=[engine]))
     assert run.refusals.rejected == sum(run.failed.values()) > 0
     assert run.refusals.latest_s <= budget_s
     assert 1 <= run.refusals.retry_after_most_s <= budget_s
@@ -86,14 +88,14 @@ def test_a_client_that_gives_up_waits_no_longer():
 
 
 def test_an_abandoned_request_keeps_the_engine_busy():
-    """Where nobody tells the engine, its answer comes and is thrown away."""
+    """An engine that is not told of the disconnect computes an answer that is thrown away."""
     fleet = [scenario.EngineGroup(count=1, profile="demo", set={"max_num_seqs": 1})]
     finished = {}
     for abandons in (False, True):
         offered = client.Client(rate_per_s=1.0, evenly=True, timeout_s=4.0, abandons=abandons)
-        whole = a_scenario(independent(20, output=exactly(160)), fleet=fleet, client=offered)
+        definition = a_scenario(independent(20, output=exactly(160)), fleet=fleet, client=offered)
         sim_requests = (
-            simulation.Simulation(whole, settings("least-request"), seed=1).run().requests
+            simulation.Simulation(definition, settings("least-request"), seed=1).run().requests
         )
         given_up = [sim_request for sim_request in sim_requests if sim_request.failure == "timeout"]
         finished[abandons] = [
@@ -105,12 +107,12 @@ def test_an_abandoned_request_keeps_the_engine_busy():
 
 def test_requests_are_given_out_one_by_one():
     """One at a time for each replica: the first come is the first answered."""
-    whole = scaled(10, every_s=0.1, hold=HoldSpec(per_replica=1), start=1)
-    made = simulation.Simulation(whole, settings("least-request"), seed=1).run()
-    ids = [sim_request.id for sim_request in made.requests]
+    definition = scaled(10, every_s=0.1, hold=HoldSpec(per_replica=1), start=1)
+    metrics = simulation.Simulation(definition, settings("least-request"), seed=1).run()
+    ids = [sim_request.id for sim_request in metrics.requests]
     assert ids == [f"r{n}" for n in range(1, 11)]
-    begun = [sim_request.sent_at + sim_request.first_s for sim_request in made.requests]
-    ended = [sim_request.sent_at + sim_request.took_s for sim_request in made.requests]
+    begun = [sim_request.sent_at + sim_request.first_s for sim_request in metrics.requests]
+    ended = [sim_request.sent_at + sim_request.took_s for sim_request in metrics.requests]
     assert all(begin > end for begin, end in zip(begun[1:], ended, strict=False))
 
 
@@ -118,14 +120,14 @@ def test_a_replica_that_leaves_finishes_what_it_has():
     """With no end of patience nothing is lost; without any what runs is."""
     lost = {}
     for grace_s in (None, 0.0):
-        whole = scaled(
+        definition = scaled(
             400,
             every_s=0.05,
             start=2,
             grace_s=grace_s,
             params={"idle_s": 60.0, "down_s": 0.0, "window_s": 5.0},
         )
-        lost[grace_s] = summary(whole).failed.get("engine died", 0)
+        lost[grace_s] = summary(definition).failed.get("engine died", 0)
     assert lost[None] == 0
     assert lost[0.0] > 0
 
@@ -159,14 +161,16 @@ def test_the_charts_are_those_of_the_published_page():
 
 def test_results_say_what_replicas_cost():
     """Rows of the table where replicas come and go, and none where they do not."""
-    whole = msgspec.structs.replace(scaled(5), strategies=["least-request"], seeds=[1])
-    made = report.report(whole, [report.Run("least-request", 1, summary(whole, "least-request"))])
-    assert made.columns[0].figures["replica_s"].mean > 60
-    assert "Replica seconds" in tables.text(made)
+    definition = msgspec.structs.replace(scaled(5), strategies=["least-request"], seeds=[1])
+    result = report.report(
+        definition, [report.Run("least-request", 1, summary(definition, "least-request"))]
+    )
+    assert result.columns[0].figures["replica_s"].mean > 60
+    assert "Replica seconds" in tables.text(result)
     still = a_scenario(strategies=["least-request"], seeds=[1])
-    made = report.report(still, [report.Run("least-request", 1, summary(still, "least-request"))])
-    assert math.isnan(made.columns[0].figures["replica_s"].mean)
-    assert "Replica seconds" not in tables.text(made)
+    result = report.report(still, [report.Run("least-request", 1, summary(still, "least-request"))])
+    assert math.isnan(result.columns[0].figures["replica_s"].mean)
+    assert "Replica seconds" not in tables.text(result)
 
 
 def test_a_variant_has_its_own_policy():
@@ -185,7 +189,7 @@ def test_a_wrong_policy_is_refused():
 
 
 def test_a_client_that_keeps_to_its_clock_skips():
-    """What finds every connection busy is never sent."""
+    """Requests that find every connection busy are never sent."""
     offered = client.Client(rate_per_s=1.0, evenly=True, concurrency=3, skips=True)
     run = summary(scaled(20, offered=offered))
     assert run.failed == {}

@@ -1,9 +1,9 @@
 import msgspec
 import pytest
 
-from extproc import decision as outcomes
+from extproc import decision
 from extproc.config import flow_control
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks
@@ -19,7 +19,7 @@ from tests.simulator.fleet.builders import a_scenario, advance, exactly, indepen
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 
 
-class Door:
+class FlowControlFixture:
     """A gate before a fleet with so many free places."""
 
     def __init__(self, *, free=0, waits_s=60.0, **facts):
@@ -35,13 +35,13 @@ class Door:
             go=self.grant,
             refuse=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
-        asked = flow_control.FlowControlSection(enabled=True, **facts)
-        self.gate = SimFlowController(asked, timeline=self.timeline, acts=acts)
+        section = flow_control.FlowControlSection(enabled=True, **facts)
+        self.gate = SimFlowController(section, timeline=self.timeline, acts=acts)
 
     def decide(self, _sim_request, _patient):
         if self.refusal is not None:
             return self.refusal
-        return GOES if self.free else outcomes.all_busy(self.waits_s)
+        return GOES if self.free else decision.all_busy(self.waits_s)
 
     def grant(self, sim_request, _outcome):
         self.free -= 1
@@ -49,7 +49,7 @@ class Door:
 
     def hold(self, name, why=None, **facts):
         sim_request = SimRequest(name, RequestSpec(100, 10, (), **facts), self.timeline.now)
-        assert not self.gate.enqueue(sim_request, why or outcomes.all_busy(self.waits_s))
+        assert not self.gate.enqueue(sim_request, why or decision.all_busy(self.waits_s))
         return sim_request
 
     def opens(self, places):
@@ -60,69 +60,69 @@ class Door:
 
 def test_whoever_came_first_goes_first():
     """An event lets as many go on as there are places."""
-    door = Door()
+    fixture = FlowControlFixture()
     for name in "abc":
-        door.hold(name)
-    door.opens(2)
-    assert door.went == ["a", "b"]
-    assert door.gate.queue.count == 1
+        fixture.hold(name)
+    fixture.opens(2)
+    assert fixture.went == ["a", "b"]
+    assert fixture.gate.queue.count == 1
 
 
 def test_priority_comes_first_and_tenants_take_turns():
     """A tenant that attained less goes before one that came earlier."""
-    door = Door()
+    fixture = FlowControlFixture()
     for name in "abc":
-        door.hold(name, tenant="big")
-    door.hold("d", tenant="small")
-    door.hold("e", tenant="big", priority=1)
-    door.opens(3)
-    assert door.went == ["e", "d", "a"]
+        fixture.hold(name, tenant="big")
+    fixture.hold("d", tenant="small")
+    fixture.hold("e", tenant="big", priority=1)
+    fixture.opens(3)
+    assert fixture.went == ["e", "d", "a"]
 
 
 def test_the_estimate_wakes_without_an_event():
     """`waits_s` later it is tried again."""
-    door = Door(waits_s=0.25)
-    door.hold("a")
-    door.free = 1
-    advance(door.timeline, 0.2)
-    assert not door.went
-    advance(door.timeline, 0.1)
-    assert door.went == ["a"]
+    fixture = FlowControlFixture(waits_s=0.25)
+    fixture.hold("a")
+    fixture.free = 1
+    advance(fixture.timeline, 0.2)
+    assert not fixture.went
+    advance(fixture.timeline, 0.1)
+    assert fixture.went == ["a"]
 
 
 def test_the_deadline_ends_a_wait():
     """429 where endpoints are busy, 503 and another time limit where there is none."""
-    door = Door(timeout_s=2.0, empty_timeout_s=5.0)
-    door.hold("a")
-    door.hold("b", outcomes.no_endpoints_yet())
-    advance(door.timeline, 3.0)
-    assert door.refused == [("a", 429)]
-    advance(door.timeline, 3.0)
-    assert door.gate.outcomes["expired"] == 2
+    fixture = FlowControlFixture(timeout_s=2.0, empty_timeout_s=5.0)
+    fixture.hold("a")
+    fixture.hold("b", decision.no_endpoints_yet())
+    advance(fixture.timeline, 3.0)
+    assert fixture.refused == [("a", 429)]
+    advance(fixture.timeline, 3.0)
+    assert fixture.gate.outcomes["expired"] == 2
 
 
 def test_a_client_that_left_waits_no_longer():
     """Only once, and nothing happens to it later."""
-    door = Door(timeout_s=2.0)
-    sim_request = door.hold("a")
-    assert door.gate.cancel(sim_request)
-    assert not door.gate.cancel(sim_request)
-    door.opens(1)
-    advance(door.timeline, 3.0)
-    assert not door.went
-    assert not door.refused
+    fixture = FlowControlFixture(timeout_s=2.0)
+    sim_request = fixture.hold("a")
+    assert fixture.gate.cancel(sim_request)
+    assert not fixture.gate.cancel(sim_request)
+    fixture.opens(1)
+    advance(fixture.timeline, 3.0)
+    assert not fixture.went
+    assert not fixture.refused
 
 
 def test_a_full_queue_makes_room_for_priority():
     """The last of the lowest is displaced; without one the newcomer is refused."""
-    door = Door(max_requests=2)
-    door.hold("a")
-    door.hold("b")
-    door.hold("c", priority=1)
-    assert door.refused == [("b", 429)]
+    fixture = FlowControlFixture(max_requests=2)
+    fixture.hold("a")
+    fixture.hold("b")
+    fixture.hold("c", priority=1)
+    assert fixture.refused == [("b", 429)]
     assert (
-        door.gate.enqueue(
-            SimRequest("d", RequestSpec(1, 1, ()), 0.0), outcomes.all_busy(1.0)
+        fixture.gate.enqueue(
+            SimRequest("d", RequestSpec(1, 1, ()), 0.0), decision.all_busy(1.0)
         ).status
         == 429
     )
@@ -130,15 +130,15 @@ def test_a_full_queue_makes_room_for_priority():
 
 def test_what_waiting_cannot_change_is_refused():
     """A refusal that will stay ends the wait."""
-    door = Door()
-    door.hold("a")
-    door.refusal = Rejection(404, "there is no such model")
-    door.gate.notify_capacity()
-    advance(door.timeline, 0.0)
-    assert door.refused == [("a", 404)]
+    fixture = FlowControlFixture()
+    fixture.hold("a")
+    fixture.refusal = Rejection(404, "there is no such model")
+    fixture.gate.notify_capacity()
+    advance(fixture.timeline, 0.0)
+    assert fixture.refused == [("a", 404)]
 
 
-def held(**facts) -> sections.Settings:
+def held(**facts) -> Settings:
     """The default with holding."""
     return msgspec.structs.replace(
         settings(),
@@ -148,29 +148,29 @@ def held(**facts) -> sections.Settings:
 
 def group(tenant, rate_per_s, **facts) -> workloads.Group:
     """Ten seconds of long prompts."""
-    asked = independent(1000, prompt=exactly(1000), output=exactly(20))
+    workload = independent(1000, prompt=exactly(1000), output=exactly(20))
     return workloads.Group(
-        tenant=tenant, rate_per_s=rate_per_s, until_s=10.0, workload=asked, **facts
+        tenant=tenant, rate_per_s=rate_per_s, until_s=10.0, workload=workload, **facts
     )
 
 
 def waited(groups, chosen):
     """Seconds to the first token by tenant, ascending; everybody is served."""
-    whole = a_scenario(
+    definition = a_scenario(
         workloads.Groups(groups=groups),
         fleet=[scenario.EngineGroup(count=2, profile="demo")],
         client=client.Client(),
     )
-    world = Simulation(whole, chosen, seed=1)
-    world.run()
-    assert not [sim_request.failure for sim_request in world.tally.requests if sim_request.failure]
-    for picker in world.pickers:
+    run = Simulation(definition, chosen, seed=1)
+    run.run()
+    assert not [sim_request.failure for sim_request in run.tally.requests if sim_request.failure]
+    for picker in run.pickers:
         assert not picker.gate or not picker.gate.queue.count
         assert all(not m.account.in_flight for m in picker.parts.store.pool.members)
-    found = {}
-    for sim_request in world.tally.requests:
-        found.setdefault(sim_request.work.tenant, []).append(sim_request.first_s)
-    return {tenant: sorted(values) for tenant, values in found.items()}
+    times = {}
+    for sim_request in run.tally.requests:
+        times.setdefault(sim_request.work.tenant, []).append(sim_request.first_s)
+    return {tenant: sorted(values) for tenant, values in times.items()}
 
 
 def test_a_small_tenant_does_not_wait_for_a_big_one():
@@ -187,7 +187,7 @@ def test_a_small_tenant_does_not_wait_for_a_big_one():
 
 def p95_s(*tenants) -> float:
     """The small tenant's time to the first token, on the fleet of `bench/scenarios/tenants.yaml`."""
-    asked = independent(
+    workload = independent(
         10_000,
         prompt=length_distributions.Lengths(
             mean=2000, deviation=2000, shape="lognormal", highest=10_000
@@ -196,16 +196,16 @@ def p95_s(*tenants) -> float:
     )
     rates = {"small": 5.0, "big": 50.0}
     groups = [
-        workloads.Group(tenant=name, rate_per_s=rates[name], until_s=30.0, workload=asked)
+        workloads.Group(tenant=name, rate_per_s=rates[name], until_s=30.0, workload=workload)
         for name in tenants
     ]
-    whole = a_scenario(
+    definition = a_scenario(
         workloads.Groups(groups=groups),
         fleet=[scenario.EngineGroup(count=8, profile="l4-8b-fp8")],
         client=client.Client(),
         until_s=30.0,
     )
-    sim_requests = Simulation(whole, held(), seed=1).run().requests
+    sim_requests = Simulation(definition, held(), seed=1).run().requests
     mine = [sim_request for sim_request in sim_requests if sim_request.work.tenant == "small"]
     assert not [sim_request for sim_request in mine if sim_request.failure]
     return spread([sim_request.first_s for sim_request in mine]).p95
@@ -219,32 +219,32 @@ def test_a_tenth_of_the_requests_wait_hardly_longer_than_alone():
 
 def test_requests_wait_for_the_first_engine_or_give_up():
     """Those whose clients have patience are served once it is there; nobody is lost or refused."""
-    whole = a_scenario(
+    definition = a_scenario(
         workloads.Groups(groups=[group("some", 2.0)]),
         fleet=[scenario.EngineGroup(count=1, profile="demo", ready_s=8.0)],
         client=client.Client(timeout_s=5.0),
     )
-    world = Simulation(whole, held(), seed=1)
-    summary = world.run().summary()
+    run = Simulation(definition, held(), seed=1)
+    summary = run.run().summary()
     assert set(summary.failed) == {"timeout"}
     assert summary.ttft_s.p99 > 3.0
-    assert not world.pickers[0].gate.queue.count
-    early = [sim_request for sim_request in world.tally.requests if sim_request.sent_at < 3.0]
+    assert not run.pickers[0].gate.queue.count
+    early = [sim_request for sim_request in run.tally.requests if sim_request.sent_at < 3.0]
     assert {sim_request.failure for sim_request in early} == {"timeout"}
-    assert len(early) == world.pickers[0].gate.outcomes["left"]
+    assert len(early) == run.pickers[0].gate.outcomes["left"]
 
 
 def test_where_replicas_come_and_go_the_scenario_says_who_waits():
     """The pickers hold nobody then."""
-    whole = a_scenario(autoscaling=scenario.ScenarioAutoscaling(start=1, cold_start_s=1.0))
-    world = Simulation(whole, held(), seed=1)
-    assert world.pickers[0].gate is None
+    definition = a_scenario(autoscaling=scenario.ScenarioAutoscaling(start=1, cold_start_s=1.0))
+    run = Simulation(definition, held(), seed=1)
+    assert run.pickers[0].gate is None
 
 
 @pytest.mark.proof
 def test_holding_leaves_conversations_where_they_are():
     """Chats whose prefixes just do not fit: as many answers as without holding, within a tenth."""
-    whole = a_scenario(
+    definition = a_scenario(
         workloads.ConversationWorkload(
             conversations=250,
             turns=length_distributions.Lengths(mean=7.34, shape="exponential", lowest=5),
@@ -263,7 +263,7 @@ def test_holding_leaves_conversations_where_they_are():
         client=client.Client(users=80, ramp_s=0.5),
     )
     free, waiting = (
-        Simulation(whole, chosen, seed=1).run().summary() for chosen in (settings(), held())
+        Simulation(definition, chosen, seed=1).run().summary() for chosen in (settings(), held())
     )
     assert not waiting.failed
     assert waiting.requests_per_s >= 0.9 * free.requests_per_s

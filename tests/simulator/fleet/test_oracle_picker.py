@@ -7,22 +7,22 @@ from tests.simulator.fleet.builders import a_scenario, conversations, spread_out
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_knowing_everything_is_never_worse_than_chance(seed):
     """On conversations over three engines it answers sooner than random does."""
-    whole = a_scenario(
+    definition = a_scenario(
         conversations(60, prompt=spread_out(200), output=spread_out(40)),
         fleet=[scenario.EngineGroup(count=3, profile="demo")],
         client=client.Client(users=20),
     )
-    knows, random = (summary(whole, name, seed=seed) for name in ("clairvoyant", "random"))
+    knows, random = (summary(definition, name, seed=seed) for name in ("clairvoyant", "random"))
     assert knows.ttft_s.mean < random.ttft_s.mean
     assert knows.e2e_s.mean < random.e2e_s.mean
     assert knows.hit_ratio > random.hit_ratio
 
 
 def test_its_predictions_are_the_truth():
-    """What it believes cached is what the engine finds, as long as nobody is in between."""
-    whole = a_scenario(conversations(20), client=client.Client(users=1))
-    made = summary(whole, "clairvoyant")
-    assert made.predicted_ratio == pytest.approx(made.hit_ratio, abs=0.001)
+    """The tokens that it predicts are those that the engine finds, with no request in between."""
+    definition = a_scenario(conversations(20), client=client.Client(users=1))
+    result = summary(definition, "clairvoyant")
+    assert result.predicted_ratio == pytest.approx(result.hit_ratio, abs=0.001)
 
 
 def test_it_uses_the_faster_engine():
@@ -31,15 +31,15 @@ def test_it_uses_the_faster_engine():
         scenario.EngineGroup(count=1, profile="demo", speed=0.25),
         scenario.EngineGroup(count=1, profile="demo"),
     ]
-    made = summary(a_scenario(fleet=fleet, client=client.Client(users=1)), "clairvoyant")
-    assert [one.requests for one in made.endpoints] == [0, 40]
+    result = summary(a_scenario(fleet=fleet, client=client.Client(users=1)), "clairvoyant")
+    assert [endpoint.requests for endpoint in result.endpoints] == [0, 40]
 
 
 def test_it_does_not_send_to_the_dead():
     """It sees at once that an engine is gone, listed or not."""
     outage = scenario.Outage(engine=0, at_s=1.0, noticed_s=None)
-    whole = a_scenario(conversations(30), outages=[outage], client=client.Client(users=6))
-    assert "connection refused" not in summary(whole, "clairvoyant").failed
+    definition = a_scenario(conversations(30), outages=[outage], client=client.Client(users=6))
+    assert "connection refused" not in summary(definition, "clairvoyant").failed
 
 
 def test_it_waits_for_adapters_as_little_as_it_must():
@@ -47,6 +47,8 @@ def test_it_waits_for_adapters_as_little_as_it_must():
     fleet = [
         scenario.EngineGroup(count=2, profile="demo", set={"max_loras": 1, "lora_load_s": 0.5})
     ]
-    whole = a_scenario(conversations(30, adapters=2), fleet=fleet, client=client.Client(users=6))
-    knows, random = (summary(whole, name) for name in ("clairvoyant", "random"))
+    definition = a_scenario(
+        conversations(30, adapters=2), fleet=fleet, client=client.Client(users=6)
+    )
+    knows, random = (summary(definition, name) for name in ("clairvoyant", "random"))
     assert knows.ttft_s.mean < 0.5 * random.ttft_s.mean

@@ -16,7 +16,7 @@ TURNAROUND_S = 0.002
 
 def hit_ratio(pickers: int, delay_s: float | None) -> float:
     """40 users who chat without pause, on two engines whose caches are too small for all of them."""
-    whole = scenario.Scenario(
+    definition = scenario.Scenario(
         title="chat",
         fleet=(
             scenario.EngineGroup(
@@ -34,7 +34,7 @@ def hit_ratio(pickers: int, delay_s: float | None) -> float:
     )
     text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scheduling: {strategy: adaptive}}"
     settings = loader.settings(loader.parse(text, where="test"))
-    return fmean(simulation.run(whole, settings, seed=seed).hit_ratio for seed in (1, 2))
+    return fmean(simulation.run(definition, settings, seed=seed).hit_ratio for seed in (1, 2))
 
 
 @pytest.mark.proof

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from extproc.config import settings as sections
+from extproc.config.settings import ScrapeSection
 from extproc.endpoint import ServedModels
 from extproc.simulator import profiles
 from extproc.simulator.fleet.engine_node import EngineNode
@@ -10,7 +10,7 @@ from extproc.simulator.fleet.picker import ExtprocPicker
 from tests.simulator.fleet.builders import advance, settings, sim_request
 
 
-class Watching(EngineNode):
+class RecordingEngineNode(EngineNode):
     """An engine that notes when its page is read."""
 
     def page(self, now):
@@ -18,41 +18,39 @@ class Watching(EngineNode):
         return super().page(now)
 
 
-class Desk:
+class PickerFixture:
     """One picker over engines that answer by themselves."""
 
     def __init__(self, count=2, *, delay_s=0.005, strategy="adaptive", **scrape):
         self.timeline = EventQueue()
-        self.sites = []
+        self.nodes = []
         for _ in range(count):
-            site = Watching(
+            node = RecordingEngineNode(
                 self.timeline,
                 profiles.find("demo"),
                 finished=self.ended,
                 gaps=lambda *_: None,
             )
-            site.read = []
-            site.start()
-            self.sites.append(site)
+            node.read = []
+            node.start()
+            self.nodes.append(node)
         self.picker = ExtprocPicker(
-            msgspec.structs.replace(
-                settings(strategy), seed=1, scrape=sections.ScrapeSection(**scrape)
-            ),
-            self.sites,
+            msgspec.structs.replace(settings(strategy), seed=1, scrape=ScrapeSection(**scrape)),
+            self.nodes,
             timeline=self.timeline,
             delay_s=delay_s,
             models=ServedModels(frozenset({"base"}), frozenset({"adapter-0"})),
         )
         self.picker.listed(range(count))
 
-    def ended(self, one):
-        self.picker.ended(one)
+    def ended(self, request):
+        self.picker.ended(request)
 
-    def send(self, one):
-        one.node = self.picker.pick(one)
-        if one.node >= 0:
-            self.sites[one.node].submit(one)
-        return one
+    def send(self, request):
+        request.node = self.picker.pick(request)
+        if request.node >= 0:
+            self.nodes[request.node].submit(request)
+        return request
 
     def until(self, when):
         advance(self.timeline, when - self.timeline.now)
@@ -63,109 +61,109 @@ class Desk:
 
 def test_idle_endpoints_are_scraped_at_the_slow_beat():
     """About one page every two seconds, spread by a tenth."""
-    desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
-    desk.until(60.0)
-    for site in desk.sites:
-        assert len(site.read) == pytest.approx(30, abs=3)
+    fixture = PickerFixture(busy_interval_s=0.2, idle_interval_s=2.0)
+    fixture.until(60.0)
+    for node in fixture.nodes:
+        assert len(node.read) == pytest.approx(30, abs=3)
 
 
 def test_busy_endpoints_are_scraped_at_the_fast_beat():
     """The engine a long answer comes from is asked every 0.2 s, the other one is not."""
-    desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
-    desk.until(1.0)
-    busy = desk.send(sim_request(output=700)).node
-    before = len(desk.sites[busy].read)
-    desk.until(4.0)
-    assert len(desk.sites[busy].read) - before >= 10
-    assert len(desk.sites[1 - busy].read) <= 4
+    fixture = PickerFixture(busy_interval_s=0.2, idle_interval_s=2.0)
+    fixture.until(1.0)
+    busy = fixture.send(sim_request(output=700)).node
+    before = len(fixture.nodes[busy].read)
+    fixture.until(4.0)
+    assert len(fixture.nodes[busy].read) - before >= 10
+    assert len(fixture.nodes[1 - busy].read) <= 4
 
 
 def test_a_page_is_as_old_as_its_delay():
     """A load is stamped with the moment it was true, and known only later."""
-    desk = Desk(count=1, delay_s=0.5)
-    while not desk.sites[0].read:
-        desk.timeline.step()
-    first = desk.sites[0].read[0]
-    assert desk.load(0).running is None
-    desk.until(first + 0.5)
-    assert desk.load(0).at == first
+    fixture = PickerFixture(count=1, delay_s=0.5)
+    while not fixture.nodes[0].read:
+        fixture.timeline.step()
+    first = fixture.nodes[0].read[0]
+    assert fixture.load(0).running is None
+    fixture.until(first + 0.5)
+    assert fixture.load(0).at == first
 
 
 def test_a_dead_engine_is_found_out_by_scraping():
     """Refused scrapes mark an endpoint as down, and picks avoid it."""
-    desk = Desk(strategy="round-robin")
-    desk.until(1.0)
-    desk.sites[0].stop()
-    desk.until(20.0)
-    assert desk.picker.parts.store.pool.down == 1
-    assert {desk.send(sim_request(f"r{n}")).node for n in range(6)} == {1}
+    fixture = PickerFixture(strategy="round-robin")
+    fixture.until(1.0)
+    fixture.nodes[0].stop()
+    fixture.until(20.0)
+    assert fixture.picker.parts.store.pool.down == 1
+    assert {fixture.send(sim_request(f"r{n}")).node for n in range(6)} == {1}
 
 
 @pytest.mark.parametrize("gone_s", [5.0, 60.0])
 @pytest.mark.parametrize("strategy", ["round-robin", "adaptive"])
 def test_an_engine_that_comes_back_has_traffic_within_two_seconds(gone_s, strategy):
     """However long a scraper found nobody listening, and whatever failed meanwhile."""
-    desk = Desk(strategy=strategy)
-    desk.until(1.0)
-    desk.sites[0].stop()
+    fixture = PickerFixture(strategy=strategy)
+    fixture.until(1.0)
+    fixture.nodes[0].stop()
     for n in range(6):
-        desk.send(sim_request(f"lost {n}"))
-    desk.until(1.0 + gone_s)
-    desk.sites[0].start()
-    desk.until(3.1 + gone_s)
-    assert 0 in {desk.send(sim_request(f"r{n}")).node for n in range(12)}
+        fixture.send(sim_request(f"lost {n}"))
+    fixture.until(1.0 + gone_s)
+    fixture.nodes[0].start()
+    fixture.until(3.1 + gone_s)
+    assert 0 in {fixture.send(sim_request(f"r{n}")).node for n in range(12)}
 
 
 def test_listing_again_does_not_scrape_twice():
     """An endpoint that left and came back has one scrape loop."""
-    desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
-    desk.until(1.0)
+    fixture = PickerFixture(busy_interval_s=0.2, idle_interval_s=2.0)
+    fixture.until(1.0)
     for _ in range(10):
-        desk.picker.listed([1])
-        desk.picker.listed([0, 1])
-    began = len(desk.sites[0].read)
-    desk.until(21.0)
-    assert len(desk.sites[0].read) - began <= 13
+        fixture.picker.listed([1])
+        fixture.picker.listed([0, 1])
+    began = len(fixture.nodes[0].read)
+    fixture.until(21.0)
+    assert len(fixture.nodes[0].read) - began <= 13
 
 
 def test_nobody_listed_is_a_rejection():
     """Without endpoints a request is refused, and leaves nothing behind."""
-    desk = Desk()
-    desk.picker.listed([])
-    one = desk.send(sim_request())
-    assert (one.node, one.failure) == (-1, "rejected 503")
+    fixture = PickerFixture()
+    fixture.picker.listed([])
+    request = fixture.send(sim_request())
+    assert (request.node, request.failure) == (-1, "rejected 503")
 
 
 def test_what_was_routed_is_believed_cached():
     """A repeated prompt is foreseen where it went before, and goes there again."""
-    desk = Desk(count=4)
-    desk.until(1.0)
-    first = desk.send(sim_request("r1", prompt=1600))
-    desk.until(3.0)
-    second = desk.send(sim_request("r2", prompt=1600))
+    fixture = PickerFixture(count=4)
+    fixture.until(1.0)
+    first = fixture.send(sim_request("r1", prompt=1600))
+    fixture.until(3.0)
+    second = fixture.send(sim_request("r2", prompt=1600))
     assert second.node == first.node
     assert 1000 <= second.predicted_tokens <= 1600
 
 
 def test_accounts_end_at_zero():
     """Every ticket is closed when its request ends."""
-    desk = Desk()
+    fixture = PickerFixture()
     for n in range(20):
-        desk.send(sim_request(f"r{n}", base=1000 * n))
-    members = desk.picker.parts.store.pool.members
+        fixture.send(sim_request(f"r{n}", base=1000 * n))
+    members = fixture.picker.parts.store.pool.members
     assert sum(member.account.in_flight for member in members) == 20
-    desk.until(30.0)
-    members = desk.picker.parts.store.pool.members
+    fixture.until(30.0)
+    members = fixture.picker.parts.store.pool.members
     assert sum(member.account.in_flight for member in members) == 0
 
 
 def test_engines_list_their_models_once_they_were_read():
     """The names are known after the first page of an engine, and asked for where settings say so."""
-    asking, silent = Desk(), Desk(models=False)
-    for desk in (asking, silent):
-        assert {one.models for one in desk.picker.parts.store.pool.members} == {None}
-        desk.until(1.0)
+    asking, silent = PickerFixture(), PickerFixture(models=False)
+    for fixture in (asking, silent):
+        assert {member.models for member in fixture.picker.parts.store.pool.members} == {None}
+        fixture.until(1.0)
     listed = ServedModels(frozenset({"base"}), frozenset({"adapter-0"}))
-    assert {one.models for one in asking.picker.parts.store.pool.members} == {listed}
+    assert {member.models for member in asking.picker.parts.store.pool.members} == {listed}
     assert asking.picker.parts.store.pool.adapters == {"adapter-0"}
-    assert {one.models for one in silent.picker.parts.store.pool.members} == {None}
+    assert {member.models for member in silent.picker.parts.store.pool.members} == {None}

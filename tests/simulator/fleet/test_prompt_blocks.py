@@ -18,11 +18,11 @@ def test_streams_share_nothing():
 def test_joined_texts_share_full_blocks_of_their_beginning():
     """The block in which a text leaves the shared one is its own."""
     streams = Streams()
-    one = streams.joined("system", 1, first=40, tokens=160)
-    two = streams.joined("system", 2, first=40, tokens=160)
-    assert len(one) == len(two) == 10
-    assert one[:2] == two[:2]
-    assert not set(one[2:]) & set(two[2:])
+    first = streams.joined("system", 1, first=40, tokens=160)
+    second = streams.joined("system", 2, first=40, tokens=160)
+    assert len(first) == len(second) == 10
+    assert first[:2] == second[:2]
+    assert not set(first[2:]) & set(second[2:])
 
 
 def test_a_text_shorter_than_the_shared_one_is_its_beginning():

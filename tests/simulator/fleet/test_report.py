@@ -39,22 +39,22 @@ def runs(**rates):
     """Runs by strategy: one rate for each seed."""
     return [
         report.Run(name, seed, a_summary(rate, 1 / rate))
-        for name, of in rates.items()
-        for seed, rate in enumerate(of, 1)
+        for name, values in rates.items()
+        for seed, rate in enumerate(values, 1)
     ]
 
 
 def reported(baseline="", **rates):
     seeds = list(range(1, 1 + len(next(iter(rates.values())))))
-    whole = a_scenario(strategies=list(rates), seeds=seeds, title="a title")
-    return report.report(whole, runs(**rates), baseline=baseline)
+    definition = a_scenario(strategies=list(rates), seeds=seeds, title="a title")
+    return report.report(definition, runs(**rates), baseline=baseline)
 
 
 def test_an_interval_is_students():
     """Of 1 to 5: mean 3, deviation 1.581, t of 4 degrees 2.776: half 1.963."""
-    found = report.interval([1, 2, 3, 4, 5])
-    assert found.mean == 3
-    assert found.half == pytest.approx(1.963, abs=0.001)
+    interval = report.interval([1, 2, 3, 4, 5])
+    assert interval.mean == 3
+    assert interval.half == pytest.approx(1.963, abs=0.001)
 
 
 def test_many_values_take_the_normal_distribution():
@@ -66,9 +66,9 @@ def test_many_values_take_the_normal_distribution():
 
 def test_one_value_has_no_interval():
     """Nothing is known of what other seeds would give."""
-    found = report.interval([2.0])
-    assert found.mean == 2.0
-    assert math.isnan(found.half)
+    interval = report.interval([2.0])
+    assert interval.mean == 2.0
+    assert math.isnan(interval.half)
 
 
 def test_what_is_not_a_number_is_left_out():
@@ -79,24 +79,24 @@ def test_what_is_not_a_number_is_left_out():
 
 def test_columns_stand_in_the_order_of_the_scenario():
     """Runs may come in any order."""
-    whole = a_scenario(strategies=["b", "a"], seeds=[1, 2])
-    made = report.report(whole, list(reversed(runs(a=[1, 2], b=[3, 4]))))
-    assert [column.strategy for column in made.columns] == ["b", "a"]
-    assert [(run.strategy, run.seed) for run in made.runs] == [
+    definition = a_scenario(strategies=["b", "a"], seeds=[1, 2])
+    result = report.report(definition, list(reversed(runs(a=[1, 2], b=[3, 4]))))
+    assert [column.strategy for column in result.columns] == ["b", "a"]
+    assert [(run.strategy, run.seed) for run in result.runs] == [
         ("b", 1),
         ("b", 2),
         ("a", 1),
         ("a", 2),
     ]
-    assert made.columns[0].figures["requests_per_s"].mean == 3.5
+    assert result.columns[0].figures["requests_per_s"].mean == 3.5
 
 
 def test_ratios_are_taken_seed_by_seed():
     """Seeds differ by much and strategies by exactly two: the ratio is certain."""
-    made = reported("a", a=[10, 30, 50], b=[20, 60, 100])
-    ratio = made.columns[1].ratios["requests_per_s"]
+    result = reported("a", a=[10, 30, 50], b=[20, 60, 100])
+    ratio = result.columns[1].ratios["requests_per_s"]
     assert ratio == report.Interval(2.0, 0.0)
-    assert made.columns[1].figures["requests_per_s"].half > 50
+    assert result.columns[1].figures["requests_per_s"].half > 50
 
 
 def test_an_unknown_baseline_is_refused():
@@ -107,13 +107,15 @@ def test_an_unknown_baseline_is_refused():
 
 def test_endpoints_are_means_weighed_by_tokens():
     """Hit ratios of runs count by their prompts."""
-    whole = a_scenario(strategies=["a"], seeds=[1, 2])
+    definition = a_scenario(strategies=["a"], seeds=[1, 2])
     pair = [
         a_summary(endpoints=[run_metrics.PerEndpoint(10, 100, 1.0, 0)]),
         a_summary(endpoints=[run_metrics.PerEndpoint(30, 300, 0.0, 2)]),
     ]
-    made = report.report(whole, [report.Run("a", n, one) for n, one in enumerate(pair, 1)])
-    assert made.columns[0].endpoints == [report.EndpointMeans(20.0, 200.0, 0.25, 1.0)]
+    result = report.report(
+        definition, [report.Run("a", n, run_summary) for n, run_summary in enumerate(pair, 1)]
+    )
+    assert result.columns[0].endpoints == [report.EndpointMeans(20.0, 200.0, 0.25, 1.0)]
 
 
 def test_json_has_scenario_runs_and_columns():
@@ -151,26 +153,26 @@ def test_the_table_of_one_seed_has_no_intervals():
 
 def test_a_client_that_holds_requests_back_is_shown():
     """Its limit distorts what is measured; without one there is no such row."""
-    whole = a_scenario(strategies=["a"], seeds=[1])
-    held = report.report(whole, [report.Run("a", 1, a_summary(held_s=0.25))])
+    definition = a_scenario(strategies=["a"], seeds=[1])
+    held = report.report(definition, [report.Run("a", 1, a_summary(held_s=0.25))])
     (row,) = (line for line in tables.text(held).splitlines() if line.startswith("Mean wait"))
     assert row.split()[-1] == "250"
-    free = report.report(whole, [report.Run("a", 1, a_summary(held_s=0.0))])
+    free = report.report(definition, [report.Run("a", 1, a_summary(held_s=0.0))])
     assert "Mean wait" not in tables.text(free)
 
 
 def test_large_fleets_are_not_listed_to_the_end():
     """The terminal shows 32 engines and says how many there are besides."""
-    whole = a_scenario(strategies=["a"], seeds=[1])
+    definition = a_scenario(strategies=["a"], seeds=[1])
     crowd = a_summary(endpoints=[run_metrics.PerEndpoint(1, 1, 0.0, 0)] * 40)
-    text = tables.text(report.report(whole, [report.Run("a", 1, crowd)]))
+    text = tables.text(report.report(definition, [report.Run("a", 1, crowd)]))
     assert "engine-31" in text
     assert "engine-32" not in text
     assert "and 8 engines more" in text
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         (report.Interval(8000.0, 0.0), "8000 ± 0"),
         (report.Interval(12345.6, 12.3), "12346 ± 12"),
@@ -180,6 +182,6 @@ def test_large_fleets_are_not_listed_to_the_end():
         (report.Interval(math.nan, math.nan), "-"),
     ],
 )
-def test_figures_have_as_many_digits_as_they_need(value, told):
+def test_figures_have_as_many_digits_as_they_need(value, expected):
     """Four figures, and an interval in the same digits."""
-    assert tables.shown(value, 1) == told
+    assert tables.shown(value, 1) == expected

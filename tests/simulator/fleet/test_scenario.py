@@ -12,7 +12,7 @@ LENGTHS = "prompt: {mean: 3}, output: {mean: 1}"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{}", "s: expected the key workload"),
         ("workload: {}", "s: workload: expected the key kind: one of independent,"),
@@ -37,14 +37,14 @@ LENGTHS = "prompt: {mean: 3}, output: {mean: 1}"
         (f"{WORK}\nseeds: []", "s: seeds: expected a list that is not empty"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(text, said):
+def test_what_is_wrong_is_named_with_its_place(text, message):
     """Every error has the YAML path, and the nearest name where there is one."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validation.to_struct(yaml.safe_load(text), scenario.Scenario, where="s")
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         ({"client": client.Client()}, "client: expected one of users"),
         ({"client": client.Client(users=1, rate_per_s=1.0)}, "client: .* got 2 of them"),
@@ -72,9 +72,9 @@ def test_what_is_wrong_is_named_with_its_place(text, said):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(facts, said):
+def test_what_does_not_go_together_is_refused(facts, message):
     """Numbers that are right one by one and cannot be meant together."""
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         scenario.check(a_scenario(**facts), where="s")
 
 
@@ -85,21 +85,21 @@ def test_a_good_scenario_is_accepted():
 
 def test_a_word_is_a_variant_of_that_name():
     """Strategies are written short or long."""
-    whole = a_scenario(strategies=["random", scenario.Variant(name="mine", config="c.yaml")])
-    assert [one.name for one in whole.variants] == ["random", "mine"]
-    assert [one.strategy for one in whole.variants] == ["random", ""]
+    definition = a_scenario(strategies=["random", scenario.Variant(name="mine", config="c.yaml")])
+    assert [variant.name for variant in definition.variants] == ["random", "mine"]
+    assert [variant.strategy for variant in definition.variants] == ["random", ""]
 
 
 def test_fields_of_a_profile_can_be_set():
     """Whole numbers stay whole, and speed divides times."""
-    made = scenario.EngineGroup(profile="demo", speed=2.0, set={"kv_tokens": 4200.0}).resolved()
-    assert made.kv_tokens == 4200
-    assert isinstance(made.kv_tokens, int)
-    assert made.base_s == pytest.approx(0.004)
+    profile = scenario.EngineGroup(profile="demo", speed=2.0, set={"kv_tokens": 4200.0}).resolved()
+    assert profile.kv_tokens == 4200
+    assert isinstance(profile.kv_tokens, int)
+    assert profile.base_s == pytest.approx(0.004)
 
 
 def test_the_description_names_every_machine_and_number():
-    """What can be written is what is listed."""
+    """The docstring lists every profile and number that can be set."""
     text = scenario.EngineGroup.__doc__
     assert all(name in text for name in profiles.PROFILES)
     numbers = set(profiles.EngineProfile.__struct_fields__) - {"name", "block_tokens"}

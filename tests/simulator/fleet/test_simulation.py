@@ -7,7 +7,7 @@ from extproc.simulator import fleet
 from extproc.simulator.fleet import client, scenario, simulation, workloads
 from tests.simulator.fleet.builders import (
     a_scenario,
-    a_world,
+    a_simulation,
     conversations,
     exactly,
     independent,
@@ -33,37 +33,37 @@ def test_the_same_seed_gives_the_same_numbers(strategy):
 
 
 def test_every_strategy_meets_the_same_requests():
-    """What is asked does not depend on where it goes."""
-    asked = []
+    """Requests do not depend on the endpoints that are picked."""
+    requests = []
     for strategy in ("random", "round-robin", "clairvoyant"):
-        sim_requests = a_world(lively(), strategy, seed=5).run().requests
-        asked.append(sorted((t.work.opening, t.work.prompt_tokens) for t in sim_requests))
-    assert asked[0] == asked[1] == asked[2]
-    assert len(asked[0]) == 160
+        sim_requests = a_simulation(lively(), strategy, seed=5).run().requests
+        requests.append(sorted((t.work.opening, t.work.prompt_tokens) for t in sim_requests))
+    assert requests[0] == requests[1] == requests[2]
+    assert len(requests[0]) == 160
 
 
-def lost_nothing(one):
+def lost_nothing(run):
     """Run a world; everything sent has ended, and nobody's account is open."""
-    tally = one.run()
-    done = [sim_request for sim_request in tally.requests if not sim_request.failure]
-    failed = [sim_request for sim_request in tally.requests if sim_request.failure]
-    assert len({sim_request.id for sim_request in tally.requests}) == len(tally.requests)
-    assert len(done) + len(failed) == one._served
-    for picker in one.pickers:
+    metrics = run.run()
+    done = [sim_request for sim_request in metrics.requests if not sim_request.failure]
+    failed = [sim_request for sim_request in metrics.requests if sim_request.failure]
+    assert len({sim_request.id for sim_request in metrics.requests}) == len(metrics.requests)
+    assert len(done) + len(failed) == run._served
+    for picker in run.pickers:
         for member in picker.parts.store.pool.members:
             assert member.account.in_flight == 0
             assert member.account.prompt_tokens == 0
-    return tally
+    return metrics
 
 
 def test_several_pickers_share_the_requests():
     """Each gets its part, none knows of the others, and all accounts end at zero."""
-    whole = lively(picking=scenario.Picking(replicas=3))
-    one = a_world(whole)
-    lost_nothing(one)
+    definition = lively(picking=scenario.Picking(replicas=3))
+    run = a_simulation(definition)
+    lost_nothing(run)
     opened = [
         sum(member.account.opened for member in picker.parts.store.pool.members)
-        for picker in one.pickers
+        for picker in run.pickers
     ]
     assert sum(opened) == 160
     assert min(opened) > 30
@@ -72,10 +72,10 @@ def test_several_pickers_share_the_requests():
 @pytest.mark.parametrize("noticed_s", [1.0, None])
 @pytest.mark.parametrize("back_s", [4.0, None])
 def test_outages_lose_nothing(noticed_s, back_s):
-    """What was in flight fails, what comes after goes elsewhere, and all of it ends."""
+    """Requests in flight fail, later ones go elsewhere, and all of them end."""
     outage = scenario.Outage(engine=1, at_s=2.0, noticed_s=noticed_s, back_s=back_s)
-    tally = lost_nothing(a_world(lively(outages=[outage])))
-    failures = tally.summary().failed
+    metrics = lost_nothing(a_simulation(lively(outages=[outage])))
+    failures = metrics.summary().failed
     assert failures["engine died"] >= 1
     assert set(failures) <= {"engine died", "connection refused"}
 
@@ -83,15 +83,15 @@ def test_outages_lose_nothing(noticed_s, back_s):
 def test_an_engine_that_came_back_serves_again():
     """After it is back it gets requests, with an empty cache at first."""
     outage = scenario.Outage(engine=0, at_s=1.0, back_s=3.0)
-    tally = a_world(lively(outages=[outage]), "round-robin").run()
-    later = [t for t in tally.requests if t.node == 0 and t.sent_at > 4.1 and not t.failure]
+    metrics = a_simulation(lively(outages=[outage]), "round-robin").run()
+    later = [t for t in metrics.requests if t.node == 0 and t.sent_at > 4.1 and not t.failure]
     assert later
 
 
 def test_a_fleet_that_is_gone_rejects():
     """Users go on trying, at their own pace, and every request is answered for."""
     outages = [scenario.Outage(engine=n, at_s=1.0, noticed_s=0.5) for n in range(3)]
-    failures = lost_nothing(a_world(lively(outages=outages))).summary().failed
+    failures = lost_nothing(a_simulation(lively(outages=outages))).summary().failed
     assert failures["rejected 503"] > 50
 
 
@@ -101,20 +101,20 @@ def test_engines_come_up_when_they_are_ready():
         scenario.EngineGroup(count=1, profile="demo"),
         scenario.EngineGroup(count=1, profile="demo", ready_s=5.0),
     ]
-    whole = msgspec.structs.replace(lively(), fleet=fleet)
-    sim_requests = a_world(whole, "round-robin").run().requests
+    definition = msgspec.structs.replace(lively(), fleet=fleet)
+    sim_requests = a_simulation(definition, "round-robin").run().requests
     first = min(sim_request.sent_at for sim_request in sim_requests if sim_request.node == 1)
     assert 5.0 <= first < 6.0
 
 
 def test_clients_give_up():
     """A request that takes too long is cancelled in the engine, and counted as failed."""
-    whole = a_scenario(
+    definition = a_scenario(
         independent(20, output=exactly(500)), client=client.Client(users=2, timeout_s=1.0)
     )
-    one = a_world(whole)
-    assert lost_nothing(one).summary().failed == {"timeout": 20}
-    assert all(site.engine.running == 0 for site in one.nodes)
+    run = a_simulation(definition)
+    assert lost_nothing(run).summary().failed == {"timeout": 20}
+    assert all(node.engine.running == 0 for node in run.nodes)
 
 
 def test_a_slower_engine_is_slower():
@@ -143,20 +143,20 @@ def test_what_was_sent_before_the_measurement_is_left_out():
 
 def test_a_run_ends_at_its_bound():
     """A scenario that would go on is cut off."""
-    one = a_world(a_scenario(independent(10_000), until_s=2.0))
-    one.run()
-    assert one.timeline.now == pytest.approx(2.0, abs=0.5)
+    run = a_simulation(a_scenario(independent(10_000), until_s=2.0))
+    run.run()
+    assert run.timeline.now == pytest.approx(2.0, abs=0.5)
 
 
 def test_adapters_are_loaded_and_shared():
     """Requests name adapters, and engines have them resident."""
-    whole = a_scenario(independent(60, adapters=3), client=client.Client(users=6))
-    one = a_world(whole)
-    sim_requests = one.run().requests
+    definition = a_scenario(independent(60, adapters=3), client=client.Client(users=6))
+    run = a_simulation(definition)
+    sim_requests = run.run().requests
     assert {sim_request.work.adapter for sim_request in sim_requests} == {
         f"adapter-{n}" for n in range(3)
     }
-    assert {name for site in one.nodes for name in site.engine.slots.resident} == {
+    assert {name for node in run.nodes for name in node.engine.slots.resident} == {
         f"adapter-{n}" for n in range(3)
     }
 
@@ -167,10 +167,10 @@ def test_a_trace_is_run_at_its_times():
         f'{{"timestamp": {500 * n}, "input_length": 600, "output_length": 5, "hash_ids": [1, {n}]}}'
         for n in range(2, 8)
     ]
-    whole = a_scenario(
+    definition = a_scenario(
         workloads.TraceWorkload(format="mooncake", file="t", rate_scale=0.5), client=client.Client()
     )
-    sim_requests = a_world(whole, rows=rows).run().requests
+    sim_requests = a_simulation(definition, rows=rows).run().requests
     assert sorted(sim_request.sent_at for sim_request in sim_requests) == [
         0.0,
         1.0,
@@ -183,20 +183,20 @@ def test_a_trace_is_run_at_its_times():
 
 def test_the_scenario_says_how_often_engines_are_scraped():
     """A fixed interval is not stretched by the number of engines, and loads do not go stale."""
-    whole = a_scenario(picking=scenario.Picking(scrape_s=5.0))
-    adjusted = simulation.adjusted(settings(), whole, seed=1).scrape
+    definition = a_scenario(picking=scenario.Picking(scrape_s=5.0))
+    adjusted = simulation.adjusted(settings(), definition, seed=1).scrape
     assert (adjusted.busy_interval_s, adjusted.idle_interval_s) == (5.0, 5.0)
     assert adjusted.stale_after_s >= 15.0
     assert adjusted.max_scrapes_per_s >= 1e6
 
 
-def test_run_is_a_world_run_to_its_end():
+def test_run_is_a_simulation_run_to_its_end():
     """The short form gives the same numbers."""
     assert simulation.run(lively(), settings(), seed=1) == summary(lively())
 
 
 def test_the_example_of_the_package_runs(capsys):
-    """What its description shows can be typed."""
+    """The example of the package's docstring runs."""
     text = fleet.__doc__.partition("From Python:\n")[2].partition("`simulation.Simulation")[0]
     exec(textwrap.dedent(text), {})
     assert len(capsys.readouterr().out.split()) == 2
@@ -206,10 +206,10 @@ def test_the_example_of_the_package_runs(capsys):
 def test_engines_that_fail_otherwise(how):
     """Failing fast or hanging, an engine is left out, comes back, and all requests end."""
     outage = scenario.Outage(engine=0, at_s=1.0, how=how, noticed_s=None, back_s=30.0)
-    world = a_world(lively(outages=[outage]), "least-request")
-    tally = lost_nothing(world)
-    health = world.pickers[0].parts.store.outlier_detector
-    failed = tally.summary().failed
+    run = a_simulation(lively(outages=[outage]), "least-request")
+    metrics = lost_nothing(run)
+    health = run.pickers[0].parts.store.outlier_detector
+    failed = metrics.summary().failed
     if how == "errors":
         assert health.ejections["errors"] >= 1
         assert failed["answered 503"] <= 3 + sum(health.probes.values()) + 8
@@ -222,21 +222,21 @@ def test_engines_that_fail_otherwise(how):
 def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
     """Requests of others are in the accounts while they are open, and only where pickers talk."""
     talking = scenario.Picking(replicas=2, share_delay_s=delay_s)
-    one = a_world(lively(picking=talking), "adaptive")
+    run = a_simulation(lively(picking=talking), "adaptive")
     accounts, most = [], 0
 
     def look():
         nonlocal most
-        accounts[:] = [m.account for p in one.pickers for m in p.parts.store.pool.members]
+        accounts[:] = [m.account for p in run.pickers for m in p.parts.store.pool.members]
         assert all(0 <= account.from_peers <= account.in_flight for account in accounts)
         most = max(most, sum(account.from_peers for account in accounts))
-        if not one._sender.is_done:
-            one.timeline.after(0.05, look)
+        if not run._sender.is_done:
+            run.timeline.after(0.05, look)
 
-    one.timeline.after(0.05, look)
-    one.run()
-    told = one.timeline.now + 0.1
-    while one.timeline.now < told and one.timeline.step():
+    run.timeline.after(0.05, look)
+    run.run()
+    synced_s = run.timeline.now + 0.1
+    while run.timeline.now < synced_s and run.timeline.step():
         pass
     assert (most > 0) == (delay_s is not None)
     assert sum(account.in_flight for account in accounts) == 0

@@ -23,12 +23,16 @@ def read(kind, rows, **more):
 
 def test_mooncake_rows_share_the_blocks_their_ids_share():
     """Equal hash ids are equal 512-token blocks, each 32 blocks of an engine."""
-    (_, one), (_, two), (_, three) = read("mooncake", MOONCAKE)
-    assert [len(work.keys) for work in (one, two, three)] == [1100 // 16, 1030 // 16, 513 // 16]
-    assert one.keys[:64] == two.keys[:64]
-    assert not set(one.keys[64:]) & set(two.keys[64:])
-    assert not set(one.keys) & set(three.keys)
-    assert (one.prompt_tokens, one.output_tokens, three.output_tokens) == (1100, 50, 1)
+    (_, first), (_, second), (_, third) = read("mooncake", MOONCAKE)
+    assert [len(work.keys) for work in (first, second, third)] == [
+        1100 // 16,
+        1030 // 16,
+        513 // 16,
+    ]
+    assert first.keys[:64] == second.keys[:64]
+    assert not set(first.keys[64:]) & set(second.keys[64:])
+    assert not set(first.keys) & set(third.keys)
+    assert (first.prompt_tokens, first.output_tokens, third.output_tokens) == (1100, 50, 1)
 
 
 def test_mooncake_times_are_milliseconds():
@@ -38,11 +42,11 @@ def test_mooncake_times_are_milliseconds():
 
 def test_azure_rows_share_nothing():
     """Azure's trace has lengths and times only."""
-    (first_at, one), (second_at, two) = read("azure", AZURE)
-    assert (one.prompt_tokens, one.output_tokens) == (374, 44)
+    (first_at, first), (second_at, second) = read("azure", AZURE)
+    assert (first.prompt_tokens, first.output_tokens) == (374, 44)
     assert first_at == 0.0
     assert second_at == pytest.approx(4.314579, abs=1e-6)
-    assert not set(one.keys) & set(two.keys)
+    assert not set(first.keys) & set(second.keys)
 
 
 def test_rows_of_one_moment_can_be_spread():
@@ -81,5 +85,5 @@ def test_a_trace_is_replayed_at_its_own_times():
 def test_requests_too_long_for_the_engines_are_left_out():
     """The bound is on prompt and answer together."""
     trace = workloads.TraceWorkload(format="mooncake", file="t", longest_tokens=1100)
-    found = [session.specs[0].prompt_tokens for session in sessions(trace, rows=MOONCAKE)]
-    assert found == [1030, 513]
+    prompts = [session.specs[0].prompt_tokens for session in sessions(trace, rows=MOONCAKE)]
+    assert prompts == [1030, 513]

@@ -33,7 +33,7 @@ def repeated(**facts):
 @pytest.mark.parametrize(
     "workload",
     [independent(prompt=spread_out(100)), shared(), conversations(), repeated()],
-    ids=lambda one: type(one).__name__,
+    ids=lambda workload: type(workload).__name__,
 )
 def test_a_seed_says_everything(workload):
     """The same seed asks for the same, and another one for something else."""
@@ -43,25 +43,25 @@ def test_a_seed_says_everything(workload):
 
 def test_independent_prompts_share_nothing():
     """As many requests as said, and no block twice."""
-    found = sessions(independent(50))
-    assert len(found) == 50
-    keys = [set(session.specs[0].keys) for session in found]
-    assert not any(one & two for one, two in itertools.combinations(keys, 2))
+    drawn = sessions(independent(50))
+    assert len(drawn) == 50
+    keys = [set(session.specs[0].keys) for session in drawn]
+    assert not any(first & second for first, second in itertools.combinations(keys, 2))
 
 
 def test_shared_prefixes_are_shared_within_a_group_only():
     """Every prompt begins with the blocks of one of the texts, and goes on with its own."""
-    found = [session.specs[0] for session in sessions(shared())]
-    beginnings = {tuple(work.keys[:10]) for work in found}
+    specs = [session.specs[0] for session in sessions(shared())]
+    beginnings = {tuple(work.keys[:10]) for work in specs}
     assert len(beginnings) == 3
-    assert len({work.keys[10] for work in found}) == 300
-    assert all(work.prompt_tokens == 200 for work in found)
+    assert len({work.keys[10] for work in specs}) == 300
+    assert all(work.prompt_tokens == 200 for work in specs)
 
 
 def test_a_hot_share_of_prompts_begins_with_the_first_text():
     """Half are hot, and a third of the rest hits the first text by chance: two thirds."""
-    found = [session.specs[0] for session in sessions(shared(requests=3000, hot_share=0.5))]
-    hot = sum(work.opening.endswith("group 0") for work in found)
+    specs = [session.specs[0] for session in sessions(shared(requests=3000, hot_share=0.5))]
+    hot = sum(work.opening.endswith("group 0") for work in specs)
     assert hot / 3000 == pytest.approx(2 / 3, abs=0.03)
 
 
@@ -70,23 +70,23 @@ def test_turns_repeat_all_that_was_said():
     for session in sessions(conversations(5)):
         assert len(session.specs) == 4
         for before, after in itertools.pairwise(session.specs):
-            said = before.prompt_tokens + before.output_tokens
-            assert after.prompt_tokens == said + 100
-            assert list(after.keys[: said // 16]) == list(before.keys[: said // 16])
+            tokens = before.prompt_tokens + before.output_tokens
+            assert after.prompt_tokens == tokens + 100
+            assert list(after.keys[: tokens // 16]) == list(before.keys[: tokens // 16])
 
 
 def test_conversations_share_their_system_prompt_only():
     """The first 320 tokens are common, the rest is not."""
-    one, two, *_ = sessions(conversations(5))
-    first, second = one.specs[-1].keys, two.specs[-1].keys
-    assert list(first[:20]) == list(second[:20])
-    assert not set(first[20:]) & set(second[20:])
+    session, other, *_ = sessions(conversations(5))
+    keys, other_keys = session.specs[-1].keys, other.specs[-1].keys
+    assert list(keys[:20]) == list(other_keys[:20])
+    assert not set(keys[20:]) & set(other_keys[20:])
 
 
 def test_a_conversation_ends_before_it_is_too_long():
     """No turn after the first exceeds the bound."""
-    found = sessions(conversations(5, turns=exactly(50), longest_tokens=1000))
-    longest = max(w.prompt_tokens + w.output_tokens for s in found for w in s.specs)
+    drawn = sessions(conversations(5, turns=exactly(50), longest_tokens=1000))
+    longest = max(w.prompt_tokens + w.output_tokens for s in drawn for w in s.specs)
     assert 900 < longest <= 1000
 
 
@@ -98,24 +98,24 @@ def test_pauses_lie_between_turns():
 
 def test_repeated_prompts_are_cycled_at_their_mean():
     """20 prompts are sent five times each, 800 tokens in the mean."""
-    found = [session.specs[0] for session in sessions(repeated())]
-    seen = {}
-    for work in found:
+    specs = [session.specs[0] for session in sessions(repeated())]
+    counts = {}
+    for work in specs:
         identity = (work.session, work.prompt_tokens)
-        seen[identity] = seen.get(identity, 0) + 1
-    assert set(seen.values()) == {5}
-    mean = sum(work.prompt_tokens for work in found) / len(found)
+        counts[identity] = counts.get(identity, 0) + 1
+    assert set(counts.values()) == {5}
+    mean = sum(work.prompt_tokens for work in specs) / len(specs)
     assert mean == pytest.approx(800, rel=0.01)
 
 
 def test_adapters_share_no_blocks():
     """The same prompt for another adapter is another prompt to the cache."""
     (session,) = sessions(independent(1))
-    one, two = (workloads.adapted(session.specs, n)[0] for n in (0, 1))
-    assert (one.adapter, two.adapter) == ("adapter-0", "adapter-1")
-    assert not set(one.keys) & set(two.keys)
-    assert not set(one.keys) & set(session.specs[0].keys)
-    assert one.prompt_tokens == session.specs[0].prompt_tokens
+    first, second = (workloads.adapted(session.specs, n)[0] for n in (0, 1))
+    assert (first.adapter, second.adapter) == ("adapter-0", "adapter-1")
+    assert not set(first.keys) & set(second.keys)
+    assert not set(first.keys) & set(session.specs[0].keys)
+    assert first.prompt_tokens == session.specs[0].prompt_tokens
 
 
 def test_only_some_workloads_have_adapters():
@@ -143,7 +143,7 @@ def test_groups_ask_the_same_whoever_else_is_there():
     assert times == sorted(times)
     mine = [session for session in both if session.specs[0].tenant == "small"]
     assert [session.at for session in mine] == [session.at for session in alone]
-    assert [one.specs for one in mine] == [one.specs for one in alone]
+    assert [session.specs for session in mine] == [session.specs for session in alone]
     assert all(session.specs[0].priority == 1 for session in mine)
     others = [session for session in both if session.specs[0].tenant == "big"]
     assert 40 <= len(others) <= 80

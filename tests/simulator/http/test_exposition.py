@@ -25,8 +25,8 @@ def skeleton(page):
     """The page's lines with numbers and addresses of the moment left out."""
     lines = []
     for line in page.splitlines():
-        kept = line if line.startswith("#") else line.rpartition(" ")[0]
-        lines.append(re.sub(r'version="[^"]*"|patchlevel="[^"]*"', "", kept))
+        text = line if line.startswith("#") else line.rpartition(" ")[0]
+        lines.append(re.sub(r'version="[^"]*"|patchlevel="[^"]*"', "", text))
     return lines
 
 
@@ -67,38 +67,38 @@ async def test_counters_agree_with_what_was_served():
     async with engine_server.engine() as (_, client):
         for _ in range(2):
             await client.post("/v1/completions", json={"prompt": "x" * 640, "max_tokens": 9})
-        found = samples(await scrape(client))
+        values = samples(await scrape(client))
     label = '{engine="0",model_name="demo"}'
-    assert found[f"vllm:prefix_cache_queries_total{label}"] == 320
-    assert found[f"vllm:prefix_cache_hits_total{label}"] == 144
-    assert found[f"vllm:prompt_tokens_total{label}"] == 320
-    assert found[f"vllm:generation_tokens_total{label}"] == 18
-    assert found[f"vllm:kv_cache_usage_perc{label}"] == 0
-    assert found[f"vllm:num_requests_running{label}"] == 0
-    assert found[f"vllm:time_to_first_token_seconds_count{label}"] == 2
-    assert found[f"vllm:inter_token_latency_seconds_count{label}"] == 16
-    assert found[f"vllm:request_prefill_kv_computed_tokens_sum{label}"] == 176
+    assert values[f"vllm:prefix_cache_queries_total{label}"] == 320
+    assert values[f"vllm:prefix_cache_hits_total{label}"] == 144
+    assert values[f"vllm:prompt_tokens_total{label}"] == 320
+    assert values[f"vllm:generation_tokens_total{label}"] == 18
+    assert values[f"vllm:kv_cache_usage_perc{label}"] == 0
+    assert values[f"vllm:num_requests_running{label}"] == 0
+    assert values[f"vllm:time_to_first_token_seconds_count{label}"] == 2
+    assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 16
+    assert values[f"vllm:request_prefill_kv_computed_tokens_sum{label}"] == 176
     done = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}'
-    assert found[done] == 2
-    assert found["process_start_time_seconds"] > 1e9
+    assert values[done] == 2
+    assert values["process_start_time_seconds"] > 1e9
 
 
 def sums(page):
     """Sums over the series of each family: counters without `_total`, histograms' sum and count."""
-    found = collections.Counter()
+    totals = collections.Counter()
     for series, value in samples(page).items():
         name, _, labels = series.partition("{")
         source = re.search(r'source="([^"]*)"', labels)
-        found[f"{name}/{source[1]}" if source else name] += value
-    return found
+        totals[f"{name}/{source[1]}" if source else name] += value
+    return totals
 
 
 def assert_counts_fit(page, *, requests):
-    """What holds between the families of a page once every request was answered."""
-    found = sums(page)
+    """Assert relations between the families of a page once every request was answered."""
+    totals = sums(page)
 
     def vllm(name):
-        return found[f"vllm:{name}"]
+        return totals[f"vllm:{name}"]
 
     computed = vllm("prompt_tokens_by_source_total/local_compute")
     hits = vllm("prompt_tokens_by_source_total/local_cache_hit")
@@ -123,8 +123,8 @@ def assert_counts_fit(page, *, requests):
     assert times["inference"] == pytest.approx(times["prefill"] + times["decode"])
     # Of an engine that cannot keep its pace, time between two steps is nobody's.
     assert vllm("inter_token_latency_seconds_sum") <= times["decode"] * (1 + 1e-9)
-    whole = vllm("e2e_request_latency_seconds_sum")
-    assert times["queue"] + times["inference"] <= whole * (1 + 1e-9)
+    total_s = vllm("e2e_request_latency_seconds_sum")
+    assert times["queue"] + times["inference"] <= total_s * (1 + 1e-9)
     assert times["queue"] + times["prefill"] <= vllm("time_to_first_token_seconds_sum") + 1e-9
 
 
@@ -145,8 +145,8 @@ async def test_counters_fit_each_other_as_on_a_real_page():
     assert_counts_fit(page, requests=len(bodies))
 
 
-async def read(asked):
-    async with asked as response:
+async def read(request):
+    async with request as response:
         return await response.read()
 
 
@@ -154,18 +154,18 @@ async def read(asked):
 async def test_gauges_show_what_runs_and_what_waits():
     """One runs, two wait for the batch, and live blocks are in use."""
     async with engine_server.engine(speed=0.001, machine={"max_num_seqs": 1}) as (server, client):
-        asked = [
+        tasks = [
             asyncio.ensure_future(client.post("/v1/chat/completions", json=chat("x" * 2000)))
             for _ in range(3)
         ]
         await engine_server.until(lambda: server.engine.running == 1)
         await engine_server.until(lambda: server.engine.waiting == 2)
-        found = samples(await scrape(client))
+        values = samples(await scrape(client))
         label = '{engine="0",model_name="demo"}'
-        assert found[f"vllm:num_requests_running{label}"] == 1
-        assert found[f"vllm:num_requests_waiting{label}"] == 2
-        assert 0 < found[f"vllm:kv_cache_usage_perc{label}"] < 1
-        await engine_server.leave(*asked)
+        assert values[f"vllm:num_requests_running{label}"] == 1
+        assert values[f"vllm:num_requests_waiting{label}"] == 2
+        assert 0 < values[f"vllm:kv_cache_usage_perc{label}"] < 1
+        await engine_server.leave(*tasks)
 
 
 @engine_server.run
@@ -174,7 +174,7 @@ async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
     async with engine_server.engine(loras=("b", "a")) as (_, client):
         for model in ("a", "b"):
             await client.post("/v1/completions", json={"model": model, "prompt": "x"})
-        found = {
+        values = {
             name: value
             for name, value in samples(await scrape(client)).items()
             if "lora_req" in name
@@ -186,9 +186,9 @@ async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
             f'waiting_lora_adapters="{adapters}"}}'
         )
 
-    assert set(found) == {series("a"), series("b"), series("")}
-    assert max(found, key=found.get) == series("")
-    assert found[series("a")] < found[series("b")]
+    assert set(values) == {series("a"), series("b"), series("")}
+    assert max(values, key=values.get) == series("")
+    assert values[series("a")] < values[series("b")]
 
 
 @engine_server.run

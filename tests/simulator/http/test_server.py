@@ -50,9 +50,9 @@ async def test_cached_tokens_grow_when_a_follow_up_carries_the_answer():
         first = await (
             await client.post("/v1/chat/completions", json=chat(LONG, max_tokens=65))
         ).json()
-        said = first["choices"][0]["message"]["content"]
+        answer = first["choices"][0]["message"]["content"]
         second = await (
-            await client.post("/v1/chat/completions", json=chat(LONG, said, "and lakes?"))
+            await client.post("/v1/chat/completions", json=chat(LONG, answer, "and lakes?"))
         ).json()
         before, cached = (
             u["usage"]["prompt_tokens_details"]["cached_tokens"] for u in (first, second)
@@ -87,14 +87,14 @@ async def test_a_stream_is_chunks_then_usage_then_done():
     """Role first, text in pieces, the finish reason, usage on request, [DONE]; and equal text."""
     async with engine_server.engine() as (_, client):
         body = chat("hi", max_tokens=40)
-        whole = await (await client.post("/v1/chat/completions", json=body)).json()
-        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-        reply = await client.post("/v1/chat/completions", json=asked)
+        unary = await (await client.post("/v1/chat/completions", json=body)).json()
+        streamed_body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        reply = await client.post("/v1/chat/completions", json=streamed_body)
         assert reply.headers["content-type"].startswith("text/event-stream")
         *chunks, usage, done = await engine_server.events(reply)
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
         text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
-        assert text == whole["choices"][0]["message"]["content"]
+        assert text == unary["choices"][0]["message"]["content"]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 40)
         assert done == "[DONE]"
@@ -132,9 +132,9 @@ async def test_every_surface_answers_whole_and_streamed(path, body):
     """Each API has its shape; unknown fields are ignored, a missing model is the base model."""
     async with engine_server.engine() as (server, client):
         body = {key: value for key, value in body.items() if key != "model"} | {"odd": [1]}
-        whole = await client.post(path, json=body)
-        assert whole.status == 200
-        assert (await whole.json())["model"] == "demo"
+        unary = await client.post(path, json=body)
+        assert unary.status == 200
+        assert (await unary.json())["model"] == "demo"
         streamed = await client.post(path, json=body | {"stream": True})
         assert streamed.status == 200
         assert await engine_server.events(streamed)
@@ -251,15 +251,15 @@ async def test_over_the_queue_limit_it_is_busy():
 async def test_a_client_that_leaves_frees_the_engine(stream):
     """The running gauge is back and the abort counted, before any token came."""
     async with engine_server.engine(speed=0.001) as (server, client):
-        asked = asyncio.ensure_future(
+        task = asyncio.ensure_future(
             client.post("/v1/chat/completions", json=chat("hi", stream=stream))
         )
         await engine_server.until(lambda: server.engine.running == 1)
         assert (await (await client.get("/load")).json())["server_load"] == 1
         if stream:
-            (await asked).close()
+            (await task).close()
         else:
-            await engine_server.leave(asked)
+            await engine_server.leave(task)
         await engine_server.until(lambda: server.engine.running == 0)
         assert server.engine.pool.used == 0
         assert server.stats.totals["request_success/abort"] == 1
@@ -284,13 +284,13 @@ async def test_forty_clients_at_once_are_all_answered():
     """More than the batch holds: the rest waits its turn, and nothing stays behind."""
     async with engine_server.engine(machine={"max_num_seqs": 8}) as (_, client):
 
-        async def one(number):
+        async def status_of(number):
             body = chat(f"{number} {LONG}", max_tokens=30, stream=number % 2 == 0)
             reply = await client.post("/v1/chat/completions", json=body)
             await reply.read()
             return reply.status
 
-        assert set(await asyncio.gather(*map(one, range(40)))) == {200}
+        assert set(await asyncio.gather(*map(status_of, range(40)))) == {200}
         state = await (await client.get("/admin/state")).json()
         assert (state["running"], state["waiting"], state["kv_blocks_used"]) == (0, 0, 0)
         assert state["received"] == {"/v1/chat/completions": 40}
