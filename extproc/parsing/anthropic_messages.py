@@ -42,10 +42,10 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     fields = [canonical_prompt.salt(body.cache_salt), canonical_prompt.option(b"t", body.tools)]
     if body.system is not None:
         fields.append(canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.system))
-    for turn in body.messages:
+    for message in body.messages:
         fields += (
             canonical_prompt.MESSAGE,
-            canonical_prompt.as_bytes(turn.role),
-            canonical_prompt.content(turn.content),
+            canonical_prompt.as_bytes(message.role),
+            canonical_prompt.content(message.content),
         )
     return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))

@@ -57,8 +57,8 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     if not body.messages:
         return decision.bad_request(_WANTED)
     fields = _options(body)
-    for turn in body.messages:
-        _add_message(fields, turn)
+    for message in body.messages:
+        _add_message(fields, message)
     return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
 
 
@@ -83,25 +83,25 @@ def _options(body: ChatBody) -> list[bytes]:
     return fields
 
 
-def _add_message(fields: list[bytes], turn: ChatMessage) -> None:
+def _add_message(fields: list[bytes], message: ChatMessage) -> None:
     """Append a message field by field: pieces are joined, and so copied, only once."""
-    role, content = turn.role, turn.content
+    role, content = message.role, message.content
     head = _HEADS.get(role) if type(role) is str else None
     fields.append(head or canonical_prompt.MESSAGE + canonical_prompt.as_bytes(role))
-    if turn.name is not None or turn.tool_call_id is not None:
-        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(turn.name))
-        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(turn.tool_call_id))
-    reasoning = turn.reasoning_content or turn.reasoning
+    if message.name is not None or message.tool_call_id is not None:
+        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.name))
+        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.tool_call_id))
+    reasoning = message.reasoning_content or message.reasoning
     if reasoning:
         fields += (canonical_prompt.REASONING, canonical_prompt.as_bytes(reasoning))
     if type(content) is str:
         fields += (canonical_prompt.TEXT, content.encode())
     else:
         fields.append(canonical_prompt.content(content))
-    if turn.tool_calls is not _ABSENT or turn.function_call is not _ABSENT:
+    if message.tool_calls is not _ABSENT or message.function_call is not _ABSENT:
         fields += (
-            canonical_prompt.calls(turn.tool_calls),
-            canonical_prompt.calls(turn.function_call),
+            canonical_prompt.calls(message.tool_calls),
+            canonical_prompt.calls(message.function_call),
         )
 
 
@@ -113,9 +113,9 @@ def loose_prompt(messages: object) -> canonical_prompt.Prompt | None:
         )
     if type(messages) is not list or not messages:
         return None
-    turns = [turn for turn in messages if type(turn) is dict]
-    if len(turns) != len(messages):
+    entries = [message for message in messages if type(message) is dict]
+    if len(entries) != len(messages):
         return None
     return canonical_prompt.text_prompt(
-        b"".join([canonical_prompt.loose_message(turn) for turn in turns])
+        b"".join([canonical_prompt.loose_message(message) for message in entries])
     )
