@@ -105,7 +105,7 @@ _TOO_DEEP = "exceeded max depth"
 _NOT_UTF8 = "JSON is malformed: invalid UTF-8"
 
 #: More tokens than any engine generates: keeps arithmetic on a client's number within floats.
-_MOST_TOKENS: Final = 2**31 - 1
+_TOKEN_LIMIT: Final = 2**31 - 1
 
 #: All up to a lone surrogate: plain bytes, escapes, surrogate pairs. Possessive, so that no input
 #: makes it try again.
@@ -116,7 +116,7 @@ _PAIRED = re.compile(
 )
 _LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 #: Lone surrogates that are mended in one body (count): each is a character cut in two.
-_MOST_MENDED: Final = 4096
+_MAX_MENDED: Final = 4096
 
 
 class Envelope(msgspec.Struct, gc=False):
@@ -189,13 +189,13 @@ def mend_surrogates(body: bytes) -> bytes:
     r"""Replace lone surrogates, which JSON permits and Unicode does not, by U+FFFD.
 
     JavaScript clients that cut a string inside an emoji send them as `\ud83d`; json.loads in the
-    engines accepts them. A body with more than `_MOST_MENDED` of them stays as it is.
+    engines accepts them. A body with more than `_MAX_MENDED` of them stays as it is.
     """
     if b"\\ud" not in body and b"\\uD" not in body:
         return body
     mended = bytearray(body)
     at = 0
-    for _ in range(_MOST_MENDED):
+    for _ in range(_MAX_MENDED):
         paired = _PAIRED.match(body, at)
         lone = paired and _LONE.match(body, paired.end())
         if not lone:
@@ -292,7 +292,7 @@ def _adapter_of_batch(
 
 def _max_tokens(body: Envelope) -> int | None:
     bound = body.max_tokens
-    if type(bound) is int and 0 <= bound <= _MOST_TOKENS and body.max_completion_tokens is None:
+    if type(bound) is int and 0 <= bound <= _TOKEN_LIMIT and body.max_completion_tokens is None:
         return bound
     sampling = body.sampling_params if type(body.sampling_params) is dict else {}
     for bound in (
@@ -303,5 +303,5 @@ def _max_tokens(body: Envelope) -> int | None:
         sampling.get("max_tokens"),
     ):
         if (type(bound) is int or type(bound) is float) and bound >= 0:
-            return int(min(bound, _MOST_TOKENS))
+            return int(min(bound, _TOKEN_LIMIT))
     return None

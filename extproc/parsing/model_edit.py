@@ -21,11 +21,11 @@ from extproc.parsing.preparsed import ModelPlace
 from extproc.request import HttpRequest
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
-MOST_TRIES: Final = 3
+MAX_TRIES: Final = 3
 
 #: Strings of the outermost object, and brackets, that are looked at on that walk (count): some 25 ms.
 #: A conversation of 10,000 messages has 20,000.
-MOST_TOKENS: Final = 30_000
+MAX_TOKENS: Final = 30_000
 
 #: The next string or bracket. Possessive, so that no input makes it try again.
 _TOKEN = re.compile(rb'[^"{}\[\]]*+("[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]])', re.DOTALL)
@@ -47,7 +47,7 @@ class _ModelOnlyBody(msgspec.Struct, gc=False):
     model: msgspec.Raw = _ABSENT
 
 
-_NAMED = msgspec.json.Decoder(_ModelOnlyBody)
+_MODEL_DECODER = msgspec.json.Decoder(_ModelOnlyBody)
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -80,15 +80,15 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
             return None if is_cut else ModelPlace(*span, is_form=True)
     model = None if raw.truncated else _model_of(raw.body)
     if model is None:
-        return _walked(raw.body, is_complete=not raw.truncated)
+        return _locate_by_walk(raw.body, is_complete=not raw.truncated)
     if model is _ABSENT:
-        return _added(raw.body)
+        return _locate_insertion(raw.body)
     if bytes(memoryview(model)[:1]) != b'"':
         return None
-    return _tried(raw.body, model) or _walked(raw.body, is_complete=True)
+    return _locate_by_search(raw.body, model) or _locate_by_walk(raw.body, is_complete=True)
 
 
-def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
+def _locate_by_search(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
     """Edit the candidate bytes, and check that a decoder reads the edit.
 
     A decoder and a copy take a tenth of the time of the walk.
@@ -98,7 +98,7 @@ def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     at = len(body)
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         at = body.rfind(_KEY, 0, at)
         if at < 0:
             break
@@ -114,12 +114,12 @@ def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
 def _model_of(body: bytes) -> msgspec.Raw | None:
     """The JSON of the model that a decoder reads; None where the body is no JSON object."""
     try:
-        return _NAMED.decode(body).model
+        return _MODEL_DECODER.decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _added(body: bytes) -> ModelPlace | None:
+def _locate_insertion(body: bytes) -> ModelPlace | None:
     """Place of a missing model: first in the object; None if no object begins the body."""
     opened = _OPENED.match(body)
     if opened is None:
@@ -129,7 +129,7 @@ def _added(body: bytes) -> ModelPlace | None:
     return ModelPlace(start, start, before=_KEY + b":", after=after)
 
 
-def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
+def _locate_by_walk(body: bytes, *, is_complete: bool) -> ModelPlace | None:
     """Locate the value by depth; also for a cut body and an escaped or missing key."""
     opened = _OPENED.match(body)
     if opened is None:
@@ -137,7 +137,7 @@ def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
     has_model = False
     span: tuple[int, int] | None = None
     depth, at = 1, opened.end()
-    for _ in range(MOST_TOKENS):
+    for _ in range(MAX_TOKENS):
         token = (_TOKEN if depth == 1 else _BRACKET).match(body, at)
         if token is None:
             # The end, which only a cut body reaches with a bracket open.
@@ -162,7 +162,7 @@ def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
         return ModelPlace(*span)
     if has_model or not is_complete:
         return None
-    return _added(body)
+    return _locate_insertion(body)
 
 
 def _is_model(string: bytes) -> bool:

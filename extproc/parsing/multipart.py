@@ -15,9 +15,9 @@ from extproc.parsing import canonical_prompt, envelope, opaque
 from extproc.request import HttpRequest, InferenceRequest, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
-MOST_PARTS: Final = 64
+MAX_PARTS: Final = 64
 #: No header block of a part, and no field worth reading, is longer.
-LONGEST_BYTES: Final = 8192
+MAX_FIELD_BYTES: Final = 8192
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
 _NAME = re.compile(
@@ -74,7 +74,7 @@ def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
     fields: dict[str, tuple[int, int]] = {}
     delimiter = b"--" + boundary
     start = body.find(delimiter)
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         if start < 0:
             break
         start += len(delimiter)
@@ -86,8 +86,8 @@ def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
 
 def _read_part(fields: dict[str, tuple[int, int]], body: bytes, span: tuple[int, int]) -> None:
     start, end = span
-    blank = body.find(b"\r\n\r\n", start, min(end, start + LONGEST_BYTES))
-    if blank < 0 or end - blank - 4 > LONGEST_BYTES:
+    blank = body.find(b"\r\n\r\n", start, min(end, start + MAX_FIELD_BYTES))
+    if blank < 0 or end - blank - 4 > MAX_FIELD_BYTES:
         return
     match = _NAME.search(body, start, blank)
     if match is None:

@@ -40,7 +40,7 @@ _ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
 
 def parse(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read model and prompt if the body is a small JSON object that has them."""
-    body = _decoded(_DECODER, raw)
+    body = _decode(_DECODER, raw)
     if body is None:
         return envelope.unparsed_request(raw, api)
     prompt = (
@@ -56,13 +56,13 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest:
 
 def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read everything but the prompt, for work that leaves nothing in a prefix cache."""
-    body = _decoded(_ENVELOPE, raw)
+    body = _decode(_ENVELOPE, raw)
     if body is None:
         return envelope.unparsed_request(raw, api)
     return envelope.request(api, raw, body, prompt=canonical_prompt.NOTHING)
 
 
-def _decoded(
+def _decode(
     decoder: msgspec.json.Decoder[envelope.BodyT], raw: HttpRequest
 ) -> envelope.BodyT | None:
     if len(raw.body) > LARGEST_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
@@ -80,7 +80,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     long as a client writes its fields in one order. `content-length` tells the whole size.
     """
     match = _MODEL.search(raw.body)
-    model = _unquoted(match[1]) if match else ""
+    model = _unquote(match[1]) if match else ""
     content_length = raw.headers.get("content-length", "")
     length = int(content_length) if content_length.isdecimal() and len(content_length) < 16 else 0
     length = max(min(length, MAX_LENGTH), len(raw.body))
@@ -96,7 +96,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     )
 
 
-def _unquoted(text: bytes) -> str:
+def _unquote(text: bytes) -> str:
     try:
         return str(msgspec.json.decode(text))
     except ValueError:

@@ -44,20 +44,23 @@ def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
         body: The body.
 
     Returns:
-        What `parser.parse` and `rewriting.find_place` find, with the prompt cut to what is read of it.
+        The request or its rejection, with the prompt cut to what is hashed of it, and the place of
+        the model.
     """
     raw = HttpRequest(job.headers, body, job.truncated, job.subset)
     place = model_edit.find_place(raw)
     outcome = surfaces.parse(raw)
     if isinstance(outcome, InferenceRequest):
-        return preparsed.ParseResult(_cut(outcome, job.max_prompt_bytes), "", None, place)
+        return preparsed.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), "", None, place)
     supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
     if supplied is None or isinstance(supplied, Rejection):
         return preparsed.ParseResult(None, outcome.message, None, place)
-    return preparsed.ParseResult(None, outcome.message, _cut(supplied, job.max_prompt_bytes), place)
+    return preparsed.ParseResult(
+        None, outcome.message, _cut_prompt(supplied, job.max_prompt_bytes), place
+    )
 
 
-def _cut(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:
+def _cut_prompt(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:
     """Cut the prompt where hashing ends, unless a conversation starts after that."""
     if len(request.prompt) <= max_prompt_bytes:
         return request

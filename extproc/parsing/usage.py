@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 #: Largest usage object that is read. vLLM's, with both detail objects, has under 300 bytes.
-_MOST_BYTES = 2048
+_MAX_USAGE_BYTES = 2048
 
 #: Usage objects looked at from the end: Anthropic splits its usage over two events.
-_MOST_OBJECTS = 4
+_MAX_OBJECTS = 4
 
 #: Most tokens of one kind that one answer can have used; a report of more counts as none.
 MAX_TOKENS: Final = 2**31 - 1
@@ -52,12 +52,12 @@ def read(tail: bytes) -> Mapping[str, int]:
     """
     counts: dict[str, int] = {}
     end = len(tail)
-    for _ in range(_MOST_OBJECTS):
+    for _ in range(_MAX_OBJECTS):
         at = tail.rfind(_MARK, 0, end)
         if at < 0:
             break
         end = at
-        for kind, tokens in _object(tail, at + len(_MARK)).items():
+        for kind, tokens in _parse_usage(tail, at + len(_MARK)).items():
             counts.setdefault(kind, tokens)
     return counts
 
@@ -77,12 +77,12 @@ def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float
     return max(0.0, sum(weight * counts.get(kind, 0) for kind, weight in weights.items()))
 
 
-def _object(tail: bytes, at: int) -> Mapping[str, int]:
+def _parse_usage(tail: bytes, at: int) -> Mapping[str, int]:
     """The usage object that starts after `at`; empty for null and for anything else."""
     opened = tail.find(b"{", at, at + 4)
     if opened < 0 or tail[at:opened].strip(b" :"):
         return {}
-    end = _end(tail, opened)
+    end = _find_end(tail, opened)
     try:
         usage = _decoder.decode(tail[opened:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -103,9 +103,9 @@ def _object(tail: bytes, at: int) -> Mapping[str, int]:
     }
 
 
-def _end(tail: bytes, opened: int) -> int:
+def _find_end(tail: bytes, opened: int) -> int:
     """Behind the brace that closes an object, as far as one is read; from brace to brace."""
-    limit = min(len(tail), opened + _MOST_BYTES)
+    limit = min(len(tail), opened + _MAX_USAGE_BYTES)
     depth, at = 0, opened
     while (closing := tail.find(b"}", at, limit)) >= 0:
         depth += tail.count(b"{", at, closing) - 1

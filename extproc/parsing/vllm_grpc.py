@@ -123,8 +123,8 @@ def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     # A later occurrence of a field replaces an earlier one, and of a oneof the last one counts;
     # only the two inputs share a oneof, and a sender that sets both is not worth telling apart.
     known = dict(fields)
-    pictures = known.get(_MULTIMODAL)
-    placeholders = _placeholders(pictures) if isinstance(pictures, memoryview) else ()
+    multimodal = known.get(_MULTIMODAL)
+    placeholders = _placeholders(multimodal) if isinstance(multimodal, memoryview) else ()
     prompt = _tokenized(known.get(_TOKENIZED), placeholders)
     if prompt is None:
         text = known.get(_TEXT)

@@ -18,7 +18,7 @@ from extproc.prefix_cache.index import Key, PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
 
 #: Requests of ours in a comparison. Fewer are noise, more correct later.
-_REQUESTS = 8
+_MIN_REQUESTS = 8
 
 #: Hit ratios closer than this are equal: counters move by whole blocks and requests.
 _NOISE = 0.01
@@ -133,7 +133,7 @@ class Calibration:
 
     def _correct(self) -> bool:
         """Move the factor once enough was compared."""
-        if self._count < _REQUESTS or not self._looked_up:
+        if self._count < _MIN_REQUESTS or not self._looked_up:
             return False
         self.error = (self._predicted - self._hit) / self._looked_up
         self._clear()
@@ -225,16 +225,16 @@ class CacheModel:
             cached_tokens: Of these, believed cached there.
             bytes_per_token: Of its prompt.
         """
-        belief = self.state_of(endpoint)
-        belief.requests += 1
+        state = self.state_of(endpoint)
+        state.requests += 1
         # The mean of all requests at first, or a mean that began at 0 would make the cache small.
-        weight = max(_ALPHA, 1.0 / belief.requests)
+        weight = max(_ALPHA, 1.0 / state.requests)
         if blocks:
             depth = len(blocks)
             mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
-            belief.block_tokens += weight * (mean - belief.block_tokens)
-        belief.prompt_tokens += weight * (prompt_tokens - belief.prompt_tokens)
-        belief.calibration.record_sent(prompt_tokens, cached_tokens)
+            state.block_tokens += weight * (mean - state.block_tokens)
+        state.prompt_tokens += weight * (prompt_tokens - state.prompt_tokens)
+        state.calibration.record_sent(prompt_tokens, cached_tokens)
 
     def record_cancelled(
         self,
@@ -283,39 +283,39 @@ class CacheModel:
             rates: How fast it is; answers take room in the cache as well.
             restarted: Whether the engine is another process now: its cache is empty.
         """
-        belief = self.state_of(endpoint)
+        state = self.state_of(endpoint)
         if restarted:
             self._index.clear(index_key(endpoint))
-            belief.calibration = Calibration()
+            state.calibration = Calibration()
         else:
             queries, hits = _moved(before, after)
-            belief.calibration.observe_counters(queries, hits)
+            state.calibration.observe_counters(queries, hits)
         if after.kv_tokens:
-            belief.nominal_tokens = after.kv_tokens
-            self._resize(endpoint, belief, rates)
+            state.nominal_tokens = after.kv_tokens
+            self._resize(endpoint, state, rates)
 
     def observe_usage(
         self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int
     ) -> None:
         """Take in the cached tokens that the `usage` of an answer reports."""
-        belief = self.state_of(endpoint)
-        if belief.calibration.observe_usage(prompt_tokens, predicted, cached):
-            self._resize(endpoint, belief, DEFAULT_STEP_TIMES)
+        state = self.state_of(endpoint)
+        if state.calibration.observe_usage(prompt_tokens, predicted, cached):
+            self._resize(endpoint, state, DEFAULT_STEP_TIMES)
 
     def forget(self, endpoint: Endpoint) -> None:
         """An endpoint left."""
         self._states.pop(index_key(endpoint), None)
         self._index.forget(index_key(endpoint))
 
-    def _resize(self, endpoint: Endpoint, belief: EndpointCacheState, rates: StepTimeModel) -> None:
-        if belief.nominal_tokens is None:
+    def _resize(self, endpoint: Endpoint, state: EndpointCacheState, rates: StepTimeModel) -> None:
+        if state.nominal_tokens is None:
             return
-        prompt = belief.prompt_tokens
+        prompt = state.prompt_tokens
         # Nothing was sent yet: nothing says how much room answers take.
         share = prompt / (prompt + rates.output_tokens) if prompt else 1.0
-        tokens = belief.nominal_tokens * share * belief.calibration.factor
-        belief.capacity_tokens = round(tokens)
-        blocks = min(self._most, max(1, round(tokens / belief.block_tokens)))
+        tokens = state.nominal_tokens * share * state.calibration.factor
+        state.capacity_tokens = round(tokens)
+        blocks = min(self._most, max(1, round(tokens / state.block_tokens)))
         held = self._index.capacity(index_key(endpoint))
         # Means move with every request: a small change is not worth walking the index.
         if abs(blocks - held) > 0.02 * held:

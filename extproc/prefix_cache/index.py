@@ -122,8 +122,8 @@ class PrefixIndex:
             blocks: A chain, root first.
         """
         slot = self.slot(key)
-        belief = self._caches[slot]
-        end = min(len(blocks), belief.capacity)
+        cache = self._caches[slot]
+        end = min(len(blocks), cache.capacity)
         chain = packed(blocks if end == len(blocks) else blocks[:end])
         path: list[tuple[RadixNode, int]] = []
         run = self._root
@@ -139,13 +139,13 @@ class PrefixIndex:
             along = child.common(chain, depth)
             depth += along
             if along * WIDTH < len(child.hashes) and (
-                depth < end or belief.held_blocks(child) > along
+                depth < end or cache.held_blocks(child) > along
             ):
                 child = self._cut(run, child, taken=along)
             path.append((child, along))
             run = child
         self._touch(slot, path)
-        if belief.held > belief.capacity:
+        if cache.held > cache.capacity:
             self._release(slot)
         if self.bytes_estimate() > self._max_bytes:
             self._release_oldest()
@@ -215,7 +215,7 @@ class PrefixIndex:
     @property
     def blocks_total(self) -> int:
         """Blocks believed held, summed over endpoints: a block that two hold counts twice."""
-        return sum(belief.held for belief in self._caches)
+        return sum(cache.held for cache in self._caches)
 
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory."""
@@ -227,9 +227,9 @@ class PrefixIndex:
         self._records += 1
         if not self._records % _EPOCH:
             self._epoch += 1
-        bit, belief, epoch = self._bits[slot], self._caches[slot], self._epoch
+        bit, cache, epoch = self._bits[slot], self._caches[slot], self._epoch
         for run, keep in reversed(path):
-            belief.touch(run, keep, epoch)
+            cache.touch(run, keep, epoch)
             if keep * WIDTH < len(run.hashes):
                 run.partly |= bit
             elif not run.holders & bit:
@@ -277,10 +277,10 @@ class PrefixIndex:
         ages = self._ages
         while self._totals.parts and self.bytes_estimate() > self._max_bytes:
             age, slot = ages[0]
-            belief = self._caches[slot]
-            oldest = belief.oldest
+            cache = self._caches[slot]
+            oldest = cache.oldest
             if oldest is not None and oldest <= age:
-                self._detach(belief.give_up_oldest(), self._bits[slot], 0)
+                self._detach(cache.give_up_oldest(), self._bits[slot], 0)
             else:
                 # Nothing that old is left. Without any part the next one will be of this epoch.
                 later = max(age, self._epoch) + 1 if oldest is None else oldest
@@ -288,7 +288,7 @@ class PrefixIndex:
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""
-        bit, belief = self._bits[slot], self._caches[slot]
+        bit, cache = self._bits[slot], self._caches[slot]
         below = [top]
         for run in below:
             if run.children:
@@ -298,7 +298,7 @@ class PrefixIndex:
                 below += held
         for run in reversed(below):
             remaining = keep if run is top else 0
-            if belief.truncate(run, remaining):
+            if cache.truncate(run, remaining):
                 self._detach(run, bit, remaining)
 
     def _detach(self, run: RadixNode, bit: int, keep: int) -> None:

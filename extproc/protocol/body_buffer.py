@@ -80,16 +80,16 @@ class BodyBuffer(msgspec.Struct):
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
-    def apply_edit(self, splice: BodyEdit) -> bytes:
+    def apply_edit(self, edit: BodyEdit) -> bytes:
         """Replace a part of the complete body, and account for the difference in size.
 
         Args:
-            splice: The edit; a few bytes, so that no limit is checked again.
+            edit: The edit; a few bytes, so that no limit is checked again.
 
         Returns:
             The body as it is now.
         """
-        edited = splice.apply(self.joined())
+        edited = edit.apply(self.joined())
         self._chunks = [edited]
         self._budget.held_bytes += len(edited) - self.size_bytes
         self.size_bytes = len(edited)
@@ -104,11 +104,11 @@ class BodyBuffer(msgspec.Struct):
 
 #: A body that has taken longer than `idle_s` must have come at this rate (bytes per second): the
 #: slowest mobile networks are about as fast, and a byte a minute would hold a place for days.
-SLOWEST_BYTES_PER_S: Final = 16 * 1024
+MIN_UPLOAD_BYTES_PER_S: Final = 16 * 1024
 
 #: Share of `idle_s` that bodies have while more than half of a budget is taken by bodies on their
 #: way: those that wait for nothing make room for those that move.
-HURRIED: Final = 0.1
+HURRY_FACTOR: Final = 0.1
 
 UploadKeyT = TypeVar("UploadKeyT", bound=Hashable)
 
@@ -127,32 +127,32 @@ class UploadProgress(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Uploads(Generic[UploadKeyT]):
+class UploadMonitor(Generic[UploadKeyT]):
     """Checks request bodies periodically, at no cost per message."""
 
     def __init__(self) -> None:
         self._progress: dict[UploadKeyT, UploadProgress] = {}
 
-    def look(
+    def find_stalled(
         self,
         arriving: Mapping[UploadKeyT, int],
         now: float,
         *,
         idle_s: float,
-        most_streams: int,
-        most_bytes: int,
+        max_streams: int,
+        max_bytes: int,
     ) -> list[UploadKeyT]:
-        """Bodies to abort: idle for `idle_s`, or too slow since they began.
+        """Find the bodies to abort: idle for `idle_s`, or too slow since they began.
 
         Args:
             arriving: All bodies on their way, with their bytes so far.
             now: Monotonic seconds.
             idle_s: Seconds that a body may stand still.
-            most_streams: Bodies on their way beyond half of which they are hurried (count).
-            most_bytes: Bytes of them beyond half of which they are hurried.
+            max_streams: Arriving bodies beyond half of which `idle_s` is shortened (count).
+            max_bytes: Bytes of them beyond half of which it is shortened.
         """
-        if len(arriving) > most_streams / 2 or sum(arriving.values()) > most_bytes / 2:
-            idle_s *= HURRIED
+        if len(arriving) > max_streams / 2 or sum(arriving.values()) > max_bytes / 2:
+            idle_s *= HURRY_FACTOR
         before = self._progress
         progress = self._progress = {}
         stalled = []
@@ -162,7 +162,7 @@ class Uploads(Generic[UploadKeyT]):
                 known = UploadProgress(now, now, size_bytes)
             elif known.size_bytes != size_bytes:
                 known = UploadProgress(known.began, now, size_bytes)
-            slowest_s = idle_s + size_bytes / SLOWEST_BYTES_PER_S
+            slowest_s = idle_s + size_bytes / MIN_UPLOAD_BYTES_PER_S
             if now - known.moved >= idle_s or now - known.began >= slowest_s:
                 stalled.append(key)
             else:

@@ -76,15 +76,15 @@ class DeferredResponses(msgspec.Struct):
         elif body_shown:
             kind = _REQUEST_BODY
         else:
-            return self._last(destination)
+            return self._trailing_replies(destination)
         return (
             RouteResponse(kind, destination, set_headers, remove_headers, body, self.scores),
-            *self._last(""),
+            *self._trailing_replies(""),
         )
 
     def release_streamed(
         self,
-        gathering: BodyBuffer,
+        buffer: BodyBuffer,
         destination: str,
         set_headers: Headers,
         *,
@@ -93,7 +93,7 @@ class DeferredResponses(msgspec.Struct):
         """All withheld replies and the body, which is held until its chunks are written.
 
         Args:
-            gathering: The body.
+            buffer: The body.
             destination: The pick.
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
@@ -106,19 +106,19 @@ class DeferredResponses(msgspec.Struct):
                 ),
             )
             destination = ""
-        body = gathering.joined()
+        body = buffer.joined()
         ends = not self.trailers
         if len(body) <= CHUNK_BYTES:
-            gathering.release()
+            buffer.release()
             return (
                 *first,
                 StreamedBodyResponse(_REQUEST_BODY, body, ends, destination),
-                *self._last(""),
+                *self._trailing_replies(""),
             )
         pieces = chunks(_REQUEST_BODY, body, end_of_stream=ends, destination=destination)
-        return run_after(itertools.chain(first, pieces, self._last("")), gathering.release)
+        return run_after(itertools.chain(first, pieces, self._trailing_replies("")), buffer.release)
 
-    def _last(self, destination: str) -> tuple[ProcessingResponse, ...]:
+    def _trailing_replies(self, destination: str) -> tuple[ProcessingResponse, ...]:
         """The trailing replies; they name the destination if no other reply could."""
         if not self.trailers:
             return self.others
@@ -157,9 +157,9 @@ _REQUEST_BODY = MessageKind.REQUEST_BODY
 _REQUEST_TRAILERS = MessageKind.REQUEST_TRAILERS
 _RESPONSE_BODY = MessageKind.RESPONSE_BODY
 
-_NOTHING: tuple[ProcessingResponse, ...] = ()
+_NO_REPLIES: tuple[ProcessingResponse, ...] = ()
 #: The reply that lets a message pass, by kind.
-_GO_ON = tuple((ContinueResponse(kind),) for kind in MessageKind)
+_CONTINUE = tuple((ContinueResponse(kind),) for kind in MessageKind)
 
 
 class Exchange(msgspec.Struct):
@@ -199,8 +199,8 @@ class Exchange(msgspec.Struct):
     _body_buffer: BodyBuffer | None = None
     #: What the engine was asked for, and what the client calls it.
     _model_names: tuple[str, str] = ("", "")
-    _restoration: response_handling.ModelNameResponseRewriter | None = None
-    _selected: bool = False
+    _response_rewriter: response_handling.ModelNameResponseRewriter | None = None
+    _has_selection: bool = False
     _history: int = 0
 
     @property
@@ -228,12 +228,12 @@ class Exchange(msgspec.Struct):
         hints = event.hints
         if hints is not None and hints.subset is not None:
             self._take_subset(hints.subset)
-        act = _ACTS[self.request_state][self.response_state][kind]
-        if act is None:
+        handler = _HANDLERS[self.request_state][self.response_state][kind]
+        if handler is None:
             raise transitions.unexpected_message_error(
                 self.request_state, self.response_state, self._history
             )
-        return act(self, event, modes)
+        return handler(self, event, modes)
 
     def apply_outcome(
         self, outcome: Decision | Rejection, *, request_id: str = ""
@@ -261,27 +261,27 @@ class Exchange(msgspec.Struct):
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
         removed = tuple(CONTROL_HEADERS.intersection(self._headers))
-        gathering = self._body_buffer
+        buffer = self._body_buffer
         mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]
         body = None
-        if outcome.body_edit is not None and gathering is not None and mode.awaits_body:
-            body = gathering.apply_edit(outcome.body_edit)
+        if outcome.body_edit is not None and buffer is not None and mode.awaits_body:
+            body = buffer.apply_edit(outcome.body_edit)
             self.edited = True
             if self._settings.restore_model:
                 self._model_names = (outcome.model_rewrite, outcome.client_model)
             set_headers += edited_length(pending, body)
         if self._settings.scores:
-            self._deferred.scores = _compared(outcome)
-        if gathering is not None and mode.is_returned:
+            self._deferred.scores = _endpoint_scores(outcome)
+        if buffer is not None and mode.is_returned:
             return self._deferred.release_streamed(
-                gathering, destination, set_headers, remove_headers=removed
+                buffer, destination, set_headers, remove_headers=removed
             )
         self.close()
         return self._deferred.release_buffered(
             destination,
             set_headers,
             remove_headers=removed,
-            body_shown=gathering is not None,
+            body_shown=buffer is not None,
             body=body,
         )
 
@@ -314,73 +314,79 @@ class Exchange(msgspec.Struct):
     def _take_subset(self, subset: tuple[str, ...]) -> None:
         # The hint may come on any message of the request; a later non-empty one wins. The
         # selection header beats them all, and Envoy repeats the hint on every message.
-        if (subset or self._subset is None) and not self._selected:
+        if (subset or self._subset is None) and not self._has_selection:
             self._subset = subset
 
     def _close_by_trailers(
         self, _: ProcessingRequest, __: BodyModes
     ) -> Iterable[ProcessingResponse]:
         self._deferred.trailers = True
-        self._ask()
-        return _NOTHING
+        self._complete_request()
+        return _NO_REPLIES
 
     def _trailers(self, event: ProcessingRequest, _: BodyModes) -> Iterable[ProcessingResponse]:
         if event.kind is not MessageKind.RESPONSE_TRAILERS:
             return self._continue(event.kind)
         self._abandon_request()
         self.response_state = _ENDED
-        restoration = self._restoration
+        restoration = self._response_rewriter
         held = () if restoration is None else restoration.trailers()
         return (*held, *self._continue(event.kind))
 
-    def _late(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
+    def _late_body(
+        self, event: ProcessingRequest, modes: BodyModes
+    ) -> Iterable[ProcessingResponse]:
         mode = modes.request if event.kind is _REQUEST_BODY else modes.response
-        return _NOTHING if BODY_MODE_TRAITS[mode].is_returned else self._continue(event.kind)
+        return _NO_REPLIES if BODY_MODE_TRAITS[mode].is_returned else self._continue(event.kind)
 
     def _ignore(self, _: ProcessingRequest, __: BodyModes) -> Iterable[ProcessingResponse]:
-        return _NOTHING
+        return _NO_REPLIES
 
     def _continue(self, kind: MessageKind) -> Iterable[ProcessingResponse]:
         """Continue a message; for a held request, after the reply to its headers."""
         if self.request_state is _DECIDING and kind <= _REQUEST_TRAILERS:
-            self._deferred.others += _GO_ON[kind]
-            return _NOTHING
-        return _GO_ON[kind]
+            self._deferred.others += _CONTINUE[kind]
+            return _NO_REPLIES
+        return _CONTINUE[kind]
 
-    def _open(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
+    def _open_request(
+        self, event: ProcessingRequest, modes: BodyModes
+    ) -> Iterable[ProcessingResponse]:
         headers = self._headers = event.headers
         if self._settings.conformance and SELECTION in headers:
             # Beats the metadata hint (docs/spec/protocol.md#gateway-conformance-tests).
-            self._selected = True
+            self._has_selection = True
             self._subset = tokens(headers[SELECTION])
         self._deferred.headers = True
         mode = BODY_MODE_TRAITS[modes.request]
         if event.end_of_stream or not mode.awaits_body:
-            self._ask()
-            return _NOTHING
+            self._complete_request()
+            return _NO_REPLIES
         self.request_state = _GATHERING
         if not mode.is_buffered:
-            return _NOTHING
+            return _NO_REPLIES
         self._deferred.headers = False
-        return _GO_ON[_REQUEST_HEADERS]
+        return _CONTINUE[_REQUEST_HEADERS]
 
-    def _gather(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
-        gathering = self._body_buffer
-        if gathering is None:
-            gathering = self._body_buffer = BodyBuffer(self._budget, self._settings.max_body_bytes)
+    def _buffer_body(
+        self, event: ProcessingRequest, modes: BodyModes
+    ) -> Iterable[ProcessingResponse]:
+        buffer = self._body_buffer
+        if buffer is None:
+            buffer = self._body_buffer = BodyBuffer(self._budget, self._settings.max_body_bytes)
         if event.body:
-            refused = gathering.add(event.body)
-            if refused is not None:
-                return (self.reject(refused),)
+            rejection = buffer.add(event.body)
+            if rejection is not None:
+                return (self.reject(rejection),)
         mode = BODY_MODE_TRAITS[modes.request]
         if not event.end_of_stream and mode.is_returned:
             self.request_state = _GATHERING
         else:
             # A buffered body is one message: without end_of_stream trailers follow, or it is cut.
-            self._ask(truncated=mode.is_cut and not event.end_of_stream)
-        return _NOTHING
+            self._complete_request(truncated=mode.is_cut and not event.end_of_stream)
+        return _NO_REPLIES
 
-    def _ask(self, *, truncated: bool = False) -> None:
+    def _complete_request(self, *, truncated: bool = False) -> None:
         self.request_state = _DECIDING
         body = self._body_buffer.joined() if self._body_buffer is not None else b""
         self.pending = HttpRequest(self._headers, body, truncated, self._subset)
@@ -392,7 +398,7 @@ class Exchange(msgspec.Struct):
             self.pending = None
             self.close()
 
-    def _answer_headers(
+    def _answer_response_headers(
         self, event: ProcessingRequest, modes: BodyModes
     ) -> Iterable[ProcessingResponse]:
         self._abandon_request()
@@ -411,7 +417,7 @@ class Exchange(msgspec.Struct):
             # A buffered body carries its length itself.
             drops_length = shown.is_streamed
             length = event.headers.get("content-length", "")
-            self._restoration = response_handling.ModelNameResponseRewriter(
+            self._response_rewriter = response_handling.ModelNameResponseRewriter(
                 restorer, shown, length=length
             )
         return response_handling.response_headers_reply(
@@ -423,7 +429,7 @@ class Exchange(msgspec.Struct):
             drops_length=drops_length,
         )
 
-    def _pass_response(
+    def _pass_response_body(
         self, event: ProcessingRequest, modes: BodyModes
     ) -> Iterable[ProcessingResponse]:
         self._abandon_request()
@@ -431,35 +437,35 @@ class Exchange(msgspec.Struct):
         if self.tail is None:
             self.tail = response_handling.TailBuffer()
         self.tail.add(event.body)
-        if self._restoration is not None:
-            return self._restoration.body(event)
+        if self._response_rewriter is not None:
+            return self._response_rewriter.body(event)
         if not BODY_MODE_TRAITS[modes.response].is_returned:
-            return _GO_ON[_RESPONSE_BODY]
+            return _CONTINUE[_RESPONSE_BODY]
         return chunks(_RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
 
     #: What takes an event, by place in the table of transitions.
-    acts: ClassVar[
-        transitions.Places[
+    handlers: ClassVar[
+        transitions.HandlerTable[
             Callable[[Exchange, ProcessingRequest, BodyModes], Iterable[ProcessingResponse]]
         ]
     ] = transitions.build_handler_table(
         {
-            Action.OPEN: _open,
-            Action.GATHER: _gather,
+            Action.OPEN: _open_request,
+            Action.GATHER: _buffer_body,
             Action.CLOSE: _close_by_trailers,
-            Action.HEADERS: _answer_headers,
-            Action.BODY: _pass_response,
+            Action.HEADERS: _answer_response_headers,
+            Action.BODY: _pass_response_body,
             Action.TRAILERS: _trailers,
-            Action.LATE: _late,
+            Action.LATE: _late_body,
             Action.IGNORE: _ignore,
         }
     )
 
 
-_ACTS = Exchange.acts
+_HANDLERS = Exchange.handlers
 
 
-def _compared(decision: Decision) -> tuple[tuple[str, float], ...]:
+def _endpoint_scores(decision: Decision) -> tuple[tuple[str, float], ...]:
     """Score of each finalist, higher is better; empty without a comparison."""
     if not decision.scores and decision.cost is None:
         return ()

@@ -7,7 +7,7 @@ from typing import Final
 from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
-MAX_MEMBERS: Final = 16_384
+MAX_SUBSET_ENDPOINTS: Final = 16_384
 
 DESTINATION = "x-gateway-destination-endpoint"
 SCORES = "x-gateway-destination-endpoint-scores"
@@ -65,16 +65,16 @@ def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
     return (("content-length", str(len(body))),)
 
 
-def changed_length(length: str, grown: int) -> tuple[tuple[str, str], ...]:
+def changed_length(length: str, growth_bytes: int) -> tuple[tuple[str, str], ...]:
     """The `content-length` header after a change of size; empty without one before.
 
     Args:
         length: The length before, as its header says it.
-        grown: Bytes it has more now, or less.
+        growth_bytes: By how much it changed; negative if it is shorter now.
     """
     if not is_length(length):
         return ()
-    return (("content-length", str(int(length) + grown)),)
+    return (("content-length", str(int(length) + growth_bytes)),)
 
 
 def is_length(value: str) -> bool:
@@ -83,6 +83,8 @@ def is_length(value: str) -> bool:
 
 
 def tokens(value: str) -> tuple[str, ...]:
-    """The first `MAX_MEMBERS` non-empty members of a comma-separated value, trimmed."""
-    stripped = [token.strip() for token in value.split(",", MAX_MEMBERS)[:MAX_MEMBERS]]
+    """The first `MAX_SUBSET_ENDPOINTS` non-empty members of a comma-separated value, trimmed."""
+    stripped = [
+        token.strip() for token in value.split(",", MAX_SUBSET_ENDPOINTS)[:MAX_SUBSET_ENDPOINTS]
+    ]
     return tuple(token for token in stripped if token)

@@ -24,17 +24,17 @@ _SPACES: Final = b" \t\r\n"
 
 #: Blanks around the colon that are looked through (count). Engines write none or one; it bounds
 #: what is held back.
-_MOST_SPACES: Final = 16
+_MAX_SPACES: Final = 16
 
 #: Keys of objects that stand for the answer in an event of the Responses and the Messages API.
 _WRAPPERS: Final = frozenset({b'"response"', b'"message"'})
 
 #: Bytes of a key that are kept, to tell a wrapper.
-_LONGEST_KEY: Final = 12
+_MAX_KEY_BYTES: Final = 12
 
 #: Brackets and strings of one document that are looked at (count). Engines write the name among the
 #: first dozen members; beyond it an answer stays as it is, and costs nothing more.
-_MOST_TOKENS: Final = 16_384
+_MAX_TOKENS: Final = 16_384
 
 _token = re.compile(rb'["{}\[\]]').search
 _named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
@@ -83,7 +83,7 @@ class ModelNameRestorer:
         self._client_model = msgspec.json.encode(client_model)
         self._events = events
         self._held = b""
-        self._begin()
+        self._start_document()
 
     def pass_on(self, chunk: bytes, *, last: bool) -> bytes:
         """Rewrite the next bytes of the response; empty while they may begin a match.
@@ -102,12 +102,12 @@ class ModelNameRestorer:
                 reached = end
                 changed.append(text[at:end])
             else:
-                reached = self._walk(text, at, end, complete=bool(line) or last, changed=changed)
+                reached = self._scan(text, at, end, complete=bool(line) or last, changed=changed)
             at = reached
             if reached < end:
                 break
             if line:
-                self._begin()
+                self._start_document()
         self._held = text[at:]
         return b"".join(changed)
 
@@ -116,15 +116,15 @@ class ModelNameRestorer:
         held, self._held = self._held, b""
         return held
 
-    def _begin(self) -> None:
+    def _start_document(self) -> None:
         """A document begins."""
         self._depth = 0
         self._fresh = True
         self._inside = self._escaped = self._wrapped = self._over = False
-        self._left = _MOST_TOKENS
+        self._left = _MAX_TOKENS
         self._key = b""
 
-    def _walk(self, text: bytes, at: int, end: int, *, complete: bool, changed: list[bytes]) -> int:
+    def _scan(self, text: bytes, at: int, end: int, *, complete: bool, changed: list[bytes]) -> int:
         """Go through a part of a document.
 
         Args:
@@ -143,7 +143,7 @@ class ModelNameRestorer:
             start = self._change(_before_flat, text, at, end, start=start, changed=changed)
         while not self._over:
             if self._inside:
-                at = self._through_string(text, at, end)
+                at = self._skip_string(text, at, end)
                 if self._inside:
                     break
             token = self._next_token(text, at, end)
@@ -162,7 +162,7 @@ class ModelNameRestorer:
                     self._over = _named(text, at, end) is not None
                 self._inside, self._key = True, b'"'
             else:
-                self._turn(text[at])
+                self._on_bracket(text[at])
             at += 1
         changed.append(text[start:end])
         return end
@@ -195,7 +195,7 @@ class ModelNameRestorer:
                 return name_at + len(name)
         return start
 
-    def _turn(self, bracket: int) -> None:
+    def _on_bracket(self, bracket: int) -> None:
         """A bracket outside of strings."""
         if bracket not in b"{[":
             self._depth = max(0, self._depth - 1)
@@ -204,7 +204,7 @@ class ModelNameRestorer:
         if self._depth == 2:
             self._wrapped = bracket == _OBJECT and self._key in _WRAPPERS
 
-    def _through_string(self, text: bytes, at: int, end: int) -> int:
+    def _skip_string(self, text: bytes, at: int, end: int) -> int:
         """Go to the end of the string we are in, or of what there is of it."""
         start = at
         if self._escaped and at < end:
@@ -221,8 +221,8 @@ class ModelNameRestorer:
                 break
             self._inside = escaped
             at = quote + 1
-        if self._depth == 1 and len(self._key) < _LONGEST_KEY:
-            self._key += text[start : min(at, start + _LONGEST_KEY)]
+        if self._depth == 1 and len(self._key) < _MAX_KEY_BYTES:
+            self._key += text[start : min(at, start + _MAX_KEY_BYTES)]
         return at
 
     def _undecided(self, rest: bytes) -> bool:
@@ -233,14 +233,14 @@ class ModelNameRestorer:
             return False
         behind = rest[len(_KEY) :]
         value = behind.lstrip(_SPACES)
-        if len(behind) - len(value) > _MOST_SPACES:
+        if len(behind) - len(value) > _MAX_SPACES:
             return False
         if not value:
             return True
         if not value.startswith(b":"):
             return False
         name = value[1:].lstrip(_SPACES)
-        if len(value) - 1 - len(name) > _MOST_SPACES:
+        if len(value) - 1 - len(name) > _MAX_SPACES:
             return False
         return any(model_name.startswith(name) for model_name in self._names)
 

@@ -44,20 +44,20 @@ MAX_RESPONSE_BYTES = 262144
 class TailBuffer:
     """Buffer of the last bytes of a body."""
 
-    __slots__ = ("_chunks", "_held")
+    __slots__ = ("_chunks", "_size_bytes")
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
-        self._held = 0
+        self._size_bytes = 0
 
     def add(self, chunk: bytes) -> None:
         """Add the next chunk."""
         if not chunk:
             return
         self._chunks.append(chunk)
-        self._held += len(chunk)
-        while self._held - len(self._chunks[0]) >= TAIL_BYTES:
-            self._held -= len(self._chunks.popleft())
+        self._size_bytes += len(chunk)
+        while self._size_bytes - len(self._chunks[0]) >= TAIL_BYTES:
+            self._size_bytes -= len(self._chunks.popleft())
 
     def joined(self) -> bytes:
         """The tail: at least the last `TAIL_BYTES` bytes, or the complete body if shorter."""
@@ -181,12 +181,12 @@ class ModelNameResponseRewriter:
             return chunks(MessageKind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
         if body == event.body:
             return (ContinueResponse(MessageKind.RESPONSE_BODY),)
-        grown = len(body) - len(event.body)
+        growth_bytes = len(body) - len(event.body)
         return (
             BodyMutation(
                 MessageKind.RESPONSE_BODY,
                 body,
-                changed_length(self._length, grown) if mode.is_buffered else (),
+                changed_length(self._length, growth_bytes) if mode.is_buffered else (),
             ),
         )
 

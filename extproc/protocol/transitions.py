@@ -93,17 +93,17 @@ _RESPONSE: Mapping[tuple[ResponseState, MessageKind], Action] = {
 
 
 HandlerT = TypeVar("HandlerT")
-Places = Sequence[Sequence[Sequence[HandlerT | None]]]
+HandlerTable = Sequence[Sequence[Sequence[HandlerT | None]]]
 
 
 def _action(
     request_state: RequestState, response_state: ResponseState, kind: MessageKind
 ) -> Action | None:
-    act = _REQUEST.get((request_state, kind))
-    return _RESPONSE.get((response_state, kind)) if act is None else act
+    action = _REQUEST.get((request_state, kind))
+    return _RESPONSE.get((response_state, kind)) if action is None else action
 
 
-def build_handler_table(handlers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
+def build_handler_table(handlers: Mapping[Action, HandlerT]) -> HandlerTable[HandlerT]:
     """Build the table by index, which is faster than a lookup by pair.
 
     Args:
@@ -112,7 +112,7 @@ def build_handler_table(handlers: Mapping[Action, HandlerT]) -> Places[HandlerT]
     Returns:
         `places[request_state][response_state][kind]`; None where the message does not fit.
     """
-    acts = [
+    actions = [
         [
             [_action(request_state, response_state, kind) for kind in MessageKind]
             for response_state in ResponseState
@@ -120,8 +120,8 @@ def build_handler_table(handlers: Mapping[Action, HandlerT]) -> Places[HandlerT]
         for request_state in RequestState
     ]
     return tuple(
-        tuple(tuple(None if act is None else handlers[act] for act in row) for row in rows)
-        for rows in acts
+        tuple(tuple(None if action is None else handlers[action] for action in row) for row in rows)
+        for rows in actions
     )
 
 

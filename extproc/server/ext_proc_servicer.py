@@ -11,7 +11,7 @@ from typing import NamedTuple
 import grpc
 
 from extproc.errors import ProtocolError
-from extproc.protocol.body_buffer import Uploads
+from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.server import grpc_workarounds
 from extproc.server.request_observer import StreamResult
@@ -69,7 +69,7 @@ class ExternalProcessorServicer:
         self.shared = shared
         self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
         self._streams: dict[asyncio.Task[None], _OpenStream] = {}
-        self._uploads: Uploads[asyncio.Task[None]] = Uploads()
+        self._uploads: UploadMonitor[asyncio.Task[None]] = UploadMonitor()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
     async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
@@ -166,12 +166,12 @@ class ExternalProcessorServicer:
         self._refused = {}
         sizes = {task: entry.arriving_bytes for task, entry in self._streams.items()}
         shared = self.shared
-        stalled = self._uploads.look(
+        stalled = self._uploads.find_stalled(
             {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
             shared.clock(),
             idle_s=shared.settings.body_idle_s,
-            most_streams=shared.settings.max_streams,
-            most_bytes=shared.body_budget.limit_bytes,
+            max_streams=shared.settings.max_streams,
+            max_bytes=shared.body_budget.limit_bytes,
         )
         for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
             writes = []

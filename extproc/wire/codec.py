@@ -84,14 +84,14 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _chunk(reply: StreamedBodyResponse) -> bytes:
+def _write_chunk(reply: StreamedBodyResponse) -> bytes:
     """BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse}}}, framed by hand.
 
     One copy of the body. The general encoder would copy it at each of the four levels.
     """
     size = len(reply.body)
     if _TWO_BYTES[0] <= size < _TWO_BYTES[1] and not reply.destination:
-        return _short_chunk(reply, size)
+        return _write_short_chunk(reply, size)
     head = b"\x0a" + _varint(size) if size else b""
     end = b"\x10\x01" if reply.end_of_stream else b""
     inner = len(head) + size + len(end)
@@ -106,7 +106,7 @@ def _chunk(reply: StreamedBodyResponse) -> bytes:
     )
 
 
-def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
+def _write_short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
     """Encode a chunk for which each of the five lengths takes two bytes."""
     inner = size + (5 if reply.end_of_stream else 3)
     mutation, common, outer = inner + 3, inner + 6, inner + 9
@@ -130,16 +130,16 @@ def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
 def _metadata(destination: str) -> bytes:
     """The `dynamic_metadata` field alone; protobuf fields concatenate."""
     response = ext_proc_pb2.ProcessingResponse()
-    _tell(response, destination)
+    _set_destination(response, destination)
     return response.SerializeToString()
 
 
-def _tell(response: ext_proc_pb2.ProcessingResponse, destination: str) -> None:
+def _set_destination(response: ext_proc_pb2.ProcessingResponse, destination: str) -> None:
     balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
     balancer.fields[DESTINATION].string_value = destination
 
 
-def _set(mutation: ext_proc_pb2.HeaderMutation, headers: Headers) -> None:
+def _add_headers(mutation: ext_proc_pb2.HeaderMutation, headers: Headers) -> None:
     """Set a header; Envoy reads `raw_value` and rejects a header with both values."""
     for name, value in headers:
         mutation.set_headers.add().header.MergeFrom(
@@ -147,7 +147,7 @@ def _set(mutation: ext_proc_pb2.HeaderMutation, headers: Headers) -> None:
         )
 
 
-def _route(reply: RouteResponse) -> bytes:
+def _write_route(reply: RouteResponse) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
     if reply.answers is MessageKind.REQUEST_BODY:
         common = response.request_body.response
@@ -155,9 +155,9 @@ def _route(reply: RouteResponse) -> bytes:
         common = response.request_headers.response
     # Takes effect only together with a header mutation (docs/spec/protocol.md#full-duplex-rules).
     common.clear_route_cache = True
-    _set(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
+    _add_headers(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
     common.header_mutation.remove_headers.extend(reply.remove_headers)
-    _tell(response, reply.destination)
+    _set_destination(response, reply.destination)
     if reply.scores:
         balancer = response.dynamic_metadata.fields[
             protobuf_decoder.BALANCER_NAMESPACE
@@ -189,29 +189,29 @@ def _with_body(answers: MessageKind, common: bytes, body: bytes, rest: bytes) ->
     return b"".join((_TAGS[answers], outer, inner, common, mutation, body, rest))
 
 
-_cached_route = lru_cache(maxsize=4096)(_route)
+_cached_route = lru_cache(maxsize=4096)(_write_route)
 
 
-def _picked(reply: RouteResponse) -> bytes:
+def _write_cached_route(reply: RouteResponse) -> bytes:
     # Most picks differ only in the destination; a request id, a body or scores make one unique.
     unique = reply.set_headers or reply.body is not None or reply.scores
-    return _route(reply) if unique else _cached_route(reply)
+    return _write_route(reply) if unique else _cached_route(reply)
 
 
 @lru_cache(maxsize=4096)
-def _continue(reply: ContinueResponse) -> bytes:
+def _write_continue(reply: ContinueResponse) -> bytes:
     dynamic_metadata = _metadata(reply.destination) if reply.destination else b""
     rest = b"\x00" if reply.answers in _TRAILERS else _EMPTY_COMMON
     return _TAGS[reply.answers] + rest + dynamic_metadata
 
 
 @lru_cache(maxsize=256)
-def _response_headers(reply: ResponseHeadersMutation) -> bytes:
+def _write_response_headers(reply: ResponseHeadersMutation) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
     response.response_headers.response.SetInParent()
     if reply.set_headers or reply.remove_headers:
         mutation = response.response_headers.response.header_mutation
-        _set(mutation, reply.set_headers)
+        _add_headers(mutation, reply.set_headers)
         mutation.remove_headers.extend(reply.remove_headers)
     if reply.response_body is not None:
         override = response.mode_override
@@ -221,26 +221,26 @@ def _response_headers(reply: ResponseHeadersMutation) -> bytes:
     return response.SerializeToString()
 
 
-def _replaced(reply: BodyMutation) -> bytes:
+def _write_body_mutation(reply: BodyMutation) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
     common = response.response_body.response
     common.body_mutation.body = reply.body
     if reply.set_headers:
-        _set(common.header_mutation, reply.set_headers)
+        _add_headers(common.header_mutation, reply.set_headers)
     return response.SerializeToString()
 
 
-def _costed(reply: WithRequestCost) -> bytes:
+def _write_request_cost(reply: WithRequestCost) -> bytes:
     response = ext_proc_pb2.ProcessingResponse()
     balancer = response.dynamic_metadata.fields[protobuf_decoder.BALANCER_NAMESPACE].struct_value
     balancer.fields[COST].number_value = reply.cost
     return encode(reply.reply) + response.SerializeToString()
 
 
-def _refuse(reply: ImmediateResponse) -> bytes:
+def _write_immediate_response(reply: ImmediateResponse) -> bytes:
     immediate = ext_proc_pb2.ImmediateResponse(body=reply.body, details="extproc")
     immediate.status.code = reply.status
-    _set(immediate.headers, reply.headers)
+    _add_headers(immediate.headers, reply.headers)
     if reply.grpc_status is not None:
         immediate.grpc_status.status = reply.grpc_status
     return ext_proc_pb2.ProcessingResponse(immediate_response=immediate).SerializeToString()
@@ -248,13 +248,13 @@ def _refuse(reply: ImmediateResponse) -> bytes:
 
 #: Every kind of reply to its writer. What repeats is remembered.
 _WRITERS: Mapping[type[ProcessingResponse], Callable[[Any], bytes]] = {
-    StreamedBodyResponse: _chunk,
-    RouteResponse: _picked,
-    ContinueResponse: _continue,
-    BodyMutation: _replaced,
-    ResponseHeadersMutation: _response_headers,
-    ImmediateResponse: _refuse,
-    WithRequestCost: _costed,
+    StreamedBodyResponse: _write_chunk,
+    RouteResponse: _write_cached_route,
+    ContinueResponse: _write_continue,
+    BodyMutation: _write_body_mutation,
+    ResponseHeadersMutation: _write_response_headers,
+    ImmediateResponse: _write_immediate_response,
+    WithRequestCost: _write_request_cost,
 }
 
 
@@ -265,7 +265,7 @@ _KINDS = {
     0x22: MessageKind.REQUEST_BODY,
     0x2A: MessageKind.RESPONSE_BODY,
 }
-_CLOSED = {0x12: b"\x18\x01", 0x1A: b"\x18\x01", 0x22: b"\x10\x01", 0x2A: b"\x10\x01"}
+_END_OF_STREAM = {0x12: b"\x18\x01", 0x1A: b"\x18\x01", 0x22: b"\x10\x01", 0x2A: b"\x10\x01"}
 _BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
 
 #: A HeaderValue{key = 1, raw_value = 3} with a short key: its key and its value. Tag bytes are
@@ -273,16 +273,16 @@ _BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
 _PAIR = re.compile(
     r"\n.([0-9a-z:!#$%&'*+.^_`|~-]+)\x1a(?:[\x00-\x7f]|[\x80-\xff].)([^\n]*)", re.DOTALL
 )
-_pairs = _PAIR.findall
+_find_pairs = _PAIR.findall
 
 #: Bytes around a key and a value: tags and one-byte lengths of HeaderMap and HeaderValue.
-_AROUND = 6
+_PAIR_OVERHEAD_BYTES = 6
 
 #: Longest headers of an answer that are remembered (bytes); bounds what the memory takes.
-_LONGEST_KNOWN = 512
+_MAX_CACHED_BYTES = 512
 
 #: Up to this size (bytes) a message says no more than that a body ends.
-_LONGEST_END = 16
+_MAX_END_BYTES = 16
 
 
 def decode(data: bytes) -> ProcessingRequest:
@@ -292,7 +292,7 @@ def decode(data: bytes) -> ProcessingRequest:
     once a second. Those are read once. Headers of requests hold their id.
     """
     size = len(data)
-    if size <= _LONGEST_END or (size <= _LONGEST_KNOWN and data[0] == 0x1A):
+    if size <= _MAX_END_BYTES or (size <= _MAX_CACHED_BYTES and data[0] == 0x1A):
         return _decode_cached(data)
     return _decode(data)
 
@@ -330,7 +330,7 @@ def _decode(data: bytes) -> ProcessingRequest:
                     at += 1
             stop = at + size
         last = data[stop:end]
-        if end <= len(data) and (stop == end or last == _CLOSED[data[0]]):
+        if end <= len(data) and (stop == end or last == _END_OF_STREAM[data[0]]):
             kind = _KINDS[data[0]]
             if kind in _BODIES:
                 return ProcessingRequest(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
@@ -369,8 +369,8 @@ def _header_map(data: bytes) -> Mapping[str, str]:
     Raises:
         LookupError: It is not plain.
     """
-    pairs = _pairs(data.decode("latin-1"))
-    size = len("".join(chain.from_iterable(pairs))) + _AROUND * len(pairs)
+    pairs = _find_pairs(data.decode("latin-1"))
+    size = len("".join(chain.from_iterable(pairs))) + _PAIR_OVERHEAD_BYTES * len(pairs)
     # A length above 127 takes a second byte: once for a long value, once for its HeaderValue.
     if size != len(data):
         for key, value in pairs:

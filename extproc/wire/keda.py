@@ -33,7 +33,7 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
     metric: str = ""
 
 
-def reference(data: bytes) -> ScaledObjectRef | None:
+def decode_scaled_object(data: bytes) -> ScaledObjectRef | None:
     """Decode the request of IsActive, StreamIsActive and GetMetricSpec."""
     try:
         return _scaled_object_ref(keda_pb2.ScaledObjectRef.FromString(data))
@@ -41,7 +41,7 @@ def reference(data: bytes) -> ScaledObjectRef | None:
         return None
 
 
-def metrics_request(data: bytes) -> ScaledObjectRef | None:
+def decode_metrics_request(data: bytes) -> ScaledObjectRef | None:
     """Decode the request of GetMetrics."""
     try:
         request = keda_pb2.GetMetricsRequest.FromString(data)
@@ -50,12 +50,12 @@ def metrics_request(data: bytes) -> ScaledObjectRef | None:
     return _scaled_object_ref(request.scaled_object_ref, metric=request.metric_name)
 
 
-def active(*, result: bool) -> bytes:
+def encode_active(*, result: bool) -> bytes:
     """Encode the response of IsActive: whether at least one replica is needed."""
     return keda_pb2.IsActiveResponse(result=result).SerializeToString()
 
 
-def metric_spec(name: str, target: float) -> bytes:
+def encode_metric_spec(name: str, target: float) -> bytes:
     """Encode the metric and its target value per replica.
 
     Args:
@@ -68,10 +68,10 @@ def metric_spec(name: str, target: float) -> bytes:
     return keda_pb2.GetMetricSpecResponse(metric_specs=[spec]).SerializeToString()
 
 
-def metric_value(name: str, value: float) -> bytes:
+def encode_metric_value(name: str, value: float) -> bytes:
     """Encode the value of a metric, 0 or more."""
     metric = keda_pb2.MetricValue(
-        metric_name=name, metric_value=math.ceil(value), metric_value_float=value
+        metric_name=name, encode_metric_value=math.ceil(value), metric_value_float=value
     )
     return keda_pb2.GetMetricsResponse(metric_values=[metric]).SerializeToString()
 

@@ -33,7 +33,7 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
-_NO_HINTS = LbMetadata()
+_NO_LB_METADATA = LbMetadata()
 
 
 def parse_attributes(
@@ -45,8 +45,8 @@ def parse_attributes(
         config = message.protocol_config
         modes = BodyModes(_mode(config.request_body_mode), _mode(config.response_body_mode))
     if message.HasField("metadata_context"):
-        hints = _hints(message.metadata_context)
-        if hints == _NO_HINTS:
+        hints = _lb_metadata(message.metadata_context)
+        if hints == _NO_LB_METADATA:
             hints = None
     return modes, hints
 
@@ -78,7 +78,7 @@ def _mode(number: int) -> BodyMode:
     return BodyMode(number) if number in BODY_MODE_TRAITS else DEFAULT_BODY_MODES.request
 
 
-def _hints(metadata: ext_proc_pb2.Metadata) -> LbMetadata:
+def _lb_metadata(metadata: ext_proc_pb2.Metadata) -> LbMetadata:
     namespaces = metadata.filter_metadata
     subset = None
     if SUBSET_NAMESPACE in namespaces:

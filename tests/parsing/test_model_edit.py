@@ -79,10 +79,10 @@ def test_a_cut_body_is_edited_where_the_name_is_whole():
 
 def test_brackets_beyond_count_are_given_up_on():
     """The time a made-up body takes is bounded."""
-    for count, is_edited in ((100, True), (model_edit.MOST_TOKENS, False)):
+    for count, is_edited in ((100, True), (model_edit.MAX_TOKENS, False)):
         body = b'{"a": [' + b"[]," * count + b'1], "mod\\u0065l": "old"}'
         assert (edited(body) is not None) is is_edited
-    strings = b'{"a": [' + b'"]",' * model_edit.MOST_TOKENS + b'1], "mod\\u0065l": "old"}'
+    strings = b'{"a": [' + b'"]",' * model_edit.MAX_TOKENS + b'1], "mod\\u0065l": "old"}'
     assert edited(strings) is not None
 
 

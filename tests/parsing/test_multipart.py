@@ -79,7 +79,7 @@ def test_model_of_a_cut_form():
 
 def test_parts_are_bounded():
     """Only so many parts are looked at."""
-    many = part(b"x", b"y") * multipart.MOST_PARTS
+    many = part(b"x", b"y") * multipart.MAX_PARTS
     assert form(many + part(b"model", b"w")).model == ""
 
 

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.protocol import body_buffer
-from extproc.protocol.body_buffer import SLOWEST_BYTES_PER_S, BodyBuffer, BufferBudget, Uploads
+from extproc.protocol.body_buffer import (
+    MIN_UPLOAD_BYTES_PER_S,
+    BodyBuffer,
+    BufferBudget,
+    UploadMonitor,
+)
 from tests.support.seeded import examples
 
 IDLE_S = 60.0
@@ -22,7 +27,7 @@ class Arrivals:
     """
 
     def __init__(self, *, streams: int = 1000, size: int = 512 * MIB) -> None:
-        self.uploads: Uploads[str] = Uploads()
+        self.uploads: UploadMonitor[str] = UploadMonitor()
         self.now = 0.0
         self.sizes: Counter[str] = Counter()
         self.ended: dict[str, float] = {}
@@ -33,8 +38,8 @@ class Arrivals:
         until = self.now + seconds
         while self.now < until:
             streams, size = self._most
-            for name in self.uploads.look(
-                self.sizes, self.now, idle_s=IDLE_S, most_streams=streams, most_bytes=size
+            for name in self.uploads.find_stalled(
+                self.sizes, self.now, idle_s=IDLE_S, max_streams=streams, max_bytes=size
             ):
                 self.ended[name] = self.now
                 del self.sizes[name]
@@ -67,7 +72,7 @@ def test_uploads_let_a_slow_body_arrive():
     """A slow network is no attack: nobody ends 64 MiB that take an hour."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(slow=1)
-    arrivals.pass_time(64 * MIB / SLOWEST_BYTES_PER_S, slow=SLOWEST_BYTES_PER_S)
+    arrivals.pass_time(64 * MIB / MIN_UPLOAD_BYTES_PER_S, slow=MIN_UPLOAD_BYTES_PER_S)
     assert not arrivals.ended
 
 

@@ -66,12 +66,12 @@ class KedaExternalScaler:
 
     async def is_active(self, data: bytes, context: Context) -> bytes:
         """Serve `IsActive`."""
-        loop = await self._loop(keda.reference(data), context)
-        return keda.active(result=loop.active)
+        loop = await self._loop(keda.decode_scaled_object(data), context)
+        return keda.encode_active(result=loop.active)
 
     async def stream_is_active(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
         """Serve `StreamIsActive`: the current value, and every change at once."""
-        loop = await self._loop(keda.reference(data), context, known=False)
+        loop = await self._loop(keda.decode_scaled_object(data), context, known=False)
         event = asyncio.Event()
         self._listening[event] = loop
         sent: bool | None = None
@@ -79,7 +79,7 @@ class KedaExternalScaler:
             while not self._closing and event in self._listening:
                 if loop.desired is not None and loop.active is not sent:
                     sent = loop.active
-                    yield keda.active(result=sent)
+                    yield keda.encode_active(result=sent)
                 await event.wait()
                 event.clear()
         finally:
@@ -87,19 +87,21 @@ class KedaExternalScaler:
 
     async def metric_spec(self, data: bytes, context: Context) -> bytes:
         """Serve `GetMetricSpec`."""
-        reference = keda.reference(data)
+        reference = keda.decode_scaled_object(data)
         await self._loop(reference, context, known=False)
-        return keda.metric_spec(*await _metric(reference, context))
+        return keda.encode_metric_spec(*await _metric(reference, context))
 
     async def metrics(self, data: bytes, context: Context) -> bytes:
         """Serve `GetMetrics`."""
-        request = keda.metrics_request(data)
+        request = keda.decode_metrics_request(data)
         loop = await self._loop(request, context)
         name, _ = await _metric(request, context)
         value = 0.0
         if loop.demand is not None and loop.desired is not None:
             value = float(loop.desired.replicas) if name == _USUAL else loop.demand.requests
-        return keda.metric_value(request.metric if request and request.metric else name, value)
+        return keda.encode_metric_value(
+            request.metric if request and request.metric else name, value
+        )
 
     async def _loop(
         self, reference: keda.ScaledObjectRef | None, context: Context, *, known: bool = True
