@@ -28,7 +28,7 @@ def lines(settings: Settings) -> Iterator[str]:
     before: list[pools.PoolPlan] = []
     for plan in pools.pool_plans(settings):
         if settings.pools:
-            yield f"pool        {plan.name}, for {pool_match.described(plan.claim)}"
+            yield f"pool        {plan.name}, for {pool_match.describe(plan.claim)}"
             earlier = next(
                 (other for other in before if pool_match.overlap(other.claim, plan.claim)), None
             )

@@ -109,7 +109,7 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
     if any(pool_match.within(claim, limit) for limit in limits):
         return MatchGrant(claim)
     why = "reaches beyond what its rules allow" if limits else "has no rule"
-    return MatchGrant(refused=f"{pool_match.described(claim)} {why} in cluster.claims")
+    return MatchGrant(refused=f"{pool_match.describe(claim)} {why} in cluster.claims")
 
 
 def describe_rules(rules: Sequence[MatchRule]) -> Iterator[str]:
@@ -120,7 +120,7 @@ def describe_rules(rules: Sequence[MatchRule]) -> Iterator[str]:
         limit = PoolMatch(
             hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models
         )
-        within = "anything" if limit.empty else pool_match.described(limit)
+        within = "anything" if limit.empty else pool_match.describe(limit)
         yield f"claims      of {', '.join(rule.pools)}, by annotations: {within}"
 
 

@@ -103,7 +103,7 @@ def build(
 
     rng = random.Random(settings.seed)
     detector = outlier_detection.OutlierDetector(settings.health, rng)
-    store = PoolStore(on_gone=forget, on_observed=model.observe_load, wellbeing=detector)
+    store = PoolStore(on_gone=forget, on_observed=model.observe_load, outlier_detector=detector)
     return PoolParts(
         settings=settings,
         rng=rng,

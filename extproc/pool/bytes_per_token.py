@@ -36,7 +36,7 @@ _STRANGERS = 0.1
 _CHANGE = 0.02
 
 #: Models remembered, the least recently learned forgotten first.
-_MOST_MODELS = 64
+_MAX_MODELS = 64
 
 
 class _Sums:
@@ -171,7 +171,7 @@ class BytesPerTokenEstimator:
             return
         sums = self._by_model.pop(model, None) or _Sums()
         self._by_model[model] = sums
-        if len(self._by_model) > _MOST_MODELS:
+        if len(self._by_model) > _MAX_MODELS:
             del self._by_model[next(iter(self._by_model))]
         sums.add(prompt_bytes, tokens, requests)
         self._all.add(prompt_bytes, tokens, requests)

@@ -33,25 +33,32 @@ class ConversationTracker:
     """The latest prompts and where they went. Mutable; one owner.
 
     Args:
-        most: Prompts remembered (count). 65,536 take some 17 MB.
+        max_prompts: Prompts remembered (count). 65,536 take some 17 MB.
 
     Attributes:
         continuation_ratio: Share of requests that go on from an earlier one, 0..1.
         prompt_tokens: Of a request, mean.
     """
 
-    __slots__ = ("_interval_s", "_most", "_open_s", "_went", "continuation_ratio", "prompt_tokens")
+    __slots__ = (
+        "_interval_s",
+        "_max_prompts",
+        "_open_s",
+        "_turns",
+        "continuation_ratio",
+        "prompt_tokens",
+    )
 
-    def __init__(self, most: int = 65_536) -> None:
-        self._most = most
-        self._went: OrderedDict[int, LastTurn] = OrderedDict()
+    def __init__(self, max_prompts: int = 65_536) -> None:
+        self._max_prompts = max_prompts
+        self._turns: OrderedDict[int, LastTurn] = OrderedDict()
         self._interval_s = self._open_s = 0.0
         self.continuation_ratio = 0.5
         self.prompt_tokens = 0.0
 
     def __len__(self) -> int:
         """Prompts remembered (count)."""
-        return len(self._went)
+        return len(self._turns)
 
     def last_endpoint(self, chain: Sequence[int]) -> InflightLoad | None:
         """Endpoint of the latest prompt that this one continues; None if new or freed.
@@ -101,22 +108,22 @@ class ConversationTracker:
         """
         if not chain:
             return None
-        went, latest = self._went, self._latest(chain)
+        turns, latest = self._turns, self._latest(chain)
         self.continuation_ratio += _ALPHA * ((latest is not None) - self.continuation_ratio)
         self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
         if latest is not None:
             # Of the same turns, so that neither runs ahead while engines fill.
             self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
             self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
-        visit = went[chain[-1]] = LastTurn(weakref.ref(account), now)
-        went.move_to_end(chain[-1])
-        if len(went) > self._most:
-            went.popitem(last=False)
+        visit = turns[chain[-1]] = LastTurn(weakref.ref(account), now)
+        turns.move_to_end(chain[-1])
+        if len(turns) > self._max_prompts:
+            turns.popitem(last=False)
         return visit
 
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """The latest turn that this prompt continues; None for a new conversation."""
-        return next(filter(None, map(self._went.get, reversed(chain))), None)
+        return next(filter(None, map(self._turns.get, reversed(chain))), None)
 
 
 class PendingShare(msgspec.Struct, frozen=True, gc=False):
@@ -135,8 +142,8 @@ class PendingLoad:
     """Adds the load of queued requests to the endpoints of a pool, and removes it.
 
     Args:
-        fleet: The endpoints.
-        recurrence: How conversations grow.
+        store: The endpoints.
+        tracker: How conversations grow.
         tokens: Prompt tokens by depth of a chain.
 
     Attributes:
@@ -144,10 +151,10 @@ class PendingLoad:
     """
 
     def __init__(
-        self, fleet: PoolStore, recurrence: ConversationTracker, tokens: Sequence[int]
+        self, store: PoolStore, tracker: ConversationTracker, tokens: Sequence[int]
     ) -> None:
-        self._fleet = fleet
-        self._recurrence = recurrence
+        self._store = store
+        self._tracker = tracker
         self._tokens = tokens
         self.counted = False
 
@@ -164,16 +171,16 @@ class PendingLoad:
         """
         if not (address and chain and self.counted):
             return None
-        member = self._fleet.pool.find(address)
+        member = self._store.pool.find(address)
         if member is None:
             return None
-        growth = self._recurrence.expected_growth_tokens(prompt_tokens)
+        growth = self._tracker.expected_growth_tokens(prompt_tokens)
         return PendingShare(
             member.account, member.account.add_pending(chain, self._tokens, growth=growth)
         )
 
 
-def remove(promise: PendingShare | None) -> None:
+def remove(pending: PendingShare | None) -> None:
     """Remove the load of a request that left the queue."""
-    if promise is not None:
-        promise.account.remove_pending(promise.share)
+    if pending is not None:
+        pending.account.remove_pending(pending.share)

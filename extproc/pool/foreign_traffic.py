@@ -71,10 +71,10 @@ class ForeignTraffic:
 
 #: Answered requests remembered (count): some seconds of a busy pool, and enough for a median that
 #: half of them would have to move.
-_MOST = 128
+_MAX_REQUESTS = 128
 
 #: Tokens of a request before any was answered.
-_USUAL = 500
+_DEFAULT_TOKENS = 500
 
 
 #: Change of the median that is published, as a share of it: all that is priced is priced anew.
@@ -92,7 +92,7 @@ class TypicalWork:
         on_change: Called when `typical` changed.
 
     Attributes:
-        typical: The median in tokens, above 0, within a fifth; `_USUAL` before any.
+        typical: The median in tokens, above 0, within a fifth; `_DEFAULT_TOKENS` before any.
     """
 
     __slots__ = ("_on_change", "_recent", "_sorted", "typical")
@@ -101,7 +101,7 @@ class TypicalWork:
         self._on_change = on_change
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-        self.typical = _USUAL
+        self.typical = _DEFAULT_TOKENS
 
     def add(self, tokens: int) -> None:
         """Take in an answered request.
@@ -110,7 +110,7 @@ class TypicalWork:
             tokens: Its uncached prompt tokens, above 0.
         """
         recent, ordered = self._recent, self._sorted
-        if len(recent) >= _MOST:
+        if len(recent) >= _MAX_REQUESTS:
             del ordered[bisect_left(ordered, recent.popleft())]
         recent.append(tokens)
         insort(ordered, tokens)

@@ -46,10 +46,10 @@ _JITTER = 0.2
 
 #: Seconds for which others come first after a failure. An engine that died fails all its requests
 #: within that, and has less in flight than the others until then.
-_DOUBT_S = 1.0
+_SUSPECT_S = 1.0
 
-_IN = HealthState.HEALTHY
-_DOUBTED = HealthState.SUSPECT
+_HEALTHY = HealthState.HEALTHY
+_SUSPECT = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
 
 
@@ -187,19 +187,19 @@ class OutlierDetector:
         """A request was sent to an endpoint that is out: it is the probe, if one was due."""
         record = self._records[incarnation]
         known = record.condition
-        if known.state is _DOUBTED:
-            self._believe(record)
-        elif known.state is not _IN and known.until <= now:
+        if known.state is _SUSPECT:
+            self._clear_suspicion(record)
+        elif known.state is not _HEALTHY and known.until <= now:
             record.probe_at = now
             until = now + self.settings.base_s
-            self._become(
+            self._set_condition(
                 record, msgspec.structs.replace(known, state=HealthState.PROBING, until=until)
             )
 
     def record_outcome(
         self,
         incarnation: int,
-        verdict: RequestOutcome,
+        outcome: RequestOutcome,
         *,
         sent_at: float,
         now: float,
@@ -210,7 +210,7 @@ class OutlierDetector:
 
         Args:
             incarnation: Of the endpoint when the request was sent.
-            verdict: What it says.
+            outcome: What it says.
             sent_at: When it was sent.
             now: Monotonic seconds.
             cause: Why it failed.
@@ -219,16 +219,16 @@ class OutlierDetector:
         record = self._records.get(incarnation)
         if record is None:
             return
-        if verdict is RequestOutcome.SERVED:
+        if outcome is RequestOutcome.SERVED:
             self._served(record, sent_at, now, sole=sole)
-        elif verdict is RequestOutcome.FAILED:
+        elif outcome is RequestOutcome.FAILED:
             self._failed(record, sent_at, now, cause)
-        elif verdict is RequestOutcome.NO_RESPONSE and self._hung(record, sent_at, now):
+        elif outcome is RequestOutcome.NO_RESPONSE and self._is_stalled(record, sent_at, now):
             self._failed(record, sent_at, now, "hung")
         else:
-            if verdict is RequestOutcome.CLIENT_ERROR:
+            if outcome is RequestOutcome.CLIENT_ERROR:
                 record.sign_at = now
-            self._unclear(record, sent_at, now)
+            self._end_probe(record, sent_at, now)
 
     def record_scrape(
         self, incarnation: int, now: float, *, restarted: bool, moved: bool | None, idle: bool
@@ -259,14 +259,14 @@ class OutlierDetector:
             known = record.condition
             if now - record.sign_at < self.settings.stall_timeout_s:
                 return
-            if known.state <= _DOUBTED:
+            if known.state <= _SUSPECT:
                 if not record.ejection_cause:
                     record.ejection_cause = "hung"
                     self.update_ejections(now)
             elif hung:
                 # Whatever is sent to it stays there: not before it shows a sign of life.
                 until = now + self.settings.base_s
-                self._become(record, msgspec.structs.replace(known, until=until))
+                self._set_condition(record, msgspec.structs.replace(known, until=until))
 
     def record_scrape_failure(
         self, incarnation: int, now: float, *, connected: bool, refused: bool
@@ -320,9 +320,9 @@ class OutlierDetector:
         out = {id(record) for record in (*certain, *doubtful[: max(spare, 0)])}
         for record in suspects:
             if id(record) in out:
-                self._leave_out(record, now)
-            elif record.condition.state > _DOUBTED:
-                self._take_back(record, now)
+                self._eject(record, now)
+            elif record.condition.state > _SUSPECT:
+                self._readmit(record, now)
 
     def _served(self, record: HealthRecord, sent_at: float, now: float, *, sole: bool) -> None:
         record.sign_at = now
@@ -332,9 +332,9 @@ class OutlierDetector:
             if gone:
                 self.update_ejections(now)
         known = record.condition
-        if known.state is _DOUBTED:
-            self._believe(record)
-        elif known.state is not _IN:
+        if known.state is _SUSPECT:
+            self._clear_suspicion(record)
+        elif known.state is not _HEALTHY:
             if sent_at < known.since:
                 return
             if sent_at >= record.probe_at:
@@ -348,19 +348,21 @@ class OutlierDetector:
         record.good += 1.0
         if record.bad < _FORGOTTEN:
             record.bad = 0.0
-        self._judge(record, now, "errors")
+        self._weigh_evidence(record, now, "errors")
 
     def _failed(self, record: HealthRecord, sent_at: float, now: float, cause: str) -> None:
         known = record.condition
         certain = record.certain
         record.last_failed = True
-        if known.state > _DOUBTED:
+        if known.state > _SUSPECT:
             if sent_at >= record.probe_at:
                 self.probes["failed"] += 1
                 record.probe_at = math.inf
-                times, state = known.times + 1, _out(record)
+                times, state = known.times + 1, _excluded_state(record)
                 until = self._until(record, times, now)
-                self._become(record, HealthStatus(state, known.cause, known.since, until, times))
+                self._set_condition(
+                    record, HealthStatus(state, known.cause, known.since, until, times)
+                )
             if record.certain is not certain:
                 self.update_ejections(now)
             return
@@ -370,41 +372,43 @@ class OutlierDetector:
         else:
             record.good, record.at = 0.0, now
         record.bad += 1.0
-        self._judge(record, now, cause)
-        if record.condition.state <= _DOUBTED and self.settings.failures:
-            self._doubt(record, now)
+        self._weigh_evidence(record, now, cause)
+        if record.condition.state <= _SUSPECT and self.settings.failures:
+            self._suspect(record, now)
 
-    def _doubt(self, record: HealthRecord, now: float) -> None:
+    def _suspect(self, record: HealthRecord, now: float) -> None:
         """Let others come first for a moment, while enough of them are there."""
         known = record.condition
-        others = sum(1 for other in self._records.values() if other.condition.state is not _IN)
+        others = sum(1 for other in self._records.values() if other.condition.state is not _HEALTHY)
         spare = int(self.settings.max_ejection_share * len(self._records))
-        if others < spare or known.state is _DOUBTED:
-            until = now + _DOUBT_S
-            doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="suspect", until=until)
-            self._become(record, doubt)
+        if others < spare or known.state is _SUSPECT:
+            until = now + _SUSPECT_S
+            doubt = msgspec.structs.replace(known, state=_SUSPECT, cause="suspect", until=until)
+            self._set_condition(record, doubt)
 
-    def _believe(self, record: HealthRecord) -> None:
+    def _clear_suspicion(self, record: HealthRecord) -> None:
         """End a doubt."""
         known = record.condition
-        self._become(record, HealthStatus(since=known.since, times=known.times))
+        self._set_condition(record, HealthStatus(since=known.since, times=known.times))
 
-    def _unclear(self, record: HealthRecord, sent_at: float, now: float) -> None:
+    def _end_probe(self, record: HealthRecord, sent_at: float, now: float) -> None:
         """A probe that says nothing makes room for the next one."""
         known = record.condition
         if known.state is HealthState.PROBING and sent_at >= record.probe_at:
             self.probes["unclear"] += 1
             record.probe_at = math.inf
-            self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
+            self._set_condition(
+                record, msgspec.structs.replace(known, state=_excluded_state(record), until=now)
+            )
 
-    def _hung(self, record: HealthRecord, sent_at: float, now: float) -> bool:
+    def _is_stalled(self, record: HealthRecord, sent_at: float, now: float) -> bool:
         """True when the endpoint gave no sign of life during a long request.
 
         Twice as long as where counters stand still: an engine that has none may be at one answer.
         """
         return now - sent_at >= 2.0 * self.settings.stall_timeout_s and record.sign_at < sent_at
 
-    def _judge(self, record: HealthRecord, now: float, cause: str) -> None:
+    def _weigh_evidence(self, record: HealthRecord, now: float, cause: str) -> None:
         """Weigh what requests say of an endpoint that takes part."""
         settings = self.settings
         before, row = record.ejection_cause, record.consecutive_failures
@@ -423,24 +427,24 @@ class OutlierDetector:
         ):
             self.update_ejections(now)
 
-    def _leave_out(self, record: HealthRecord, now: float) -> None:
+    def _eject(self, record: HealthRecord, now: float) -> None:
         known = record.condition
-        if known.state is HealthState.PROBING or known.state is _out(record):
+        if known.state is HealthState.PROBING or known.state is _excluded_state(record):
             return
         times = 1 if now - record.back_at > self.settings.cap_s else known.times + 1
         cause = "unreachable" if record.unreachable else record.ejection_cause
         record.probe_at = math.inf
         self.ejections[cause] += 1
         until = self._until(record, times, now)
-        self._become(record, HealthStatus(_out(record), cause, now, until, times))
+        self._set_condition(record, HealthStatus(_excluded_state(record), cause, now, until, times))
 
-    def _take_back(self, record: HealthRecord, now: float) -> None:
+    def _readmit(self, record: HealthRecord, now: float) -> None:
         record.back_at = now
         record.probe_at = math.inf
         self.newest = now
-        self._become(record, HealthStatus(since=now, times=record.condition.times))
+        self._set_condition(record, HealthStatus(since=now, times=record.condition.times))
 
-    def _become(self, record: HealthRecord, condition: HealthStatus) -> None:
+    def _set_condition(self, record: HealthRecord, condition: HealthStatus) -> None:
         record.condition = condition
         self.version += 1
 
@@ -456,6 +460,6 @@ class OutlierDetector:
         return now + backoff_s * (1.0 - _JITTER * self._rng.random())
 
 
-def _out(record: HealthRecord) -> HealthState:
+def _excluded_state(record: HealthRecord) -> HealthState:
     """State of an ejected endpoint."""
     return _DOWN if record.unreachable else HealthState.EJECTED

@@ -27,10 +27,10 @@ from extproc.pool.endpoint_health import HEALTHY, UNREACHABLE_AFTER, HealthState
 from extproc.pool.inflight import InflightLoad
 
 #: Answers remembered (count), so that adapters times base models cannot grow without end.
-_MOST_KEPT: Final = 16_384
+_MAX_CACHED_NAMES: Final = 16_384
 
 #: Characters of a `model_adapter` name that is looked at: two names of the longest kind.
-_LONGEST_ALIAS: Final = 1025
+_MAX_ALIAS_LENGTH: Final = 1025
 
 
 class ModelMatch(msgspec.Struct, frozen=True, gc=False):
@@ -80,7 +80,7 @@ class ModelIndex:
         try:
             return self._known[(model, adapter) if adapter else model]
         except KeyError:
-            return self._work_out(model, adapter)
+            return self._compute_match(model, adapter)
 
     def parse_kubeai_name(self, name: str) -> Alias | None:
         """Read a name as KubeAI's `model_adapter` (docs/spec/prior-systems.md#adapter-names).
@@ -94,7 +94,7 @@ class ModelIndex:
         alias = self._aliases.get(name)
         if alias is not None:
             return alias
-        if "_" not in name or len(name) > _LONGEST_ALIAS or name in self.names:
+        if "_" not in name or len(name) > _MAX_ALIAS_LENGTH or name in self.names:
             return None
         at = name.find("_")
         while at > 0:
@@ -103,7 +103,7 @@ class ModelIndex:
                 _lists(served, base, adapter) for _, served in self._listed
             ):
                 alias = Alias(base, adapter)
-                if len(self._aliases) < _MOST_KEPT:
+                if len(self._aliases) < _MAX_CACHED_NAMES:
                     self._aliases[name] = alias
                 return alias
             at = name.find("_", at + 1)
@@ -142,7 +142,7 @@ class ModelIndex:
         """Match for a name that no engine lists: endpoints without a list, or all of them."""
         return self._split([served is None for _, served in self._listed])
 
-    def _work_out(self, model: str, adapter: str) -> ModelMatch | None:
+    def _compute_match(self, model: str, adapter: str) -> ModelMatch | None:
         if adapter:
             listing = [_lists(served, model, adapter) for _, served in self._listed]
             if not any(listing):
@@ -153,7 +153,7 @@ class ModelIndex:
             return self._unlisted
         pairs = zip(self._listed, listing, strict=True)
         match = self._split([lists or served is None for (_, served), lists in pairs])
-        if len(self._known) < _MOST_KEPT:
+        if len(self._known) < _MAX_CACHED_NAMES:
             self._known[(model, adapter) if adapter else model] = match
         return match
 
@@ -175,7 +175,7 @@ def _lists(models: ServedModels | None, model: str, adapter: str) -> bool:
     )
 
 
-_DOUBTED = HealthState.SUSPECT
+_SUSPECT = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
 
 #: Order of preference where no endpoint is in.
@@ -239,7 +239,7 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
     @property
     def ejected(self) -> bool:
         """True when it is ejected: its requests fail, or it is out of reach."""
-        return self.condition.state > _DOUBTED
+        return self.condition.state > _SUSPECT
 
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
@@ -272,7 +272,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         return None if at is None else self.members[at]
 
     def eligible(
-        self, subset: Sequence[str] | None, split: ModelMatch | None = None
+        self, subset: Sequence[str] | None, model_match: ModelMatch | None = None
     ) -> Sequence[EndpointSnapshot]:
         """The members a request may go to and that take part, in pool order.
 
@@ -281,24 +281,24 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
         Args:
             subset: As in `allowed`.
-            split: As in `allowed`.
+            model_match: As in `allowed`.
         """
-        members = self.allowed(subset, split)
+        members = self.allowed(subset, model_match)
         return healthiest(members) if self.unhealthy_or_doubtful else members
 
     def allowed(
-        self, subset: Sequence[str] | None, split: ModelMatch | None = None
+        self, subset: Sequence[str] | None, model_match: ModelMatch | None = None
     ) -> Sequence[EndpointSnapshot]:
         """The members a request may go to, whether they take part or not, in pool order.
 
         Args:
             subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
                 (all its ports) tokens; a token that matches no endpoint is ignored.
-            split: Endpoints that serve the model, from `serving`; None for all.
+            model_match: Endpoints that serve the model, from `serving`; None for all.
         """
         members: Sequence[EndpointSnapshot] = self.members
-        if split is not None:
-            members = [self.members[at] for at in split.positions]
+        if model_match is not None:
+            members = [self.members[at] for at in model_match.positions]
         if subset is not None:
             allowed = {normalize_token(token) for token in subset}
             members = [

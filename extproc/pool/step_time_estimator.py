@@ -76,9 +76,9 @@ class StepTimeEstimator:
     """
 
     __slots__ = (
+        "_counter_reader",
         "_last",
         "_loads",
-        "_meter",
         "_off",
         "_outputs",
         "_prior",
@@ -94,7 +94,7 @@ class StepTimeEstimator:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._prior = _unknowns(prior)
         self._weight = _WEAK
-        self._meter = CounterReader()
+        self._counter_reader = CounterReader()
         self._off = 0.0  # of the last row, if it was unusual
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._squares = least_squares.RecursiveLeastSquares(_BOUNDS)
@@ -132,11 +132,11 @@ class StepTimeEstimator:
         if last is not None and engine_restarted(last, load):
             self._start = None
             self._outputs = None
-            self._meter = CounterReader()
+            self._counter_reader = CounterReader()
             last = None
         self._learn_output(load.counters)
         self._learn_adapters(last, load)
-        here = self._meter.read(load, ran=ran, idled=idled, shared=shared)
+        here = self._counter_reader.read(load, ran=ran, idled=idled, shared=shared)
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows
         # begin and end just after one.
         moved = here is not None and here.steps != self._steps

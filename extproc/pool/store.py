@@ -33,7 +33,7 @@ from extproc.pool.step_time_estimator import PoolStepTimeEstimators
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 
 #: Adapter names remembered (count); far more than a pool serves.
-MOST_ADAPTERS = 4096
+MAX_ADAPTERS = 4096
 
 _NONE: frozenset[str] = frozenset()
 
@@ -92,7 +92,7 @@ class PoolStore:
         on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
             dropped.
         on_observed: Called after every scrape that was taken in.
-        wellbeing: Decides which endpoints are ejected; None for the defaults and chance without a seed.
+        outlier_detector: Decides which endpoints are ejected; None for the defaults and chance without a seed.
 
     Attributes:
         bytes_per_token: Bytes per token of every model, learned.
@@ -105,7 +105,7 @@ class PoolStore:
         on_gone: Callable[[Endpoint], None],
         on_observed: ScrapeObserver | None = None,
         *,
-        wellbeing: outlier_detection.OutlierDetector | None = None,
+        outlier_detector: outlier_detection.OutlierDetector | None = None,
     ) -> None:
         self._on_gone = on_gone
         self._on_observed = on_observed or _ignore_scrape
@@ -115,10 +115,10 @@ class PoolStore:
         self._estimators = PoolStepTimeEstimators()
         self._synced = False
         self._policy = inference_policy.EMPTY_POLICY
-        self._works = TypicalWork(self._price)
+        self._works = TypicalWork(self._estimate_foreign_tokens)
         self.bytes_per_token = BytesPerTokenEstimator()
         self.foreign_traffic = ForeignTraffic()
-        self.outlier_detector = wellbeing or outlier_detection.OutlierDetector(
+        self.outlier_detector = outlier_detector or outlier_detection.OutlierDetector(
             endpoint_health.OutlierDetectionSettings(), random.Random(0)
         )
         self._shown = self.outlier_detector.version
@@ -167,7 +167,9 @@ class PoolStore:
             else:
                 known = None
             members[endpoint.address] = (
-                self._joined(endpoint, now) if known is None else _relabelled(known, endpoint)
+                self._build_member(endpoint, now)
+                if known is None
+                else _is_relabeled(known, endpoint)
             )
         self._synced = True
         for member in old.values():
@@ -175,7 +177,7 @@ class PoolStore:
         self.outlier_detector.update_ejections(now)
         listed = list(members.values())
         if self.outlier_detector.version != self._shown:
-            listed = [self._conditioned(member) for member in listed]
+            listed = [self._with_condition(member) for member in listed]
         self._publish(tuple(listed))
         for member in old.values():
             self._estimators.on_endpoint_removed(member.endpoint.incarnation)
@@ -192,23 +194,23 @@ class PoolStore:
             endpoint, account.in_flight, account.sent, account.kv_tokens_sent, account.served
         )
 
-    def observe(self, mark: ScrapeToken, load: Load, now: float) -> None:
+    def observe(self, token: ScrapeToken, load: Load, now: float) -> None:
         """Take in a scrape.
 
         The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
         here. Own is the larger of the counts at both ends of the scrape: what started or ended in
         between may or may not be in the page, and must not be taken for foreign work.
         """
-        member = self._current(mark)
+        member = self._current(token)
         if member is None:
             return
         account = member.account
         restart = step_time_estimator.engine_restarted(member.load, load)
         self.bytes_per_token.scraped(account, load)
-        own = max(mark.in_flight, account.in_flight)
+        own = max(token.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         progress = plausibility.advanced(member.progress, account, before=member.load, after=load)
-        flaws = plausibility.flaws(load, account, progress=progress, served=mark.served)
+        flaws = plausibility.flaws(load, account, progress=progress, served=token.served)
         is_void = bool(flaws & plausibility.VOID)
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
@@ -217,7 +219,7 @@ class PoolStore:
         # we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
-        account.scraped(sent=mark.sent, written=mark.written, waiting=queued, now=now)
+        account.scraped(sent=token.sent, written=token.written, waiting=queued, now=now)
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
@@ -227,7 +229,7 @@ class PoolStore:
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)
         self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
-        self._swap(
+        self._replace_member(
             msgspec.structs.replace(
                 member,
                 load=load,
@@ -251,18 +253,18 @@ class PoolStore:
             restarted=restart,
         )
 
-    def scrape_failed(self, mark: ScrapeToken, reason: str, now: float) -> None:
+    def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
 
         Only a connection that was refused or timed out says that the engine is down. A page that
         is missing or unreadable says nothing about its ability to serve.
         """
-        member = self._current(mark)
+        member = self._current(token)
         if member is None:
             return
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0
-        self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
+        self._replace_member(msgspec.structs.replace(member, failures=failures, failure=reason))
         self.outlier_detector.record_scrape_failure(
             member.endpoint.incarnation,
             now,
@@ -281,7 +283,7 @@ class PoolStore:
     def record_outcome(
         self,
         endpoint: Endpoint,
-        verdict: endpoint_health.RequestOutcome,
+        outcome: endpoint_health.RequestOutcome,
         *,
         sent_at: float,
         now: float,
@@ -292,14 +294,14 @@ class PoolStore:
 
         Args:
             endpoint: In its life when the request was sent.
-            verdict: What it says.
+            outcome: What it says.
             sent_at: Monotonic seconds when it was sent.
             now: Monotonic seconds.
             cause: Why it failed.
             sole: Whether no other endpoint can have answered in its place.
         """
         self.outlier_detector.record_outcome(
-            endpoint.incarnation, verdict, sent_at=sent_at, now=now, cause=cause, sole=sole
+            endpoint.incarnation, outcome, sent_at=sent_at, now=now, cause=cause, sole=sole
         )
         if self.outlier_detector.version != self._shown:
             self._publish_conditions()
@@ -316,9 +318,9 @@ class PoolStore:
             return
         self._learn_adapters(models.adapters)
         if member.models != models:
-            self._swap(msgspec.structs.replace(member, models=models))
+            self._replace_member(msgspec.structs.replace(member, models=models))
 
-    def _price(self) -> None:
+    def _estimate_foreign_tokens(self) -> None:
         """Price the work of others anew: the usual work of a request has changed."""
         works, pool = self._works, self._pool
         members = tuple(
@@ -356,16 +358,16 @@ class PoolStore:
 
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
-        if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
+        if not named <= self._adapters and len(self._adapters) < MAX_ADAPTERS:
             self._adapters |= named
 
-    def _current(self, mark: ScrapeToken) -> EndpointSnapshot | None:
-        member = self._pool.find(mark.endpoint.address)
-        if member is None or member.endpoint.incarnation != mark.endpoint.incarnation:
+    def _current(self, token: ScrapeToken) -> EndpointSnapshot | None:
+        member = self._pool.find(token.endpoint.address)
+        if member is None or member.endpoint.incarnation != token.endpoint.incarnation:
             return None
         return member
 
-    def _conditioned(self, member: EndpointSnapshot) -> EndpointSnapshot:
+    def _with_condition(self, member: EndpointSnapshot) -> EndpointSnapshot:
         known = self.outlier_detector.condition(member.endpoint.incarnation)
         if member.condition is known:
             return member
@@ -378,7 +380,7 @@ class PoolStore:
             return
         self._shown = version
         pool = self._pool
-        members = tuple([self._conditioned(member) for member in pool.members])
+        members = tuple([self._with_condition(member) for member in pool.members])
         self._pool = msgspec.structs.replace(
             pool,
             members=members,
@@ -387,7 +389,7 @@ class PoolStore:
             newest=self.outlier_detector.newest,
         )
 
-    def _joined(self, endpoint: Endpoint, now: float) -> EndpointSnapshot:
+    def _build_member(self, endpoint: Endpoint, now: float) -> EndpointSnapshot:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
         learner = self._estimators.on_endpoint_added(born.incarnation)
@@ -402,7 +404,7 @@ class PoolStore:
             endpoint=born, account=account, rates=learner.rates, condition=known
         )
 
-    def _swap(self, member: EndpointSnapshot) -> None:
+    def _replace_member(self, member: EndpointSnapshot) -> None:
         pool = self._pool
         at = pool.positions[member.endpoint.address]
         old = pool.members[at]
@@ -415,7 +417,7 @@ class PoolStore:
             newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.serves is member.serves else _serving(members),
-            is_patchy=pool.is_patchy if old.flaws == member.flaws else _patchy(members),
+            is_patchy=pool.is_patchy if old.flaws == member.flaws else _is_patchy(members),
         )
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
@@ -430,7 +432,7 @@ class PoolStore:
             newest=self.outlier_detector.newest,
             adapters=self._adapters,
             serving=_serving(members),
-            is_patchy=_patchy(members),
+            is_patchy=_is_patchy(members),
         )
 
 
@@ -446,7 +448,7 @@ def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
     return counts != (before.steps, before.computed_tokens, before.decoded_tokens)
 
 
-def _patchy(members: Sequence[EndpointSnapshot]) -> bool:
+def _is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
     """True if pages differ in the values they lack, or some are not plausible."""
     flaws = {member.flaws for member in members}
     return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
@@ -456,7 +458,7 @@ def _serving(members: Sequence[EndpointSnapshot]) -> ModelIndex:
     return ModelIndex([(member.endpoint, member.serves) for member in members])
 
 
-def _relabelled(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
+def _is_relabeled(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
     """With what discovery says now. Where that is another word on models, the list is stale."""
     renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
     if renamed == known.endpoint:

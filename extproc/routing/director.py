@@ -68,7 +68,9 @@ class Director:
         self._fleet = fleet
         self._index = index
         self._belief = belief
-        self._evidence = response_feedback.ResponseFeedback(fleet=fleet, index=index, belief=belief)
+        self._evidence = response_feedback.ResponseFeedback(
+            store=fleet, index=index, cache_model=belief
+        )
         self._schedule = schedule
         self._counts = counts or plugin_guard.PluginCounters()
         self.event_listener: RequestEventListener | None = None

@@ -45,17 +45,17 @@ def requested_model(path: str) -> str | None:
     return unquote(path.removeprefix(PATH + "/")) if path.startswith(PATH + "/") else None
 
 
-def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
+def answer(directors: Sequence[Director], name: str) -> DirectResponse | None:
     """Build the response to a request for the list of models or for a single model.
 
     Args:
-        dispatchers: Whose endpoints count.
+        directors: Whose endpoints count.
         name: From `requested_model`.
 
     Returns:
         None while no endpoint listed anything: an engine is asked then.
     """
-    entries = _entries(dispatchers)
+    entries = _entries(directors)
     if not entries:
         return None
     if not name:
@@ -65,15 +65,15 @@ def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
     return DirectResponse(404, error_response.error_body(model_not_found(name, entries)))
 
 
-def names(dispatcher: Director) -> frozenset[str]:
+def names(director: Director) -> frozenset[str]:
     """Model names that requests to a pool may use: served models and rewritten models."""
-    return dispatcher.pool.serving.names | dispatcher.rewritten_models
+    return director.pool.serving.names | director.rewritten_models
 
 
-def _entries(dispatchers: Iterable[Director]) -> dict[str, ModelCard]:
+def _entries(directors: Iterable[Director]) -> dict[str, ModelCard]:
     entries: dict[str, ModelCard] = {}
-    for dispatcher in dispatchers:
-        for member in dispatcher.pool.members:
+    for director in directors:
+        for member in director.pool.members:
             models = member.serves
             if models is None:
                 continue
@@ -82,7 +82,7 @@ def _entries(dispatchers: Iterable[Director]) -> dict[str, ModelCard]:
             parent = min(models.bases, default=None)
             for adapter in models.adapters:
                 entries.setdefault(adapter, ModelCard(adapter, root=adapter, parent=parent))
-        for other in names(dispatcher):
+        for other in names(director):
             entries.setdefault(other, ModelCard(other, root=other))
     return entries
 

@@ -20,14 +20,14 @@ from extproc.routing.director import Director
 
 #: Facts that wait to be carried (count), some 10 s of a busy picker. The oldest are dropped first:
 #: what is open is said again and again.
-MOST_WAITING = 20_000
+MAX_WAITING = 20_000
 
 #: Requests of one picker that are mirrored (count), and ended ones remembered until it says what
 #: is open. Far more than a picker has in a second.
-MOST_OPEN = 50_000
+MAX_OPEN = 50_000
 
 #: Pickers that are listened to (count).
-MOST_PICKERS = 256
+MAX_PICKERS = 256
 
 #: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
@@ -182,19 +182,19 @@ class PeerEventLog:
         """Record that this replica stops."""
         self._put(PickerLeft())
 
-    def take(self, most: int = MOST_WAITING) -> PeerMessage | None:
+    def take(self, max_facts: int = MAX_WAITING) -> PeerMessage | None:
         """Remove and return the waiting message, oldest events first; None if it is empty.
 
         Args:
-            most: Facts to take (count).
+            max_facts: Facts to take (count).
         """
-        facts, self._waiting = self._waiting[:most], self._waiting[most:]
+        facts, self._waiting = self._waiting[:max_facts], self._waiting[max_facts:]
         return PeerMessage(self.picker, facts) if facts else None
 
     def _put(self, fact: Fact) -> None:
         waiting = self._waiting
-        if len(waiting) >= MOST_WAITING:
-            del waiting[: MOST_WAITING // 2]
+        if len(waiting) >= MAX_WAITING:
+            del waiting[: MAX_WAITING // 2]
         waiting.append(fact)
         if len(waiting) == 1:
             self._on_waiting()
@@ -232,7 +232,7 @@ class _Charged(msgspec.Struct, frozen=True):
     """A request of another replica, as charged to our accounts."""
 
     pool: str
-    dispatcher: Director
+    director: Director
     account: InflightLoad
     ticket: Reservation
 
@@ -250,7 +250,7 @@ class _PeerRequests:
         self.serial = 0
         self.still: frozenset[int] = frozenset()
 
-    def over(self, number: int) -> bool:
+    def is_over(self, number: int) -> bool:
         """True if a request is known to have ended."""
         return number in self.ended or (number <= self.until and number not in self.still)
 
@@ -260,15 +260,15 @@ class PeerReplica:
 
     Args:
         own: Name of this picker, whose facts are passed over.
-        dispatchers: The dispatcher of a pool by name; None for a pool that is not here.
+        directors: The director of a pool by name; None for a pool that is not here.
         silent_s: Seconds after which a picker that says nothing counts as gone.
     """
 
     def __init__(
-        self, own: str, dispatchers: Callable[[str], Director | None], *, silent_s: float
+        self, own: str, directors: Callable[[str], Director | None], *, silent_s: float
     ) -> None:
         self._own = own
-        self._dispatchers = dispatchers
+        self._directors = directors
         self._silent_s = silent_s
         self._peers: dict[str, _PeerRequests] = {}
 
@@ -297,16 +297,16 @@ class PeerReplica:
             return freed
         peer = self._peers.get(message.picker)
         if peer is None:
-            if len(self._peers) >= MOST_PICKERS:
+            if len(self._peers) >= MAX_PICKERS:
                 return freed
             peer = self._peers[message.picker] = _PeerRequests()
         peer.heard = now
         for fact in message.facts:
             match fact:
                 case RequestStarted():
-                    self._sent(peer, fact, now)
+                    self._on_started(peer, fact, now)
                 case RequestEnded():
-                    self._ended(peer, fact, now, freed)
+                    self._on_ended(peer, fact, now, freed)
                 case OpenRequests():
                     _settle(peer, fact, now, freed)
                 case PickerLeft():
@@ -329,23 +329,23 @@ class PeerReplica:
                 self._drop(name, now, freed)
         return freed
 
-    def _sent(self, peer: _PeerRequests, fact: RequestStarted, now: float) -> None:
+    def _on_started(self, peer: _PeerRequests, fact: RequestStarted, now: float) -> None:
         number = fact.number
-        if number in peer.open or peer.over(number) or len(peer.open) >= MOST_OPEN:
+        if number in peer.open or peer.is_over(number) or len(peer.open) >= MAX_OPEN:
             return
-        dispatcher = self._dispatchers(fact.pool)
-        member = None if dispatcher is None else dispatcher.pool.find(fact.address)
-        if dispatcher is None or member is None:
+        director = self._directors(fact.pool)
+        member = None if director is None else director.pool.find(fact.address)
+        if director is None or member is None:
             return
         target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
-        blocks = fact.blocks[: dispatcher.max_blocks]
+        blocks = fact.blocks[: director.max_blocks]
         # What we believe, not what the other one does: how much of it is true changes what we
         # believe of that cache. Held against predictions of others, ours would never be corrected,
         # and pickers would come to differ more and more.
-        cached = dispatcher.estimate_cached_tokens(
+        cached = director.estimate_cached_tokens(
             member, blocks, target=target, prompt_bytes=prompt_bytes
         )
-        ticket = dispatcher.charge(
+        ticket = director.charge(
             member,
             blocks,
             target=target,
@@ -356,14 +356,16 @@ class PeerReplica:
         )
         ticket.from_peers = True
         member.account.from_peers += 1
-        peer.open[number] = _Charged(fact.pool, dispatcher, member.account, ticket)
+        peer.open[number] = _Charged(fact.pool, director, member.account, ticket)
 
-    def _ended(self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]) -> None:
+    def _on_ended(
+        self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]
+    ) -> None:
         number = fact.number
         if number > peer.until or number in peer.still:
             # Its start may arrive later, or twice.
             peer.ended[number] = None
-            if len(peer.ended) > MOST_OPEN:
+            if len(peer.ended) > MAX_OPEN:
                 del peer.ended[next(iter(peer.ended))]
         charged = peer.open.pop(number, None)
         if charged is not None:
@@ -380,7 +382,7 @@ def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]
     if (fact.until, fact.serial) < (peer.until, peer.serial):
         return  # overtaken by a later one
     peer.until, peer.serial, peer.still = fact.until, fact.serial, frozenset(fact.numbers)
-    for number in [number for number in peer.open if peer.over(number)]:
+    for number in [number for number in peer.open if peer.is_over(number)]:
         _close(peer.open.pop(number), now, freed, answered=False, ran=True)
     ended = [n for n in peer.ended if n > peer.until or n in peer.still]
     peer.ended = dict.fromkeys(ended)
@@ -391,12 +393,12 @@ def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ra
     if ran:
         charged.ticket.close(now, answered=answered)
     else:
-        charged.dispatcher.unreserve(charged.ticket, now)
+        charged.director.unreserve(charged.ticket, now)
     freed.add(charged.pool)
 
 
 def connect(pools: Iterable[tuple[str, Director]], outbox: PeerEventLog) -> None:
     """Connect directors to an event log; directors that are connected stay unchanged."""
-    for name, dispatcher in pools:
-        if dispatcher.event_listener is None:
-            dispatcher.event_listener = outbox.pool_log(name)
+    for name, director in pools:
+        if director.event_listener is None:
+            director.event_listener = outbox.pool_log(name)

@@ -46,11 +46,11 @@ def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
     """
     if claim.hosts:
         host = host_of(headers)
-        if not any(_is(host, pattern) for pattern in claim.hosts):
+        if not any(_matches_host(host, pattern) for pattern in claim.hosts):
             return False
     if claim.paths:
         path = path_of(headers)
-        if not any(_below(path, pattern) for pattern in claim.paths):
+        if not any(_is_below(path, pattern) for pattern in claim.paths):
             return False
     return all(headers.get(name) == value for name, value in claim.headers.items())
 
@@ -72,7 +72,7 @@ def within(claim: PoolMatch, limit: PoolMatch) -> bool:
     """
     return (
         _all_within(claim.hosts, limit.hosts, _host_within)
-        and _all_within(claim.paths, limit.paths, _below)
+        and _all_within(claim.paths, limit.paths, _is_below)
         and _all_within(claim.models, limit.models, _model_within)
         and all(claim.headers.get(name) == value for name, value in limit.headers.items())
     )
@@ -82,7 +82,7 @@ def overlap(match: PoolMatch, other: PoolMatch) -> bool:
     """True if some request can match both claims."""
     return (
         _any_meet(match.hosts, other.hosts, _host_within)
-        and _any_meet(match.paths, other.paths, _below)
+        and _any_meet(match.paths, other.paths, _is_below)
         and _any_meet(match.models, other.models, _model_within)
         and all(other.headers.get(name, value) == value for name, value in match.headers.items())
     )
@@ -94,7 +94,7 @@ def num_comparisons(match: PoolMatch, other: PoolMatch) -> int:
     return 1 + sum(len(left) * len(right) for left, right in pairs)
 
 
-def described(claim: PoolMatch) -> str:
+def describe(claim: PoolMatch) -> str:
     """Describe a claim in words; an empty claim is the rest of all requests."""
     if claim.empty:
         return "models its endpoints list, and what no other pool takes"
@@ -157,11 +157,11 @@ def _model_within(model: str, limit: str) -> bool:
     return model == limit or (limit.endswith("*") and model.startswith(limit[:-1]))
 
 
-def _is(host: str, pattern: str) -> bool:
+def _matches_host(host: str, pattern: str) -> bool:
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
-def _below(path: str, prefix: str) -> bool:
+def _is_below(path: str, prefix: str) -> bool:
     prefix = prefix.rstrip("/")
     return path == prefix or path.startswith(prefix + "/")
 

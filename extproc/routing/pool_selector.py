@@ -81,21 +81,21 @@ class PoolSelector:
     """
 
     def __init__(
-        self, claimants: Sequence[PoolRoute] = (), *, list_models: bool | None = None
+        self, routes: Sequence[PoolRoute] = (), *, list_models: bool | None = None
     ) -> None:
         self._index = ClaimIndex(())
-        self.adopt(claimants, list_models=list_models)
+        self.adopt(routes, list_models=list_models)
 
-    def adopt(self, claimants: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
+    def adopt(self, routes: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
         """Route over other pools from the next request on."""
-        self.routes = tuple(claimants)
-        is_single = len(claimants) == 1
-        self._only = claimants[0] if is_single and claimants[0].match.empty else None
+        self.routes = tuple(routes)
+        is_single = len(routes) == 1
+        self._only = routes[0] if is_single and routes[0].match.empty else None
         self.default_pool = "" if self._only is None else self._only.name
-        listed = tuple(route.match for route in claimants)
+        listed = tuple(route.match for route in routes)
         if listed != self._index.listed:
             self._index = ClaimIndex(listed)
-        self._open = [route for route in claimants if route.match.empty]
+        self._open = [route for route in routes if route.match.empty]
         self._listing = not is_single if list_models is None else list_models
 
     def route(self, raw: HttpRequest, now: float) -> RoutingResult:
@@ -111,11 +111,11 @@ class PoolSelector:
                 return RoutingResult(response)
         only = self._only
         if only is not None:
-            dispatcher = only.director
-            prepared = dispatcher.prepare(raw)
+            director = only.director
+            prepared = director.prepare(raw)
             if isinstance(prepared, Rejection):
-                return RoutingResult(prepared, only.name, dispatcher)
-            return RoutingResult(dispatcher.decide(prepared, now), only.name, dispatcher, prepared)
+                return RoutingResult(prepared, only.name, director)
+            return RoutingResult(director.decide(prepared, now), only.name, director, prepared)
         return self._search(raw, now)
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> RoutingResult:
@@ -126,12 +126,12 @@ class PoolSelector:
             now: Monotonic seconds.
             why: Name of what was raised; put into the decision.
         """
-        for route in self._fitting(raw, self._index.find_routes(raw.headers)):
+        for route in self._matching_routes(raw, self._index.find_routes(raw.headers)):
             outcome = route.director.route_fallback(raw, now, why=why)
             return RoutingResult(outcome, route.name, route.director)
         return RoutingResult(_no_pool_rejection())
 
-    def _fitting(self, raw: HttpRequest, bits: int) -> Iterator[PoolRoute]:
+    def _matching_routes(self, raw: HttpRequest, bits: int) -> Iterator[PoolRoute]:
         """Pools in `bits` whose headers match a request, in their order."""
         return (self.routes[at] for at in self._index.positions(bits, raw.headers))
 
@@ -139,62 +139,68 @@ class PoolSelector:
         """Find the pool of a request; parse the body at most once, if models decide."""
         index = self._index
         routes = index.find_routes(raw.headers) & index.claiming
-        first = next(self._fitting(raw, routes), None)
+        first = next(self._matching_routes(raw, routes), None)
         if first is not None and not first.match.models:
-            return self._by(first, raw, now)
+            return self._route_over(first, raw, now)
         request = surfaces.parse(raw)
         if isinstance(request, Rejection):
-            pool = self._supplying(request, raw, routes)
-            return RoutingResult(request) if pool is None else self._by(pool, raw, now)
+            pool = self._find_supplying_pool(request, raw, routes)
+            return RoutingResult(request) if pool is None else self._route_over(pool, raw, now)
         model = envelope.model_header(raw.headers) or request.target
-        claimant = next(self._fitting(raw, routes & index.find_models(model)), None)
-        if claimant is not None:
-            return self._by(claimant, raw, now, request)
-        hinted = _hinted(self._open, raw)
-        if len(hinted) == 1:
-            return self._by(hinted[0], raw, now, request)
-        ranked = [(fit(route, model), route) for route in hinted]
+        route = next(self._matching_routes(raw, routes & index.find_models(model)), None)
+        if route is not None:
+            return self._route_over(route, raw, now, request)
+        candidates = _narrow_by_subset(self._open, raw)
+        if len(candidates) == 1:
+            return self._route_over(candidates[0], raw, now, request)
+        ranked = [(fit(route, model), route) for route in candidates]
         best = max((rank for rank, _ in ranked), default=ModelFit.NO)
         if best is ModelFit.EMPTY:
             return RoutingResult(no_endpoints())
         if best is ModelFit.NO:
-            known = frozenset().union(*(models_endpoint.names(route.director) for route in hinted))
+            known = frozenset().union(
+                *(models_endpoint.names(route.director) for route in candidates)
+            )
             return RoutingResult(
                 model_not_found(model, known) if model and known else _no_pool_rejection()
             )
-        return self._by(next(route for rank, route in ranked if rank is best), raw, now, request)
+        return self._route_over(
+            next(route for rank, route in ranked if rank is best), raw, now, request
+        )
 
-    def _supplying(self, refused: Rejection, raw: HttpRequest, routes: int) -> PoolRoute | None:
+    def _find_supplying_pool(
+        self, rejection: Rejection, raw: HttpRequest, routes: int
+    ) -> PoolRoute | None:
         """The pool whose rewrite for every request supplies the missing model.
 
         Any other refusal stands in every pool, so that no body is read again for each of them.
         """
-        if refused != envelope.NO_MODEL:
+        if rejection != envelope.NO_MODEL:
             return None
-        fitting = self._fitting(raw, routes & self._index.without_models)
+        fitting = self._matching_routes(raw, routes & self._index.without_models)
         for pool in itertools.chain(fitting, self._open):
-            dispatcher = pool.director
-            if dispatcher.supplies_model and not isinstance(dispatcher.prepare(raw), Rejection):
+            director = pool.director
+            if director.supplies_model and not isinstance(director.prepare(raw), Rejection):
                 return pool
         return None
 
-    def _by(
+    def _route_over(
         self,
         route: PoolRoute,
         raw: HttpRequest,
         now: float,
         request: InferenceRequest | None = None,
     ) -> RoutingResult:
-        dispatcher = route.director
+        director = route.director
         prepared = (
-            dispatcher.prepare(raw) if request is None else dispatcher.prepare_parsed(request, raw)
+            director.prepare(raw) if request is None else director.prepare_parsed(request, raw)
         )
         if isinstance(prepared, Rejection):
-            return RoutingResult(prepared, route.name, dispatcher)
-        outcome = dispatcher.decide(prepared, now)
+            return RoutingResult(prepared, route.name, director)
+        outcome = director.decide(prepared, now)
         if isinstance(outcome, Decision):
             outcome = msgspec.structs.replace(outcome, pool=route.name)
-        return RoutingResult(outcome, route.name, dispatcher, prepared)
+        return RoutingResult(outcome, route.name, director, prepared)
 
     def _models_response(self, raw: HttpRequest) -> DirectResponse | None:
         """The list of models, if the request asks for it and any endpoint listed models."""
@@ -202,7 +208,7 @@ class PoolSelector:
         if model is None:
             return None
         routes = self._index.find_routes(raw.headers)
-        may = [route.director for route in self._fitting(raw, routes)]
+        may = [route.director for route in self._matching_routes(raw, routes)]
         return models_endpoint.answer(may, model)
 
 
@@ -222,7 +228,7 @@ def fit(route: PoolRoute, model: str) -> ModelFit:
     return ModelFit.UNKNOWN if split is None or split.positions else ModelFit.NO
 
 
-def _hinted(open_routes: Sequence[PoolRoute], raw: HttpRequest) -> Sequence[PoolRoute]:
+def _narrow_by_subset(open_routes: Sequence[PoolRoute], raw: HttpRequest) -> Sequence[PoolRoute]:
     """Pools with endpoints in the subset hint; all pools without a hint or a match."""
     if not raw.subset or len(open_routes) < 2:
         return open_routes

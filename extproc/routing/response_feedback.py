@@ -7,7 +7,7 @@ from extproc.pool.inflight import Reservation
 from extproc.pool.outlier_detection import classify_status
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
-from extproc.prefix_cache import cache_model
+from extproc.prefix_cache.cache_model import CacheModel, index_key
 from extproc.prefix_cache.index import PrefixIndex
 
 
@@ -15,17 +15,15 @@ class ResponseFeedback:
     """Records responses and failures. Mutable; its director owns it.
 
     Args:
-        fleet: Decides about health.
+        store: Decides about health.
         index: Predicted prefix blocks per endpoint.
-        belief: Predictions of cache hits.
+        cache_model: Predictions of cache hits.
     """
 
-    def __init__(
-        self, *, fleet: PoolStore, index: PrefixIndex, belief: cache_model.CacheModel
-    ) -> None:
-        self._fleet = fleet
+    def __init__(self, *, store: PoolStore, index: PrefixIndex, cache_model: CacheModel) -> None:
+        self._store = store
         self._index = index
-        self._belief = belief
+        self._cache_model = cache_model
 
     def on_response_headers(
         self, ticket: Reservation, status: str, now: float, *, served: str
@@ -41,10 +39,10 @@ class ResponseFeedback:
         outcome = classify_status(status)
         known = served == ticket.endpoint.address
         # An unknown name is an address that the data plane writes in another way.
-        other = self._fleet.pool.find(served) if served and not known else None
+        other = self._store.pool.find(served) if served and not known else None
         if other is None:
             sole = known or (ticket.sole_endpoint and not served)
-            self._fleet.record_outcome(
+            self._store.record_outcome(
                 ticket.endpoint, outcome, sent_at=ticket.at, now=now, sole=sole
             )
         else:
@@ -61,7 +59,7 @@ class ResponseFeedback:
 
     def on_no_response(self, ticket: Reservation, now: float) -> None:
         """The stream ended before response headers came."""
-        self._fleet.record_outcome(
+        self._store.record_outcome(
             ticket.endpoint, RequestOutcome.NO_RESPONSE, sent_at=ticket.at, now=now
         )
 
@@ -69,21 +67,21 @@ class ResponseFeedback:
         self, ticket: Reservation, outcome: RequestOutcome, now: float, served: EndpointSnapshot
     ) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
-        self._fleet.record_outcome(
+        self._store.record_outcome(
             ticket.endpoint, RequestOutcome.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
         )
         self._retract_prefix(ticket)
         ticket.move(served.account, now)
         if ticket.blocks:
-            self._index.record(cache_model.index_key(served.endpoint), ticket.blocks)
-        self._fleet.record_outcome(served.endpoint, outcome, sent_at=ticket.at, now=now)
+            self._index.record(index_key(served.endpoint), ticket.blocks)
+        self._store.record_outcome(served.endpoint, outcome, sent_at=ticket.at, now=now)
 
     def _retract_prefix(self, ticket: Reservation) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""
         if not ticket.prompt_tokens:
             return
-        ratio = self._fleet.bytes_per_token.ratio_for(ticket.target, ticket.prompt_bytes)
-        self._belief.record_cancelled(
+        ratio = self._store.bytes_per_token.ratio_for(ticket.target, ticket.prompt_bytes)
+        self._cache_model.record_cancelled(
             ticket.endpoint,
             ticket.blocks,
             prompt_tokens=ticket.prompt_tokens,

@@ -273,7 +273,7 @@ def test_what_cannot_be_read_is_no_message():
 
 def test_facts_that_nobody_carries_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
-    monkeypatch.setattr(peer_sync, "MOST_WAITING", 10)
+    monkeypatch.setattr(peer_sync, "MAX_WAITING", 10)
     woken = []
     outbox = peer_sync.PeerEventLog("a", lambda: woken.append(1))
     for _ in range(100):
