@@ -18,8 +18,8 @@ from extproc.request import HttpRequest, InferenceRequest
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
 LARGEST_BYTES: Final = 1 << 20
 
-#: Largest size of a cut body that its `content-length` is believed for (bytes): who claims more
-#: must not make an endpoint look busy.
+#: Largest size of a cut body for which its `content-length` counts (bytes): a larger claim must not
+#: make an endpoint look busy.
 MAX_LENGTH: Final = 64 << 20
 
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')

@@ -419,7 +419,7 @@ def build_candidates(
 
     Args:
         members: Endpoints in play.
-        matched_tokens: Per member, prompt tokens believed cached there.
+        matched_tokens: Per member, prompt tokens predicted as cached there.
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
         now: Monotonic seconds.

@@ -13,7 +13,7 @@ from extproc.endpoint import Load
 
 
 class AdapterSlotTracker:
-    """Adapters believed on one device, from the adapters that ran there.
+    """Adapters predicted on one device, from the adapters that ran there.
 
     An engine lists adapters with running requests; one that ran and is in no slot was loaded. Of
     idle ones the least recently used makes room, as in vLLM.

@@ -41,7 +41,7 @@ _FEWEST = 8.0
 #: Failures left in the window that are as good as none (count, fading).
 _FORGOTTEN = 0.01
 
-#: Share of a back-off that chance takes away, so that pickers do not probe together.
+#: Share of a back-off that chance takes away, so that replicas do not probe together.
 _JITTER = 0.2
 
 #: Seconds for which others come first after a failure. An engine that died fails all its requests

@@ -89,7 +89,7 @@ class PoolStore:
     """Replaces the pool when discovery, a scrape or an account says so.
 
     Args:
-        on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
+        on_gone: Called with every endpoint incarnation that left, so that predictions about it can be
             dropped.
         on_observed: Called after every scrape that was taken in.
         outlier_detector: Decides which endpoints are ejected; None for the defaults and chance without a seed.

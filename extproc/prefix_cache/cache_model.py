@@ -70,7 +70,7 @@ class Calibration:
         self._clear()
 
     def record_sent(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request was sent with so many of its prompt tokens believed cached."""
+        """A request was sent with so many of its prompt tokens predicted as cached."""
         self._pending.append((prompt_tokens, cached_tokens))
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
@@ -119,7 +119,7 @@ class Calibration:
 
         Args:
             prompt_tokens: Prompt length by the engine.
-            predicted: Tokens believed cached when it was sent.
+            predicted: Tokens predicted as cached when it was sent.
             cached: Tokens found.
 
         Returns:
@@ -163,7 +163,7 @@ class EndpointCacheState:
         nominal_tokens: KV tokens the engine says it has; None while it did not.
         block_tokens: Prompt tokens of a block of the index, mean.
         prompt_tokens: Of a request, mean; 0 before the first.
-        capacity_tokens: Prompt tokens believed kept; None while nominal is unknown.
+        capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
         requests: How many were sent (count).
     """
 
@@ -222,7 +222,7 @@ class CacheModel:
             endpoint: Its endpoint.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
-            cached_tokens: Of these, believed cached there.
+            cached_tokens: Of these, predicted as cached there.
             bytes_per_token: Of its prompt.
         """
         state = self.state_of(endpoint)
@@ -251,7 +251,7 @@ class CacheModel:
             endpoint: In its life then.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
-            cached_tokens: Of these, believed cached before.
+            cached_tokens: Of these, predicted as cached before.
             bytes_per_token: Of its prompt.
         """
         known = self._states.get(index_key(endpoint))

@@ -5,7 +5,7 @@ depth at which an endpoint's bit drops out is its unbroken run from the root. A 
 never counts.
 
 The index holds what `record` adds to it. It does not see what the engine evicts or generates;
-`resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint. Beyond a
+`resize` brings its bound near the engine's own, `forget` drops the blocks of an endpoint that left. Beyond a
 bound of bytes over all endpoints it gives up what was used longest ago, on any endpoint.
 """
 
@@ -42,7 +42,7 @@ class PrefixIndex:
     A slot number is only good until its key is forgotten: look slots up when the pool changes.
 
     Args:
-        capacity_blocks: Blocks believed held by one endpoint, until `resize` says otherwise.
+        capacity_blocks: Blocks predicted as held by one endpoint, until `resize` says otherwise.
         max_bytes: Estimated bytes of memory at most.
     """
 
@@ -156,7 +156,7 @@ class PrefixIndex:
         Args:
             key: Which endpoint.
             blocks: The chain, root first.
-            keep: Leading blocks that are still believed held.
+            keep: Leading blocks that are still predicted as held.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -180,14 +180,14 @@ class PrefixIndex:
 
         Args:
             key: Which endpoint; unknown ones are given a slot.
-            capacity_blocks: Blocks believed held by it at most; 0 for none.
+            capacity_blocks: Blocks predicted as held by it at most; 0 for none.
         """
         slot = self.slot(key)
         self._caches[slot].capacity = capacity_blocks
         self._release(slot)
 
     def capacity(self, key: Key) -> int:
-        """Blocks believed held by an endpoint at most."""
+        """Blocks predicted as held by an endpoint at most."""
         slot = self._slots.get(key)
         return self._capacity if slot is None else self._caches[slot].capacity
 
@@ -198,7 +198,7 @@ class PrefixIndex:
         self.resize(key, capacity)
 
     def forget(self, key: Key) -> None:
-        """End every belief about an endpoint and take its slot back; O(runs held)."""
+        """Drop the blocks of an endpoint and reuse its slot; O(runs held)."""
         if key in self._slots:
             self.clear(key)
             self._free.append(self._slots.pop(key))
@@ -208,13 +208,13 @@ class PrefixIndex:
         return tuple(self._slots)
 
     def held(self, key: Key) -> int:
-        """Blocks believed held by an endpoint; 0 for unknown ones."""
+        """Blocks predicted as held by an endpoint; 0 for unknown ones."""
         slot = self._slots.get(key)
         return 0 if slot is None else self._caches[slot].held
 
     @property
     def blocks_total(self) -> int:
-        """Blocks believed held, summed over endpoints: a block that two hold counts twice."""
+        """Blocks predicted as held, summed over endpoints: a block that two hold counts twice."""
         return sum(cache.held for cache in self._caches)
 
     def bytes_estimate(self) -> int:

@@ -37,7 +37,7 @@ class RadixNode:
         children: The runs behind it by their first block; None for a leaf.
         holders: Bit mask of the slots that hold all of it; never 0.
         partly: Bit mask of the slots that hold only its beginning.
-        owner: The belief of one of them, which keeps its part of the run here: most runs have one
+        owner: The cache of one of them, which keeps its part of the run here: most runs have one
             holder, and a table of parts would cost more than the run.
         span: What the owner holds.
     """
@@ -122,16 +122,16 @@ class RadixNode:
 #: Bytes of one part.
 _PART_BYTES = 80
 
-#: Bytes of a place in the table of parts of runs that another belief owns.
+#: Bytes of a place in the table of parts of runs that another cache owns.
 _SHARED_BYTES = 70
 
 
 class Totals:
-    """Parts of all beliefs of an index.
+    """Parts of all caches of an index.
 
     Attributes:
         parts: All of them (count).
-        shared: Those of runs that another belief owns (count).
+        shared: Those of runs that another cache owns (count).
     """
 
     __slots__ = ("parts", "shared")
@@ -172,7 +172,7 @@ class EndpointCache:
 
     Args:
         capacity: Bound on `held`.
-        totals: Where parts of all beliefs are counted.
+        totals: Where parts of all caches are counted.
 
     Attributes:
         capacity: Bound on `held`; 0 holds nothing.

@@ -65,7 +65,7 @@ class DeferredResponses(msgspec.Struct):
         """All withheld replies, if Envoy sends the body on itself.
 
         Args:
-            destination: The pick.
+            destination: Address of the chosen endpoint.
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
             body_shown: Whether a body message waits for its answer.
@@ -94,7 +94,7 @@ class DeferredResponses(msgspec.Struct):
 
         Args:
             buffer: The body.
-            destination: The pick.
+            destination: Address of the chosen endpoint.
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
         """

@@ -161,7 +161,7 @@ class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
         answers: REQUEST_BODY or RESPONSE_BODY.
         body: At most `CHUNK_BYTES` bytes.
         end_of_stream: The direction ends here.
-        destination: The pick, as dynamic metadata only, where no headers message was seen.
+        destination: The chosen endpoint, as dynamic metadata only, where no headers message was seen.
     """
 
     answers: MessageKind
@@ -175,7 +175,7 @@ class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         answers: Any kind but UNKNOWN.
-        destination: The pick, as dynamic metadata only, where no headers can be set any more.
+        destination: The chosen endpoint, as dynamic metadata only, where no headers can be set any more.
     """
 
     answers: MessageKind

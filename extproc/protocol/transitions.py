@@ -22,13 +22,13 @@ class RequestState(enum.IntEnum):
     """State of the request."""
 
     IDLE = 0
-    """Nothing was said of the request."""
+    """Nothing of the request was received."""
     GATHERING = 1
     """Headers are here, body messages are awaited."""
     DECIDING = 2
     """The request is complete and waits for its outcome."""
     ROUTED = 3
-    """The request was answered with a pick."""
+    """The request was answered with a decision."""
     ABANDONED = 4
     """The response began before the request was complete; it is never answered."""
     REFUSED = 5
@@ -62,7 +62,7 @@ class Action(enum.IntEnum):
     """Body after its end or after the answer: the second end_of_stream of Envoy 1.35 and later in
     FULL_DUPLEX_STREAMED is ignored, the one-to-one modes are answered."""
     IGNORE = 7
-    """Say nothing."""
+    """Reply nothing."""
 
 
 _REQUEST: Mapping[tuple[RequestState, MessageKind], Action] = {
@@ -131,8 +131,8 @@ def unexpected_message_error(
     """Build the error for a message without a transition.
 
     Args:
-        request_state: Phase of the request.
-        response_state: Phase of the response.
+        request_state: State of the request.
+        response_state: State of the response.
         history: The last kinds, `KIND_BITS` bits each; the lowest is the one that does not fit.
     """
     kinds = []

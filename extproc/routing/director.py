@@ -266,7 +266,7 @@ class Director:
             chain: The prompt's block hashes, root first.
             target: Adapter or model name.
             prompt_tokens: Estimated prompt tokens.
-            cached_tokens: Of these, believed cached there.
+            cached_tokens: Of these, predicted as cached there.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
             now: Monotonic seconds.
         """

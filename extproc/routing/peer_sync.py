@@ -121,7 +121,7 @@ def encode(message: PeerMessage) -> bytes:
 def decode(carried: bytes) -> PeerMessage | None:
     """Decode a message; None where it is unreadable, as from another version.
 
-    Nor is a message with a number or a name out of range: none of it is believed.
+    Nor is a message with a number or a name out of range: none of it is used.
     """
     if len(carried) > MAX_MESSAGE_BYTES:
         return None

@@ -193,7 +193,7 @@ _cached_route = lru_cache(maxsize=4096)(_write_route)
 
 
 def _write_cached_route(reply: RouteResponse) -> bytes:
-    # Most picks differ only in the destination; a request id, a body or scores make one unique.
+    # Most decisions differ only in the destination; a request id, a body or scores make one unique.
     unique = reply.set_headers or reply.body is not None or reply.scores
     return _write_route(reply) if unique else _cached_route(reply)
 

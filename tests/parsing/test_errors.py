@@ -41,7 +41,7 @@ JSON_PATHS = (
     ],
     ids=range(11),
 )
-def test_what_is_not_a_json_object(path, body):
+def test_body_that_is_no_json_object(path, body):
     """Point 69: such a body is refused on every JSON path, and its text is not quoted."""
     message = builders.refused(path, body)
     assert message.startswith((UNMARSHAL, "model not found"))
@@ -98,7 +98,7 @@ def test_empty_bodies(path):
     assert surfaces.parse(raw) == InferenceRequest("opaque", session="s", subset=subset)
 
 
-def test_the_subset_is_kept():
+def test_subset_is_passed_on():
     """The subset hint goes from raw request to request, an empty one included."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
     for subset in (None, (), ("a:1", "b")):

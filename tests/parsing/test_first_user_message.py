@@ -36,7 +36,7 @@ pieces = st.sampled_from(
     prompt=st.lists(pieces, max_size=12).map(b"".join).filter(lambda text: text[:1] != b"\xf8"),
     api=st.sampled_from(["chat", "completions", "messages"]),
 )
-def test_an_opening_is_what_the_rule_says(prompt, api):
+def test_first_user_message_follows_the_rule(prompt, api):
     """Any mixture of fields reads as a plain statement of the rule reads it."""
     assert first_user_message.first_user_message(InferenceRequest(api=api, prompt=prompt)) == plain(
         prompt, api

@@ -56,7 +56,7 @@ def test_the_value_alone_is_replaced(body, wanted):
         b'{"model": "a", "model": ["b"]}',
     ],
 )
-def test_what_has_no_name_to_replace_is_left_alone(body):
+def test_body_without_a_model_is_not_edited(body):
     """No object, or a `model` that is no string: the engine will say."""
     assert edited(body) is None
 
@@ -67,7 +67,7 @@ def test_the_name_is_written_as_json():
     assert json.loads(edited(b'{"model": "old"}', name)) == {"model": name}
 
 
-def test_a_cut_body_is_edited_where_the_name_is_whole():
+def test_a_cut_body_is_edited_where_the_name_is_complete():
     """BUFFERED_PARTIAL: before the closing quote of the name nothing is known, so nothing is done."""
     body = b'{"a": [{"b": 1}], "model": "old", "prompt": "x'
     value_end = body.index(b'"old"') + len(b'"old"')
@@ -77,7 +77,7 @@ def test_a_cut_body_is_edited_where_the_name_is_whole():
         assert edited(beginning, truncated=True) == wanted
 
 
-def test_brackets_beyond_count_are_given_up_on():
+def test_brackets_beyond_the_limit_end_the_search():
     """The time a made-up body takes is bounded."""
     for count, is_edited in ((100, True), (model_edit.MAX_TOKENS, False)):
         body = b'{"a": [' + b"[]," * count + b'1], "mod\\u0065l": "old"}'
@@ -165,7 +165,7 @@ def test_no_bytes_make_it_raise(body):
         edited(body, truncated=truncated)
 
 
-def test_the_raw_request_is_what_it_was():
+def test_the_raw_request_is_unchanged():
     """The request that was parsed and hashed is not touched."""
     raw = HttpRequest({":path": builders.CHAT}, b'{"model": "old"}')
     assert model_edit.locate_model(raw, "new") is not None

@@ -29,7 +29,7 @@ def test_absent_messages_are_refused():
 
 
 @pytest.mark.parametrize("messages", [{}, [], [user("hi")]])
-def test_missing_model_is_told_first(messages):
+def test_missing_model_is_reported_first(messages):
     """Point 70: no model is what the client hears, whatever else is wrong."""
     assert builders.refused(CHAT, {"messages": messages}) == "model not found in request body"
 
@@ -103,7 +103,7 @@ def test_pictures_are_digested():
     assert prompt != chat(user(other)).prompt
 
 
-def test_plain_addresses_are_kept():
+def test_plain_addresses_are_not_hashed():
     """A picture by address is its address."""
     part = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
     assert b"https://example.org/cat.png" in chat(user([part])).prompt
@@ -171,7 +171,7 @@ def test_adapter_of_sglang():
     assert (request.adapter, request.target) == ("sql", "sql")
 
 
-def test_lone_surrogates_are_forgiven():
+def test_lone_surrogates_are_mended():
     """A string cut inside an emoji is read; pairs and escaped backslashes stay as they are."""
     text = rb'"\ud83d a \ud83d\ude00 \\ud83d \ud83d"'
     body = b'{"model":"m","messages":[{"role":"user","content":' + text + b"}]}"

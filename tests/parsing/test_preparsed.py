@@ -78,7 +78,7 @@ def test_a_form_reads_alike():
     )
 
 
-def test_of_a_long_prompt_only_what_is_hashed_comes_back():
+def test_a_long_prompt_is_cut_where_hashing_ends():
     """And all of it where the conversation opens behind that."""
     near = builders.post(builders.CHAT, {"model": "m", "messages": [builders.user("x" * 9000)]})
     assert len(preparse(near, max_prompt_bytes=1000).outcome.prompt) > 1000

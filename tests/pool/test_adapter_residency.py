@@ -23,7 +23,7 @@ steps = st.one_of(
 )
 
 
-def test_what_an_open_request_changes_is_seen_at_once():
+def test_an_open_request_changes_residency_at_once():
     """The only slot is free, taken while a request is open, and free again."""
     account, load, known = (
         InflightLoad(Endpoint("10.0.0.1:8000")),
@@ -39,7 +39,7 @@ def test_what_an_open_request_changes_is_seen_at_once():
 
 
 @given(st.lists(steps, max_size=30))
-def test_asking_on_the_way_changes_no_answer(history):
+def test_residency_does_not_depend_on_earlier_queries(history):
     """An account that was asked after every change answers like one that is asked for the first time."""
     cached, fresh = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.1:8000"))
     load, known = Load(), frozenset("abcd")

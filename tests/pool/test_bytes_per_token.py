@@ -69,7 +69,7 @@ def test_another_kind_of_text_is_followed():
     assert learned.bytes_per_token("m") == pytest.approx(2.2, rel=0.1)
 
 
-def test_one_endpoint_teaches_the_whole_pool():
+def test_a_single_endpoint_teaches_the_pool():
     """A tokenizer belongs to the model; an adapter nobody saw has that of the others."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -104,7 +104,7 @@ def test_tokenized_prompts_teach_nothing():
     assert learned.learned == {}
 
 
-def test_models_on_one_endpoint_are_told_apart():
+def test_models_on_an_endpoint_have_separate_ratios():
     """Mixed in changing shares, two tokenizers come out within 15 %."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -118,7 +118,7 @@ def test_models_on_one_endpoint_are_told_apart():
     assert learned.bytes_per_token("b") == pytest.approx(5.0, rel=0.15)
 
 
-def test_answers_tell_their_tokens():
+def test_ratio_is_learned_from_usage():
     """Seven answers are not enough, eight are."""
     learned = BytesPerTokenEstimator()
     ratios = []

@@ -54,7 +54,7 @@ def change(load, **facts):
 
 
 @pytest.mark.parametrize("lost", [None, change(FULL, at=0.0, waiting=400.0, kv_usage=1.0)])
-def test_what_is_stale_or_was_never_read_counts_as_the_mean(lost):
+def test_stale_and_missing_load_counts_as_the_mean(lost):
     """Requests, queue, memory and the size of the cache are as those of the others on average."""
     more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
     fleet = fleet_of(FULL, more, lost, own=2)
@@ -97,7 +97,7 @@ def test_pages_that_all_lack_the_same_stay_as_they_are():
     assert [c.load for c in candidates(fleet)] == [bare, bare]
 
 
-def test_what_every_page_lacks_is_imputed_to_none():
+def test_a_value_that_every_page_lacks_is_not_imputed():
     """A stale page beside pages that do not name the cache's size leaves those as they are."""
     bare = change(FULL, kv_blocks=None, block_tokens=None)
     first, second, third = candidates(fleet_of(bare, bare, None))
@@ -139,7 +139,7 @@ def test_a_page_that_stands_still_counts_as_the_mean():
 
 
 @given(st.lists(st.none() | pages, min_size=1, max_size=6), st.integers(0, 3))
-def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
+def test_imputed_load_is_within_known_loads(loads, own):
     """Whatever is filled in lies within what pages of others say."""
     imputed = candidates(fleet_of(*loads, own=own))
     for read in (

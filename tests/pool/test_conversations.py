@@ -42,7 +42,7 @@ def test_the_share_of_prompts_that_go_on_is_learned():
     assert known.continuation_ratio > 0.9
 
 
-def test_a_prompt_without_a_whole_block_says_nothing():
+def test_a_prompt_without_a_full_block_is_ignored():
     """It could not be known again, so it is neither new nor going on."""
     known = ConversationTracker()
     before = known.continuation_ratio
@@ -83,14 +83,14 @@ def test_conversations_whose_users_read_are_counted():
     assert known.idle_per_open() == pytest.approx(0.25, rel=0.01)
 
 
-def test_who_reads_for_long_counts_no_more_than_half():
+def test_idle_per_open_is_bounded():
     """What they go on from has made room for others by then."""
     known = ConversationTracker()
     conversation(known, 2000, every_s=100.0, open_s=1.0)
     assert known.idle_per_open() == 0.5
 
 
-def test_who_asks_again_at_once_is_not_away():
+def test_a_conversation_that_continues_at_once_is_not_idle():
     """Nor is anybody where requests of one conversation overlap."""
     known = ConversationTracker()
     conversation(known, 2000, every_s=2.0, open_s=10.0)
@@ -105,7 +105,7 @@ def test_turns_that_others_saw_are_no_pause():
     assert known.idle_per_open() == 0.5
 
 
-def test_nobody_seems_away_while_engines_fill():
+def test_no_conversation_is_idle_while_engines_fill():
     """Where every turn takes longer than the one before and nobody pauses, there is no pause."""
     known, now = ConversationTracker(), 0.0
     for n in range(200):

@@ -11,7 +11,7 @@ def page(queries: float, hits: float) -> Load:
     return Load(at=0.0, engine="vllm", prefix_queries=queries, prefix_hits=hits)
 
 
-def test_nobody_else():
+def test_no_foreign_traffic():
     """Where all requests are ours, nobody else is there; nor before the first scrape."""
     peers = ForeignTraffic()
     assert peers.share == 0.0
@@ -30,7 +30,7 @@ def test_three_others():
     assert peers.share < 0.01
 
 
-def test_nothing_is_found_before_it_is_seen():
+def test_hit_ratio_begins_at_zero():
     """The hit ratio begins at nothing, and nears what pages show within some seconds of them."""
     peers = ForeignTraffic()
     assert peers.hit_ratio == 0.0

@@ -28,7 +28,7 @@ def test_without_any_list_everybody_may_serve():
     assert serving(None, None).match("m") is None
 
 
-def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
+def test_endpoints_that_list_a_name_or_nothing_match():
     """Known holders and those of whom nothing is known stay in, in pool order."""
     index = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
     assert positions(index, "a") == [0, 1, 3]
@@ -38,7 +38,7 @@ def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
     assert [one.address for one in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
 
 
-def test_what_nobody_lists_goes_to_the_unknown():
+def test_an_unlisted_name_goes_to_unknown_endpoints():
     """Where nobody is known to serve a name, whoever may is left, or nobody."""
     assert positions(serving(models("a"), None), "x") == [1]
     assert positions(serving(models("a"), models("b")), "x") == []
@@ -49,7 +49,7 @@ def test_a_request_without_a_model_goes_to_everybody():
     assert serving(models("a"), models("b")).match("") is None
 
 
-def test_what_everybody_serves_costs_nobody():
+def test_a_name_that_all_serve_matches_without_a_copy():
     """None, not a list of all."""
     assert serving(models("a"), models("a", "l")).match("a") is None
 
@@ -62,7 +62,7 @@ def test_an_adapter_apart_from_the_model_needs_both():
     assert positions(index, "", "sql") == [0, 1]
 
 
-def test_an_adapter_nobody_lists_is_left_to_the_model():
+def test_an_unlisted_adapter_is_matched_by_its_model():
     """Engines that take a path in `lora_path` do not list it."""
     index = serving(models("a"), models("b"))
     assert positions(index, "a", "/loras/x") == [0]
@@ -94,7 +94,7 @@ def test_kubeai_names_are_split_where_both_parts_are_known(name: str, alias: Ali
     assert index.parse_kubeai_name(name) == alias
 
 
-def test_fleet_carries_models_and_wipes_them_with_the_engine():
+def test_store_forgets_models_when_the_engine_restarts():
     """Lists outlive scrapes and snapshots; a new process or incarnation starts unknown."""
     fleet = PoolStore(on_gone=lambda _: None)
     fleet.set_endpoints([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)

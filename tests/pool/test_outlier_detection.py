@@ -195,7 +195,7 @@ def test_back_off_doubles_to_a_bound():
     assert ward.health.probes == {"failed": 6}
 
 
-def test_what_was_sent_before_the_ejection_counts_no_more():
+def test_requests_sent_before_the_ejection_do_not_count():
     """Answers to earlier requests neither bring back nor put the next try off."""
     ward = Ward()
     ward.now = 1.0
@@ -273,7 +273,7 @@ def test_served_requests_outweigh_scrapes():
     assert ward.out == {1}
 
 
-def test_answers_that_others_may_have_given_do_not():
+def test_responses_of_other_endpoints_do_not_clear_a_failure():
     """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
     ward = Ward()
     ward.miss(1, 1, refused=True)
@@ -294,7 +294,7 @@ def test_a_scrape_brings_a_gone_endpoint_back():
     assert (ward.state(1), ward.health.condition(1).since) == (HealthState.HEALTHY, 30.0)
 
 
-def test_an_answer_brings_a_gone_endpoint_back():
+def test_a_response_brings_a_down_endpoint_back():
     """One that stood still answers what it got after the first silent scrape, before the next one."""
     ward = Ward()
     ward.reach(1)
@@ -346,7 +346,7 @@ def test_an_engine_that_stands_still_is_hung():
     assert not ward.out
 
 
-def test_an_idle_or_answering_engine_is_not_hung():
+def test_an_idle_or_answering_engine_is_not_stalled():
     """Standing still is no fault with nothing to do, nor while answers begin."""
     ward = Ward()
     for at in range(0, 100, 2):
@@ -399,7 +399,7 @@ events = st.lists(
 
 
 @given(events, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]], share: float):
+def test_an_endpoint_always_stays(happened: list[tuple[int, str, float]], share: float):
     """Those out without being surely gone never exceed the share, and one of the rest stays.
 
     Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
@@ -444,7 +444,7 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
     assert all(records[incarnation].unreachable for incarnation in down)
 
 
-def test_reached_brings_back_whoever_was_refused_in_between():
+def test_a_scrape_that_connects_brings_a_refused_endpoint_back():
     """Failed requests to a port on which nobody listened are forgotten once somebody does."""
     ward = Ward()
     ward.fail(1)

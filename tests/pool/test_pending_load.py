@@ -19,7 +19,7 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
     assert account.active_context_tokens == 0.0
 
 
-def test_nothing_is_promised_to_nobody():
+def test_no_pending_load_without_an_endpoint():
     """No endpoint, no prompt, none of that name, or nobody who looks at it."""
     house = House({A: None})
     pending = house.dispatcher.pending_load

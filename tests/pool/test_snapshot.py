@@ -78,7 +78,7 @@ def test_when_all_are_down_all_are_eligible():
     assert eligible(fleet) == list(ADDRESSES[:3])
 
 
-def test_an_empty_pool_has_nobody():
+def test_an_empty_pool_has_no_eligible_endpoint():
     """No endpoints: nobody is eligible, with or without a hint."""
     assert eligible(fleet_of()) == []
     assert eligible(fleet_of(), ("10.0.0.1",)) == []
@@ -129,13 +129,13 @@ def test_a_stale_load_is_unknown(now: float, known: bool):  # noqa: FBT001
     assert candidate.age_s == pytest.approx(now - 10.0)
 
 
-def test_what_was_never_scraped_is_infinitely_old():
+def test_load_that_was_never_scraped_is_infinitely_old():
     """Without any scrape the age is infinite and the load unknown."""
     candidate = turn(fleet_of(ADDRESSES[0]), now=1.0)
     assert (candidate.load, candidate.age_s, candidate.estimated_requests) == (NO_LOAD, math.inf, 0)
 
 
-def test_only_who_is_out_of_reach_is_down():
+def test_only_unreachable_endpoints_are_down():
     """An endpoint whose requests fail is left out, and is there all the same."""
     fleet = fleet_of(*ADDRESSES[:4])
     failing, gone = (fleet.pool.members[at].endpoint for at in (0, 1))

@@ -43,7 +43,7 @@ def observed(
     return member_of(fleet)
 
 
-def test_a_fleet_is_synced_once_discovery_spoke():
+def test_a_store_is_synced_after_the_first_endpoints():
     """Before the first list there is no pool; an empty list counts as one."""
     fleet = PoolStore(on_gone=Gone())
     assert not fleet.synced
@@ -86,7 +86,7 @@ def test_an_endpoint_that_stays_keeps_account_and_load():
     assert after.endpoint.incarnation == before.endpoint.incarnation
 
 
-def test_what_left_is_told_once():
+def test_an_endpoint_that_left_is_reported_once():
     """Each endpoint that leaves is reported once, with its incarnation, after the change."""
     gone = Gone()
     fleet = fleet_of(FIRST, SECOND, gone=gone)
@@ -124,7 +124,7 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
     assert gone == [lives[0]]
 
 
-def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
+def test_models_of_discovery_count_until_the_engine_lists_its_own():
     """KubeAI's labels; when they change, the engine is to be asked again."""
     fleet = PoolStore(on_gone=Gone())
     listed = ServedModels(frozenset({"base"}), frozenset({"one"}))
@@ -167,7 +167,7 @@ def test_incarnations_are_never_reused():
         (0, 0, None, None, 0),
     ],
 )
-def test_foreign_work_is_what_is_not_ours(
+def test_foreign_work_excludes_our_own(
     own_at_mark: int, own_at_page: int, running: float, waiting: float, foreign: float
 ):
     """Foreign = max(0, running + waiting - own), own the larger of the counts at both ends."""

@@ -136,7 +136,7 @@ def test_the_share_follows_the_pool():
     assert (state(fleet), fleet.pool.unhealthy_or_doubtful) == (HealthState.HEALTHY, 0)
 
 
-def test_a_ticket_moves_whole():
+def test_a_reservation_moves_with_all_its_counts():
     """What was charged to one endpoint is charged to another, and given back once."""
     fleet = fleet_of(FIRST, SECOND)
     first, second = (member.account for member in fleet.pool.members)

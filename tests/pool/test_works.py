@@ -46,6 +46,6 @@ def test_typical_is_near_the_median(tokens):
 
 
 @pytest.mark.parametrize(("kv_tokens", "price"), [(None, 500), (0, 500), (64, 64), (10**6, 500)])
-def test_price_ends_at_what_the_cache_holds(kv_tokens, price):
+def test_price_is_bounded_by_the_cache(kv_tokens, price):
     """No request is larger than the cache of the engine that answers it."""
     assert TypicalWork().price(2.0, kv_tokens) == 2 * price

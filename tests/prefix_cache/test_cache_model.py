@@ -103,7 +103,7 @@ class Town:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_silently_halved_cache_is_found_out(seed):
+def test_a_silently_halved_cache_is_detected(seed):
     """Bar 6: within 5 points again 200 requests after the engines lost half their cache."""
     town = Town(seed=seed)
     for _ in range(500):
@@ -124,7 +124,7 @@ def test_a_silently_halved_cache_is_found_out(seed):
     assert observed < 0.8
 
 
-def test_without_correction_the_belief_stays_wrong():
+def test_without_correction_the_prediction_stays_wrong():
     """The same town without correction predicts what is not there: the test above can fail."""
     town = Town(correcting=False)
     for _ in range(500):
@@ -172,7 +172,7 @@ def test_capacity_follows_the_engines_own():
     assert town.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
 
 
-def test_a_fresh_belief_holds_the_whole_cache():
+def test_a_new_model_predicts_the_nominal_capacity():
     """Before the first request, and after one long prompt, capacity is not near nothing."""
     index = PrefixIndex(1000)
     town = cache_model.CacheModel(index, TOKENS, most_blocks=1000)

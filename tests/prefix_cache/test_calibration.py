@@ -11,7 +11,7 @@ def send(calibration, requests, prompt=1000, cached=500):
         calibration.record_sent(prompt, cached)
 
 
-def test_what_came_true_changes_nothing():
+def test_correct_predictions_change_nothing():
     """Half of 8000 tokens predicted, half found: the capacity is right."""
     estimate = Calibration()
     send(estimate, 8)
@@ -20,7 +20,7 @@ def test_what_came_true_changes_nothing():
     assert (estimate.predicted, estimate.observed) == (4000, 4000)
 
 
-def test_too_much_belief_shrinks():
+def test_overprediction_shrinks_the_factor():
     """Half predicted, a tenth found: 1 - 1.5 * 0.4 is below the largest step of 0.7."""
     estimate = Calibration()
     send(estimate, 8)
@@ -28,7 +28,7 @@ def test_too_much_belief_shrinks():
     assert estimate.factor == 0.7
 
 
-def test_too_little_belief_grows_slowly():
+def test_underprediction_grows_the_factor_slowly():
     """Half predicted, all found: five percent more."""
     estimate = Calibration()
     send(estimate, 8)
@@ -64,7 +64,7 @@ def test_windows_of_others_say_nothing():
     assert estimate.factor == 1.0
 
 
-def test_answers_tell_more_exactly():
+def test_usage_is_more_exact_than_counters():
     """Eight answers that report no cached tokens shrink the belief at once."""
     estimate = Calibration()
     assert [estimate.observe_usage(1000, 900, 0) for _ in range(8)] == [False] * 7 + [True]

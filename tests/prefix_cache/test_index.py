@@ -186,7 +186,7 @@ def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, asked):
             assert depths[slot] <= naive.depth(key, question)
 
 
-def test_what_was_used_longest_ago_is_forgotten_first_whoever_holds_it():
+def test_least_recently_used_blocks_go_first():
     """A busy endpoint keeps what it uses while others lose what they do not."""
     index = PrefixIndex(10_000, max_bytes=400_000)
     for number in range(800):
@@ -234,7 +234,7 @@ def test_a_block_behind_a_gap_does_not_count():
     assert (depths[index.slot(A)], depths[index.slot(B)]) == (3, 0)
 
 
-def test_one_walk_answers_for_all():
+def test_a_single_walk_matches_all_endpoints():
     """Every endpoint gets the depth of its own unbroken run."""
     index = PrefixIndex(10)
     for key, depth in ((A, 2), (B, 4), (C, 0)):

@@ -164,7 +164,7 @@ def answers(reply: ProcessingResponse) -> MessageKind | None:
     conformance=st.booleans(),
 )
 @calm
-def test_whatever_is_said_the_exchange_keeps_its_word(
+def test_any_sequence_of_messages_keeps_the_invariants(
     modes: BodyModes,
     script: list[tuple[ProcessingRequest, bool]],
     outcome: Outcome,
@@ -336,7 +336,7 @@ def test_closing_twice_gives_back_once():
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_a_peer_that_leaves_between_answers_gives_the_body_back(taken: int):
+def test_a_peer_that_leaves_between_replies_releases_the_body(taken: int):
     """Close returns the body to the budget while answers are still to be taken."""
     budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)

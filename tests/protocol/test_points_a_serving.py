@@ -236,7 +236,7 @@ def test_011_draining_serves_on():
     serving.run(test())
 
 
-def test_012_a_protocol_that_nobody_reads():
+def test_012_an_unknown_protocol():
     """HTTP and h2c are read, gRPC inside; a pool that wants anything else leaves us not serving."""
 
     async def test() -> None:

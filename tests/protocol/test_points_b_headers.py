@@ -71,7 +71,7 @@ def test_036_raw_value_comes_before_value():
     assert held.decided[0].headers == {"a": "raw"}
 
 
-def test_037_a_request_id_is_set_when_given():
+def test_037_a_request_id_is_set_when_there_is_one():
     """The request id the shell makes for a request without one is set on the pick."""
     ext_proc_script.play(
         [

@@ -32,7 +32,7 @@ def test_017_headers_answer_precedes_every_body_answer():
     )
 
 
-def test_018_nothing_is_said_before_the_body_is_whole():
+def test_018_no_reply_before_the_body_is_complete():
     """Body pieces that are not the last one get no answer."""
     ext_proc_script.play(
         [
@@ -323,7 +323,7 @@ def test_041_undeclared_modes_mean_full_duplex():
     )
 
 
-def test_041_messages_of_a_held_request_are_answered_after_its_headers():
+def test_041_messages_of_a_queued_request_are_answered_after_its_headers():
     """One-to-one answers that fall due while a request is held come after the headers answer."""
     held = ext_proc_script.Talk(modes=("STREAMED", "NONE"))
     exchange = held.exchange

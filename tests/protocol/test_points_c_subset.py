@@ -86,7 +86,7 @@ def test_048_a_hint_without_a_match_is_refused():
 
 
 @pytest.mark.parametrize("subset", [[], "", " , ,", [""], [" ", ","]])
-def test_049_an_empty_hint_allows_nobody(subset: Any):
+def test_049_an_empty_hint_allows_no_endpoint(subset: Any):
     """A hint that is there and names nobody: 503."""
     assert picked(subset, House(LOADS)) == ""
 
@@ -221,7 +221,7 @@ def test_056_foreign_addresses_are_ignored():
     )
 
 
-def test_058_ranks_of_one_address_are_told_apart():
+def test_058_ranks_of_an_address_are_distinct():
     """Of several ranks on one address only the named ports are ever picked."""
     assert allowed(["10.0.0.1:3002"], *RANKS) == [RANKS[1]]
     assert allowed(["10.0.0.1:3000", "10.0.0.1:3004"], *RANKS) == [RANKS[0], RANKS[2]]

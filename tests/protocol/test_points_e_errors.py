@@ -58,14 +58,14 @@ def message_of(reply: DecodedReply) -> str:
     return str(error["message"])
 
 
-def test_067_nobody_ready_with_body():
+def test_067_no_endpoint_ready_with_body():
     """A POST while the pool is empty: 503 with reason and retry-after."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
     assert post(CHAT, body, House({})) == NO_ENDPOINTS
 
 
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
-def test_068_nobody_ready_bodiless(mode: str):
+def test_068_no_endpoint_ready_without_body(mode: str):
     """A GET while the pool is empty: 503, as the protocol says (the reference answers 500)."""
     ext_proc_script.play(
         [
@@ -114,7 +114,7 @@ def test_071_missing_fields(path: str, text: str):
     assert message_of(reply) == f"inference error: BadRequest - {text}"
 
 
-def test_073_plugins_left_nobody():
+def test_073_plugins_left_no_endpoint():
     """Endpoints exist and the filters removed them all: 429."""
     house = House(
         {ext_proc_script.ADDRESS: None},
@@ -129,7 +129,7 @@ def test_073_plugins_left_nobody():
     )
 
 
-def test_075_nothing_is_said_after_a_refusal():
+def test_075_no_reply_after_a_rejection():
     """After an immediate response no event gets an answer, in either direction."""
     ext_proc_script.play(
         [

@@ -139,7 +139,7 @@ def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
     ]
 
 
-def test_086_a_cut_buffer_keeps_the_length_of_the_whole():
+def test_086_a_cut_buffer_keeps_the_length_of_the_body():
     """BUFFERED_PARTIAL: the rest follows as it is, and the length changes by the difference."""
     held = answering(("BUFFERED", "BUFFERED_PARTIAL"))
     held.hear(ext_proc_script.response_headers({**ext_proc_script.JSON, "content-length": "9000"}))
@@ -182,7 +182,7 @@ def test_086_equal_or_empty_names_leave_the_answer(engine_model: str, client: st
     ],
     ids=["compressed", "sound", "switched off"],
 )
-def test_086_what_cannot_or_must_not_be_read_is_left(
+def test_086_a_body_that_cannot_be_read_is_unchanged(
     headers: dict[str, str], chosen: dict[str, bool]
 ):
     """Compressed bodies and other types, and everything where the setting is off."""

@@ -182,7 +182,7 @@ def test_027_long_bodies_are_edited_and_cut_alike(size: int):
     assert held.budget.held_bytes == 0
 
 
-def test_027_an_edited_body_that_is_not_taken_is_given_back():
+def test_027_an_edited_body_that_is_not_read_is_released():
     """A client that leaves before the pieces are written leaves nothing behind."""
     held = ext_proc_script.Talk(house().decide)
     held.hear(ext_proc_script.request_headers())

@@ -63,7 +63,7 @@ def test_089_response_headers_are_answered_at_once(headers: dict[str, str]):
         ),
     ],
 )
-def test_090_test_mode_reports_who_served(metadata: Any, value: str):
+def test_090_test_mode_reports_the_served_endpoint(metadata: Any, value: str):
     """In test mode the response names the endpoint that served, or says what was missing."""
     ext_proc_script.play(
         [
@@ -265,7 +265,9 @@ def test_100_an_early_response_is_the_only_thing_answered():
         ext_proc_script.response_trailers(),
     ],
 )
-def test_100_a_held_request_is_given_up_when_the_response_begins(message: ext_proc_script.Message):
+def test_100_a_queued_request_is_abandoned_when_the_response_begins(
+    message: ext_proc_script.Message,
+):
     """While a request is held, any response message takes it out of the queue."""
     held = ext_proc_script.Talk()
     first = ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX)
@@ -361,7 +363,7 @@ def test_106_no_response_message_but_the_last_body_carries_metadata():
         ("STREAMED", {**JSON, "content-length": "100"}, {}),
     ],
 )
-def test_a_whole_answer_is_asked_for_where_it_is_honored(
+def test_a_buffered_response_is_requested_where_envoy_honors_it(
     request_mode: str, headers: dict[str, str], expected: dict[str, int]
 ):
     """mode_override asks for a small whole answer in BUFFERED, and keeps the end in sight."""

@@ -56,7 +56,7 @@ def test_124_all_bodies_together_are_bounded():
 
 
 @pytest.mark.parametrize("mode", ["BUFFERED", "STREAMED", "BUFFERED_PARTIAL"])
-def test_124_a_body_that_envoy_keeps_is_given_back_once_decided(mode: str):
+def test_124_a_body_that_envoy_buffers_is_released_once_decided(mode: str):
     """Where Envoy sends the body on, nothing of it counts while the answer runs."""
     budget = BufferBudget(1_000_000)
     held = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)

@@ -35,7 +35,7 @@ def house(*addresses: str) -> House:
     return House(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
 
 
-def test_037_a_request_id_is_made_when_absent():
+def test_037_a_request_id_is_generated_when_absent():
     """A request without x-request-id is given a unique one; one that has it keeps it."""
 
     async def test() -> None:
@@ -397,7 +397,7 @@ def test_streams_over_the_limit_are_refused():
     serving.run(test())
 
 
-def test_a_response_nobody_routed_is_not_timed():
+def test_a_response_without_a_decision_is_not_timed():
     """The time to response headers is measured only from a pick."""
 
     async def test() -> None:

@@ -76,7 +76,7 @@ def test_uploads_let_a_slow_body_arrive():
     assert not arrivals.ended
 
 
-def test_uploads_forget_what_is_no_longer_on_its_way():
+def test_monitor_forgets_bodies_that_arrived():
     """A body that came, and another one under the same name, have nothing in common."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(body=1)
@@ -102,7 +102,7 @@ def test_uploads_in_a_crowd_are_hurried(crowd):
     size=st.integers(1, body_buffer.ALWAYS_TAKEN_BYTES),
 )
 @settings(deadline=None, max_examples=examples(100))
-def test_gathering_takes_small_bodies_whatever_others_hold(hogs: list[int], size: int):
+def test_small_bodies_are_accepted_whatever_others_hold(hogs: list[int], size: int):
     """However much others send: a small body gets in, and large ones leave room for another."""
     budget = BufferBudget(512 * MIB)
     piece = memoryview(bytes(MIB))

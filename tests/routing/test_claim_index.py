@@ -35,7 +35,7 @@ request_headers = st.fixed_dictionaries(
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.lists(claimed, max_size=6), request_headers, models)
-def test_index_finds_what_comparing_finds(listed, headers, model):
+def test_index_agrees_with_comparing(listed, headers, model):
     """The same claims in the same order, for headers and for models."""
     index = ClaimIndex(listed)
     routes = index.find_routes(headers)
@@ -75,7 +75,7 @@ def test_headers_are_read_a_few_times_however_many_conditions_there_are():
     assert headers.reads <= 70
 
 
-def test_what_few_pools_ask_for_is_compared_first():
+def test_rare_header_conditions_are_compared_first():
     """Pools that differ in one of 64 headers cost one comparison, and the one that fits 64."""
     listed = [
         PoolMatch(headers={f"x-{at}": "1" for at in range(63)} | {"x-pool": str(pool)})

@@ -51,7 +51,7 @@ def places(decision: Decision) -> list[int]:
     return [int(candidate.endpoint.ip[-1]) for candidate in decision.candidates]
 
 
-def test_a_model_is_routed_to_who_serves_it():
+def test_a_model_is_routed_to_endpoints_that_serve_it():
     """Holders and the unknown are candidates; the others are told of."""
     held = house(models("a"), models("b", "lora"), None)
     decision = decided(held, ask("lora"))
@@ -63,7 +63,7 @@ def test_a_model_is_routed_to_who_serves_it():
     assert not everybody.excluded_by_model
 
 
-def test_what_nobody_lists_goes_to_the_unknown_or_to_all():
+def test_an_unlisted_model_goes_to_unknown_endpoints_or_to_all():
     """`pass`: where nobody can say no, all are asked, as upstream does."""
     assert places(decided(house(models("a"), None), ask("x"))) == [1]
     decision = decided(house(models("a"), models("b")), ask("x"))
@@ -82,7 +82,7 @@ def test_reject_is_a_404_once_everybody_listed():
     )
 
 
-def test_reject_looks_at_who_is_allowed():
+def test_reject_looks_at_allowed_endpoints():
     """A hint that leaves out every holder is answered like a model nobody has."""
     held = house(models("a"), models("b"), reject_unlisted=True)
     outcome = held.decide(ask("a", subset=("10.0.0.1",)))
@@ -118,7 +118,7 @@ def test_a_bodiless_request_goes_to_anybody():
     assert places(decision) == [0, 1]
 
 
-def test_kubeai_names_become_what_the_engine_knows():
+def test_kubeai_names_become_names_of_the_engine():
     """`model_adapter`: holders of both, accounts under the adapter, and one value edited."""
     held = house(models("llama", "sql"), models("qwen", "sql"), models("llama"))
     raw = ask("llama_sql")
@@ -242,7 +242,7 @@ def test_a_header_that_says_the_same_edits_nothing():
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
-def test_a_header_supplies_what_the_body_lacks():
+def test_a_header_supplies_a_missing_model():
     """On a surface that is known the name is put in; on others a body may be anything."""
     headers = {"x-llm-d-model-name-rewrite": "a"}
     held = house(models("a"))

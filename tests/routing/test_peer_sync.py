@@ -89,7 +89,7 @@ def test_a_request_of_another_is_charged_and_believed_as_its_own():
     assert receiver.house.index.blocks_total > 0
 
 
-def test_what_is_cached_is_what_each_believes_itself():
+def test_every_replica_predicts_cached_tokens_itself():
     """One that was there from the beginning expects hits that one who came later does not."""
     sender, early, late = Side("a"), Side("b"), Side("c")
     addresses = []
@@ -116,7 +116,7 @@ def test_a_prompt_cut_finer_than_ours_is_cut_off():
     assert (side.open, side.house.index.blocks_total) == (1, deepest)
 
 
-def test_mirrored_requests_are_not_told_again():
+def test_requests_of_peers_are_not_published_again():
     """What a picker heard does not wait in its own outbox."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
@@ -161,7 +161,7 @@ def test_another_endpoint_that_answers_is_charged_by_all():
 
 
 @pytest.mark.parametrize("strange", [fact(address="10.9.9.9:1"), fact(pool="other")])
-def test_what_is_not_here_is_passed_over(strange: peer_sync.RequestStarted):
+def test_unknown_pools_and_endpoints_are_ignored(strange: peer_sync.RequestStarted):
     """Endpoints and pools that this picker does not have are nobody's error."""
     side = Side("a")
     say(side, strange, peer_sync.RequestEnded(1, answered=True))
@@ -190,7 +190,7 @@ def test_a_doubled_request_is_charged_once():
     assert side.open == side.mirrored == 1
 
 
-def test_a_lost_end_is_made_up_for_by_what_is_open():
+def test_lists_of_open_requests_replace_lost_ends():
     """What a picker does not name any more is over; an older list changes nothing."""
     side = Side("a")
     say(side, fact(1), fact(2), fact(3))
@@ -266,12 +266,12 @@ def test_every_fact_comes_out_as_it_was_put_in():
     assert len(peer_sync.encode(message)) < 1_000
 
 
-def test_what_cannot_be_read_is_no_message():
+def test_bytes_that_do_not_decode_are_no_message():
     """Another version, or somebody else's bytes."""
     assert peer_sync.decode(b"\x93junk") is None
 
 
-def test_facts_that_nobody_carries_are_bounded(monkeypatch):
+def test_waiting_facts_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
     monkeypatch.setattr(peer_sync, "MAX_WAITING", 10)
     woken = []

@@ -107,7 +107,7 @@ def test_rules_do_not_chain():
     assert sent(house(rule("a", "b"), rule("b", "c")), ask("a")) == "b"
 
 
-def test_what_names_no_model_is_left_alone():
+def test_a_request_without_a_model_is_not_rewritten():
     """A generic rule is for requests for models, not for GET /health or unknown bodies."""
     held = house(rule("", "n"))
     for raw in (
@@ -118,7 +118,7 @@ def test_what_names_no_model_is_left_alone():
         assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
-def test_a_generic_rule_supplies_what_a_body_lacks():
+def test_a_generic_rule_supplies_a_missing_model():
     """The 400 for a missing model comes only after; the answer is left alone then."""
     held = house(rule("n", "chained"), rule("", "n"))
     decision = decided(held, ask(None))
@@ -211,7 +211,7 @@ def test_discovery_counts_before_the_configuration():
     assert sent(held, ask()) == "file"
 
 
-def test_a_pool_is_found_by_the_names_of_its_rewrites():
+def test_a_pool_matches_the_names_of_its_rewrites():
     """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
     llama, qwen = house(), house(rule("alias", "qwen"))
     for held, name in ((llama, "llama"), (qwen, "qwen")):
@@ -265,12 +265,12 @@ def shed(profile, *loads) -> bool:
         "nobody is known",
     ],
 )
-def test_what_counts_as_full(loads, dropped):
+def test_saturation_by_load(loads, dropped):
     """All endpoints at 5 waiting or 0.8 of the KV cache; unknown ones are as full as the others."""
     assert shed("adaptive", *loads) is dropped
 
 
-def test_a_detector_of_the_profile_says_what_is_full():
+def test_saturation_by_the_detector_of_the_profile():
     """Its thresholds count in place of the usual ones."""
     detector = UtilizationDetector(queue_depth_threshold=20)
     profile = SchedulerProfile("mine", (detector,), (), RoundRobin())

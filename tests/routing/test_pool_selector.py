@@ -103,7 +103,7 @@ def test_the_name_of_an_adapter_or_a_header_counts_as_the_model():
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 
 
-def test_open_pools_are_told_apart_by_what_they_list():
+def test_open_pools_match_the_models_they_list():
     """A pool whose endpoints list the model is taken; an alias counts; nobody is a 404."""
     two = board(
         ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
@@ -157,7 +157,7 @@ def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
     assert went(two.route(raw, 1.0)) == ("b", B)
 
 
-def test_nobody_takes_it():
+def test_no_pool_matches():
     """Claims that do not fit and no open pool: 404 that says where to look."""
     selector = board(("a", house(A), PoolMatch(hosts=("y",))))
     routed = selector.route(chat(), 1.0)
@@ -166,7 +166,7 @@ def test_nobody_takes_it():
     assert selector.route_fallback(chat(), 1.0, why="Bug").outcome.status == 404
 
 
-def test_rescue_goes_to_the_pool_whose_headers_fit():
+def test_fallback_uses_the_pool_whose_headers_match():
     """A bug in one pool's decision is not another pool's request."""
     two = board(("a", house(A), PoolMatch(hosts=("y",))), ("b", house(B), PoolMatch()))
     routed = two.route_fallback(chat(), 1.0, why="Bug")

@@ -57,7 +57,7 @@ def test_alone_nothing_is_expected():
     )
 
 
-def test_a_conversation_is_expected_at_home():
+def test_hits_are_expected_at_the_rendezvous_endpoint():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
     fleet = members(4)
     expected, at = scheduler.with_expected_hits("a", 1000, fleet, matched=[100] * 4, peers=others())
@@ -66,7 +66,7 @@ def test_a_conversation_is_expected_at_home():
     assert sorted(expected) == [100, 100, 100, 950]
 
 
-def test_less_where_little_is_found():
+def test_expected_hits_follow_the_hit_ratio():
     """Twice what engines find on average is expected: nothing where prompts share nothing."""
     fleet = members(4)
     little, _ = scheduler.with_expected_hits(
@@ -82,7 +82,7 @@ def test_less_where_little_is_found():
 
 
 @pytest.mark.parametrize("hits", [None, 0.0])
-def test_a_home_needs_evidence_of_hits(hits):
+def test_affinity_needs_evidence_of_hits(hits):
     """An engine that never found anything, or does not say, is nobody's home."""
     fleet, known = members(4, hits=hits), [0] * 4
     assert scheduler.with_expected_hits("a", 1000, fleet, matched=known, peers=others()) == (
@@ -91,7 +91,7 @@ def test_a_home_needs_evidence_of_hits(hits):
     )
 
 
-def test_a_prompt_that_nobody_has_seen_is_not_at_home():
+def test_a_new_prompt_has_no_affinity():
     """Beside others, and before any engine found anything, no prompt is believed cached anywhere."""
     page = Load(
         at=0.0, engine="vllm", running=4.0, waiting=2.0, prefix_queries=9.0, prefix_hits=0.0
@@ -104,7 +104,7 @@ def test_a_prompt_that_nobody_has_seen_is_not_at_home():
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
 
-def test_what_many_hold_needs_no_home():
+def test_a_prompt_that_many_endpoints_hold_has_no_affinity():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
     spread = [900, 900, 0, 0]
@@ -121,7 +121,7 @@ def test_what_many_hold_needs_no_home():
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, beside):
+def test_a_conversation_is_local_where_all_replicas_expect_it(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
     house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
@@ -149,7 +149,7 @@ def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, besi
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 
 
-def test_homes_follow_speed_and_stay():
+def test_affinity_follows_speed_and_stays():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
     fleet = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]

@@ -53,7 +53,7 @@ def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
     assert resting.parsed == msgspec.structs.replace(prepared.request, prompt=b"")
 
 
-def test_a_prompt_that_the_body_does_not_tell_is_kept():
+def test_a_prompt_that_is_not_in_the_body_stays():
     """Whoever prepared a request that was parsed elsewhere may have another prompt."""
     house = House(ALIKE)
     raw = chat("a")

@@ -79,7 +79,7 @@ def test_a_prompt_that_ran_is(status: str):
     assert house.index.blocks_total == before
 
 
-def test_what_was_believed_before_stays():
+def test_earlier_predictions_stay():
     """Only what is behind the believed prefix is taken back."""
     house = House({FIRST: None})
     first = Sent(house, chat(400))
@@ -110,7 +110,7 @@ def test_three_failures_leave_an_endpoint_out():
     assert (why, [endpoint.address for endpoint in left]) == ("failing", [FIRST])
 
 
-def test_who_served_is_charged():
+def test_the_serving_endpoint_is_charged():
     """Where another endpoint answered, it has the request, and the belief, and the good word."""
     house = House({FIRST: None, SECOND: None}, fallbacks=1)
     sent = Sent(house)
@@ -134,7 +134,7 @@ def test_who_served_is_charged():
     assert served.account.answered == 1
 
 
-def test_who_served_may_be_a_stranger():
+def test_an_unknown_serving_endpoint_is_ignored():
     """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
     house = House({FIRST: None, SECOND: None})
     sent = Sent(house)
@@ -179,7 +179,7 @@ def test_usage_is_held_against_the_endpoint_that_served():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left(back: bool):  # noqa: FBT001
+def test_late_usage_predicts_nothing_for_an_endpoint_that_left(back: bool):  # noqa: FBT001
     """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
     house = House({FIRST: None}, profile="adaptive")
     sent = Sent(house)

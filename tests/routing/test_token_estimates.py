@@ -36,7 +36,7 @@ def test_prompts_are_counted_in_the_models_tokens():
     assert ask(house, "y" * 4000).request.prompt_tokens == 2000
 
 
-def test_what_is_cached_is_counted_in_the_same_tokens():
+def test_cached_tokens_use_the_ratio_of_the_model():
     """Blocks are cut in bytes: the same chain, 15 blocks of 256 bytes, is twice the tokens."""
     house = House({SPOT: None})
     before = ask(house, "x" * 4000)
@@ -61,7 +61,7 @@ def test_tokenized_prompts_are_exact():
     assert again.matched_tokens == 15 * 256 / 4
 
 
-def test_counters_teach_what_answers_do_not_show():
+def test_ratio_is_learned_from_counters():
     """Twenty requests of 3,000 bytes, 20,000 tokens finished: three bytes are a token."""
     house = House({SPOT: None})
     for finished in (0, 20):

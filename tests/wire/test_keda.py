@@ -39,7 +39,7 @@ def test_bytes_that_are_no_message_are_none():
     assert keda.decode_scaled_object(b"") == keda.ScaledObjectRef("", "", {})
 
 
-def test_older_readers_get_whole_numbers():
+def test_older_readers_get_integers():
     """Rounded up, and a target is never 0: KEDA divides by it."""
     spec = pb.GetMetricSpecResponse.FromString(keda.encode_metric_spec("m", 0.5)).metric_specs[0]
     assert (spec.target_size, spec.target_size_float) == (1, 0.5)
