@@ -52,7 +52,7 @@ def test_a_prompt_without_a_full_block_is_ignored():
 
 def test_memory_is_bounded_and_forgets_the_oldest():
     """Long after, a conversation counts as new."""
-    known = ConversationTracker(most=3)
+    known = ConversationTracker(max_prompts=3)
     for n in range(5):
         known.record_sent([n], HERE, prompt_tokens=100, now=0.0)
     assert len(known) == 3
