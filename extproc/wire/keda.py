@@ -71,7 +71,7 @@ def encode_metric_spec(name: str, target: float) -> bytes:
 def encode_metric_value(name: str, value: float) -> bytes:
     """Encode the value of a metric, 0 or more."""
     metric = keda_pb2.MetricValue(
-        metric_name=name, encode_metric_value=math.ceil(value), metric_value_float=value
+        metric_name=name, metric_value=math.ceil(value), metric_value_float=value
     )
     return keda_pb2.GetMetricsResponse(metric_values=[metric]).SerializeToString()
 

@@ -131,7 +131,7 @@ async def test_a_waiting_request_is_pushed():
         keda = Client(channel)
         heard = keda.stream()
         assert (await heard.read()).result is False
-        assert await keda.encode_active() is False
+        assert await keda.active() is False
         name, *target = await keda.spec()
         assert (name, target) == ("desired-replicas", [1, 1.0])
         assert await keda.value(name) == (0, 0.0)
@@ -140,7 +140,7 @@ async def test_a_waiting_request_is_pushed():
             headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
             await stream.say(ext_proc_script.request_headers(headers, ends=True))
             assert (await heard.read()).result is True
-            assert await keda.encode_active() is True
+            assert await keda.active() is True
             assert await keda.value(name) == (1, 1.0)
             depth = Client(channel, metric="queue-depth", target="2.5")
             name, *target = await depth.spec()
