@@ -72,12 +72,12 @@ def _charge(fleet: PoolStore, known: EndpointState) -> None:
     if known.models is not None:
         models = ServedModels(frozenset(known.models), frozenset(known.model_adapters or ()))
         fleet.observe_models(member.endpoint, models)
-    account = member.account
-    for at in range(known.in_flight):
-        prompt_tokens = 0 if at else known.prompt_tokens
-        account.open("", prompt_tokens, cached_tokens=prompt_tokens, now=_NOW)
-    account.sent = known.queued_tokens
-    account.done, account.kv_tokens_sent = 0.0, account.kv_tokens_scraped
+    member.account.restore(
+        known.in_flight,
+        prompt_tokens=known.prompt_tokens,
+        queued_tokens=known.queued_tokens,
+        now=_NOW,
+    )
     for _ in range(known.failures):
         fleet.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
     if known.health in {"ejected", "probing"}:

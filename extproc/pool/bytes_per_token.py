@@ -140,7 +140,7 @@ class BytesPerTokenEstimator:
             answered = account.answered - start.answered
             if abs(answered - count) <= _STRANGERS * count:
                 self._compare(account.texts, (tokens - start.tokens) / count, answered)
-        account.texts = {}
+        account.forget_texts()
         self._windows[key] = _Window(finished, tokens, account.answered)
 
     def forget(self, incarnation: int) -> None:

@@ -382,7 +382,7 @@ def adapter_residency(
         return AdapterResidency.UNKNOWN
     standing = account.adapter_slots
     if standing is None or standing.load is not load or standing.known is not known:
-        standing = account.adapter_slots = _slot_state(account, load, known, slots)
+        standing = account.cache_adapter_slots(_slot_state(account, load, known, slots))
     if standing.full:
         return AdapterResidency.FULL
     if adapter in standing.idle:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.pool import inflight
 from extproc.pool.inflight import InflightLoad, LastTurn
+from extproc.pool.shared_context import ContextShare
 from extproc.pool.store import PoolStore
 
 #: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.
@@ -135,7 +135,7 @@ class PendingShare(msgspec.Struct, frozen=True, gc=False):
     """
 
     account: InflightLoad
-    share: inflight.ContextShare
+    share: ContextShare
 
 
 class PendingLoad:
@@ -146,17 +146,25 @@ class PendingLoad:
         tracker: How conversations grow.
         tokens: Prompt tokens by depth of a chain.
 
-    Attributes:
-        counted: Whether any profile reads the pending load.
+        counted: Whether any profile reads the pending load; nothing is added otherwise.
     """
 
     def __init__(
-        self, store: PoolStore, tracker: ConversationTracker, tokens: Sequence[int]
+        self,
+        store: PoolStore,
+        tracker: ConversationTracker,
+        tokens: Sequence[int],
+        *,
+        counted: bool,
     ) -> None:
         self._store = store
         self._tracker = tracker
         self._tokens = tokens
-        self.counted = False
+        self._is_counted = counted
+
+    def reconfigure(self, *, counted: bool) -> None:
+        """Count pending load, or no longer, from the next request on."""
+        self._is_counted = counted
 
     def add(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> PendingShare | None:
         """Add the load of a queued request to an endpoint.
@@ -169,7 +177,7 @@ class PendingLoad:
         Returns:
             What to take back once the request goes on or leaves; None where there is nothing.
         """
-        if not (address and chain and self.counted):
+        if not (address and chain and self._is_counted):
             return None
         member = self._store.pool.find(address)
         if member is None:

@@ -8,8 +8,6 @@ Queued work is dead-reckoned: uncached prompt tokens are added when a request is
 the speed of the engine. Engines serve first come first served, so a request that ended says that
 everything sent before it was computed, and a scrape that shows w waiting requests says that the
 last w of ours were not.
-
-KV tokens of the open requests on an endpoint, shared prefixes counted once.
 """
 
 from __future__ import annotations
@@ -18,107 +16,12 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import islice
-from operator import sub
 
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.pool.foreign_traffic import TypicalWork
-
-#: Blocks of a chain of which one is followed: it stands for all of them. What is shared is shared
-#: from the root, so only the last few blocks of a shared beginning are counted wrongly.
-_STRIDE = 4
-
-
-class ContextShare(msgspec.Struct, frozen=True, gc=False):
-    """Prompt blocks that one open request holds.
-
-    Attributes:
-        blocks: Those that are followed.
-        tokens: That all of its blocks are.
-        growth: Tokens its conversation will grow by.
-    """
-
-    blocks: Sequence[int]
-    tokens: int
-    growth: float
-
-
-class SharedContext:
-    """Prompt tokens of all open requests on one endpoint. Mutable; its account owns it.
-
-    Attributes:
-        tokens: Prompt tokens, and what young conversations among them will grow by.
-        shared: Prompt tokens that are not counted, because another open request has them.
-    """
-
-    __slots__ = ("_counted", "_depths", "_sizes", "_users", "shared", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0.0
-        self.shared = 0
-        self._users: dict[int, int] = {}
-        # Tokens a block was counted for: the last one of a prompt stands for fewer than the same one
-        # of a prompt that goes on from it, and the order in which they end is unknown.
-        self._counted: dict[int, int] = {}
-        self._depths: Sequence[int] = ()
-        self._sizes: Sequence[int] = ()
-
-    def open(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> ContextShare:
-        """Add an opened request.
-
-        Args:
-            blocks: Its prompt's chain of block hashes, root first; not empty.
-            tokens: Prompt tokens by depth of a chain.
-            growth: Tokens its conversation will grow by.
-        """
-        if tokens is not self._depths:
-            begins = tokens[::_STRIDE]
-            self._depths, self._sizes = tokens, tuple(map(sub, begins[1:], begins))
-        users, counted = self._users, self._counted
-        followed = blocks[::_STRIDE]
-        last = len(followed) - 1
-        rest = tokens[len(blocks)] - tokens[last * _STRIDE]
-        if counted.get(followed[last], 0) >= rest:
-            growth = 0.0  # where another open prompt goes on from this one, it has grown already
-        prompt_tokens = tokens[len(blocks)]
-        self.tokens += growth
-        self.shared += prompt_tokens
-        for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
-            more = size
-            if block in users:
-                users[block] += 1
-                more -= counted[block]
-                if more <= 0:
-                    continue  # all of it is counted
-            else:
-                users[block] = 1
-            counted[block] = size
-            self.tokens += more
-            self.shared -= more
-        return ContextShare(followed, prompt_tokens, growth)
-
-    def close(self, share: ContextShare) -> None:
-        """Remove a request that ended.
-
-        Args:
-            share: From `open`; once.
-        """
-        users, counted = self._users, self._counted
-        self.tokens -= share.growth
-        self.shared -= share.tokens
-        for block in share.blocks:
-            left = users[block] - 1
-            if left:
-                users[block] = left
-            else:
-                del users[block]
-                size = counted.pop(block)
-                self.tokens -= size
-                self.shared += size
-        if not users:
-            self.tokens = 0.0  # what rounding left
-
+from extproc.pool.shared_context import ContextShare, SharedContext
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MOST_RECENT = 64
@@ -236,8 +139,11 @@ class InflightLoad:
         cached_tokens: int,
         now: float,
         prompt_bytes: int = 0,
+        blocks: Sequence[int] = (),
+        last_turn: LastTurn | None = None,
+        from_peers: bool = False,
     ) -> Reservation:
-        """Charge one request and hand out its ticket.
+        """Charge a request to the endpoint.
 
         Args:
             target: Adapter or model name of the request.
@@ -245,9 +151,13 @@ class InflightLoad:
             cached_tokens: Of these, believed to be in the engine's prefix cache.
             now: Monotonic seconds.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+            blocks: The prompt's chain of block hashes, root first.
+            last_turn: Marked when the request ends; None for none.
+            from_peers: Whether another picker sent it.
         """
         self.adapter_slots = None
         self.in_flight += 1
+        self.from_peers += from_peers
         self.opened += 1
         self.prompt_tokens += prompt_tokens
         self.adapters[target] = self.adapters.get(target, 0) + 1
@@ -260,11 +170,51 @@ class InflightLoad:
         work = max(prompt_tokens - cached_tokens, 1)
         self.sent += work
         self.kv_tokens_sent += work
+        # By position: a keyword costs more than all of these together.
         ticket = Reservation(
-            self, target, prompt_tokens, work, self.sent, prompt_bytes, now, self.endpoint
+            self,
+            target,
+            prompt_tokens,
+            work,
+            self.sent,
+            prompt_bytes,
+            now,
+            self.endpoint,
+            blocks,
+            from_peers,
+            last_turn,
         )
         self._open[ticket] = None
         return ticket
+
+    def restore(self, requests: int, *, prompt_tokens: int, queued_tokens: int, now: float) -> None:
+        """Charge open requests as a record of this account shows them; for a new account.
+
+        Args:
+            requests: Open requests (count).
+            prompt_tokens: Of all of them.
+            queued_tokens: Uncached prompt tokens that are not yet computed.
+            now: Monotonic seconds.
+        """
+        for at in range(requests):
+            tokens = 0 if at else prompt_tokens
+            self.open("", tokens, cached_tokens=tokens, now=now)
+        self.sent, self.done = queued_tokens, 0.0
+        self.kv_tokens_sent = self.kv_tokens_scraped
+
+    def take_ran(self) -> set[str]:
+        """Return and forget the names of requests answered since the last call."""
+        ran, self.ran = self.ran, set()
+        return ran
+
+    def forget_texts(self) -> None:
+        """Forget the prompts answered so far: a comparison with the engine's counters begins."""
+        self.texts = {}
+
+    def cache_adapter_slots(self, state: AdapterSlotState) -> AdapterSlotState:
+        """Keep the state until the adapters change, and return it."""
+        self.adapter_slots = state
+        return state
 
     def track_context(
         self, ticket: Reservation, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
@@ -369,6 +319,7 @@ class InflightLoad:
         del self._open[ticket]
         self.adapter_slots = None
         self.in_flight -= 1
+        self.from_peers -= ticket.from_peers
         self.prompt_tokens -= ticket.prompt_tokens
         if ticket.context is not None:
             self._context.close(ticket.context)
@@ -448,16 +399,28 @@ class Reservation(msgspec.Struct, eq=False):
     at: float
     endpoint: Endpoint
     blocks: Sequence[int] = ()
+    from_peers: bool = False
+    last_turn: LastTurn | None = None
     sole_endpoint: bool = True
     refused: bool = False
     context: ContextShare | None = None
-    last_turn: LastTurn | None = None
-    from_peers: bool = False
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were believed cached."""
         return max(0, self.prompt_tokens - self.uncached_tokens)
+
+    def allow_fallbacks(self) -> None:
+        """Record that other endpoints were named that may answer in place of the first."""
+        self.sole_endpoint = False
+
+    def refuse(self) -> None:
+        """Record that the endpoint answered, and did not serve."""
+        self.refused = True
+
+    def forget_blocks(self) -> None:
+        """Forget the prompt's chain: its prediction stands, or was retracted."""
+        self.blocks = ()
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.
@@ -495,6 +458,7 @@ class Reservation(msgspec.Struct, eq=False):
             cached_tokens=0,
             now=now,
             prompt_bytes=self.prompt_bytes,
+            from_peers=self.from_peers,
         )
         to._replace(moved, self)
         self._account, self.endpoint = to, to.endpoint

@@ -223,9 +223,8 @@ class PoolStore:
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
-        ran = account.ran & self._adapters
+        ran = account.take_ran() & self._adapters
         learner.update(load, ran=ran, idled=account.idled, shared=shared)
-        account.ran = set()
         rates = learner.pooled_rates
         account.set_drain_rate(rates, own + foreign)
         self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))

@@ -21,7 +21,6 @@ from extproc.routing.eligibility import ModelBitsets
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
 from extproc.scheduling import plugin_guard
-from extproc.scheduling.framework import Signal
 
 
 class RequestEventListener(Protocol):
@@ -50,7 +49,6 @@ class Director:
         counts: Where exceptions of plugins that remember go; None keeps them to the dispatcher.
 
     Attributes:
-        event_listener: Where to tell other pickers of requests; None where pickers do not talk.
         pending_load: Load of queued requests on their preferred endpoints.
     """
 
@@ -73,13 +71,20 @@ class Director:
         )
         self._schedule = schedule
         self._counts = counts or plugin_guard.PluginCounters()
-        self.event_listener: RequestEventListener | None = None
+        self._event_listener: RequestEventListener | None = None
         self._recurrence = ConversationTracker()
-        self.pending_load = conversations.PendingLoad(fleet, self._recurrence, schedule.tokens)
-        self._choice = Scheduler(fleet, index, self._recurrence, schedule=schedule, rng=rng)
-        self._preparation = RequestPreparer(fleet, schedule=schedule, rng=rng)
+        self.pending_load = conversations.PendingLoad(
+            fleet,
+            self._recurrence,
+            schedule.tokens,
+            counted=routing.tracks_conversations,
+        )
+        self._scheduler = Scheduler(
+            fleet, index, self._recurrence, routing=routing, schedule=schedule, rng=rng
+        )
+        self._preparer = RequestPreparer(fleet, routing=routing, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
-        self.reconfigure(routing)
+        self._routing = routing
 
     @property
     def pool(self) -> snapshot.Pool:
@@ -93,45 +98,50 @@ class Director:
         if known is None or known.serving is not pool.serving:
             known = self._serving_bits = ModelBitsets(
                 pool,
-                respect_subset=self._settings.respect_subset,
-                reject_unlisted=self._settings.reject_unlisted,
+                respect_subset=self._routing.settings.respect_subset,
+                reject_unlisted=self._routing.settings.reject_unlisted,
             )
         return known
 
     @property
     def rewritten_models(self) -> frozenset[str]:
         """Models that requests may name because rewrites put others in their place."""
-        return self._preparation.names
+        return self._preparer.names
 
     @property
     def supplies_model(self) -> bool:
         """True if a rewrite names a model for requests that name none."""
-        return self._preparation.supplies_model
+        return self._preparer.supplies_model
 
     @property
     def routing(self) -> scheduler.RoutingConfig:
         """The current routing configuration."""
         return self._routing
 
+    @property
+    def has_listener(self) -> bool:
+        """True if requests are reported to a listener."""
+        return self._event_listener is not None
+
+    def listen(self, listener: RequestEventListener) -> None:
+        """Report requests to a listener from now on, such as other pickers."""
+        self._event_listener = listener
+
     def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
         """Route by another configuration from the next request on."""
         self._routing = routing
-        self._settings = routing.settings
         self._serving_bits = None
-        self._preparation.adopt(routing)
-        self._hashing = Signal.PREFIX in routing.needs
-        self._choice.adopt(routing)
-        self._homing = self.pending_load.counted = Signal.CONVERSATIONS in routing.needs
-        profiles = (routing.profile, *routing.by_model.values())
-        self._observers = {profile.name: profile.observers for profile in profiles}
+        self._preparer.reconfigure(routing)
+        self._scheduler.reconfigure(routing)
+        self.pending_load.reconfigure(counted=routing.tracks_conversations)
 
     def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
         """Parse, rank, rename and hash a request, or return the rejection."""
-        return self._preparation.prepare(raw)
+        return self._preparer.prepare(raw)
 
     def prepare_parsed(self, request: InferenceRequest, raw: HttpRequest) -> PreparedRequest:
         """Prepare a request that is parsed already."""
-        return self._preparation.parsed(request, raw)
+        return self._preparer.parsed(request, raw)
 
     def route(self, raw: HttpRequest, now: float) -> Outcome:
         """Choose an endpoint without charging it.
@@ -140,7 +150,7 @@ class Director:
             raw: A complete request.
             now: Monotonic seconds.
         """
-        prepared = self._preparation.prepare(raw)
+        prepared = self._preparer.prepare(raw)
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
     def decide(self, prepared: PreparedRequest, now: float, *, may_defer: bool = True) -> Outcome:
@@ -152,7 +162,7 @@ class Director:
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
-        outcome = self._choice.schedule(
+        outcome = self._scheduler.schedule(
             prepared.request,
             now,
             chain=prepared.chain,
@@ -186,7 +196,7 @@ class Director:
             headers: Headers of the request, names in lower case.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
-        return self._choice.schedule(
+        return self._scheduler.schedule(
             request, now, chain=chain, headers=headers, may_defer=may_defer
         )
 
@@ -199,7 +209,9 @@ class Director:
             why: Name of what was raised; put into the decision.
         """
         del now
-        members = self._fleet.pool.eligible(raw.subset if self._settings.respect_subset else None)
+        members = self._fleet.pool.eligible(
+            raw.subset if self._routing.settings.respect_subset else None
+        )
         if not members:
             return Rejection(
                 500, f"the decision failed ({why}) and there is no endpoint to fall to"
@@ -237,12 +249,13 @@ class Director:
             prompt_bytes=request.prompt_bytes,
             now=now,
         )
-        ticket.sole_endpoint = len(decision.endpoints) == 1
+        if len(decision.endpoints) > 1:
+            ticket.allow_fallbacks()
         try:
             if member.condition.state:
                 self._fleet.record_sent(endpoint, now)
-            if self.event_listener is not None:
-                self.event_listener.on_reserved(ticket, decision)
+            if self._event_listener is not None:
+                self._event_listener.on_reserved(ticket, decision)
         except BaseException:
             ticket.close(now, answered=False)  # no other object holds it
             raise
@@ -258,6 +271,7 @@ class Director:
         cached_tokens: int,
         prompt_bytes: int,
         now: float,
+        from_peers: bool = False,
     ) -> Reservation:
         """Charge a request to an endpoint and predict its prompt as cached there.
 
@@ -269,11 +283,12 @@ class Director:
             cached_tokens: Of these, predicted as cached there.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
             now: Monotonic seconds.
+            from_peers: Whether another picker sent it.
         """
         endpoint, account = member.endpoint, member.account
         if chain:
             self._index.record(cache_model.index_key(endpoint), chain)
-        if self._hashing and prompt_tokens:
+        if self._routing.hashes_prompts and prompt_tokens:
             self._belief.record_sent(
                 endpoint,
                 chain,
@@ -281,21 +296,24 @@ class Director:
                 cached_tokens=cached_tokens,
                 bytes_per_token=self._fleet.bytes_per_token.ratio_for(target, prompt_bytes),
             )
+        last_turn = None
+        if self._routing.tracks_conversations and chain:
+            last_turn = self._recurrence.record_sent(
+                chain, account, prompt_tokens=prompt_tokens, now=now
+            )
         ticket = account.open(
             target,
             prompt_tokens,
             cached_tokens=cached_tokens,
             now=now,
             prompt_bytes=prompt_bytes,
+            blocks=chain,
+            last_turn=last_turn,
+            from_peers=from_peers,
         )
-        ticket.blocks = chain
-        if self._homing and chain:
+        if last_turn is not None:
             try:
-                known = self._recurrence
-                ticket.last_turn = known.record_sent(
-                    chain, account, prompt_tokens=prompt_tokens, now=now
-                )
-                growth = known.expected_growth_tokens(prompt_tokens)
+                growth = self._recurrence.expected_growth_tokens(prompt_tokens)
                 account.track_context(ticket, chain, self._schedule.tokens, growth=growth)
             except BaseException:
                 ticket.close(now, answered=False)  # no other object holds it
@@ -311,7 +329,7 @@ class Director:
         known = self._recurrence
         return (
             (known.continuation_ratio, known.idle_per_open(self._fleet.foreign_traffic.share))
-            if self._homing
+            if self._routing.tracks_conversations
             else None
         )
 
@@ -337,7 +355,7 @@ class Director:
             prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
         """
         ratio = self._fleet.bytes_per_token.ratio_for(target, prompt_bytes)
-        return self._choice.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
+        return self._scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
 
     def on_response_headers(
         self, ticket: Reservation, status: str, now: float, *, served: str = ""
@@ -352,8 +370,8 @@ class Director:
         """
         chosen, blocks = ticket.endpoint, ticket.blocks
         self._evidence.on_response_headers(ticket, status, now, served=served)
-        if self.event_listener is not None and ticket.endpoint is not chosen:
-            self.event_listener.on_moved(ticket, blocks)
+        if self._event_listener is not None and ticket.endpoint is not chosen:
+            self._event_listener.on_moved(ticket, blocks)
 
     def on_usage(self, decision: Decision, usage: Mapping[str, int], *, served: Endpoint) -> None:
         """Compare predictions with the reported usage: prompt tokens and cached tokens.
@@ -369,7 +387,7 @@ class Director:
             self._fleet.bytes_per_token.observe_usage(
                 request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
             )
-        if not self._hashing or not prompt or cached is None:
+        if not self._routing.hashes_prompts or not prompt or cached is None:
             return
         member = self._fleet.pool.find(served.address)
         if member is None or member.endpoint.incarnation != served.incarnation:
@@ -391,8 +409,8 @@ class Director:
             ticket.close(now, answered=False)
             self._evidence.on_unreserved(ticket)
         finally:
-            if self.event_listener is not None:
-                self.event_listener.on_released(ticket, answered=False, ran=False)
+            if self._event_listener is not None:
+                self._event_listener.on_released(ticket, answered=False, ran=False)
 
     def release(self, ticket: Reservation, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that ended, whatever the reason.
@@ -408,8 +426,8 @@ class Director:
             if not answered:
                 self._evidence.on_no_response(ticket, now)
         finally:
-            if self.event_listener is not None:
-                self.event_listener.on_released(ticket, answered=answered and ran, ran=ran)
+            if self._event_listener is not None:
+                self._event_listener.on_released(ticket, answered=answered and ran, ran=ran)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """True if the response needs no observation."""
@@ -417,7 +435,7 @@ class Director:
 
     def _remember(self, decision: Decision, now: float) -> None:
         """Notify the stateful plugins; an exception of a plugin does not fail the request."""
-        for observer in self._observers.get(decision.profile, ()):
+        for observer in self._routing.observers.get(decision.profile, ()):
             try:
                 observer.on_committed(decision, now)
             except Exception:  # noqa: BLE001 - counted, and the request is decided already

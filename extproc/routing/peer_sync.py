@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import InflightLoad, Reservation
+from extproc.pool.inflight import Reservation
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director
 
@@ -233,7 +233,6 @@ class _Charged(msgspec.Struct, frozen=True):
 
     pool: str
     director: Director
-    account: InflightLoad
     ticket: Reservation
 
 
@@ -353,10 +352,9 @@ class PeerReplica:
             cached_tokens=min(cached, prompt_tokens),
             prompt_bytes=prompt_bytes,
             now=now,
+            from_peers=True,
         )
-        ticket.from_peers = True
-        member.account.from_peers += 1
-        peer.open[number] = _Charged(fact.pool, director, member.account, ticket)
+        peer.open[number] = _Charged(fact.pool, director, ticket)
 
     def _on_ended(
         self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]
@@ -389,7 +387,6 @@ def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]
 
 
 def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ran: bool) -> None:
-    charged.account.from_peers -= 1
     if ran:
         charged.ticket.close(now, answered=answered)
     else:
@@ -400,5 +397,5 @@ def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ra
 def connect(pools: Iterable[tuple[str, Director]], outbox: PeerEventLog) -> None:
     """Connect directors to an event log; directors that are connected stay unchanged."""
     for name, director in pools:
-        if director.event_listener is None:
-            director.event_listener = outbox.pool_log(name)
+        if not director.has_listener:
+            director.listen(outbox.pool_log(name))

@@ -23,7 +23,6 @@ from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import scheduler
-from extproc.scheduling.framework import Signal
 
 #: Headers that name an InferenceObjective; the first one that is there counts
 #: (docs/spec/protocol.md#header-names).
@@ -325,21 +324,28 @@ class RequestPreparer:
 
     Args:
         fleet: Pool with its models and its inference policy.
+        routing: Settings and configured policy; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
     """
 
-    def __init__(self, fleet: PoolStore, *, schedule: blocks.Schedule, rng: random.Random) -> None:
+    def __init__(
+        self,
+        fleet: PoolStore,
+        *,
+        routing: scheduler.RoutingConfig,
+        schedule: blocks.Schedule,
+        rng: random.Random,
+    ) -> None:
         self._fleet = fleet
+        self._routing = routing
         self._schedule = schedule
         self._rng = rng
         self._policy_resolver = PolicyResolver()
 
-    def adopt(self, routing: scheduler.RoutingConfig) -> None:
+    def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
         """Go by another configuration from the next request on."""
-        self._policy = routing.policy
-        self._kubeai_names = routing.settings.kubeai_names
-        self._hashing = Signal.PREFIX in routing.needs
+        self._routing = routing
 
     @property
     def names(self) -> frozenset[str]:
@@ -381,7 +387,7 @@ class RequestPreparer:
             raw.headers,
             self._fleet.pool.serving,
             rewrite_target=target,
-            kubeai_names=self._kubeai_names,
+            kubeai_names=self._routing.settings.kubeai_names,
         )
         if renamed is None:
             return PreparedRequest(
@@ -395,12 +401,12 @@ class RequestPreparer:
     @property
     def _current_policy(self) -> PolicyResolver:
         """The current policy."""
-        self._policy_resolver.update(self._fleet.policy, self._policy)
+        self._policy_resolver.update(self._fleet.policy, self._routing.policy)
         return self._policy_resolver
 
     def _chain(self, request: InferenceRequest) -> Sequence[int]:
         """The prompt's block hashes; empty if no profile reads them."""
-        if not self._hashing or not request.prompt:
+        if not self._routing.hashes_prompts or not request.prompt:
             return ()
         seed = blocks.seed(request.model, request.adapter)
         return blocks.chain(request.prompt, seed, schedule=self._schedule)

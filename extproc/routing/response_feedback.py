@@ -48,14 +48,14 @@ class ResponseFeedback:
         else:
             self._served_elsewhere(ticket, outcome, now, other)
         if outcome is not RequestOutcome.SERVED:
-            ticket.refused = True
+            ticket.refuse()
             self._retract_prefix(ticket)
-        ticket.blocks = ()
+        ticket.forget_blocks()
 
     def on_unreserved(self, ticket: Reservation) -> None:
         """The request was never sent."""
         self._retract_prefix(ticket)
-        ticket.blocks = ()
+        ticket.forget_blocks()
 
     def on_no_response(self, ticket: Reservation, now: float) -> None:
         """The stream ended before response headers came."""

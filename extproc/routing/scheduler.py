@@ -28,7 +28,7 @@ from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import admission, eligibility
 from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import Observer, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
 
@@ -63,12 +63,28 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         by_model: Profiles of single models.
         settings: How requests are routed.
         policy: Objectives and rewrites that the configuration has.
+        hashes_prompts: Whether any profile reads prefixes; worked out, as are the next ones.
+        tracks_conversations: Whether any profile reads conversations.
+        reads_first_message: Whether any profile reads the first user message.
+        observers: Stateful plugins by name of the profile.
     """
 
     profile: SchedulerProfile
     by_model: Mapping[str, SchedulerProfile]
     settings: RoutingSettings
     policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
+    hashes_prompts: bool = False
+    tracks_conversations: bool = False
+    reads_first_message: bool = False
+    observers: Mapping[str, Sequence[Observer]] = {}
+
+    def __post_init__(self) -> None:
+        needs, force = self.needs, msgspec.structs.force_setattr
+        force(self, "hashes_prompts", Signal.PREFIX in needs)
+        force(self, "tracks_conversations", Signal.CONVERSATIONS in needs)
+        force(self, "reads_first_message", Signal.FIRST_USER_MESSAGE in needs)
+        profiles = (self.profile, *self.by_model.values())
+        force(self, "observers", {profile.name: profile.observers for profile in profiles})
 
     @property
     def needs(self) -> frozenset[Signal]:
@@ -223,6 +239,7 @@ class Scheduler:
         fleet: Endpoints and loads.
         index: Predicted prefix blocks per endpoint.
         recurrence: Conversations of the pool; only read.
+        routing: Profiles and settings; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
     """
@@ -233,28 +250,23 @@ class Scheduler:
         index: PrefixIndex,
         recurrence: ConversationTracker,
         *,
+        routing: RoutingConfig,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
         self._fleet = fleet
         self._prefix_matcher = PrefixMatcher(fleet, index)
         self._recurrence = recurrence
+        self._routing = routing
         self._schedule = schedule
         self._imputer = candidate_builder.Imputer()
         self._rng = rng
         # Until then others leave more room, because a request of a priority above 0 came.
         self._shared_until = -math.inf
 
-    def adopt(self, routing: RoutingConfig) -> None:
+    def reconfigure(self, routing: RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
         self._routing = routing
-        self._settings = routing.settings
-        self._read_opening = (
-            first_user_message.first_user_message
-            if Signal.FIRST_USER_MESSAGE in routing.needs
-            else first_user_message.no_message
-        )
-        self._homing = Signal.CONVERSATIONS in routing.needs
 
     def schedule(
         self,
@@ -268,7 +280,13 @@ class Scheduler:
     ) -> Outcome:
         """See `Director.choose`; `prompted` supplies the request with its prompt."""
         pool = self._fleet.pool
-        read_opening: Callable[[InferenceRequest], str] = self._read_opening
+        routing = self._routing
+        settings = routing.settings
+        read_opening: Callable[[InferenceRequest], str] = (
+            first_user_message.first_user_message
+            if routing.reads_first_message
+            else first_user_message.no_message
+        )
         if prompted is not None and not request.prompt:
             read_opening = _lazy_first_user_message(read_opening, prompted)
         eligible = self._find_eligible(pool, request, now)
@@ -279,7 +297,7 @@ class Scheduler:
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
         home, learned = None, (0.0, 0.0, 0.0, 0.0)
-        if self._homing:
+        if routing.tracks_conversations:
             peers, known = self._fleet.foreign_traffic, self._recurrence
             others, home = peers.share, known.last_endpoint(chain)
             learned = (
@@ -302,11 +320,10 @@ class Scheduler:
             adapters=pool.adapters,
             now=now,
             imputation=self._imputer.impute(
-                members, pool=pool, oldest=now - self._settings.stale_after_s
+                members, pool=pool, oldest=now - settings.stale_after_s
             ),
             home=home,
         )
-        routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and admission.saturated(profile, candidates):
             return sheddable_dropped()
@@ -327,12 +344,13 @@ class Scheduler:
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
     ) -> eligibility.EligibleEndpoints | Deferral | Rejection:
         """Find the eligible endpoints, or return why there are none."""
+        settings = self._routing.settings
         return eligibility.find_eligible(
             pool,
             request,
-            respect_subset=self._settings.respect_subset,
-            reject_unlisted=self._settings.reject_unlisted,
-            may_defer=self._settings.busy_s is not None,
+            respect_subset=settings.respect_subset,
+            reject_unlisted=settings.reject_unlisted,
+            may_defer=settings.busy_s is not None,
             health=self._fleet.outlier_detector.settings,
             now=now,
             rng=self._rng,
@@ -347,15 +365,16 @@ class Scheduler:
         may_defer: bool,
     ) -> Outcome:
         """Run a profile, limited to free endpoints where requests may queue."""
-        count = 1 + self._settings.fallbacks
-        if self._settings.busy_s is None:
+        settings = self._routing.settings
+        count = 1 + settings.fallbacks
+        if settings.busy_s is None:
             return profile.run(turn, candidates, count=count)
         if turn.request.priority > 0:
             self._shared_until = turn.now + admission.REMEMBERED_S
         return admission.admit(
             lambda some: profile.run(turn, some, count=count),
             candidates,
-            self._settings.busy_s,
+            settings.busy_s,
             priority=turn.request.priority,
             may_defer=may_defer,
             shared=turn.now < self._shared_until,

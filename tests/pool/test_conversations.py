@@ -117,8 +117,8 @@ def test_no_conversation_is_idle_while_engines_fill():
 def test_a_ticket_tells_when_it_ends():
     """However its request ended, and the last time where it was moved."""
     known = ConversationTracker()
-    ticket = HERE.open("m", 100, cached_tokens=0, now=1.0)
-    visit = ticket.last_turn = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
+    visit = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
+    ticket = HERE.open("m", 100, cached_tokens=0, now=1.0, last_turn=visit)
     assert visit.ended == math.inf
     ticket.move(THERE, 2.0)
     ticket.close(5.0, answered=False)
@@ -169,8 +169,8 @@ def test_an_endpoint_that_left_is_freed_at_once():
     """What it was sent still counts as an earlier turn, and nobody is its home."""
     known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)
-    ticket = account.open("m", 100, cached_tokens=0, now=0.0)
-    ticket.last_turn = known.record_sent([1], account, prompt_tokens=100, now=0.0)
+    visit = known.record_sent([1], account, prompt_tokens=100, now=0.0)
+    ticket = account.open("m", 100, cached_tokens=0, now=0.0, last_turn=visit)
     ticket.close(1.0)
     del account, ticket
     assert left() is None

@@ -11,7 +11,7 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
     house = House({A: None})
     account = house.fleet.pool.find(A).account
     pending = house.dispatcher.pending_load
-    pending.counted = True
+    pending.reconfigure(counted=True)
     promise = pending.add(A, (1, 2, 3), prompt_tokens=200)
     assert account.active_context_tokens > 0.0
     assert account.in_flight == 0
@@ -23,10 +23,10 @@ def test_no_pending_load_without_an_endpoint():
     """No endpoint, no prompt, none of that name, or nobody who looks at it."""
     house = House({A: None})
     pending = house.dispatcher.pending_load
-    pending.counted = True
+    pending.reconfigure(counted=True)
     assert pending.add("", (1,), prompt_tokens=64) is None
     assert pending.add(A, (), prompt_tokens=64) is None
     assert pending.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
-    pending.counted = False
+    pending.reconfigure(counted=False)
     assert pending.add(A, (1,), prompt_tokens=64) is None
     conversations.remove(None)

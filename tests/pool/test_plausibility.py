@@ -26,9 +26,7 @@ class Engine:
         return reason(self.member.flaws)
 
     def send(self, now, *, tokens=100, mirrored=False):
-        ticket = self.account.open("m", tokens, cached_tokens=0, now=now)
-        ticket.from_peers = mirrored
-        return ticket
+        return self.account.open("m", tokens, cached_tokens=0, now=now, from_peers=mirrored)
 
     def serve(self, now, times=3, **facts):
         for _ in range(times):

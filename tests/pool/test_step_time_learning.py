@@ -86,8 +86,7 @@ class Site:
         account.scraped(
             sent=account.sent, written=account.kv_tokens_sent, waiting=load.waiting, now=self.now
         )
-        self.learner.update(load, ran=account.ran - {""}, idled=account.idled)
-        account.ran = set()
+        self.learner.update(load, ran=account.take_ran() - {""}, idled=account.idled)
         if engine.running:
             # What an iteration of the present batch takes, foretold and in truth.
             batch, profile = engine.running, engine.profile
