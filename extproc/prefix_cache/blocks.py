@@ -96,7 +96,7 @@ def _cuts(schedule: Schedule) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _slices(schedule: Schedule) -> tuple[slice, ...]:
-    """Where each block begins and ends."""
+    """Begin and end of each block."""
     return tuple(slice(begin, end) for begin, end in pairwise(_cuts(schedule)))
 
 
