@@ -27,7 +27,7 @@ from extproc.simulator.fleet.sim_request import SimRequest
 _FOREVER_S = 1e9
 
 
-class _Is(enum.Enum):
+class _ReplicaState(enum.Enum):
     """Life cycle phase of an engine."""
 
     DOWN = enum.auto()
@@ -40,12 +40,12 @@ class _Room(msgspec.Struct, frozen=True):
     """Capacity on some replica; the picker chooses the replica."""
 
 
-class Acts(msgspec.Struct, frozen=True):
+class FleetCallbacks(msgspec.Struct, frozen=True):
     """Callbacks from the replicas to the simulation.
 
     Attributes:
-        listed: These sites are up.
-        go: A request may go to a site.
+        listed: These nodes are up.
+        go: A request may go to a node.
         over: A request went nowhere; its `failure` says why.
         rates: How fast engines are, as far as pickers know.
     """
@@ -61,37 +61,37 @@ class AutoscaledFleet:
 
     Args:
         config: Section `autoscaling` of the scenario.
-        sites: All engines there may be.
+        nodes: All engines there may be.
         timeline: The clock.
-        acts: What it does to the world.
+        callbacks: Effects on the simulation.
     """
 
     def __init__(
         self,
         config: ScenarioAutoscaling,
-        sites: Sequence[EngineNode],
+        nodes: Sequence[EngineNode],
         *,
         timeline: EventQueue,
-        acts: Acts,
+        callbacks: FleetCallbacks,
     ) -> None:
         self._config = config
-        self._sites = sites
+        self._nodes = nodes
         self._timeline = timeline
-        self._acts = acts
-        self._is = [_Is.DOWN] * len(sites)
-        #: When each site was asked for.
-        self._born = [0.0] * len(sites)
-        self._loads = [0] * len(sites)
-        acts_ = controller.FlowCallbacks(
+        self._callbacks = callbacks
+        self._states = [_ReplicaState.DOWN] * len(nodes)
+        #: When each node was asked for.
+        self._born = [0.0] * len(nodes)
+        self._loads = [0] * len(nodes)
+        flow_callbacks = controller.FlowCallbacks(
             decide=lambda sim_request, _: self._room(sim_request),
             waits=lambda _, __: None,
             go=self._go,
             refuse=self._refuse,
         )
         self._gate = flow_control.SimFlowController(
-            _holding(config.hold), timeline=timeline, acts=acts_
+            _holding(config.hold), timeline=timeline, acts=flow_callbacks
         )
-        self._spec = min(config.start, len(sites))
+        self._spec = min(config.start, len(nodes))
         self._counters = demand_estimator.PickerCounters()
         self._history = ScalingHistory(config.window_s)
         self._rows: list[HistoryRow] = []
@@ -101,8 +101,8 @@ class AutoscaledFleet:
     def begin(self) -> None:
         """Start the initial replicas and evaluate the policy for the first time."""
         for n in range(self._spec):
-            self._is[n] = _Is.UP
-            self._sites[n].start()
+            self._states[n] = _ReplicaState.UP
+            self._nodes[n].start()
             self._lifetimes.replica_requested(n, 0.0)
             self._lifetimes.up(n, 0.0)
         self._list()
@@ -113,7 +113,7 @@ class AutoscaledFleet:
     @property
     def settled(self) -> bool:
         """True when no request waits and replicas are at their minimum."""
-        here = sum(kind is not _Is.DOWN for kind in self._is)
+        here = sum(kind is not _ReplicaState.DOWN for kind in self._states)
         return not self._gate.queue.count and here <= self._config.min
 
     def arrived(self, sim_request: SimRequest) -> None:
@@ -138,7 +138,7 @@ class AutoscaledFleet:
         self._loads[n] -= 1
         tokens = 0 if sim_request.failure else sim_request.work.output_tokens
         self._count(in_flight=-1, answered=0 if sim_request.failure else 1, answer_tokens=tokens)
-        if self._is[n] is _Is.LEAVING and not self._loads[n]:
+        if self._states[n] is _ReplicaState.LEAVING and not self._loads[n]:
             self._gone(n)
         if not sim_request.failure:
             self._gate.charge(sim_request)
@@ -149,7 +149,7 @@ class AutoscaledFleet:
         now = self._timeline.now
         self._record(
             requests=float(self._gate.queue.count + sum(self._loads)),
-            available=sum(kind is _Is.UP for kind in self._is),
+            available=sum(kind is _ReplicaState.UP for kind in self._states),
         )
         return self._lifetimes.closed(now, self._rows, over_at=over_at)
 
@@ -158,7 +158,11 @@ class AutoscaledFleet:
     def _room(self, _sim_request: SimRequest) -> _Room | Deferral:
         """Capacity on a replica, or the deferral."""
         most = self._config.hold.per_replica
-        up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
+        up = [
+            load
+            for load, kind in zip(self._loads, self._states, strict=True)
+            if kind is _ReplicaState.UP
+        ]
         if not up:
             return no_endpoints_yet()
         if most is None or min(up) < most:
@@ -166,14 +170,14 @@ class AutoscaledFleet:
         return all_busy(math.inf)
 
     def _go(self, sim_request: SimRequest, _room: _Room) -> None:
-        self._acts.go(sim_request)
+        self._callbacks.go(sim_request)
         if sim_request.node >= 0:
             self._loads[sim_request.node] += 1
             self._count(in_flight=1)
 
     def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
         sim_request.refused(why, self._timeline.now)
-        self._acts.over(sim_request)
+        self._callbacks.over(sim_request)
 
     def _count(self, **more: float) -> None:
         counters = self._counters
@@ -185,7 +189,7 @@ class AutoscaledFleet:
     def _fresh(self) -> None:
         config = self._config
         policy = registry.make(config.policy, config.params, where="autoscaling")
-        self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._sites)))
+        self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._nodes)))
         self._meter = demand_estimator.DemandEstimator(config.meter)
 
     def _restart(self) -> None:
@@ -218,58 +222,64 @@ class AutoscaledFleet:
 
     def _demand(self) -> Demand:
         now = self._timeline.now
-        pages = [site.page(now) for site, kind in self._pairs() if kind is _Is.UP]
+        pages = [node.page(now) for node, kind in self._pairs() if kind is _ReplicaState.UP]
         observation = demand_estimator.TargetObservation(
             spec=self._spec,
             available=len(pages),
             waiting=sum(page.waiting or 0.0 for page in pages),
             running=sum(page.running or 0.0 for page in pages),
-            rates=self._acts.rates(),
+            rates=self._callbacks.rates(),
         )
         counters = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
         return self._meter.read(now, {"picker": counters}, observation)
 
     # Replicas.
 
-    def _pairs(self) -> list[tuple[EngineNode, _Is]]:
-        return list(zip(self._sites, self._is, strict=True))
+    def _pairs(self) -> list[tuple[EngineNode, _ReplicaState]]:
+        return list(zip(self._nodes, self._states, strict=True))
 
     def _list(self) -> None:
-        self._acts.listed([n for n, kind in enumerate(self._is) if kind is _Is.UP])
+        self._callbacks.listed(
+            [n for n, kind in enumerate(self._states) if kind is _ReplicaState.UP]
+        )
 
     def _match(self) -> None:
         """Start or drain replicas to match the spec; draining ones do not count."""
-        here = [n for n, kind in enumerate(self._is) if kind in {_Is.STARTING, _Is.UP}]
+        here = [
+            n
+            for n, kind in enumerate(self._states)
+            if kind in {_ReplicaState.STARTING, _ReplicaState.UP}
+        ]
         # Not ready first, then the youngest, as a ReplicaSet does
         # (docs/spec/prior-systems.md#autoscaler).
-        here.sort(key=lambda n: (self._is[n] is _Is.STARTING, self._born[n]))
+        here.sort(key=lambda n: (self._states[n] is _ReplicaState.STARTING, self._born[n]))
         for n in here[self._spec :]:
             self._leave(n)
-        free = [n for n, kind in enumerate(self._is) if kind is _Is.DOWN]
+        free = [n for n, kind in enumerate(self._states) if kind is _ReplicaState.DOWN]
         for n in free[: max(0, self._spec - len(here))]:
             self._start(n)
 
     def _start(self, n: int) -> None:
         now = self._timeline.now
-        self._is[n] = _Is.STARTING
+        self._states[n] = _ReplicaState.STARTING
         self._born[n] = now
         self._lifetimes.replica_requested(n, now)
         self._timeline.after(self._config.cold_start_s, lambda: self._up(n, now))
 
     def _up(self, n: int, born: float) -> None:
-        if self._is[n] is not _Is.STARTING or self._born[n] != born:
+        if self._states[n] is not _ReplicaState.STARTING or self._born[n] != born:
             return  # taken away meanwhile
-        self._is[n] = _Is.UP
-        self._sites[n].start()
+        self._states[n] = _ReplicaState.UP
+        self._nodes[n].start()
         self._lifetimes.up(n, self._timeline.now)
         self._list()
         self._gate.pump()
 
     def _leave(self, n: int) -> None:
-        if self._is[n] is _Is.STARTING or not self._loads[n]:
+        if self._states[n] is _ReplicaState.STARTING or not self._loads[n]:
             self._gone(n)
             return
-        self._is[n] = _Is.LEAVING
+        self._states[n] = _ReplicaState.LEAVING
         self._lifetimes.leaves(n, self._timeline.now)
         self._list()
         grace_s, born = self._config.grace_s, self._born[n]
@@ -278,16 +288,16 @@ class AutoscaledFleet:
 
     def _cut(self, n: int, born: float) -> None:
         """Fail the requests that outlast the grace period of a draining replica."""
-        if self._is[n] is _Is.LEAVING and self._born[n] == born:
-            self._sites[n].stop()
+        if self._states[n] is _ReplicaState.LEAVING and self._born[n] == born:
+            self._nodes[n].stop()
 
     def _gone(self, n: int) -> None:
-        before, self._is[n] = self._is[n], _Is.DOWN
-        self._sites[n].up = False
+        before, self._states[n] = self._states[n], _ReplicaState.DOWN
+        self._nodes[n].up = False
         self._lifetimes.gone(n, self._timeline.now)
-        if before is _Is.UP:
+        if before is _ReplicaState.UP:
             self._list()
-        elif before is _Is.LEAVING:
+        elif before is _ReplicaState.LEAVING:
             self._match()  # one that is wanted may have found no room
 
 

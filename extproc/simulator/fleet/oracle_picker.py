@@ -31,7 +31,7 @@ class _CandidateState(msgspec.Struct):
     """State of one engine, for one request.
 
     Attributes:
-        site: The engine.
+        node: The engine.
         work: The request.
         others: What every job there still needs.
         cached: Prompt tokens of the request that its cache has.
@@ -39,7 +39,7 @@ class _CandidateState(msgspec.Struct):
         held: Tokens that the open prompts there will hold.
     """
 
-    site: EngineNode
+    node: EngineNode
     work: RequestSpec
     others: Sequence[engine_request.Outstanding]
     cached: int
@@ -51,17 +51,17 @@ class OraclePicker:
     """Picker with perfect knowledge; see the module.
 
     Args:
-        sites: All engines there will ever be.
+        nodes: All engines there will ever be.
         timeline: The clock; not used, as nothing it knows ages.
     """
 
-    def __init__(self, sites: Sequence[EngineNode], timeline: EventQueue) -> None:
+    def __init__(self, nodes: Sequence[EngineNode], timeline: EventQueue) -> None:
         del timeline
-        self._sites = sites
+        self._nodes = nodes
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
         self._recurrence = ConversationTracker()
-        self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(sites))]
+        self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(nodes))]
         self._tickets: dict[str, Reservation] = {}
 
     def listed(self, up: Sequence[int]) -> None:
@@ -73,14 +73,14 @@ class OraclePicker:
         work = sim_request.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
         home = self._recurrence.last_endpoint(chain)
-        candidates = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
+        candidates = [self._look(n, work, home=home) for n in self._listed if self._nodes[n].up]
         if not candidates:
             sim_request.failure = "rejected 503"
             return -1
         most = max(candidate.cached for candidate in candidates)
         growth = self._recurrence.expected_growth_tokens(work.prompt_tokens)
         best = min(candidates, key=lambda candidate: self._price(candidate, most, growth))
-        where = next(n for n in self._listed if self._sites[n] is best.site)
+        where = next(n for n in self._listed if self._nodes[n] is best.node)
         sim_request.predicted_tokens = best.cached
         self._uncached[sim_request.id] = work.prompt_tokens - best.cached
         account = self._accounts[where]
@@ -109,17 +109,17 @@ class OraclePicker:
         """See `SimPicker`; it needs no estimate."""
 
     def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _CandidateState:
-        engine = self._sites[n].engine
+        engine = self._nodes[n].engine
         size = engine.profile.block_tokens
         cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
         others, account = list(engine.outstanding()), self._accounts[n]
         return _CandidateState(
-            self._sites[n], work, others, cached, account is home, account.active_context_tokens
+            self._nodes[n], work, others, cached, account is home, account.active_context_tokens
         )
 
     def _price(self, candidate: _CandidateState, most: int, growth: float) -> float:
         """Cost of a candidate in seconds; `most` is the highest number of cached tokens."""
-        work, machine = candidate.work, candidate.site.engine.profile
+        work, machine = candidate.work, candidate.node.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
         prefill = (work.prompt_tokens - candidate.cached) * per_token
         queued = waiting = first = 0
@@ -160,7 +160,7 @@ class OraclePicker:
         """As the adaptive strategy's term, with what is truly cached."""
         if candidate.home:
             return 0.0
-        machine = candidate.site.engine.profile
+        machine = candidate.node.engine.profile
         wanted = candidate.work.prompt_tokens - candidate.cached + growth
         share = (candidate.held + wanted) / machine.kv_tokens
         low, full, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_full, _WEIGHTS.crowding_end
@@ -170,7 +170,7 @@ class OraclePicker:
 
     def _stall_s(self, candidate: _CandidateState) -> float:
         """Seconds until the cache has room for this request and all ahead of it."""
-        engine, work = candidate.site.engine, candidate.work
+        engine, work = candidate.node.engine, candidate.work
         machine = engine.profile
         wanted = work.prompt_tokens - candidate.cached + work.output_tokens // 2
         for other in candidate.others:
@@ -192,7 +192,7 @@ class OraclePicker:
 
     def _adapter_s(self, candidate: _CandidateState) -> float:
         """Seconds until the adapter is resident."""
-        adapter, engine = candidate.work.adapter, candidate.site.engine
+        adapter, engine = candidate.work.adapter, candidate.node.engine
         machine, slots = engine.profile, engine.slots
         if not adapter or adapter in slots.resident:
             return 0.0

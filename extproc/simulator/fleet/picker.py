@@ -62,19 +62,19 @@ class ExtprocPicker:
 
     Args:
         settings: As from a configuration file.
-        sites: All engines there will ever be.
+        nodes: All engines there will ever be.
         timeline: The clock.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
         models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.
-        went: Called with a request that waited and goes to its `site`, or is refused with a `failure`; None
+        went: Called with a request that waited and goes to its `node`, or is refused with a `failure`; None
             where nobody waits, whatever the settings say.
     """
 
     def __init__(
         self,
         settings: Settings,
-        sites: Sequence[EngineNode],
+        nodes: Sequence[EngineNode],
         *,
         timeline: EventQueue,
         delay_s: float,
@@ -86,7 +86,7 @@ class ExtprocPicker:
             off = msgspec.structs.replace(settings.flow_control, enabled=False)
             settings = msgspec.structs.replace(settings, flow_control=off)
         self.parts = factory.build(settings, where="scenario")
-        self._sites = sites
+        self._nodes = nodes
         self._timeline = timeline
         self._delay_s = delay_s
         self._models = models if settings.scrape.models else None
@@ -100,18 +100,18 @@ class ExtprocPicker:
         self._promises: dict[str, conversations.PendingShare] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
-            for n in range(len(sites))
+            for n in range(len(nodes))
         ]
-        self._sites_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
+        self._nodes_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
         self._watched: set[int] = set()
-        self._failures = [0] * len(sites)
-        self._watches = [0] * len(sites)
+        self._failures = [0] * len(nodes)
+        self._watches = [0] * len(nodes)
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
         self._bits: EndpointBits | None = None
         self.gate: flow_control.SimFlowController[Decision] | None = None
         if went is not None and settings.flow_control.enabled:
-            acts = controller.FlowCallbacks(
+            callbacks = controller.FlowCallbacks(
                 decide=self._decide_again,
                 waits=self._promise,
                 go=lambda sim_request, outcome: self._grant(sim_request, outcome, went),
@@ -119,7 +119,7 @@ class ExtprocPicker:
                 bits=self._endpoint_bits,
             )
             self.gate = flow_control.SimFlowController(
-                settings.flow_control, timeline=timeline, acts=acts
+                settings.flow_control, timeline=timeline, acts=callbacks
             )
 
     def listed(self, up: Sequence[int]) -> None:
@@ -221,11 +221,11 @@ class ExtprocPicker:
         went(sim_request)
 
     def _commit(self, sim_request: SimRequest, outcome: Decision) -> int:
-        """Charge a decision; returns the site."""
+        """Charge a decision; returns the node."""
         work = sim_request.work
         self._tickets[sim_request.id] = self.parts.director.reserve(outcome, self._timeline.now)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
-        n = self._sites_of[outcome.endpoints[0].address]
+        n = self._nodes_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1
         self._touched.add(n)
         return n
@@ -265,8 +265,8 @@ class ExtprocPicker:
             return  # dropped since; when it was listed again, that began a watch of its own
         timeline, fleet = self._timeline, self.parts.store
         mark = fleet.begin_scrape(self._endpoint(n))
-        site = self._sites[n]
-        page = site.page(timeline.now) if site.up else None
+        node = self._nodes[n]
+        page = node.page(timeline.now) if node.up else None
         busy = n in self._busy or n in self._touched
         self._touched.discard(n)
 

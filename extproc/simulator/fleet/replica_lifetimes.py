@@ -51,24 +51,24 @@ class ReplicaLifetimes:
         self._answering: list[tuple[float, float]] = []
         self._most = 0
 
-    def replica_requested(self, site: int, now: float) -> None:
+    def replica_requested(self, replica: int, now: float) -> None:
         """Record the request for a replica."""
-        self._begun[site] = now
+        self._begun[replica] = now
         self._most = max(self._most, len(self._begun))
 
-    def up(self, site: int, now: float) -> None:
+    def up(self, replica: int, now: float) -> None:
         """Record the readiness of a replica."""
-        self._answered[site] = now
+        self._answered[replica] = now
 
-    def leaves(self, site: int, now: float) -> None:
+    def leaves(self, replica: int, now: float) -> None:
         """Record the begin of the draining of a replica."""
-        if site in self._answered:
-            self._answering.append((self._answered.pop(site), now))
+        if replica in self._answered:
+            self._answering.append((self._answered.pop(replica), now))
 
-    def gone(self, site: int, now: float) -> None:
+    def gone(self, replica: int, now: float) -> None:
         """Record the end of a replica."""
-        self.leaves(site, now)
-        self._lives.append((self._begun.pop(site), now))
+        self.leaves(replica, now)
+        self._lives.append((self._begun.pop(replica), now))
 
     def closed(self, now: float, rows: Sequence[HistoryRow], *, over_at: float) -> ScalingSummary:
         """Summary of the run.

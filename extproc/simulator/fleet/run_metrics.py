@@ -149,10 +149,10 @@ class RunMetrics:
         self._gap_sum = 0.0
         self._gaps = 0
 
-    def close(self, sites: Sequence[EngineNode], scaling: ScalingSummary | None = None) -> None:
+    def close(self, nodes: Sequence[EngineNode], scaling: ScalingSummary | None = None) -> None:
         """Record final preemptions and the scaling history."""
         self._scaling = scaling
-        self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
+        self._preemptions = [node.preemptions + node.engine.preemptions for node in nodes]
 
     def summary(self) -> RunSummary:
         """The run in numbers; `close` comes first."""

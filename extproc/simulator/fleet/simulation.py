@@ -10,7 +10,7 @@ import msgspec
 from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels, StepTimeModel
 from extproc.simulator.fleet import workloads
-from extproc.simulator.fleet.autoscaled_fleet import Acts, AutoscaledFleet
+from extproc.simulator.fleet.autoscaled_fleet import AutoscaledFleet, FleetCallbacks
 from extproc.simulator.fleet.client import Client, Sender
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
@@ -45,7 +45,7 @@ class Simulation:
         autoscaling: ScenarioAutoscaling | None = None,
     ) -> None:
         self.timeline = EventQueue()
-        self.tally = RunMetrics(scenario.measure_from_s)
+        self.metrics = RunMetrics(scenario.measure_from_s)
         self._scenario = scenario
         self._chance = random.Random(seed)
         self._served = 0
@@ -60,7 +60,9 @@ class Simulation:
             profile = engines.resolved()
             for _ in range(engines.count):
                 self._engine(
-                    EngineNode(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
+                    EngineNode(
+                        self.timeline, profile, finished=self._ended, gaps=self.metrics.gaps
+                    ),
                     engines.ready_s if scaled is None else None,
                 )
         self.pickers = [
@@ -95,7 +97,7 @@ class Simulation:
         for outage in self._scenario.outages:
             timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
         if self._scenario.measure_from_s:
-            timeline.at(self._scenario.measure_from_s, self.tally.forget_gaps)
+            timeline.at(self._scenario.measure_from_s, self.metrics.forget_gaps)
         replicas = self._replicas
         if replicas is None:
             self._list()
@@ -107,20 +109,20 @@ class Simulation:
         over_at = timeline.now
         while replicas and not replicas.settled and timeline.now < until and timeline.step():
             pass
-        self.tally.close(self.nodes, replicas.close(over_at) if replicas else None)
-        return self.tally
+        self.metrics.close(self.nodes, replicas.close(over_at) if replicas else None)
+        return self.metrics
 
-    def _engine(self, site: EngineNode, ready_s: float | None) -> None:
+    def _engine(self, node: EngineNode, ready_s: float | None) -> None:
         """Add an engine; `ready_s` of None leaves its start to the autoscaling policy."""
         n = len(self.nodes)
-        self.nodes.append(site)
+        self.nodes.append(node)
         self._listed.append(ready_s == 0)
         if ready_s is None:
             return
         if ready_s:
             self.timeline.at(ready_s, lambda: self._back(n))
         else:
-            site.start()
+            node.start()
 
     def _picker(self, settings: Settings | None, *, seed: int, waits: bool) -> SimPicker:
         """Build a picker; requests queue in it, or in the autoscaled fleet."""
@@ -144,8 +146,8 @@ class Simulation:
         def rates() -> StepTimeModel | None:
             return self.pickers[0].rates()
 
-        acts = Acts(listed=listed, go=self._go, over=self._over, rates=rates)
-        return AutoscaledFleet(config, self.nodes, timeline=self.timeline, acts=acts)
+        callbacks = FleetCallbacks(listed=listed, go=self._go, over=self._over, rates=rates)
+        return AutoscaledFleet(config, self.nodes, timeline=self.timeline, callbacks=callbacks)
 
     def _list(self) -> None:
         up = [n for n, listed in enumerate(self._listed) if listed]
@@ -153,13 +155,13 @@ class Simulation:
             picker.listed(up)
 
     def _back(self, n: int) -> None:
-        site = self.nodes[n]
-        if site.refusing:
-            site.refusing = False
+        node = self.nodes[n]
+        if node.refusing:
+            node.refusing = False
         else:
-            if site.up:
-                site.stop()
-            site.start()
+            if node.up:
+                node.stop()
+            node.start()
         self._listed[n] = True
         self._list()
 
@@ -170,14 +172,14 @@ class Simulation:
 
     def _fail(self, outage: Outage) -> None:
         n = outage.engine
-        site = self.nodes[n]
+        node = self.nodes[n]
         match outage.how:
             case "dies":
-                site.stop()
+                node.stop()
             case "hangs":
-                site.hang()
+                node.hang()
             case "errors":
-                site.refusing = True
+                node.refusing = True
         if outage.noticed_s is not None:
             self.timeline.after(outage.noticed_s, lambda: self._gone(n))
         if outage.back_s is not None:
@@ -242,7 +244,7 @@ class Simulation:
             self._over(sim_request)
 
     def _over(self, sim_request: SimRequest) -> None:
-        self.tally.add(sim_request)
+        self.metrics.add(sim_request)
         self._sender.finished(sim_request)
 
 

@@ -163,12 +163,12 @@ def waited(groups, chosen):
     )
     run = Simulation(definition, chosen, seed=1)
     run.run()
-    assert not [sim_request.failure for sim_request in run.tally.requests if sim_request.failure]
+    assert not [sim_request.failure for sim_request in run.metrics.requests if sim_request.failure]
     for picker in run.pickers:
         assert not picker.gate or not picker.gate.queue.count
         assert all(not m.account.in_flight for m in picker.parts.store.pool.members)
     times = {}
-    for sim_request in run.tally.requests:
+    for sim_request in run.metrics.requests:
         times.setdefault(sim_request.work.tenant, []).append(sim_request.first_s)
     return {tenant: sorted(values) for tenant, values in times.items()}
 
@@ -229,7 +229,7 @@ def test_requests_wait_for_the_first_engine_or_give_up():
     assert set(summary.failed) == {"timeout"}
     assert summary.ttft_s.p99 > 3.0
     assert not run.pickers[0].gate.queue.count
-    early = [sim_request for sim_request in run.tally.requests if sim_request.sent_at < 3.0]
+    early = [sim_request for sim_request in run.metrics.requests if sim_request.sent_at < 3.0]
     assert {sim_request.failure for sim_request in early} == {"timeout"}
     assert len(early) == run.pickers[0].gate.outcomes["left"]
 
