@@ -112,7 +112,7 @@ async def held(pages: int) -> float:
     writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
     page = (await reader.read()).decode()
     writer.close()
-    return float(page.partition('extproc_held_requests{pool=""} ')[2].split("\n")[0])
+    return float(page.partition('extproc_flow_control_queue_size{pool=""} ')[2].split("\n")[0])
 
 
 async def crowd(client: ExtProcClient, requests: int, tasks: asyncio.TaskGroup) -> None:

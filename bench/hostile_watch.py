@@ -19,9 +19,9 @@ from tests.e2e import http1
 #: Gauges that are zero once nothing is under way.
 ACCOUNTS = (
     "extproc_streams_open",
-    "extproc_gathered_bytes",
-    "extproc_endpoint_in_flight",
-    "extproc_held_requests",
+    "extproc_body_buffer_bytes",
+    "extproc_endpoint_inflight_requests",
+    "extproc_flow_control_queue_size",
 )
 
 #: Longest wait for the page of metrics.
@@ -32,7 +32,7 @@ _SETTLED_S = 60.0
 
 #: The histogram of how long the picker's event loop was held, in CPU time: others on the machine do
 #: not count.
-_STALLS = "extproc_loop_stall_cpu_seconds"
+_STALLS = "extproc_event_loop_lag_cpu_seconds"
 
 MIB = 1 << 20
 

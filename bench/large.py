@@ -79,7 +79,7 @@ async def _gathered(pages: int, wanted: int) -> float:
         writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
         page = (await reader.read()).decode()
         writer.close()
-        held = float(page.partition("\nextproc_gathered_bytes ")[2].split("\n")[0])
+        held = float(page.partition("\nextproc_body_buffer_bytes ")[2].split("\n")[0])
         if held >= wanted:
             return held
         await asyncio.sleep(0.05)

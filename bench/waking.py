@@ -60,7 +60,7 @@ async def one_round(picker, heard) -> tuple[float, float]:
     """Begin at zero, ask once, and wait until it was heard; what we and the picker saw."""
     await picker.connected()
     await heard(0)
-    look = 'extproc_scaling_replicas{pool="",state="asked"}'
+    look = 'extproc_scaling_replicas{pool="",state="spec"}'
     await picker.until(lambda: scaling.read_metric(picker, look), lambda value: value == 0.0)
     began = time.perf_counter()
     stream = await scaling.held(picker)
@@ -68,12 +68,12 @@ async def one_round(picker, heard) -> tuple[float, float]:
     took = time.perf_counter() - began
     stream.call.cancel()
     # The API server may tell us before it tells the picker.
-    wakes = 'extproc_scaling_changes_total{pool="",why="wake"}'
+    wakes = 'extproc_scaling_changes_total{pool="",reason="wake"}'
     before = picker.__dict__.setdefault("wakes", 0.0)
     picker.wakes = await picker.until(
         lambda: scaling.read_metric(picker, wakes), lambda value: (value or 0.0) > before
     )
-    return took, await scaling.read_metric(picker, 'extproc_scaling_wake_seconds{pool=""}')
+    return took, await scaling.read_metric(picker, 'extproc_scaling_from_zero_seconds{pool=""}')
 
 
 class ReplicaWatch:

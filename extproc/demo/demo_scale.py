@@ -213,7 +213,7 @@ async def _watch(
                 depth=float(samples.get(f"queue_depth{pool}", 0.0)),
                 depth_mean=float(samples.get(f"queue_depth_mean{pool}", 0.0)),
                 queries_per_s=float(samples.get(f"requests_per_second{pool}", 0.0)),
-                spec=int(float(samples.get('replicas{pool="",state="asked"}', 0.0))),
+                spec=int(float(samples.get('replicas{pool="",state="spec"}', 0.0))),
                 available=int(float(samples.get('replicas{pool="",state="available"}', 0.0))),
             )
         )

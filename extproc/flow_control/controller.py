@@ -114,8 +114,8 @@ class FlowController(Generic[ItemT, GrantT]):
 
     Attributes:
         queue: The queued requests.
-        outcomes: Departures of queued requests by outcome: `went`, `expired`, `displaced`, `cancel`,
-            `refused`, `closed`, `failed` (counts).
+        outcomes: Departures of queued requests by outcome: `dispatched`, `expired`, `displaced`,
+            `cancelled`, `rejected`, `failed`, `shutdown` (counts).
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class FlowController(Generic[ItemT, GrantT]):
         if self._items.pop(waiter, None) is None:
             return False
         self.queue.leave(waiter)
-        self.outcomes["left"] += 1
+        self.outcomes["cancelled"] += 1
         return True
 
     def notify_capacity(self) -> None:
@@ -300,11 +300,11 @@ class FlowController(Generic[ItemT, GrantT]):
         may_defer = now - waiter.arrived < _PREFERENCE_SHARE * (waiter.deadline - waiter.arrived)
         outcome = self._callbacks.decide(item, may_defer)
         if isinstance(outcome, Rejection):
-            self._refuse(waiter, "refused", outcome)
+            self._refuse(waiter, "rejected", outcome)
             return DepartureCause.REJECTED
         if not isinstance(outcome, Deferral):
             self._callbacks.go(item, outcome)
-            self._forget(waiter, "went")
+            self._forget(waiter, "dispatched")
             return DepartureCause.DISPATCHED
         self._items[waiter] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
@@ -345,7 +345,7 @@ class FlowController(Generic[ItemT, GrantT]):
             self._alarm, self._alarm_at = None, math.inf
         for waiter in list(self.queue):
             self.queue.leave(waiter)
-            self._refuse(waiter, "closed", _shutting_down())
+            self._refuse(waiter, "shutdown", _shutting_down())
 
     def _estimated(self, why: Rejection, now: float) -> Rejection:
         """Add the queue's own retry estimate to a rejection."""

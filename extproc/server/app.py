@@ -509,8 +509,8 @@ class EndpointPickerProcess:
         return {
             **(leader if self._elector is not None else {}),
             **(self._line.gauges() if self._line is not None else {}),
-            "extproc_gathered_bytes": lambda: self.budget.held_bytes,
-            "extproc_prefix_blocks": lambda: sum(
+            "extproc_body_buffer_bytes": lambda: self.budget.held_bytes,
+            "extproc_prefix_index_blocks": lambda: sum(
                 site.parts.index.blocks_total for site in sites.values()
             ),
             "extproc_prefix_index_bytes": lambda: sum(

@@ -18,7 +18,7 @@ from extproc.scrape import client, scraper
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.pool_metrics import ClaimState, PoolView, PrefixCacheStats
+from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStats
 from extproc.telemetry.request_recorder import ExceptionLog
 
 _log = logging.getLogger("extproc.server")
@@ -116,10 +116,10 @@ class PoolRuntime:
         return self.exists and self.parts.store.synced
 
     @property
-    def match_state(self) -> ClaimState:
-        """State of the claim of the pool."""
+    def match_state(self) -> MatchState:
+        """State of the match in the annotations of the InferencePool."""
         if self.refused_match:
-            return "refused"
+            return "rejected"
         if self.match.empty:
             return "none"
         return "overlapped" if self.overlaps else "in_force"
@@ -135,11 +135,11 @@ class PoolRuntime:
             fleet.bytes_per_token.learned,
             fleet.outlier_detector.ejections,
             fleet.outlier_detector.probes,
-            held=None if gate is None else (gate.queue.count, gate.queue.bytes),
-            waits={} if gate is None else gate.outcomes,
-            continuation_ratio=self.parts.director.conversation_stats,
-            claim=self.match_state,
-            addresses_left_out=0 if self._discovery is None else self._discovery.left_out,
+            queue=None if gate is None else (gate.queue.count, gate.queue.bytes),
+            queue_outcomes={} if gate is None else gate.outcomes,
+            conversations=self.parts.director.conversation_stats,
+            match_state=self.match_state,
+            dropped_addresses=0 if self._discovery is None else self._discovery.left_out,
         )
 
     async def sync(self) -> None:

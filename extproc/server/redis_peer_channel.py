@@ -190,8 +190,8 @@ class RedisPeerChannel:
     def gauges(self) -> dict[str, Callable[[], float]]:
         """Gauges for the metrics page, by name."""
         return {
-            "extproc_sharing_pickers": lambda: float(self.replica.pickers),
-            "extproc_sharing_open": lambda: float(self.replica.open),
+            "extproc_peer_sync_peers": lambda: float(self.replica.pickers),
+            "extproc_peer_sync_inflight_requests": lambda: float(self.replica.open),
         }
 
 

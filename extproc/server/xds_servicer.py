@@ -253,7 +253,7 @@ class AggregatedDiscoveryServicer:
         if refusal is None:
             return
         kind = KINDS[refusal.type_url]
-        self._counters.refusals[kind] += 1
+        self._counters.nacks[kind] += 1
         key = (kind, refusal.error)
         if key not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
             self._refusals.add(key)

@@ -20,12 +20,12 @@ from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
-    "extproc_leader": "1 while this replica holds the Lease; with `cluster.leader_election`.",
-    "extproc_sharing_pickers": "Other pickers that share their requests; with `peer_sync.url`.",
-    "extproc_sharing_open": "Open requests of other pickers in the accounts; with `peer_sync.url`.",
-    "extproc_gathered_bytes": "Bytes of request bodies held.",
-    "extproc_prefix_blocks": "Prefix blocks believed held by endpoints.",
-    "extproc_prefix_index_bytes": "Estimated memory of the prefix index.",
+    "extproc_leader": "1 while this replica holds the Lease, else 0; only with leader election.",
+    "extproc_peer_sync_peers": "Other replicas that share their requests; only with `peer_sync.url`.",
+    "extproc_peer_sync_inflight_requests": "Requests in flight of other replicas, as they report; only with `peer_sync.url`.",
+    "extproc_body_buffer_bytes": "Bytes of request bodies in buffers.",
+    "extproc_prefix_index_blocks": "Prefix blocks in the prefix index, summed over endpoints.",
+    "extproc_prefix_index_bytes": "Bytes of memory of the prefix index, estimated.",
 }
 
 
@@ -67,9 +67,13 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metric families."""
-        yield InfoMetricFamily("extproc", "What this picker is.", value=dict(self._about))
+        yield InfoMetricFamily(
+            "extproc",
+            "Pool and scheduling profile of this replica, as labels; always 1.",
+            value=dict(self._about),
+        )
         yield from self._streams()
-        yield from pool_metrics.counters(self._counters.pools)
+        yield from pool_metrics.request_families(self._counters.pools)
         yield from xds_metrics.series(self._counters.xds)
         yield from scaling_metrics.series(self._counters.scaling())
         yield from watch_metrics.series(self._counters.watches())
@@ -79,43 +83,43 @@ class Exposition(Collector):
         yield from self._configuration()
         yield from self._loops()
         yield from self._distributions()
-        yield from pool_metrics.endpoints(self._pools(), self._clock())
+        yield from pool_metrics.state_families(self._pools(), self._clock())
         for name, read in self._gauges.items():
             yield GaugeMetricFamily(name, PROCESS_GAUGES[name], value=read())
 
     def _streams(self) -> Iterator[Metric]:
         counters = self._counters
         streams = CounterMetricFamily(
-            "extproc_streams", "ext_proc streams by how they ended.", labels=["end"]
+            "extproc_streams", "ext_proc streams that ended, by result.", labels=["result"]
         )
-        for end, count in counters.streams.items():
-            streams.add_metric([end], count)
+        for result, count in counters.streams.items():
+            streams.add_metric([result], count)
         yield streams
         yield GaugeMetricFamily(
-            "extproc_streams_open", "Open ext_proc streams.", value=counters.streams_open
+            "extproc_streams_open", "ext_proc streams that are open.", value=counters.streams_open
         )
         yield CounterMetricFamily(
-            "extproc_answers",
-            "Requests answered here in place of an engine (/v1/models).",
+            "extproc_direct_responses",
+            "Requests answered without an endpoint, such as GET /v1/models.",
             value=counters.direct_responses,
         )
 
     def _configuration(self) -> Iterator[Metric]:
         counters = self._counters
         reloads = CounterMetricFamily(
-            "extproc_config_reloads", "Attempts to read the configuration again.", labels=["result"]
+            "extproc_config_reloads", "Reloads of the configuration, by result.", labels=["result"]
         )
         for result, count in counters.reloads.items():
             reloads.add_metric([result], count)
         yield reloads
         yield GaugeMetricFamily(
             "extproc_config_reload_failed",
-            "1 while an older configuration is in force because the last one is wrong.",
+            "1 while an older configuration is in force because the last reload failed, else 0.",
             value=float(counters.reload_failed),
         )
         yield GaugeMetricFamily(
             "extproc_config_restart_needed",
-            "1 while the configuration differs in what only a restart changes.",
+            "1 while the configuration differs in fields that only a restart changes, else 0.",
             value=float(counters.restart_needed),
         )
 
@@ -123,12 +127,12 @@ class Exposition(Collector):
         supervisor = self._counters.supervisor
         failures = CounterMetricFamily(
             "extproc_loop_failures",
-            "Exceptions in loops, which went on, and in what loops call.",
+            "Exceptions in background loops, which continue after a pause.",
             labels=["loop"],
         )
         degraded = GaugeMetricFamily(
             "extproc_loop_degraded",
-            "1 while a loop fails and tries again after a pause.",
+            "1 while a background loop fails and is retried, else 0.",
             labels=["loop"],
         )
         failing = supervisor.degraded
@@ -141,11 +145,19 @@ class Exposition(Collector):
     def _plugins(self) -> Iterator[Metric]:
         counts = self._counters.plugins
         for name, text, counter in (
-            ("overruns", "Calls of plugins of others above their time budget.", counts.overruns),
-            ("bypasses", "Times a plugin of others was put aside for a while.", counts.bypasses),
+            (
+                "overruns",
+                "Calls of external plugins that exceeded their time budget.",
+                counts.overruns,
+            ),
+            (
+                "bypasses",
+                "Times that an external plugin was bypassed for a while.",
+                counts.bypasses,
+            ),
             (
                 "exceptions",
-                "Calls of plugins of others that raised, and of any plugin told of its decision.",
+                "Calls of external plugins that raised, and of any plugin after a decision.",
                 counts.exceptions,
             ),
         ):
@@ -156,8 +168,8 @@ class Exposition(Collector):
 
     def _bugs(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
-            "extproc_bugs",
-            "Exceptions that streams ran into; the log names the place, once a minute.",
+            "extproc_exceptions",
+            "Unexpected exceptions in streams; the log names each place once a minute.",
             labels=["type", "place"],
         )
         for key, count in self._counters.exceptions.items():
@@ -167,7 +179,7 @@ class Exposition(Collector):
     def _large_bodies(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             "extproc_large_bodies",
-            "Request bodies for the process that reads large ones, by what came of them.",
+            "Request bodies for the parser worker, which parses large ones, by result.",
             labels=["result"],
         )
         for result, count in self._counters.large_bodies.items():
@@ -177,32 +189,44 @@ class Exposition(Collector):
     def _distributions(self) -> Iterator[Metric]:
         counters = self._counters
         for name, text, distribution in (
-            ("extproc_route_seconds", "Time one decision took.", counters.routing_duration_s),
             (
-                "extproc_headers_seconds",
-                "From pick to response headers.",
+                "extproc_routing_duration_seconds",
+                "Seconds to route a request, without its time in the queue.",
+                counters.routing_duration_s,
+            ),
+            (
+                "extproc_time_to_response_headers_seconds",
+                "Seconds from the choice of the endpoint to response headers.",
                 counters.response_headers_s,
             ),
-            ("extproc_exchange_seconds", "From first event to end.", counters.request_duration_s),
-            ("extproc_scrape_seconds", "Time one scrape took.", counters.scrape_duration_s),
             (
-                "extproc_held_seconds",
-                "Waits for capacity that ended well.",
+                "extproc_request_duration_seconds",
+                "Seconds from the start of a stream to its end, of routed requests.",
+                counters.request_duration_s,
+            ),
+            (
+                "extproc_scrape_duration_seconds",
+                "Seconds of a scrape of endpoint metrics.",
+                counters.scrape_duration_s,
+            ),
+            (
+                "extproc_flow_control_request_queue_duration_seconds",
+                "Seconds in the queue, of requests that were dispatched.",
                 counters.queue_duration_s,
             ),
             (
-                "extproc_large_body_seconds",
-                "Time large request bodies waited and were read.",
+                "extproc_large_body_parse_duration_seconds",
+                "Seconds that large request bodies waited and were parsed.",
                 counters.large_body_duration_s,
             ),
             (
-                "extproc_loop_stall_seconds",
-                "How late timers of the event loop were: how long something held up all other requests.",
+                "extproc_event_loop_lag_seconds",
+                "Seconds that timers of the event loop fired late, in which no request is served.",
                 counters.event_loop_lag_s,
             ),
             (
-                "extproc_loop_stall_cpu_seconds",
-                "Of the same, CPU time of the event loop's thread; the rest is a blocking call or a busy machine.",
+                "extproc_event_loop_lag_cpu_seconds",
+                "CPU seconds of the event loop's thread in this lag; the rest is a blocking call or a busy machine.",
                 counters.event_loop_lag_cpu_s,
             ),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,9 +17,9 @@ class PrefixCacheStats(msgspec.Struct, frozen=True):
     """Prefix cache estimates of one endpoint.
 
     Attributes:
-        predicted_tokens: Prompt tokens predicted to be found there, ever.
-        observed_tokens: Prompt tokens its engine found, as far as they were ours.
-        capacity_tokens: Prompt tokens in its estimated cache capacity; None while unknown.
+        predicted_tokens: Prompt tokens predicted to be cached, of requests with a reported usage.
+        observed_tokens: Prompt tokens of these that the engine reported as cached.
+        capacity_tokens: Estimated capacity of the cache in tokens; None while unknown.
     """
 
     predicted_tokens: float
@@ -27,9 +27,9 @@ class PrefixCacheStats(msgspec.Struct, frozen=True):
     capacity_tokens: int | None
 
 
-#: What became of the claim of a pool: there is none, it counts, an earlier pool claims some of the
-#: same requests, or annotations state one that no rule of `cluster.claims` allows.
-ClaimState = Literal["none", "in_force", "overlapped", "refused"]
+#: State of the match in the annotations of an InferencePool: there is none, it is in force, an
+#: earlier pool matches some of the same requests, or no rule of `cluster.claims` allows it.
+MatchState = Literal["none", "in_force", "overlapped", "rejected"]
 
 
 class PoolView(msgspec.Struct, frozen=True):
@@ -37,16 +37,16 @@ class PoolView(msgspec.Struct, frozen=True):
 
     Attributes:
         pool: The snapshot.
-        cache: What is believed of an endpoint's prefix cache.
-        bytes_per_token: What was learned of tokenizers, by model.
-        ejections: Endpoints left out, by cause.
-        probes: Requests that tried one again, by what they came to.
-        held: Requests that wait, and bytes of their bodies; None where none ever does.
-        waits: Requests that waited, by what came of it.
-        continuation_ratio: Share of requests that continue an earlier one, and conversations
-            expected to continue for each open request; None where it is not estimated.
-        claim: What became of its claim.
-        addresses_left_out: Addresses from flags, files and DNS beyond the bound of a pool (count).
+        cache: Returns the prefix cache estimates of an endpoint.
+        bytes_per_token: Learned prompt bytes per token, by model.
+        ejections: Ejections of endpoints, by cause.
+        probes: Probe requests to ejected endpoints, by result.
+        queue: Queued requests, and bytes of their bodies; None without flow control.
+        queue_outcomes: Requests that left the queue, by outcome.
+        conversations: Ratio of requests that continue a conversation, and idle conversations
+            expected to continue per in-flight request; None where they are not estimated.
+        match_state: State of the match in the annotations of the InferencePool.
+        dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
     """
 
     pool: Pool
@@ -54,125 +54,155 @@ class PoolView(msgspec.Struct, frozen=True):
     bytes_per_token: Mapping[str, float] = {}
     ejections: Mapping[str, int] = {}
     probes: Mapping[str, int] = {}
-    held: tuple[int, int] | None = None
-    waits: Mapping[str, int] = {}
-    continuation_ratio: tuple[float, float] | None = None
-    claim: ClaimState = "none"
-    addresses_left_out: int = 0
+    queue: tuple[int, int] | None = None
+    queue_outcomes: Mapping[str, int] = {}
+    conversations: tuple[float, float] | None = None
+    match_state: MatchState = "none"
+    dropped_addresses: int = 0
 
 
-#: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
-_Row = tuple[str, str, tuple[str, ...], Callable[[PoolCounters], Iterable[tuple[list[str], float]]]]
+#: Label values of a sample, and its value.
+Sample = tuple[Sequence[str], float]
 
-_COUNTERS: tuple[_Row, ...] = (
+
+def counter_family(
+    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
+) -> CounterMetricFamily:
+    """Build a counter family; the exposition appends `_total` to the name."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def gauge_family(
+    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
+) -> GaugeMetricFamily:
+    """Build a gauge family."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def labeled(counts: Mapping[str, float]) -> list[Sample]:
+    """Samples of counts by the value of a single label."""
+    return [([value], count) for value, count in counts.items()]
+
+
+#: A counter family: name, help text, labels after `pool`, and its samples in one pool.
+_CounterRow = tuple[str, str, tuple[str, ...], Callable[[PoolCounters], Iterable[Sample]]]
+
+_COUNTERS: tuple[_CounterRow, ...] = (
     (
-        "extproc_picks",
-        "Requests routed, by endpoint.",
+        "extproc_routed_requests",
+        "Requests routed to an endpoint.",
         ("endpoint",),
-        lambda tally: [([address], count) for address, count in tally.requests_routed.items()],
+        lambda counters: labeled(counters.requests_routed),
     ),
     (
         "extproc_rejections",
-        "Requests refused.",
+        "Requests rejected, by HTTP status and reason.",
         ("status", "reason"),
-        lambda tally: [
-            ([str(code), why], count) for (code, why), count in tally.rejections.items()
+        lambda counters: [
+            ([str(status), reason], count)
+            for (status, reason), count in counters.rejections.items()
         ],
     ),
     (
         "extproc_degraded_decisions",
-        "Decisions not taken the ordinary way.",
-        ("why",),
-        lambda tally: [([why], count) for why, count in tally.degraded.items()],
+        "Requests routed by a fallback instead of the profile, by reason.",
+        ("reason",),
+        lambda counters: labeled(counters.degraded),
     ),
     (
         "extproc_responses",
-        "Answers seen, by status.",
+        "Responses to routed requests, by HTTP status.",
         ("endpoint", "status"),
-        lambda tally: [(list(key), count) for key, count in tally.responses.items()],
+        lambda counters: list(counters.responses.items()),
     ),
     (
-        "extproc_unanswered",
-        "Routed requests that ended without an answer.",
+        "extproc_requests_without_response",
+        "Routed requests whose stream ended before response headers.",
         ("endpoint",),
-        lambda tally: [([address], count) for address, count in tally.without_response.items()],
+        lambda counters: labeled(counters.without_response),
     ),
     (
         "extproc_prompt_tokens",
-        "Estimated prompt tokens routed.",
+        "Prompt tokens of routed requests, estimated.",
         (),
-        lambda tally: [([], tally.prompt_tokens)],
+        lambda counters: [([], counters.prompt_tokens)],
     ),
     (
         "extproc_matched_tokens",
-        "Prompt tokens believed cached on the chosen endpoint.",
+        "Prompt tokens of routed requests that are predicted to be cached on the chosen endpoint.",
         (),
-        lambda tally: [([], tally.matched_tokens)],
+        lambda counters: [([], counters.matched_tokens)],
     ),
     (
         "extproc_usage_tokens",
-        "Tokens the engines reported.",
+        "Tokens that responses reported, by kind.",
         ("kind",),
-        lambda tally: [([kind], count) for kind, count in tally.usage.items()],
+        lambda counters: labeled(counters.usage),
     ),
     (
         "extproc_scrapes",
-        "Scrapes of engines.",
+        "Scrapes of endpoint metrics, by result.",
         ("endpoint", "result"),
-        lambda tally: [(list(key), count) for key, count in tally.scrapes.items()],
+        lambda counters: list(counters.scrapes.items()),
     ),
     (
-        "extproc_models_scrapes",
-        "Times endpoints were asked which models they serve.",
+        "extproc_model_list_polls",
+        "Polls of the model lists of endpoints, by result.",
         ("endpoint", "result"),
-        lambda tally: [(list(key), count) for key, count in tally.model_list_polls.items()],
+        lambda counters: list(counters.model_list_polls.items()),
     ),
     (
         "extproc_model_rewrites",
-        "Requests whose model got another name, by whether the body could be edited.",
+        "Requests whose model name was rewritten, by whether the body could be edited.",
         ("result",),
-        lambda tally: [([result], count) for result, count in tally.rewrites.items()],
+        lambda counters: labeled(counters.rewrites),
     ),
     (
-        "extproc_unlisted_models",
-        "Requests for models that no endpoint lists, routed or refused.",
+        "extproc_unknown_model_requests",
+        "Requests for a model that no eligible endpoint lists, routed or rejected.",
         (),
-        lambda tally: [([], tally.unknown_models)],
+        lambda counters: [([], counters.unknown_models)],
     ),
 )
 
 #: A gauge of an endpoint: name, help text, and its value at a time; None is not shown.
-_Gauge = tuple[str, str, Callable[[EndpointSnapshot, float], float | None]]
+_EndpointGauge = tuple[str, str, Callable[[EndpointSnapshot, float], float | None]]
 
-_GAUGES: tuple[_Gauge, ...] = (
+_ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
     (
-        "extproc_endpoint_in_flight",
-        "Requests this picker has open.",
+        "extproc_endpoint_inflight_requests",
+        "Requests in flight that this replica routed to the endpoint.",
         lambda member, _: member.account.own,
     ),
     (
-        "extproc_endpoint_foreign",
-        "Requests of others at the last scrape.",
+        "extproc_endpoint_foreign_requests",
+        "Requests of other replicas and clients on the endpoint at the last scrape, estimated.",
         lambda member, _: member.foreign,
     ),
     (
         "extproc_endpoint_up",
-        "1 unless its scrapes cannot connect.",
+        "1 unless scrapes cannot connect to the endpoint, then 0.",
         lambda member, _: float(member.reachable),
     ),
     (
         "extproc_endpoint_ejected",
-        "1 while it is left out because it fails or cannot be reached.",
+        "1 while the endpoint is ejected because it fails or cannot be reached, else 0.",
         lambda member, _: float(member.ejected),
     ),
     (
-        "extproc_endpoint_load_age_seconds",
-        "Age of the last scrape.",
+        "extproc_endpoint_metrics_age_seconds",
+        "Seconds since the last successful scrape; +Inf before the first.",
         lambda member, now: now - member.load.at,
     ),
     (
         "extproc_endpoint_models",
-        "Models and adapters an endpoint listed; absent while nobody knows.",
+        "Models and adapters that the endpoint lists; absent while unknown.",
         lambda member, _: (
             None
             if member.models is None
@@ -181,181 +211,192 @@ _GAUGES: tuple[_Gauge, ...] = (
     ),
     (
         "extproc_endpoint_queued_tokens",
-        "Uncached prompt tokens sent and believed not yet computed.",
+        "Uncached prompt tokens routed to the endpoint and not yet computed, estimated.",
         lambda member, now: member.account.queued(now) + member.foreign_tokens,
     ),
     (
         "extproc_endpoint_prefill_seconds_per_token",
-        "Learned seconds for each uncached prompt token.",
+        "Seconds to compute one uncached prompt token, learned.",
         lambda member, _: member.rates.prefill_s,
     ),
     (
         "extproc_endpoint_step_seconds",
-        "Learned time of an iteration.",
+        "Seconds of an engine iteration before the terms of its load, learned.",
         lambda member, _: member.rates.step_s,
     ),
     (
         "extproc_endpoint_decode_seconds_per_sequence",
-        "Learned time that a decoding sequence adds to an iteration.",
+        "Seconds that one decoding sequence adds to an iteration, learned.",
         lambda member, _: member.rates.decode_s,
     ),
     (
         "extproc_endpoint_context_seconds_per_token",
-        "Learned time that a token of context adds to an iteration.",
+        "Seconds that one token of context adds to an iteration, learned.",
         lambda member, _: member.rates.context_s,
     ),
     (
         "extproc_endpoint_adapter_load_seconds",
-        "Learned time of an adapter load.",
+        "Seconds to load a LoRA adapter, learned.",
         lambda member, _: member.rates.adapter_load_s,
     ),
     (
         "extproc_endpoint_output_tokens",
-        "Learned tokens of an answer.",
+        "Mean output tokens of a response, learned.",
         lambda member, _: member.rates.output_tokens,
     ),
 )
 
 
-def counters(counters: Mapping[str, PoolCounters]) -> Iterator[Metric]:
-    """Yields all counter families, with the pool as first label."""
-    for name, text, labels, read in _COUNTERS:
-        family = CounterMetricFamily(name, text, labels=["pool", *labels])
-        for pool, tally in counters.items():
-            for values, count in read(tally):
-                family.add_metric([pool, *values], count)
-        yield family
+#: A family of a pool's state: builder, name, help text, labels after `pool`, samples in one pool.
+_PoolRow = tuple[
+    Callable[[str, str, Sequence[str], Iterable[Sample]], Metric],
+    str,
+    str,
+    tuple[str, ...],
+    Callable[[PoolView], Iterable[Sample]],
+]
 
-
-def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
-    """Yields the families of endpoint and pool state.
-
-    Args:
-        watched: By name of the pool.
-        now: Monotonic seconds, for ages.
-    """
-    for name, text, read in _GAUGES:
-        family = GaugeMetricFamily(name, text, labels=["pool", "endpoint"])
-        for pool, view in watched.items():
-            for member in view.pool.members:
-                value = read(member, now)
-                if value is not None:
-                    family.add_metric([pool, member.endpoint.address], value)
-        yield family
-    yield from _caches(watched)
-    yield from _health(watched)
-    yield from _waits(watched)
-    yield from _claims(watched)
-    yield from _addresses_left_out(watched)
-    yield from _conversations(watched)
-    ratio = GaugeMetricFamily(
-        "extproc_bytes_per_token",
-        "Learned bytes of a prompt token, of the models that engines answered for.",
-        labels=["pool", "model"],
-    )
-    for pool, view in watched.items():
-        for model, value in view.bytes_per_token.items():
-            ratio.add_metric([pool, model], value)
-    yield ratio
-
-
-def _conversations(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    share = GaugeMetricFamily(
-        "extproc_returning_share",
-        "Learned share of requests that go on from an earlier one.",
-        labels=["pool"],
-    )
-    away = GaugeMetricFamily(
-        "extproc_conversations_away",
-        "Learned conversations that will go on and have no request open, for each open request.",
-        labels=["pool"],
-    )
-    for pool, view in watched.items():
-        if view.continuation_ratio is not None:
-            share.add_metric([pool], view.continuation_ratio[0])
-            away.add_metric([pool], view.continuation_ratio[1])
-    yield from (share, away)
-
-
-def _health(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    ejections = CounterMetricFamily(
+_POOL_ROWS: tuple[_PoolRow, ...] = (
+    (
+        counter_family,
         "extproc_ejections",
-        "Times an endpoint was left out, by cause.",
-        labels=["pool", "cause"],
-    )
-    probes = CounterMetricFamily(
+        "Ejections of endpoints by outlier detection, by cause.",
+        ("cause",),
+        lambda view: labeled(view.ejections),
+    ),
+    (
+        counter_family,
         "extproc_probes",
-        "Requests that tried an endpoint again, by what they came to.",
-        labels=["pool", "result"],
-    )
-    for pool, view in watched.items():
-        for cause, count in view.ejections.items():
-            ejections.add_metric([pool, cause], count)
-        for result, count in view.probes.items():
-            probes.add_metric([pool, result], count)
-    yield from (ejections, probes)
-
-
-def _claims(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    claims = GaugeMetricFamily(
-        "extproc_pool_claim",
-        "1 for what became of the claim of a pool: none, in_force, overlapped or refused.",
-        labels=["pool", "state"],
-    )
-    for pool, view in watched.items():
-        claims.add_metric([pool, view.claim], 1)
-    yield claims
-
-
-def _addresses_left_out(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    left_out = GaugeMetricFamily(
-        "extproc_discovery_addresses_left_out",
-        "Addresses from flags, files and DNS beyond those that a pool may have.",
-        labels=["pool"],
-    )
-    for pool, view in watched.items():
-        left_out.add_metric([pool], view.addresses_left_out)
-    yield left_out
-
-
-def _waits(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    requests = GaugeMetricFamily(
-        "extproc_held_requests", "Requests that wait for capacity.", labels=["pool"]
-    )
-    size = GaugeMetricFamily("extproc_held_bytes", "Bytes of their bodies.", labels=["pool"])
-    waits = CounterMetricFamily(
-        "extproc_waits", "Requests that waited, by what came of it.", labels=["pool", "end"]
-    )
-    for pool, view in watched.items():
-        if view.held is not None:
-            requests.add_metric([pool], view.held[0])
-            size.add_metric([pool], view.held[1])
-        for end, count in view.waits.items():
-            waits.add_metric([pool, end], count)
-    yield from (requests, size, waits)
-
-
-def _caches(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
-    labels = ["pool", "endpoint"]
-    predicted = CounterMetricFamily(
+        "Probe requests to ejected endpoints, by result.",
+        ("result",),
+        lambda view: labeled(view.probes),
+    ),
+    (
+        gauge_family,
+        "extproc_flow_control_queue_size",
+        "Requests in the queue; absent without flow control.",
+        (),
+        lambda view: [] if view.queue is None else [([], view.queue[0])],
+    ),
+    (
+        gauge_family,
+        "extproc_flow_control_queue_bytes",
+        "Bytes of the bodies of queued requests; absent without flow control.",
+        (),
+        lambda view: [] if view.queue is None else [([], view.queue[1])],
+    ),
+    (
+        counter_family,
+        "extproc_flow_control_requests",
+        "Requests that left the queue, by outcome.",
+        ("outcome",),
+        lambda view: labeled(view.queue_outcomes),
+    ),
+    (
+        gauge_family,
+        "extproc_pool_match_state",
+        "State of the match in the annotations of an InferencePool, as a label; always 1.",
+        ("state",),
+        lambda view: [([view.match_state], 1)],
+    ),
+    (
+        gauge_family,
+        "extproc_discovery_dropped_addresses",
+        "Addresses from flags, files and DNS that exceed the limit of a pool.",
+        (),
+        lambda view: [([], view.dropped_addresses)],
+    ),
+    (
+        gauge_family,
+        "extproc_continuation_ratio",
+        "Ratio of requests that continue a conversation, 0 to 1, learned.",
+        (),
+        lambda view: [] if view.conversations is None else [([], view.conversations[0])],
+    ),
+    (
+        gauge_family,
+        "extproc_idle_conversations_per_request",
+        "Idle conversations that will continue, per request in flight, learned.",
+        (),
+        lambda view: [] if view.conversations is None else [([], view.conversations[1])],
+    ),
+    (
+        gauge_family,
+        "extproc_bytes_per_token",
+        "Prompt bytes per token of a model that engines answered for, learned.",
+        ("model",),
+        lambda view: labeled(view.bytes_per_token),
+    ),
+    (
+        counter_family,
         "extproc_prefix_predicted_tokens",
-        "Prompt tokens predicted to be cached, of requests that were looked up.",
-        labels=labels,
-    )
-    observed = CounterMetricFamily(
-        "extproc_prefix_observed_tokens", "Of these, found by the engine.", labels=labels
-    )
-    capacity = GaugeMetricFamily(
+        "Prompt tokens predicted to be cached, of requests whose response reported cached tokens.",
+        ("endpoint",),
+        lambda view: [([address], stats.predicted_tokens) for address, stats in _cache_stats(view)],
+    ),
+    (
+        counter_family,
+        "extproc_prefix_observed_tokens",
+        "Prompt tokens of the same requests that engines reported as cached.",
+        ("endpoint",),
+        lambda view: [([address], stats.observed_tokens) for address, stats in _cache_stats(view)],
+    ),
+    (
+        gauge_family,
         "extproc_prefix_capacity_tokens",
-        "Prompt tokens an endpoint is believed to keep.",
-        labels=labels,
-    )
-    for pool, view in watched.items():
-        for member in view.pool.members:
-            key = [pool, member.endpoint.address]
-            cache = view.cache(member.endpoint)
-            predicted.add_metric(key, cache.predicted_tokens)
-            observed.add_metric(key, cache.observed_tokens)
-            if cache.capacity_tokens is not None:
-                capacity.add_metric(key, cache.capacity_tokens)
-    yield from (predicted, observed, capacity)
+        "Capacity of the prefix cache in tokens, estimated; absent while unknown.",
+        ("endpoint",),
+        lambda view: [
+            ([address], stats.capacity_tokens)
+            for address, stats in _cache_stats(view)
+            if stats.capacity_tokens is not None
+        ],
+    ),
+)
+
+
+def _cache_stats(view: PoolView) -> Iterator[tuple[str, PrefixCacheStats]]:
+    for member in view.pool.members:
+        yield member.endpoint.address, view.cache(member.endpoint)
+
+
+def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[Metric]:
+    """Yield the families of requests, by name of the pool."""
+    for name, text, labels, read in _COUNTERS:
+        yield counter_family(
+            name,
+            text,
+            ["pool", *labels],
+            [
+                ([pool, *values], value)
+                for pool, counters in pools.items()
+                for values, value in read(counters)
+            ],
+        )
+
+
+def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
+    """Yield the families of endpoint and pool state, by name of the pool, at monotonic `now`."""
+    for name, text, value_of in _ENDPOINT_GAUGES:
+        yield gauge_family(
+            name,
+            text,
+            ["pool", "endpoint"],
+            [
+                ([pool, member.endpoint.address], value)
+                for pool, view in pools.items()
+                for member in view.pool.members
+                if (value := value_of(member, now)) is not None
+            ],
+        )
+    for build, name, text, labels, read in _POOL_ROWS:
+        yield build(
+            name,
+            text,
+            ["pool", *labels],
+            [
+                ([pool, *values], value)
+                for pool, view in pools.items()
+                for values, value in read(view)
+            ],
+        )

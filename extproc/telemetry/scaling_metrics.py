@@ -12,11 +12,11 @@ class ScalingMetrics(msgspec.Struct, frozen=True):
     """Autoscaling values of one pool.
 
     Attributes:
-        gauges: By the last part of their names; none before the first look.
+        gauges: By the last part of their names; empty before the first step of the loop.
         replicas: By state.
         changes: Changes of the desired replicas (count), by reason.
-        failures: Times that, or looking, failed.
-        refusals: Times annotations of the pool were refused.
+        failures: Failures to read or change the target (count).
+        refusals: Rejected annotations of the pool (count).
     """
 
     gauges: Mapping[str, float] = {}
@@ -28,15 +28,15 @@ class ScalingMetrics(msgspec.Struct, frozen=True):
 
 #: Name and help text of every gauge.
 _GAUGES = {
-    "desired_replicas": "Replicas there should be; for an HPA or KEDA, with a target of 1.",
-    "queue_depth": "Requests that wait or run per replica that answers, of all pickers.",
-    "queue_depth_mean": "The same, mean over the window of the policy.",
-    "requests_per_second": "Requests that came per second, of all pickers, mean over 3 minutes.",
-    "work_per_second": "Work that arrives (token seconds per second).",
-    "replica_work_per_second": "Work one replica is believed to do (token seconds per second).",
-    "cold_start_seconds": "What a replica is believed to take from being asked for to answering.",
-    "wake_seconds": "From the last request that waited at zero until a replica was asked for.",
-    "complete": "0 while counters of some picker cannot be read, which keeps replicas.",
+    "desired_replicas": "Replicas that the policy wants; an HPA or KEDA uses a target value of 1.",
+    "queue_depth": "Requests that wait or run per available engine, at all replicas of extproc.",
+    "queue_depth_mean": "Mean of `queue_depth` over the window of the policy.",
+    "requests_per_second": "Requests that arrive per second at all replicas of extproc, mean over 3 minutes.",
+    "work_per_second": "Work that arrives, in token seconds per second.",
+    "replica_work_per_second": "Work that one engine does, in token seconds per second, learned.",
+    "cold_start_seconds": "Seconds from the request for an engine to its first response, learned.",
+    "from_zero_seconds": "Seconds from the last request queued at zero engines to the request for one.",
+    "counters_complete": "1 if the counters of all replicas of extproc are known, else 0, which keeps engines.",
 }
 
 
@@ -54,29 +54,29 @@ def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
         yield gauge
     replicas = GaugeMetricFamily(
         "extproc_scaling_replicas",
-        "Replicas by state: asked for, available, starting.",
+        "Engines by state: in the spec, available, starting.",
         labels=["pool", "state"],
     )
     changes = CounterMetricFamily(
         "extproc_scaling_changes",
-        "Times another number was asked for, by reason.",
-        labels=["pool", "why"],
+        "Changes of the desired replicas, by reason.",
+        labels=["pool", "reason"],
     )
     failures = CounterMetricFamily(
         "extproc_scaling_failures",
-        "Times the target could not be read or changed.",
+        "Failures to read or change the replicas of the target.",
         labels=["pool"],
     )
     refusals = CounterMetricFamily(
         "extproc_scaling_invalid_annotations",
-        "Times annotations of an InferencePool were refused, which is then not scaled.",
+        "Rejected annotations of an InferencePool, which is then not scaled.",
         labels=["pool"],
     )
     for pool, metrics in pools.items():
         for state, count in metrics.replicas.items():
             replicas.add_metric([pool, state], count)
-        for why, count in metrics.changes.items():
-            changes.add_metric([pool, why], count)
+        for reason, count in metrics.changes.items():
+            changes.add_metric([pool, reason], count)
         failures.add_metric([pool], metrics.failures)
         refusals.add_metric([pool], metrics.refusals)
     yield from (replicas, changes, failures, refusals)

@@ -15,11 +15,11 @@ class WatchMetrics(msgspec.Struct, frozen=True):
 
     Attributes:
         collection: Plural name and group, such as `pods`.
-        namespace: Only there; empty for all of the cluster.
-        selector: Labels or fields that narrow it; empty for none.
-        state: How it stands now.
-        states: All states there are.
-        unsynced_s: Seconds since it was in step with the API server; 0 while it is, and for an
+        namespace: Watched namespace; empty for the whole cluster.
+        selector: Label or field selector; empty for none.
+        state: Current state.
+        states: All states.
+        unsynced_s: Seconds since it was in sync with the API server; 0 while it is, and for an
             optional kind that is not installed.
     """
 
@@ -35,12 +35,12 @@ def series(watches: Iterable[WatchMetrics]) -> Iterator[Metric]:
     """Yields all families, also when nothing is watched."""
     state = GaugeMetricFamily(
         "extproc_discovery_watch_state",
-        "1 for the state that a watched collection of Kubernetes is in, 0 for the others.",
+        "1 for the current state of a Kubernetes watch, 0 for other states.",
         labels=[*_LABELS, "state"],
     )
     unsynced = GaugeMetricFamily(
         "extproc_discovery_watch_unsynced_seconds",
-        "Seconds since a watched collection was in step with the API server; 0 while it is.",
+        "Seconds since a Kubernetes watch was in sync with the API server; 0 while it is.",
         labels=_LABELS,
     )
     for watch in watches:

@@ -18,11 +18,19 @@ VALUES = {
     "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
     "extproc_loop_degraded/loop": LOOPS,
     "extproc_loop_failures/loop": LOOPS,
-    "extproc_pool_claim/state": get_args(pool_metrics.ClaimState),
+    "extproc_pool_match_state/state": get_args(pool_metrics.MatchState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
-    "extproc_scaling_replicas/state": ("asked", "available", "starting"),
-    "extproc_streams/end": ("ok", "cancelled", "protocol", "error"),
-    "extproc_waits/end": ("went", "expired", "displaced", "left", "refused", "closed"),
+    "extproc_scaling_replicas/state": ("spec", "available", "starting"),
+    "extproc_streams/result": ("ok", "cancelled", "protocol", "error"),
+    "extproc_flow_control_requests/outcome": (
+        "dispatched",
+        "expired",
+        "displaced",
+        "cancelled",
+        "rejected",
+        "failed",
+        "shutdown",
+    ),
 }
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from tests.docs import console, metrics_reference
+from tests.docs import console, llmd_metrics, metrics_reference
 
 _NAME = re.compile(r"\bextproc_\w+")
 
@@ -60,3 +60,10 @@ def test_pages_name_metrics_that_exist():
         if path.name not in {"CHANGELOG.md", "metrics.md"}:
             mentioned = set(re.findall(r"`(extproc_\w+)", path.read_text(encoding="utf-8")))
             assert mentioned <= known, f"{path}: {mentioned - known}"
+
+
+def test_the_map_of_llmd_metrics_names_metrics_that_exist():
+    """Every metric of extproc in the map is exported, and no family of llm-d has two rows."""
+    assert not llmd_metrics.unknown_names()
+    names = llmd_metrics.upstream_names()
+    assert len(names) == len(set(names))

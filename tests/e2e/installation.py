@@ -31,7 +31,11 @@ _ALARMS = re.compile(
 )
 
 #: Accounts that go back to zero when nothing is under way.
-_ACCOUNTS = ("extproc_streams_open", "extproc_gathered_bytes", "extproc_endpoint_in_flight")
+_ACCOUNTS = (
+    "extproc_streams_open",
+    "extproc_body_buffer_bytes",
+    "extproc_endpoint_inflight_requests",
+)
 
 
 class Installation:
@@ -116,7 +120,7 @@ class Installation:
         await self.settled()
         found = await self.metrics()
         for end in ("error", "protocol"):
-            assert found.get(f'extproc_streams_total{{end="{end}"}}', 0) == 0
+            assert found.get(f'extproc_streams_total{{result="{end}"}}', 0) == 0
         if self.envoy.process.returncode is None:
             for name, count in (await self.stats()).items():
                 assert not name.endswith(".spurious_msgs_received"), (name, count)

@@ -143,7 +143,9 @@ async def test_121_an_engine_that_never_answers_is_not_blamed_for_clients_that_l
                 await call.start("POST", "/hang", [("content-length", str(len(CHAT)))])
                 await call.send(CHAT)
                 await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
-        found = await place.until(lambda found: counted(found, "extproc_unanswered_total") == 8)
+        found = await place.until(
+            lambda found: counted(found, "extproc_requests_without_response_total") == 8
+        )
         assert counted(found, "extproc_endpoint_ejected") == 0
         assert counted(found, "extproc_ejections_total") == 0
 
@@ -189,7 +191,7 @@ async def killed_under_load(place, engines):
     async with load.running():
         await load.more(60)
         await place.until(
-            lambda found: counted(found, "extproc_endpoint_in_flight", endpoint=victim)
+            lambda found: counted(found, "extproc_endpoint_inflight_requests", endpoint=victim)
         )
         engines[victim].process.kill()
         await engines[victim].process.wait()
@@ -200,8 +202,8 @@ async def killed_under_load(place, engines):
         await load.more(100)
         # Once it is known to be gone, nobody meets it.
         assert load.statuses[503] == before
-        picks = counted(gone, "extproc_picks_total", endpoint=victim)
-        later = counted(await place.metrics(), "extproc_picks_total", endpoint=victim)
+        picks = counted(gone, "extproc_routed_requests_total", endpoint=victim)
+        later = counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim)
         assert later - picks <= CLIENTS
     assert set(load.statuses) <= {200, 503}
     return victim, load.statuses[503]
@@ -214,12 +216,12 @@ async def revived(place, children, engines, victim):
     await place.until(
         lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim) == 0
     )
-    before = counted(await place.metrics(), "extproc_picks_total", endpoint=victim)
+    before = counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim)
     load = Load(place)
     async with load.running():
         await load.more(60)
     assert load.statuses.keys() == {200}
-    assert counted(await place.metrics(), "extproc_picks_total", endpoint=victim) > before
+    assert counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim) > before
 
 
 async def test_121_killed_under_load_over_original_dst(engines, children):
@@ -261,7 +263,8 @@ async def test_121_an_engine_that_stands_still(engines):
                 found = await place.metrics()
                 assert counted(found, "extproc_endpoint_up", endpoint=victim) == 0
                 picks = [
-                    counted(one, "extproc_picks_total", endpoint=victim) for one in (gone, found)
+                    counted(one, "extproc_routed_requests_total", endpoint=victim)
+                    for one in (gone, found)
                 ]
                 assert picks[0] == picks[1]
             finally:

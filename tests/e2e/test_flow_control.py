@@ -66,7 +66,7 @@ def empty(live, place, listed, engine):
 
 async def waiting(place, count):
     """Wait until so many requests wait."""
-    await place.until(lambda found: found.get("extproc_held_requests") == count)
+    await place.until(lambda found: found.get("extproc_flow_control_queue_size") == count)
 
 
 @pytest.mark.parametrize("modes", MODES, ids=["-".join(pair) for pair in MODES])
@@ -112,4 +112,4 @@ async def test_a_client_that_leaves_is_removed_at_once(place, listeners, empty):
         await call.send(CHAT)
         await waiting(place, 1)
     await waiting(place, 0)
-    assert (await place.metrics())['extproc_waits_total{end="left"}'] == 1
+    assert (await place.metrics())['extproc_flow_control_requests_total{outcome="cancelled"}'] == 1

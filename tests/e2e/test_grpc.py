@@ -157,7 +157,7 @@ async def test_109_bad_frames(place, engine, body):
 async def test_110_unknown_method(place, engine):
     """A method nobody knows is routed raw, and its ext_proc stream ends before its answer does."""
     engine.hold.clear()
-    ended = 'extproc_streams_total{end="ok"}'
+    ended = 'extproc_streams_total{result="ok"}'
     before = (await place.metrics()).get(ended, 0)
     async with calling(place.port, OTHER, b"anything") as call:
         assert await call.read() == b"first anything"
@@ -174,7 +174,7 @@ async def test_111_stream_is_in_flight_until_its_trailers(place, engine):
     engine.hold.clear()
     async with calling(place.port, GENERATE, MESSAGE) as call:
         assert await call.read() == b"first " + MESSAGE
-        assert await place.total("extproc_endpoint_in_flight") == 1
+        assert await place.total("extproc_endpoint_inflight_requests") == 1
         engine.hold.set()
         assert await call.read() == b"second"
         assert await call.code() is grpc.StatusCode.OK

@@ -268,7 +268,7 @@ async def _streaming(place):
 
 def _picks(found):
     """Requests routed so far, by endpoint."""
-    name = 'extproc_picks_total{endpoint="'
+    name = 'extproc_routed_requests_total{endpoint="'
     return {
         key.removeprefix(name).partition('"')[0]: value
         for key, value in found.items()

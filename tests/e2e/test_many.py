@@ -81,7 +81,7 @@ async def opened(place, count=STREAMS):
         await place.until(
             lambda found: (
                 found["extproc_streams_open"] == count
-                and found["extproc_gathered_bytes"] == count * HALF
+                and found["extproc_body_buffer_bytes"] == count * HALF
             )
         )
         yield calls
@@ -110,14 +110,14 @@ async def test_123_slow_bodies(place, engines):
             assert answer.json()["bytes"] == len(CHAT)
     await place.settled()
     assert await place.total("extproc_responses_total") == STREAMS + 1
-    assert await place.total("extproc_unanswered_total") == 0
+    assert await place.total("extproc_requests_without_response_total") == 0
 
 
 async def test_123_streams_end_together(place, told):
     """1,000 streams at once are all charged, all end well and leave nothing."""
     async with opened(place) as calls:
         await streaming(calls)
-        assert await place.total("extproc_endpoint_in_flight") == STREAMS
+        assert await place.total("extproc_endpoint_inflight_requests") == STREAMS
         told.set()
         bodies = await asyncio.gather(*(call.body.rest() for call in calls))
     assert bodies == [b"data: 2\n\n"] * STREAMS
@@ -128,7 +128,7 @@ async def test_123_clients_are_killed(place, told):
     """Half of 1,000 clients cut within their bodies, half within their answers: all is freed."""
     async with opened(place) as calls:
         await streaming(calls[::2])
-        assert await place.total("extproc_endpoint_in_flight") == STREAMS / 2
+        assert await place.total("extproc_endpoint_inflight_requests") == STREAMS / 2
         for call in calls:
             call.cut()
         await place.settled()
@@ -141,7 +141,7 @@ async def test_123_engine_is_killed(place, engines, told):
     async with opened(place) as calls:
         await streaming(calls)
         found = await place.metrics()
-        lost = found[f'extproc_endpoint_in_flight{{endpoint="{engines[0].address}"}}']
+        lost = found[f'extproc_endpoint_inflight_requests{{endpoint="{engines[0].address}"}}']
         assert 0 < lost < STREAMS
         engines[0].cut()
         await place.until(lambda found: found["extproc_streams_open"] == STREAMS - lost)

@@ -116,14 +116,14 @@ async def test_the_models_of_all_pools_are_one_list(place):
     assert [one["id"] for one in json.loads(answer.body)["data"]] == ["llama", "qwen", "sql"]
     one = await http1.ask(place.port, "/v1/models/sql")
     assert json.loads(one.body)["parent"] == "llama"
-    assert await place.total("extproc_answers_total") >= 2
+    assert await place.total("extproc_direct_responses_total") >= 2
 
 
 async def test_pages_tell_of_every_pool(place, engines):
     """Metrics have the pool as a label, and the debug pages all of them."""
     await ask(place, "qwen")
     found = await place.metrics()
-    picks = f'extproc_picks_total{{endpoint="{engines["qwen"].address}",pool="qwen"}}'
+    picks = f'extproc_routed_requests_total{{endpoint="{engines["qwen"].address}",pool="qwen"}}'
     assert found[picks] >= 1
     pools = json.loads((await http1.ask(place.pages, "/debug/pools")).body)["pools"]
     assert list(pools) == ["batch", "hosted", "llama", "qwen"]

@@ -211,7 +211,7 @@ async def test_092_first_event_before_the_second_exists(place, served):
             await call.send(CHAT)
             await call.begun()
             assert await call.body.piece() == b"data: 1\n\n"
-            assert await place.total("extproc_endpoint_in_flight") == 1
+            assert await place.total("extproc_endpoint_inflight_requests") == 1
             seen.set()
             assert await call.body.rest() == b"data: 2\n\n"
     finally:
@@ -267,12 +267,12 @@ async def test_119_client_leaves_before_the_answer(place, served, sent):
         await call.start("POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))])
         if sent == "half":
             await call.send(CHAT[:20])
-            await place.until(lambda found: found["extproc_gathered_bytes"] == 20)
+            await place.until(lambda found: found["extproc_body_buffer_bytes"] == 20)
         elif sent == "all":
             arrived = served.arrival()
             await call.send(CHAT)
             await arrived
-            assert await place.total("extproc_endpoint_in_flight") == 1
+            assert await place.total("extproc_endpoint_inflight_requests") == 1
         else:
             await place.until(lambda found: found["extproc_streams_open"] == 1)
         call.cut()
@@ -331,7 +331,7 @@ async def test_request_that_breaks_off(place, served):
     async with http1.calling(place.port) as call:
         await call.start("POST", "/v1/chat/completions", chunked=True)
         await call.chunk(CHAT[:10])
-        await place.until(lambda found: found["extproc_gathered_bytes"] == 10)
+        await place.until(lambda found: found["extproc_body_buffer_bytes"] == 10)
         await call.send(b"this is no chunk\r\n")
         await call.ended()
     await place.settled()

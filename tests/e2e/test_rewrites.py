@@ -234,7 +234,7 @@ async def test_085_a_canary(place, served, listeners, mode):
 
 async def test_072_sheddable_requests_are_dropped_while_full(place, served, listeners):
     """Priority below 0 gets 429 while the one endpoint is full; others are served."""
-    others = f'extproc_endpoint_foreign{{endpoint="{served.address}"}}'
+    others = f'extproc_endpoint_foreign_requests{{endpoint="{served.address}"}}'
     port = listeners["BUFFERED", "NONE"]
     served.plays["/metrics"] = page(9)
     await place.until(lambda found: found.get(others) == 9)

@@ -161,7 +161,7 @@ async def sited(folder, binary, *addresses):
         yield site
         for at in range(2):
             found = await site.metrics(at)
-            assert not [name for name in found if name.startswith("extproc_xds_refusals_total")]
+            assert not [name for name in found if name.startswith("extproc_xds_nacks_total")]
         for picker in site.pickers:
             assert await picker.stop(signal.SIGINT) == 0
         assert not complaints(site.lines)

@@ -96,7 +96,7 @@ def test_only_so_many_go_in_one_call():
     assert entrance.turnstile.dispatch(0.0) == 0.0
     assert entrance.went == ["a", "b"]
     assert entrance.turnstile.dispatch(0.0) is None
-    assert entrance.turnstile.outcomes == {"went": 3}
+    assert entrance.turnstile.outcomes == {"dispatched": 3}
 
 
 def test_how_long_a_request_waits():
@@ -241,7 +241,7 @@ def test_what_raises_is_told_and_waits_no_longer():
     entrance.turnstile.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
     assert entrance.went == ["b"]
-    assert entrance.turnstile.outcomes == {"failed": 1, "went": 1}
+    assert entrance.turnstile.outcomes == {"failed": 1, "dispatched": 1}
     assert not entrance.turnstile.queue.count
 
 
@@ -253,7 +253,7 @@ def test_refused_requests_of_one_sweep_are_told():
     assert entrance.turnstile.dispatch(0.0) is None
     assert entrance.rejections["a"].status == 404
     assert entrance.went == ["b"]
-    assert entrance.turnstile.outcomes == {"refused": 1, "went": 1}
+    assert entrance.turnstile.outcomes == {"rejected": 1, "dispatched": 1}
 
 
 def test_controller_sets_its_timer_for_the_earliest_deadline():

@@ -188,7 +188,9 @@ async def test_from_zero_to_some_and_back(api, cluster):
         for one in [first, *more]:
             one.call.cancel()
         await picker.until(lambda: spec(api, namespace), lambda found: found == 0)
-        assert await read_metric(picker, 'extproc_scaling_changes_total{pool="",why="wake"}') == 1.0
+        assert (
+            await read_metric(picker, 'extproc_scaling_changes_total{pool="",reason="wake"}') == 1.0
+        )
         assert [count for _, count in kubelet.asked][:3] == [0, 1, 2]
         events = await api.call("GET", f"/api/v1/namespaces/{namespace}/events")
         assert {one["reason"] for one in events["items"]} == {"Scaled"}
@@ -388,7 +390,7 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         follower = both[found.index(0.0)]
         # Each has read the other at least once.
         await follower.until(
-            lambda: read_metric(follower, 'extproc_scaling_complete{pool=""}'),
+            lambda: read_metric(follower, 'extproc_scaling_counters_complete{pool=""}'),
             lambda seen: seen == 1.0,
         )
         first = await held(follower)

@@ -26,7 +26,7 @@ async def test_a_request_waits_for_the_first_endpoint():
     assert granted.decision.endpoints[0].address == A
     assert place.house.fleet.pool.members[0].account.in_flight == 1
     assert place.gate.queue.count == 0
-    assert place.gate.outcomes == {"went": 1}
+    assert place.gate.outcomes == {"dispatched": 1}
 
 
 async def test_a_gateway_s_own_choice_does_not_wait():
@@ -117,7 +117,7 @@ async def test_a_client_that_leaves_is_gone_at_once():
     await answered(second)
     place.gate.cancel(second, place.now)
     assert place.house.fleet.pool.members[0].account.in_flight == 0
-    assert place.gate.outcomes == {"left": 1, "went": 1}
+    assert place.gate.outcomes == {"cancelled": 1, "dispatched": 1}
 
 
 async def test_priorities_displace_and_overtake():

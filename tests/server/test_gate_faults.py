@@ -56,7 +56,7 @@ async def test_a_grant_that_fails_is_answered_500():
     assert (refused.status, refused.message) == (500, "the decision failed (BrokenError)")
     assert isinstance(granted, Admission)
     assert place.house.in_flight == 1
-    assert place.gate.outcomes == {"failed": 1, "went": 1}
+    assert place.gate.outcomes == {"failed": 1, "dispatched": 1}
     assert place.gate.queue.count == 0
 
 

@@ -18,7 +18,7 @@ async def test_many_go_in_turns_of_the_loop():
     await asyncio.sleep(0)
     assert 0 < sum(request.answer.done() for request in held) < 400
     await answered(*held)
-    assert place.gate.outcomes["went"] == 400
+    assert place.gate.outcomes["dispatched"] == 400
 
 
 async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
@@ -135,7 +135,7 @@ def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
         assert place.looks == 3
         place.load(A, waiting=0, running=4, kv_usage=0.5)
         await asyncio.gather(*(request.answer for request in place.held))
-        assert place.gate.outcomes == {"went": 9}
+        assert place.gate.outcomes == {"dispatched": 9}
         place.gate.close()
 
     in_virtual_time(test)

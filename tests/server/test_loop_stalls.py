@@ -94,8 +94,8 @@ async def test_a_held_loop_shows_on_the_page():
         )
     subject.stop()
     page = Exposition(counters, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
-    assert 'extproc_loop_stall_seconds_bucket{le="0.05"}' in page
-    assert "extproc_loop_stall_cpu_seconds_sum" in page
+    assert 'extproc_event_loop_lag_seconds_bucket{le="0.05"}' in page
+    assert "extproc_event_loop_lag_cpu_seconds_sum" in page
 
 
 async def test_a_look_that_raises_is_not_the_last():

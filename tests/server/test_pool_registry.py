@@ -144,8 +144,8 @@ async def test_annotations_claim_nothing_without_a_rule(caplog):
     assert refused == [
         "pool a-evil/p claims nothing: model * has no rule in cluster.claims",
     ]
-    states = {name: view.claim for name, view in subject.watched().items()}
-    assert states == {"b/prod": "none", "a-evil/p": "refused"}
+    states = {name: view.match_state for name, view in subject.watched().items()}
+    assert states == {"b/prod": "none", "a-evil/p": "rejected"}
 
 
 async def test_the_older_pool_takes_what_two_claim(caplog):
@@ -162,7 +162,7 @@ async def test_the_older_pool_takes_what_two_claim(caplog):
     )
     assert ask(subject).pool == "z/old"
     assert ask(subject, host="own").pool == "own"
-    states = {name: view.claim for name, view in subject.watched().items()}
+    states = {name: view.match_state for name, view in subject.watched().items()}
     assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
     assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
     # Made anew, it is the younger one.
@@ -192,7 +192,7 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
     subject = sites(ANY_CLAIM)
     subject.on_pools_changed(brought, ())
     assert 0 < num_calls <= 20_000
-    states = {name: view.claim for name, view in subject.watched().items()}
+    states = {name: view.match_state for name, view in subject.watched().items()}
     assert states.pop("n/p02") == "overlapped"
     assert set(states.values()) == {"in_force"}
     assert ask(subject, host="h1.p1").pool == "n/p01"

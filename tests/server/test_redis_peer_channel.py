@@ -151,7 +151,10 @@ async def test_two_pickers_see_each_others_requests_in_flight(server):
         )
         await until(lambda: second.in_flight("b") == {"127.0.0.13:9": 1})
         gauges = {name: read() for name, read in second.line.gauges().items()}
-        assert gauges == {"extproc_sharing_pickers": 1.0, "extproc_sharing_open": 3.0}
+        assert gauges == {
+            "extproc_peer_sync_peers": 1.0,
+            "extproc_peer_sync_inflight_requests": 3.0,
+        }
         owners = [(first, "a"), (first, "a"), (first, "b"), (second, "a")]
         for ticket, (owner, pool) in zip(tickets, owners, strict=True):
             owner.dispatcher(pool).release(ticket, time.monotonic())

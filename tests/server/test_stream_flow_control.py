@@ -110,7 +110,7 @@ async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
     assert waiting.queued is not None
     served.finish()
     await turned(waiting)
-    assert place.gate.outcomes == {"went": 1}
+    assert place.gate.outcomes == {"dispatched": 1}
     waiting.finish()
     assert place.house.in_flight == 0
     place.gate.close()

@@ -239,7 +239,7 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
                 )
                 await stream.call.done_writing()
                 assert await stream.ended() is grpc.StatusCode.OK
-            assert scene.counters.refusals == {"clusters": 2}
+            assert scene.counters.nacks == {"clusters": 2}
 
     with caplog.at_level(logging.ERROR, "extproc.server"):
         run(test())

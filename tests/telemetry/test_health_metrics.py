@@ -60,13 +60,13 @@ def test_who_is_out_and_how_often():
     assert shown["extproc_probes_total", "ok"] == 1.0
 
 
-def test_addresses_left_out_are_shown():
+def test_dropped_addresses_are_exported():
     """A pool that is cut at the bound of its size can be alerted on."""
     house = House({FIRST: None})
     watched = PoolView(
-        house.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), addresses_left_out=3616
+        house.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
     )
     exposition = Exposition(
         ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
     )
-    assert b'extproc_discovery_addresses_left_out{pool="p"} 3616.0' in exposition.render()
+    assert b'extproc_discovery_dropped_addresses{pool="p"} 3616.0' in exposition.render()

@@ -18,7 +18,7 @@ def test_what_was_learned_is_on_the_page():
                 house.fleet.pool,
                 lambda _: PrefixCacheStats(5.0, 4.0, 100),
                 house.fleet.bytes_per_token.learned,
-                continuation_ratio=house.dispatcher.conversation_stats,
+                conversations=house.dispatcher.conversation_stats,
             )
         },
         clock=lambda: 1.0,
@@ -27,8 +27,8 @@ def test_what_was_learned_is_on_the_page():
     ).render()
     spot = b'{endpoint="10.0.0.1:8000",pool=""}'
     for line in (
-        b'extproc_returning_share{pool=""} 0.5',
-        b'extproc_conversations_away{pool=""} 0.0',
+        b'extproc_continuation_ratio{pool=""} 0.5',
+        b'extproc_idle_conversations_per_request{pool=""} 0.0',
         b'extproc_bytes_per_token{model="m",pool=""} 3.0',
         b"extproc_endpoint_step_seconds" + spot + b" 0.015",
         b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",

@@ -128,10 +128,10 @@ def test_metrics_of_models():
     for line in (
         'extproc_endpoint_models{endpoint="10.0.0.1:8000",pool=""} 3.0',
         'extproc_endpoint_models{endpoint="10.0.0.2:8000",pool=""} 1.0',
-        'extproc_models_scrapes_total{endpoint="10.0.0.1:8000",pool="",result="ok"} 2.0',
+        'extproc_model_list_polls_total{endpoint="10.0.0.1:8000",pool="",result="ok"} 2.0',
         'extproc_model_rewrites_total{pool="",result="edited"} 1.0',
         'extproc_model_rewrites_total{pool="",result="unedited"} 1.0',
-        'extproc_unlisted_models_total{pool=""} 2.0',
+        'extproc_unknown_model_requests_total{pool=""} 2.0',
     ):
         assert line + "\n" in shown
     assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000",pool=""}' not in shown

@@ -70,12 +70,12 @@ class LoopMetrics:
             "work_per_second": demand.arriving,
             "replica_work_per_second": demand.throughput,
             "cold_start_seconds": demand.cold_start_s,
-            "complete": float(demand.complete),
+            "counters_complete": float(demand.complete),
         }
         if self.wake_s is not None:
-            gauges["wake_seconds"] = self.wake_s
+            gauges["from_zero_seconds"] = self.wake_s
         replicas = {
-            "asked": demand.spec,
+            "spec": demand.spec,
             "available": demand.available,
             "starting": demand.starting,
         }

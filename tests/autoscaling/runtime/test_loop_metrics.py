@@ -32,5 +32,5 @@ def test_metrics_show_demand_decision_and_changes():
     assert shown.gauges["queue_depth_mean"] == pytest.approx((3.0 + 6.0) / 2)
     assert shown.gauges["requests_per_second"] == pytest.approx(3.0)
     assert shown.gauges["desired_replicas"] == 3.0
-    assert shown.replicas == {"asked": 3, "available": 2, "starting": 1}
+    assert shown.replicas == {"spec": 3, "available": 2, "starting": 1}
     assert shown.changes == {"up": 1}

@@ -62,8 +62,8 @@ async def test_the_first_request_starts_an_engine():
             http.get(f"http://127.0.0.1:{running.ports.pages}/metrics") as page,
         ):
             text = await page.text()
-        assert 'extproc_scaling_changes_total{pool="",why="wake"} 1.0' in text
-        assert 'extproc_scaling_replicas{pool="",state="asked"}' in text
+        assert 'extproc_scaling_changes_total{pool="",reason="wake"} 1.0' in text
+        assert 'extproc_scaling_replicas{pool="",state="spec"}' in text
     with contextlib.suppress(ConnectionRefusedError):
         await asyncio.open_connection(*address.split(":"))
         raise AssertionError("the engine outlived the picker")

@@ -231,7 +231,7 @@ def test_requests_wait_for_the_first_engine_or_give_up():
     assert not run.pickers[0].gate.queue.count
     early = [sim_request for sim_request in run.metrics.requests if sim_request.sent_at < 3.0]
     assert {sim_request.failure for sim_request in early} == {"timeout"}
-    assert len(early) == run.pickers[0].gate.outcomes["left"]
+    assert len(early) == run.pickers[0].gate.outcomes["cancelled"]
 
 
 def test_where_replicas_come_and_go_the_scenario_says_who_waits():

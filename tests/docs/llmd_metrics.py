@@ -1,0 +1,158 @@
+"""The map of llm-d's metrics to those of extproc, for users who replace the upstream EPP.
+
+It lists the families that llm-d-router exports (`pkg/epp/metrics`, `docs/metrics.md`), without their
+prefix `llm_d_epp_`, and without families of components that are no EPP.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tests.docs import metrics_reference
+
+#: Families of llm-d to the text in the table; metrics of extproc are in backticks, and empty text
+#: means that there is none.
+ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("request_total",), "`extproc_routed_requests_total` plus `extproc_rejections_total`"),
+    (
+        ("request_error_total",),
+        "`extproc_rejections_total`, and `extproc_responses_total` by status",
+    ),
+    (("request_duration_seconds",), "`extproc_request_duration_seconds`"),
+    (
+        ("request_ttft_seconds",),
+        "`extproc_time_to_response_headers_seconds`: streams begin with their first token",
+    ),
+    (
+        ("request_input_tokens", "request_output_tokens", "request_cached_tokens"),
+        "`extproc_usage_tokens_total` by kind, where responses are visible",
+    ),
+    (("request_running",), "sum of `extproc_endpoint_inflight_requests`"),
+    (("inflight_requests",), "`extproc_endpoint_inflight_requests`"),
+    (("inflight_tokens",), "`extproc_endpoint_queued_tokens`: uncached prompt tokens"),
+    (("ready_endpoints",), "`count(extproc_endpoint_up == 1)`"),
+    (("flow_control_stale_endpoints",), "from `extproc_endpoint_metrics_age_seconds`"),
+    (("scheduler_e2e_duration_seconds",), "`extproc_routing_duration_seconds`"),
+    (
+        ("scheduler_attempts_total",),
+        "`extproc_routed_requests_total` by endpoint, and `extproc_rejections_total`",
+    ),
+    (("model_rewrite_decisions_total",), "`extproc_model_rewrites_total`"),
+    (
+        ("datalayer_poll_errors_total", "datalayer_extract_errors_total"),
+        "`extproc_scrapes_total` and `extproc_model_list_polls_total` by result",
+    ),
+    (("flow_control_queue_size",), "`extproc_flow_control_queue_size`"),
+    (("flow_control_queue_bytes",), "`extproc_flow_control_queue_bytes`"),
+    (
+        ("flow_control_request_queue_duration_seconds",),
+        "`extproc_flow_control_request_queue_duration_seconds`",
+    ),
+    (("flow_control_requests_total",), "`extproc_flow_control_requests_total`"),
+    (("llm_d_epp_extproc_streams_inflight",), "`extproc_streams_open`"),
+    (("llm_d_epp_extproc_streams_total",), "`extproc_streams_total`"),
+    (("prefix_indexer_size",), "`extproc_prefix_index_blocks`, `extproc_prefix_index_bytes`"),
+    (
+        ("prefix_indexer_hit_ratio", "prefix_indexer_hit_bytes"),
+        "`extproc_matched_tokens_total` over `extproc_prompt_tokens_total`",
+    ),
+    (("info",), "`extproc_info`"),
+    (
+        (
+            "average_kv_cache_utilization",
+            "average_queue_size",
+            "average_running_requests",
+            "std_dev_kv_cache_utilization",
+            "std_dev_queue_size",
+            "std_dev_running_requests",
+            "per_endpoint_queue_size",
+        ),
+        "",
+    ),
+    (("request_size_bytes", "response_size_bytes"), ""),
+    (
+        (
+            "request_ntpot_seconds",
+            "request_streaming_tpot_seconds",
+            "request_streaming_itl_seconds",
+        ),
+        "",
+    ),
+    (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
+    (("request_processing_duration_seconds", "response_processing_duration_seconds"), ""),
+    (
+        (
+            "flow_control_dispatch_cycle_duration_seconds",
+            "flow_control_request_enqueue_duration_seconds",
+            "flow_control_pool_saturation",
+            "flow_control_capacity_utilization_requests",
+            "flow_control_capacity_utilization_bytes",
+            "flow_control_global_capacity_utilization_requests",
+            "flow_control_global_capacity_utilization_bytes",
+        ),
+        "",
+    ),
+    (
+        (
+            "flow_control_revocations_issued_total",
+            "flow_control_revocations_total",
+            "flow_control_reclaim_target",
+            "flow_control_pending_reclaim",
+            "flow_control_revocation_confirmation_seconds",
+        ),
+        "",
+    ),
+    (("llm_d_epp_extproc_stream_duration_seconds",), ""),
+    (
+        (
+            "disagg_decision_total",
+            "encoder_cache_queries_total",
+            "encoder_cache_hits_total",
+            "encoder_cache_hit_ratio",
+        ),
+        "",
+    ),
+    (
+        (
+            "request_predicted_ttft_seconds",
+            "request_predicted_tpot_seconds",
+            "request_ttft_prediction_duration_seconds",
+            "request_tpot_prediction_duration_seconds",
+            "request_slo_violation_total",
+            "inference_request_metric",
+        ),
+        "",
+    ),
+    (
+        (
+            "program_aware_jains_fairness_index",
+            "program_aware_avg_wait_time_milliseconds",
+            "program_aware_attained_service_tokens",
+        ),
+        "",
+    ),
+)
+
+
+def upstream_names() -> list[str]:
+    """All families of llm-d in the table."""
+    return [name for names, _ in ROWS for name in names]
+
+
+def own_names() -> set[str]:
+    """All metrics of extproc that the table names."""
+    return {name for _, text in ROWS for name in re.findall(r"extproc_\w+", text)}
+
+
+def unknown_names() -> set[str]:
+    """Metrics in the table that extproc does not export."""
+    families = {family.name for family in metrics_reference.families()}
+    return own_names() - metrics_reference.series_names() - families
+
+
+def block() -> str:
+    """One row for each group of families."""
+    rows = ["| `llm_d_epp_...` | extproc |", "|---|---|"]
+    for names, text in ROWS:
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {text or 'not provided'} |")
+    return "\n".join(rows)
