@@ -14,7 +14,7 @@ from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/write-a-scorer.md").read_text()
-SCORER, CONFIG, TEST = re.findall(
+SCORER, CONFIG, TEST, *_ = re.findall(
     r"^```(?:python|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 
