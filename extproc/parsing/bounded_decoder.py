@@ -49,6 +49,8 @@ _CHUNK_BYTES: Final = 64 * 1024
 _CHEAP: Final = 64
 #: Bytes of a body for each quotation mark, below which its strings are not gone through one by one.
 _BYTES_PER_QUOTE: Final = 256
+#: The same for bodies of a few long strings, which are gone through before marks are counted.
+_FEW_QUOTES_BYTES: Final = 8 * 1024
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
 #: Arrays that begin in one another. Going through them takes ten times as long as through others.
@@ -151,7 +153,10 @@ def is_light(body: bytes) -> bool:
     """True if a body can be decoded at once; short bodies always can."""
     if len(body) <= _SHORT_BYTES:
         return True
-    most, expected = _budget(body), _estimate_marks(body)
+    most = _budget(body)
+    if len(body) > _CHUNK_BYTES and _is_mostly_text(body, most, bytes_per_quote=_FEW_QUOTES_BYTES):
+        return True
+    expected = _estimate_marks(body)
     if (
         expected <= most
         and not _is_wide(body)
@@ -161,14 +166,14 @@ def is_light(body: bytes) -> bool:
     return _is_mostly_text(body, most)
 
 
-def _is_mostly_text(json: bytes, most: int) -> bool:
+def _is_mostly_text(json: bytes, most: int, *, bytes_per_quote: int = _BYTES_PER_QUOTE) -> bool:
     """True if all but so many bytes are long strings without wide characters.
 
     No more values than bytes are outside of strings, and commas in prose are not gone through. False
     for JSON with so many quotation marks that counting is no dearer.
     """
     num_outside, start, before, is_inside = 0, 0, -1, False
-    for _ in range(len(json) // _BYTES_PER_QUOTE):
+    for _ in range(len(json) // bytes_per_quote):
         at = json.find(b'"', before + 1)
         if at < 0:
             return not is_inside and num_outside + len(json) - before - 1 <= most
