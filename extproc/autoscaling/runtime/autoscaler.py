@@ -109,13 +109,13 @@ class Autoscaler:
         self._sites = sites
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
-        self._around = AutoscalerContext(
-            tallies, self.peers, self._cluster, here, leads, clock, self._looked
+        self._context = AutoscalerContext(
+            tallies, self.peers, self._cluster, here, leads, clock, self._on_step
         )
         for plan in pools.pool_plans(settings):
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
-                self._add(ScaledPool(sites.by_name[plan.name], wanted, self._around))
+                self._add(ScaledPool(sites.by_name[plan.name], wanted, self._context))
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else leads
         self._memory = _build_memory(
@@ -224,7 +224,7 @@ class Autoscaler:
         state = self._drop(name)
         if wanted is None:
             return
-        pool = ScaledPool(site, wanted, self._around)
+        pool = ScaledPool(site, wanted, self._context)
         other = self._other(pool)
         if other is not None:
             self._logged[name] = site, None  # it is looked at again: the other one may go
@@ -289,7 +289,7 @@ class Autoscaler:
 
     async def report(self, cluster: scale_subresource.ScaleClient) -> None:
         """Write the Events that are not written yet."""
-        while self._unreported and self._around.leads():
+        while self._unreported and self._context.leads():
             name, why = self._unreported.popitem()
             namespace, _, pool = name.rpartition("/")
             about = ScaleTarget(
@@ -319,7 +319,7 @@ class Autoscaler:
             self._saved_states | {name: loop.state() for name, loop in self.loops.items()}
         )
 
-    def _looked(self, loop: ControlLoop) -> None:
+    def _on_step(self, loop: ControlLoop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
             self._numbers[loop.name] = loop.desired.replicas
             self._changed.set()

@@ -84,7 +84,7 @@ class ControlLoop:
         self._peers = peers
         self._clock = clock
         self._on_change = on_change
-        self._meter = DemandEstimator(scaling.meter)
+        self._estimator = DemandEstimator(scaling.meter)
         self._scaler = PolicyRunner(
             scaling.policy_instance(f"autoscaling of {site.name or 'the pool'}"), scaling.bounds
         )
@@ -114,7 +114,7 @@ class ControlLoop:
 
     def state(self) -> LoopState:
         """Current state, for `restore` in another process."""
-        return LoopState(self._scaler.state(), self._meter.state, self._requested)
+        return LoopState(self._scaler.state(), self._estimator.state, self._requested)
 
     def restore(self, state: LoopState, *, shift_s: float) -> bool:
         """Continue from the state of another process; `shift_s` as in `PolicyRunner.restore`.
@@ -124,7 +124,7 @@ class ControlLoop:
         """
         if not self._scaler.restore(state.scaler, shift_s=shift_s):
             return False
-        self._meter.restore(state.learned, shift_s=shift_s)
+        self._estimator.restore(state.learned, shift_s=shift_s)
         if state.requested is not None:
             self._requested = state.requested
             self.actuator.restore(state.requested)
@@ -133,34 +133,34 @@ class ControlLoop:
     async def run(self) -> None:
         """Step until cancelled, and at once when a request is queued at zero replicas."""
         while True:
-            hurry = self._woken.is_set()
+            immediate = self._woken.is_set()
             self._woken.clear()
-            pause = await self.step(hurry=hurry)
+            pause = await self.step(immediate=immediate)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), pause)
 
-    async def step(self, *, hurry: bool = False) -> float:
+    async def step(self, *, immediate: bool = False) -> float:
         """Observe, decide and act once; returns seconds until the next step.
 
         Args:
-            hurry: True if a request waits for it: peers get our counters, theirs are not read.
+            immediate: True if a request waits for it: peers get our counters, theirs are not read.
         """
         if not self._site.synced:
             return _UNKNOWN_S
         own = self._counters.read()
         looking = self.actuator.current_replicas(self._counters.available)
-        if hurry:
+        if immediate:
             peer_counters, spec = self._peers.last(self.name), await looking
         else:
             peer_counters, spec = await asyncio.gather(self._peers.read(self.name), looking)
         if isinstance(spec, actuator.ActuatorError):
             self._failed(spec)
-            if hurry:
+            if immediate:
                 await self._peers.push()
             return _AGAIN_S if own.held else self._scaler.policy.interval_s
         self._decide(own, peer_counters, spec)
         failed = await self._act(spec)
-        if hurry:
+        if immediate:
             await self._peers.push()
         elif own.held and self._asleep:
             # The replica that may act was notified and did not: another may lead by now.
@@ -173,7 +173,7 @@ class ControlLoop:
         now = self._clock()
         observation = self._counters.observe_target(spec, now)
         pickers = {**peer_counters, self._peers.identity: own}
-        demand = self._meter.read(now, pickers, observation)
+        demand = self._estimator.read(now, pickers, observation)
         self.demand, self.desired = demand, self._scaler.step(demand)
         self.metrics.record(demand, self.desired, pickers)
         self._asleep, self._requested = not spec, spec
@@ -193,7 +193,7 @@ class ControlLoop:
                 if self._waits_since is not None:
                     self.metrics.wake_s = self._clock() - self._waits_since
                     self._waits_since = None
-                self._tell(desired, spec)
+                self._log_change(desired, spec)
         if failed is not None:
             self._failed(failed)
         elif self._failing:
@@ -202,7 +202,7 @@ class ControlLoop:
         self._on_change(self)
         return failed is not None
 
-    def _tell(self, desired: ScalingDecision, spec: int) -> None:
+    def _log_change(self, desired: ScalingDecision, spec: int) -> None:
         change = f"from {spec} to {desired.replicas} replicas"
         if not self.actuator.scales:
             change = (

@@ -165,13 +165,13 @@ class PeerCounterClient:
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """HTTP routes by which peers read and push counters."""
-        return (web.get(PATH, self._tell), web.post(PATH, self._hear))
+        return (web.get(PATH, self._serve), web.post(PATH, self._on_pushed))
 
-    async def _tell(self, _: web.Request) -> web.Response:
+    async def _serve(self, _: web.Request) -> web.Response:
         body = msgspec.json.encode(PeerReport(self.identity, self._own()))
         return web.Response(body=body, content_type="application/json")
 
-    async def _hear(self, request: web.Request) -> web.Response:
+    async def _on_pushed(self, request: web.Request) -> web.Response:
         report = read_report(await request.read())
         if report is None:
             return web.Response(status=400, text="not what pickers tell each other\n")

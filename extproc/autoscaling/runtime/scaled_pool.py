@@ -1,4 +1,4 @@
-"""Pool with autoscaling: its control loop and the parts around it."""
+"""Pool with autoscaling: its control loop and its parts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
         tallies: Metrics of the process.
         peers: The other pickers.
         cluster: Client of scale targets; None where no object is scaled.
-        here: Namespace of targets that name none.
+        namespace: Namespace of targets that name none.
         leads: True while this replica holds the Lease.
         clock: Monotonic seconds.
-        looked: Called after every step of a loop.
+        on_step: Called after every step of a loop.
     """
 
     tallies: ProcessCounters
     peers: PeerCounterClient
     cluster: scale_subresource.ScaleClient | None
-    here: str
+    namespace: str
     leads: Callable[[], bool]
     clock: Callable[[], float]
-    looked: Callable[[ControlLoop], None]
+    on_step: Callable[[ControlLoop], None]
 
     @property
     def supervisor(self) -> Supervisor:
@@ -50,7 +50,7 @@ class ScaledPool:
     Args:
         site: The pool.
         scaling: Policy, bounds and parameters.
-        around: Shared dependencies.
+        context: Shared dependencies.
 
     Raises:
         ConfigError: There is no such policy.
@@ -64,23 +64,23 @@ class ScaledPool:
     """
 
     def __init__(
-        self, site: PoolRuntime, scaling: ScalingSection, around: AutoscalerContext
+        self, site: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
     ) -> None:
         self.site = site
         self.scaling = scaling
-        self.target = None if scaling.target is None else scaling.target.located(around.here)
-        tallies = around.tallies.for_pool(site.name)
+        self.target = None if scaling.target is None else scaling.target.located(context.namespace)
+        tallies = context.tallies.for_pool(site.name)
         self.counts = demand_counters.DemandCounters(site, tallies)
         self.loop = ControlLoop(
             site,
             scaling,
-            acting=_build_actuator(site, scaling, around),
+            acting=_build_actuator(site, scaling, context),
             counters=self.counts,
-            peers=around.peers,
-            clock=around.clock,
-            on_change=around.looked,
+            peers=context.peers,
+            clock=context.clock,
+            on_change=context.on_step,
         )
-        self._supervisor = around.supervisor
+        self._supervisor = context.supervisor
         self._before: Callable[[], None] | None = None
 
     def attach(self) -> None:
@@ -110,18 +110,18 @@ class ScaledPool:
 
 
 def _build_actuator(
-    pool: PoolRuntime, scaling: ScalingSection, around: AutoscalerContext
+    pool: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
 ) -> actuator.Actuator:
-    context = actuator.ActuatorContext(
+    dependencies = actuator.ActuatorContext(
         pool=pool,
-        cluster=around.cluster,
-        namespace=around.here,
-        leads=around.leads,
-        clock=around.clock,
-        supervisor=around.supervisor,
+        cluster=context.cluster,
+        namespace=context.namespace,
+        leads=context.leads,
+        clock=context.clock,
+        supervisor=context.supervisor,
     )
     kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
-    return kind.from_settings(scaling, context)
+    return kind.from_settings(scaling, dependencies)
 
 
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

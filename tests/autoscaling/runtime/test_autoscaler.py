@@ -250,11 +250,11 @@ async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
     place.subject._save_s = 0.001
     real, looked = ControlLoop.step, asyncio.Event()
 
-    async def step(loop, *, hurry=False):
+    async def step(loop, *, immediate=False):
         if loop.name == "a/x":
             raise OverflowError
         looked.set()
-        return await real(loop, hurry=hurry)
+        return await real(loop, immediate=immediate)
 
     monkeypatch.setattr(ControlLoop, "step", step)
     place.bring("a/x", "b/y")
@@ -287,5 +287,5 @@ def test_who_is_told_of_a_look_may_raise():
     place = Place()
     place.bring("a/x")
     place.subject.on_change = {}.__getitem__
-    place.subject._looked(place.subject.loops["a/x"])
+    place.subject._on_step(place.subject.loops["a/x"])
     assert place.subject._supervisor.failures["autoscaling"] == 1

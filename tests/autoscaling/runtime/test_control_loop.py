@@ -159,7 +159,7 @@ async def test_only_who_may_act_does():
     place.hands.acts = False
     place.come()
     place.ask()
-    assert await place.loop.step(hurry=True) == 1.0
+    assert await place.loop.step(immediate=True) == 1.0
     assert place.loop.active
     assert (place.hands.requested, place.others.pushed) == ([], 1)
     place.loop.wake()
