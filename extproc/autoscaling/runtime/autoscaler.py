@@ -51,7 +51,7 @@ class Autoscaler:
 
     Args:
         settings: The whole configuration.
-        sites: The pools.
+        registry: The pools.
         tallies: Metrics of the process.
         leads: True while this replica holds the Lease.
         clock: Monotonic seconds.
@@ -70,7 +70,7 @@ class Autoscaler:
     def __init__(
         self,
         settings: Settings,
-        sites: PoolRegistry,
+        registry: PoolRegistry,
         tallies: ProcessCounters,
         *,
         leads: Callable[[], bool],
@@ -106,7 +106,7 @@ class Autoscaler:
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
         self._saved_states: dict[str, LoopState] = {}
         self._shift_s = 0.0
-        self._sites = sites
+        self._registry = registry
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
         self._context = AutoscalerContext(
@@ -115,7 +115,7 @@ class Autoscaler:
         for plan in pools.pool_plans(settings):
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
-                self._add(ScaledPool(sites.by_name[plan.name], wanted, self._context))
+                self._add(ScaledPool(registry.by_name[plan.name], wanted, self._context))
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else leads
         self._memory = _build_memory(
@@ -123,7 +123,7 @@ class Autoscaler:
         )
         tallies.scaling = self.figures
         if self._rules:
-            sites.on_change = self.sync_pools
+            registry.on_change = self.sync_pools
 
     def figures(self) -> Mapping[str, ScalingMetrics]:
         """Metrics by name of the pool."""
@@ -146,16 +146,16 @@ class Autoscaler:
         await self._supervisor.attempt("autoscaling", self._recall(), instance=_MEMORY)
         for pool in self._scaled.values():
             remind = functools.partial(self._remind, pool.loop)
-            self._supervisor.call("autoscaling", remind, instance=pool.site.name)
+            self._supervisor.call("autoscaling", remind, instance=pool.runtime.name)
 
     def sync_pools(self) -> None:
         """Reconcile the control loops with the pools that Kubernetes discovery reports."""
-        brought = self._sites.discovered
+        brought = self._registry.discovered
         for name in [known for known in self._logged if known not in brought]:
             self._forget(name)
-        for name, site in sorted(brought.items()):
-            if self._logged.get(name) != (site, site.annotations):
-                rescale = functools.partial(self._rescale, name, site)
+        for name, runtime in sorted(brought.items()):
+            if self._logged.get(name) != (runtime, runtime.annotations):
+                rescale = functools.partial(self._rescale, name, runtime)
                 self._supervisor.call("autoscaling", rescale, instance=name)
         self._others.set()
 
@@ -202,16 +202,16 @@ class Autoscaler:
             )
 
     def _add(self, pool: ScaledPool) -> None:
-        self._scaled[pool.site.name] = pool
-        self.loops[pool.site.name] = pool.loop
+        self._scaled[pool.runtime.name] = pool
+        self.loops[pool.runtime.name] = pool.loop
 
-    def _rescale(self, name: str, site: PoolRuntime) -> None:
+    def _rescale(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool."""
         try:
-            wanted = discovered_scaling.resolve_scaling(self._rules, name, site.annotations)
-            self._logged[name] = site, site.annotations
+            wanted = discovered_scaling.resolve_scaling(self._rules, name, runtime.annotations)
+            self._logged[name] = runtime, runtime.annotations
         except ConfigError as error:
-            self._logged[name] = site, site.annotations
+            self._logged[name] = runtime, runtime.annotations
             self._drop(name)
             self._fault(name, str(error))
             self._refusals[name] += 1
@@ -219,15 +219,15 @@ class Autoscaler:
             return
         self._unreported.pop(name, None)
         now = self._scaled.get(name)
-        if now is not None and now.site is site and now.scaling == wanted:
+        if now is not None and now.runtime is runtime and now.scaling == wanted:
             return
         state = self._drop(name)
         if wanted is None:
             return
-        pool = ScaledPool(site, wanted, self._context)
+        pool = ScaledPool(runtime, wanted, self._context)
         other = self._other(pool)
         if other is not None:
-            self._logged[name] = site, None  # it is looked at again: the other one may go
+            self._logged[name] = runtime, None  # it is looked at again: the other one may go
             self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
             return
         self._faults.pop(name, None)
@@ -312,7 +312,7 @@ class Autoscaler:
             self._supervisor.works("autoscaling", _MEMORY)
 
     async def _save(self, store: state_store.StateStore) -> None:
-        if self._sites.listed:
+        if self._registry.listed:
             # Discovery is complete: state that is left belongs to no pool.
             self._saved_states.clear()
         await store.save(

@@ -46,7 +46,7 @@ class ControlLoop:
     """Scales a pool. Mutable; owned by its `ScaledPool`.
 
     Args:
-        site: The pool.
+        runtime: The pool.
         scaling: Policy, bounds and parameters.
         acting: Applies decisions.
         counters: Counters of this process for the pool.
@@ -66,7 +66,7 @@ class ControlLoop:
 
     def __init__(
         self,
-        site: PoolRuntime,
+        runtime: PoolRuntime,
         scaling: ScalingSection,
         *,
         acting: actuator.Actuator,
@@ -75,18 +75,18 @@ class ControlLoop:
         clock: Callable[[], float],
         on_change: Callable[[ControlLoop], None],
     ) -> None:
-        self.name = site.name
+        self.name = runtime.name
         self.desired: ScalingDecision | None = None
         self.demand: Demand | None = None
         self.actuator = acting
-        self._site = site
+        self._runtime = runtime
         self._counters = counters
         self._peers = peers
         self._clock = clock
         self._on_change = on_change
         self._estimator = DemandEstimator(scaling.meter)
         self._scaler = PolicyRunner(
-            scaling.policy_instance(f"autoscaling of {site.name or 'the pool'}"), scaling.bounds
+            scaling.policy_instance(f"autoscaling of {runtime.name or 'the pool'}"), scaling.bounds
         )
         self.metrics = LoopMetrics(self._scaler.policy.window_s)
         self._woken = asyncio.Event()
@@ -145,7 +145,7 @@ class ControlLoop:
         Args:
             immediate: True if a request waits for it: peers get our counters, theirs are not read.
         """
-        if not self._site.synced:
+        if not self._runtime.synced:
             return _UNKNOWN_S
         own = self._counters.read()
         looking = self.actuator.current_replicas(self._counters.available)

@@ -18,12 +18,12 @@ class DemandCounters:
     """Reads the counters of a pool. Totals never decrease, even if a part of them does.
 
     Args:
-        site: The pool.
+        runtime: The pool.
         tallies: Metrics of the pool.
     """
 
-    def __init__(self, site: PoolRuntime, tallies: PoolCounters) -> None:
-        self._site = site
+    def __init__(self, runtime: PoolRuntime, tallies: PoolCounters) -> None:
+        self._runtime = runtime
         self._tallies = tallies
         self._arrived = 0.0
         self._prompt_tokens = 0.0
@@ -35,12 +35,13 @@ class DemandCounters:
     @property
     def held(self) -> int:
         """Queued requests (count)."""
-        return 0 if self._site.flow_controller is None else self._site.flow_controller.queue.count
+        controller = self._runtime.flow_controller
+        return 0 if controller is None else controller.queue.count
 
     @property
     def available(self) -> int:
         """Ready replicas (count)."""
-        return available(self._site.parts.store.pool)
+        return available(self._runtime.parts.store.pool)
 
     def observe_target(self, spec: int, now: float) -> TargetObservation:
         """Replicas, scraped load and engine speed of the scale target.
@@ -49,8 +50,8 @@ class DemandCounters:
             spec: Requested replicas.
             now: Monotonic seconds.
         """
-        pool = self._site.parts.store.pool
-        stale_after_s = self._site.parts.director.routing.settings.stale_after_s
+        pool = self._runtime.parts.store.pool
+        stale_after_s = self._runtime.parts.director.routing.settings.stale_after_s
         fresh = [member.load for member in pool.members if now - member.load.at < stale_after_s]
         return TargetObservation(
             spec=spec,
@@ -64,8 +65,8 @@ class DemandCounters:
 
     def read(self) -> PickerCounters:
         """Current counters of this process."""
-        tallies, pool = self._tallies, self._site.parts.store.pool
-        gate = self._site.flow_controller
+        tallies, pool = self._tallies, self._runtime.parts.store.pool
+        gate = self._runtime.flow_controller
         held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
         refused = sum(
             count for (status, _), count in tallies.rejections.items() if status in _WANTED

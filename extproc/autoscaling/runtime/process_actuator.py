@@ -70,7 +70,7 @@ class ProcessActuator:
 
     Args:
         wanted: Command and time limits.
-        site: Pool of the engines.
+        runtime: Pool of the engines.
         clock: Monotonic seconds.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
@@ -80,13 +80,13 @@ class ProcessActuator:
     def __init__(
         self,
         wanted: LaunchSection,
-        site: PoolRuntime,
+        runtime: PoolRuntime,
         *,
         clock: Callable[[], float],
         supervisor: Supervisor | None = None,
     ) -> None:
         self._wanted = wanted
-        self._site = site
+        self._runtime = runtime
         self._clock = clock
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._http = client.ScrapeClient(timeout_s=_HEALTH_S, cap_bytes=_HEALTH_BYTES)
@@ -174,7 +174,7 @@ class ProcessActuator:
             Endpoint(engine.address, name=f"engine-{engine.number}", uid=str(engine.number))
             for engine in ready
         ]
-        self._site.on_discovered(DiscoveredPool(tuple(endpoints)))
+        self._runtime.on_discovered(DiscoveredPool(tuple(endpoints)))
 
     async def _keep(self, engine: EngineProcess) -> None:
         """Run an engine from its start to its end."""
@@ -246,7 +246,7 @@ class ProcessActuator:
 
     def _in_flight(self, engine: EngineProcess) -> Callable[[], int]:
         """Reader of our open requests on an engine, valid after it left the pool."""
-        member = self._site.parts.store.pool.find(engine.address)
+        member = self._runtime.parts.store.pool.find(engine.address)
         return (lambda: 0) if member is None else (lambda: member.account.in_flight)
 
     async def _answers(self, engine: EngineProcess) -> None:

@@ -48,7 +48,7 @@ class ScaledPool:
     """Scales a pool from `attach` to `detach`.
 
     Args:
-        site: The pool.
+        runtime: The pool.
         scaling: Policy, bounds and parameters.
         context: Shared dependencies.
 
@@ -56,7 +56,7 @@ class ScaledPool:
         ConfigError: There is no such policy.
 
     Attributes:
-        site: The pool.
+        runtime: The pool.
         scaling: Policy, bounds and parameters.
         target: The object that is scaled; None where another actuator acts.
         counts: Counters of this process for the pool.
@@ -64,17 +64,17 @@ class ScaledPool:
     """
 
     def __init__(
-        self, site: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
+        self, runtime: PoolRuntime, scaling: ScalingSection, context: AutoscalerContext
     ) -> None:
-        self.site = site
+        self.runtime = runtime
         self.scaling = scaling
         self.target = None if scaling.target is None else scaling.target.located(context.namespace)
-        tallies = context.tallies.for_pool(site.name)
-        self.counts = demand_counters.DemandCounters(site, tallies)
+        tallies = context.tallies.for_pool(runtime.name)
+        self.counts = demand_counters.DemandCounters(runtime, tallies)
         self.loop = ControlLoop(
-            site,
+            runtime,
             scaling,
-            acting=_build_actuator(site, scaling, context),
+            acting=_build_actuator(runtime, scaling, context),
             counters=self.counts,
             peers=context.peers,
             clock=context.clock,
@@ -85,7 +85,7 @@ class ScaledPool:
 
     def attach(self) -> None:
         """Subscribe to queued requests, in addition to the subscriber before."""
-        gate = self.site.flow_controller
+        gate = self.runtime.flow_controller
         if gate is not None:
             self._before = gate.arrivals
             gate.arrivals = _call_both(gate.arrivals, self.loop.arrived)
@@ -93,13 +93,13 @@ class ScaledPool:
 
     def detach(self) -> None:
         """Unsubscribe; replicas stay as they are."""
-        if self.site.flow_controller is not None and self._before is not None:
-            self.site.flow_controller.arrivals = self._before
+        if self.runtime.flow_controller is not None and self._before is not None:
+            self.runtime.flow_controller.arrivals = self._before
 
     async def run(self) -> None:
         """Run the loop and its actuator until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            name = self.site.name
+            name = self.runtime.name
             keep = self._supervisor.keep
             looking = keep("autoscaling", self.loop.run, instance=name)
             tasks.create_task(looking, name=f"autoscaling {name}")
