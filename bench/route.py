@@ -76,10 +76,10 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     settings = parts.settings
     dispatcher = director.Director(
-        fleet=parts.store,
+        store=parts.store,
         routing=factory.build_routing_config(settings, profile, {}),
         index=parts.index,
-        belief=parts.cache_model,
+        cache_model=parts.cache_model,
         schedule=settings.prefix.schedule,
         rng=rng,
     )

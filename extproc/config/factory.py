@@ -114,10 +114,10 @@ def build(
         profile=resolved.profile,
         profiles=resolved,
         director=director.Director(
-            fleet=store,
+            store=store,
             routing=build_routing_config(settings, resolved.profile, resolved.by_model),
             index=index,
-            belief=model,
+            cache_model=model,
             schedule=settings.prefix.schedule,
             rng=rng,
             counts=guards.counts,

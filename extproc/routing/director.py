@@ -13,7 +13,8 @@ from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.inflight import Reservation
 from extproc.pool.store import PoolStore
-from extproc.prefix_cache import blocks, cache_model
+from extproc.prefix_cache import blocks
+from extproc.prefix_cache.cache_model import CacheModel, index_key
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import request_preparer, response_feedback, scheduler
@@ -37,16 +38,16 @@ class RequestEventListener(Protocol):
 
 
 class Director:
-    """Routes requests over one fleet.
+    """Routes requests over one pool.
 
     Args:
-        fleet: Endpoints, loads and accounts.
+        store: Endpoints, loads and accounts.
         routing: Profiles and settings; `reconfigure` replaces them.
         index: Predicted prefix blocks per endpoint.
-        belief: Keeps the index near what engines hold.
+        cache_model: Keeps the index near what engines hold.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
-        counts: Where exceptions of plugins that remember go; None keeps them to the dispatcher.
+        counts: Where exceptions of plugins that remember go; None keeps them to the director.
 
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
@@ -55,46 +56,46 @@ class Director:
     def __init__(
         self,
         *,
-        fleet: PoolStore,
+        store: PoolStore,
         routing: scheduler.RoutingConfig,
         index: PrefixIndex,
-        belief: cache_model.CacheModel,
+        cache_model: CacheModel,
         schedule: blocks.Schedule,
         rng: random.Random,
         counts: plugin_guard.PluginCounters | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._store = store
         self._index = index
-        self._belief = belief
-        self._evidence = response_feedback.ResponseFeedback(
-            store=fleet, index=index, cache_model=belief
+        self._cache_model = cache_model
+        self._response_feedback = response_feedback.ResponseFeedback(
+            store=store, index=index, cache_model=cache_model
         )
         self._schedule = schedule
         self._counts = counts or plugin_guard.PluginCounters()
         self._event_listener: RequestEventListener | None = None
-        self._recurrence = ConversationTracker()
+        self._conversation_tracker = ConversationTracker()
         self.pending_load = conversations.PendingLoad(
-            fleet,
-            self._recurrence,
+            store,
+            self._conversation_tracker,
             schedule.tokens,
             counted=routing.tracks_conversations,
         )
         self._scheduler = Scheduler(
-            fleet, index, self._recurrence, routing=routing, schedule=schedule, rng=rng
+            store, index, self._conversation_tracker, routing=routing, schedule=schedule, rng=rng
         )
-        self._preparer = RequestPreparer(fleet, routing=routing, schedule=schedule, rng=rng)
+        self._preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
         self._routing = routing
 
     @property
     def pool(self) -> snapshot.Pool:
         """The current snapshot of the pool."""
-        return self._fleet.pool
+        return self._store.pool
 
     @property
     def serving_bits(self) -> ModelBitsets:
         """Endpoints that can serve each request, as bits; the same object until they change."""
-        pool, known = self._fleet.pool, self._serving_bits
+        pool, known = self._store.pool, self._serving_bits
         if known is None or known.serving is not pool.serving:
             known = self._serving_bits = ModelBitsets(
                 pool,
@@ -209,7 +210,7 @@ class Director:
             why: Name of what was raised; put into the decision.
         """
         del now
-        members = self._fleet.pool.eligible(
+        members = self._store.pool.eligible(
             raw.subset if self._routing.settings.respect_subset else None
         )
         if not members:
@@ -235,7 +236,7 @@ class Director:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
         """
         endpoint = decision.endpoints[0]
-        member = self._fleet.pool.find(endpoint.address)
+        member = self._store.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         self._remember(decision, now)
@@ -253,7 +254,7 @@ class Director:
             ticket.allow_fallbacks()
         try:
             if member.condition.state:
-                self._fleet.record_sent(endpoint, now)
+                self._store.record_sent(endpoint, now)
             if self._event_listener is not None:
                 self._event_listener.on_reserved(ticket, decision)
         except BaseException:
@@ -287,18 +288,18 @@ class Director:
         """
         endpoint, account = member.endpoint, member.account
         if chain:
-            self._index.record(cache_model.index_key(endpoint), chain)
+            self._index.record(index_key(endpoint), chain)
         if self._routing.hashes_prompts and prompt_tokens:
-            self._belief.record_sent(
+            self._cache_model.record_sent(
                 endpoint,
                 chain,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens,
-                bytes_per_token=self._fleet.bytes_per_token.ratio_for(target, prompt_bytes),
+                bytes_per_token=self._store.bytes_per_token.ratio_for(target, prompt_bytes),
             )
         last_turn = None
         if self._routing.tracks_conversations and chain:
-            last_turn = self._recurrence.record_sent(
+            last_turn = self._conversation_tracker.record_sent(
                 chain, account, prompt_tokens=prompt_tokens, now=now
             )
         ticket = account.open(
@@ -313,7 +314,7 @@ class Director:
         )
         if last_turn is not None:
             try:
-                growth = self._recurrence.expected_growth_tokens(prompt_tokens)
+                growth = self._conversation_tracker.expected_growth_tokens(prompt_tokens)
                 account.track_context(ticket, chain, self._schedule.tokens, growth=growth)
             except BaseException:
                 ticket.close(now, answered=False)  # no other object holds it
@@ -326,9 +327,9 @@ class Director:
 
         None where no profile needs to know.
         """
-        known = self._recurrence
+        known = self._conversation_tracker
         return (
-            (known.continuation_ratio, known.idle_per_open(self._fleet.foreign_traffic.share))
+            (known.continuation_ratio, known.idle_per_open(self._store.foreign_traffic.share))
             if self._routing.tracks_conversations
             else None
         )
@@ -354,7 +355,7 @@ class Director:
             target: Adapter or model name.
             prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
         """
-        ratio = self._fleet.bytes_per_token.ratio_for(target, prompt_bytes)
+        ratio = self._store.bytes_per_token.ratio_for(target, prompt_bytes)
         return self._scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
 
     def on_response_headers(
@@ -369,7 +370,7 @@ class Director:
             served: Address of the endpoint that answered, where the data plane says so.
         """
         chosen, blocks = ticket.endpoint, ticket.blocks
-        self._evidence.on_response_headers(ticket, status, now, served=served)
+        self._response_feedback.on_response_headers(ticket, status, now, served=served)
         if self._event_listener is not None and ticket.endpoint is not chosen:
             self._event_listener.on_moved(ticket, blocks)
 
@@ -384,17 +385,17 @@ class Director:
         prompt, cached = usage.get("prompt"), usage.get("cached")
         request = decision.request
         if prompt:
-            self._fleet.bytes_per_token.observe_usage(
+            self._store.bytes_per_token.observe_usage(
                 request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
             )
         if not self._routing.hashes_prompts or not prompt or cached is None:
             return
-        member = self._fleet.pool.find(served.address)
+        member = self._store.pool.find(served.address)
         if member is None or member.endpoint.incarnation != served.incarnation:
-            return  # it left, and its belief with it: a late answer makes no new one
+            return  # it left, and its cache model with it: a late response makes no new one
         predicted = _predicted(decision, served)
         if predicted is not None:
-            self._belief.observe_usage(
+            self._cache_model.observe_usage(
                 served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
             )
 
@@ -407,7 +408,7 @@ class Director:
         """
         try:
             ticket.close(now, answered=False)
-            self._evidence.on_unreserved(ticket)
+            self._response_feedback.on_unreserved(ticket)
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(ticket, answered=False, ran=False)
@@ -424,7 +425,7 @@ class Director:
         try:
             ticket.close(now, answered=answered and ran)
             if not answered:
-                self._evidence.on_no_response(ticket, now)
+                self._response_feedback.on_no_response(ticket, now)
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(ticket, answered=answered and ran, ran=ran)

@@ -320,10 +320,10 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestPreparer:
-    """Prepares requests for one fleet.
+    """Prepares requests for one pool.
 
     Args:
-        fleet: Pool with its models and its inference policy.
+        store: Pool with its models and its inference policy.
         routing: Settings and configured policy; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
@@ -331,13 +331,13 @@ class RequestPreparer:
 
     def __init__(
         self,
-        fleet: PoolStore,
+        store: PoolStore,
         *,
         routing: scheduler.RoutingConfig,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
-        self._fleet = fleet
+        self._store = store
         self._routing = routing
         self._schedule = schedule
         self._rng = rng
@@ -385,7 +385,7 @@ class RequestPreparer:
         renamed = resolve_model(
             request,
             raw.headers,
-            self._fleet.pool.serving,
+            self._store.pool.serving,
             rewrite_target=target,
             kubeai_names=self._routing.settings.kubeai_names,
         )
@@ -401,7 +401,7 @@ class RequestPreparer:
     @property
     def _current_policy(self) -> PolicyResolver:
         """The current policy."""
-        self._policy_resolver.update(self._fleet.policy, self._routing.policy)
+        self._policy_resolver.update(self._store.policy, self._routing.policy)
         return self._policy_resolver
 
     def _chain(self, request: InferenceRequest) -> Sequence[int]:

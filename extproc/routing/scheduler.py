@@ -188,15 +188,15 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
 
 
 class PrefixMatcher:
-    """Looks prompts up in the index for the members of a fleet.
+    """Looks prompts up in the index for the members of a pool.
 
     Args:
-        fleet: Whose members.
+        store: Whose members.
         index: Predicted prefix blocks per endpoint.
     """
 
-    def __init__(self, fleet: PoolStore, index: PrefixIndex) -> None:
-        self._fleet = fleet
+    def __init__(self, store: PoolStore, index: PrefixIndex) -> None:
+        self._store = store
         self._index = index
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
@@ -216,14 +216,14 @@ class PrefixMatcher:
             return [0] * len(members)
         self._follow_pool()
         depths = self._index.match(chain)
-        if members is self._fleet.pool.members:
+        if members is self._store.pool.members:
             return [tokens[depths[slot]] for slot in self._slots_in_order]
         slots = self._slots
         return [tokens[depths[slots[member.endpoint.address]]] for member in members]
 
     def _follow_pool(self) -> None:
         """Look index slots up again when the endpoint set changed."""
-        pool = self._fleet.pool
+        pool = self._store.pool
         if self._slots_of is not pool.positions:
             self._slots_of = pool.positions
             self._slots_in_order = [
@@ -236,9 +236,9 @@ class Scheduler:
     """Chooses endpoints for parsed and hashed requests, without charging them.
 
     Args:
-        fleet: Endpoints and loads.
+        store: Endpoints and loads.
         index: Predicted prefix blocks per endpoint.
-        recurrence: Conversations of the pool; only read.
+        conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
@@ -246,17 +246,17 @@ class Scheduler:
 
     def __init__(
         self,
-        fleet: PoolStore,
+        store: PoolStore,
         index: PrefixIndex,
-        recurrence: ConversationTracker,
+        conversation_tracker: ConversationTracker,
         *,
         routing: RoutingConfig,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
-        self._fleet = fleet
-        self._prefix_matcher = PrefixMatcher(fleet, index)
-        self._recurrence = recurrence
+        self._store = store
+        self._prefix_matcher = PrefixMatcher(store, index)
+        self._conversation_tracker = conversation_tracker
         self._routing = routing
         self._schedule = schedule
         self._imputer = candidate_builder.Imputer()
@@ -279,7 +279,7 @@ class Scheduler:
         prompted: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
         """See `Director.choose`; `prompted` supplies the request with its prompt."""
-        pool = self._fleet.pool
+        pool = self._store.pool
         routing = self._routing
         settings = routing.settings
         read_opening: Callable[[InferenceRequest], str] = (
@@ -298,7 +298,7 @@ class Scheduler:
         matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
         home, learned = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
-            peers, known = self._fleet.foreign_traffic, self._recurrence
+            peers, known = self._store.foreign_traffic, self._conversation_tracker
             others, home = peers.share, known.last_endpoint(chain)
             learned = (
                 known.continuation_ratio,
@@ -327,10 +327,10 @@ class Scheduler:
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and admission.saturated(profile, candidates):
             return sheddable_dropped()
-        turn = SchedulingContext(
+        context = SchedulingContext(
             request, now, self._rng, headers, chain, read_opening, adapter, *learned
         )
-        outcome = self._run(profile, turn, candidates, may_defer=may_defer)
+        outcome = self._run(profile, context, candidates, may_defer=may_defer)
         if not isinstance(outcome, Decision) or eligible.nothing_excluded:
             return outcome
         return msgspec.structs.replace(
@@ -351,7 +351,7 @@ class Scheduler:
             respect_subset=settings.respect_subset,
             reject_unlisted=settings.reject_unlisted,
             may_defer=settings.busy_s is not None,
-            health=self._fleet.outlier_detector.settings,
+            health=self._store.outlier_detector.settings,
             now=now,
             rng=self._rng,
         )
@@ -359,7 +359,7 @@ class Scheduler:
     def _run(
         self,
         profile: SchedulerProfile,
-        turn: SchedulingContext,
+        context: SchedulingContext,
         candidates: Sequence[Candidate],
         *,
         may_defer: bool,
@@ -368,21 +368,21 @@ class Scheduler:
         settings = self._routing.settings
         count = 1 + settings.fallbacks
         if settings.busy_s is None:
-            return profile.run(turn, candidates, count=count)
-        if turn.request.priority > 0:
-            self._shared_until = turn.now + admission.REMEMBERED_S
+            return profile.run(context, candidates, count=count)
+        if context.request.priority > 0:
+            self._shared_until = context.now + admission.REMEMBERED_S
         return admission.admit(
-            lambda some: profile.run(turn, some, count=count),
+            lambda some: profile.run(context, some, count=count),
             candidates,
             settings.busy_s,
-            priority=turn.request.priority,
+            priority=context.request.priority,
             may_defer=may_defer,
-            shared=turn.now < self._shared_until,
+            shared=context.now < self._shared_until,
         )
 
     def _counted(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
         """The request with its token count, and the bytes per token of its model."""
-        ratio = self._fleet.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
+        ratio = self._store.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)

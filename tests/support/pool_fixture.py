@@ -50,14 +50,14 @@ class House:
                 self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
         chosen = presets.profiles()[profile] if isinstance(profile, str) else profile
         self.dispatcher = Director(
-            fleet=self.fleet,
+            store=self.fleet,
             routing=RoutingConfig(
                 profile=chosen,
                 by_model={},
                 settings=RoutingSettings(stale_after_s=60.0, fallbacks=fallbacks),
             ),
             index=self.index,
-            belief=self.belief,
+            cache_model=self.belief,
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
         )
