@@ -46,11 +46,11 @@ from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import build_peer_channel
 from extproc.supervision import LoopName
 from extproc.telemetry import explanation
+from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.request_recorder import StreamRecorder
-from extproc.telemetry.watch_metrics import WatchMetrics
 from extproc.xds.cluster_options import ClusterOptions
 
 _log = logging.getLogger("extproc.server")

@@ -16,7 +16,7 @@ from extproc import distribution
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.supervision import Supervisor
-from extproc.telemetry.xds_metrics import XdsCounters
+from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import resources
 from extproc.xds.cluster_options import ClusterOptions
 from extproc.xds.resources import XdsSnapshot

@@ -14,9 +14,7 @@ from typing import Final
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
-from extproc.telemetry.scaling_metrics import ScalingMetrics
-from extproc.telemetry.watch_metrics import WatchMetrics
-from extproc.telemetry.xds_metrics import XdsCounters
+from extproc.telemetry.control_plane_metrics import ScalingMetrics, WatchMetrics, XdsCounters
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.

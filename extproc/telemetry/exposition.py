@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from extproc.supervision import LOOPS
-from extproc.telemetry import pool_metrics, scaling_metrics, watch_metrics, xds_metrics
+from extproc.telemetry import control_plane_metrics, pool_metrics
 from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 
 #: Gauges of the process whose values other packages read: name to help text.
@@ -74,9 +74,9 @@ class Exposition(Collector):
         )
         yield from self._streams()
         yield from pool_metrics.request_families(self._counters.pools)
-        yield from xds_metrics.series(self._counters.xds)
-        yield from scaling_metrics.series(self._counters.scaling())
-        yield from watch_metrics.series(self._counters.watches())
+        yield from control_plane_metrics.xds_families(self._counters.xds)
+        yield from control_plane_metrics.scaling_families(self._counters.scaling())
+        yield from control_plane_metrics.watch_families(self._counters.watches())
         yield from self._plugins()
         yield from self._bugs()
         yield from self._large_bodies()

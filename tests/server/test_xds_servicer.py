@@ -14,7 +14,7 @@ from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.server import listeners, xds_servicer
-from extproc.telemetry.xds_metrics import XdsCounters
+from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
 from extproc.xds.cluster_options import ClusterOptions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER

@@ -28,8 +28,8 @@ from extproc.discovery.kubernetes.settings import POOL_GROUP, KubernetesSettings
 from extproc.errors import ConfigError
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import PoolRuntime
+from extproc.telemetry.control_plane_metrics import ScalingMetrics
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.scaling_metrics import ScalingMetrics
 
 _log = logging.getLogger("extproc.server")
 

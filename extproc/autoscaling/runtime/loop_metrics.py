@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.autoscaling.interface import Demand, ScalingDecision
 from extproc.autoscaling.scaling_history import ScalingHistory
-from extproc.telemetry.scaling_metrics import ScalingMetrics
+from extproc.telemetry.control_plane_metrics import ScalingMetrics
 
 
 class LoopMetrics:

@@ -1,8 +1,9 @@
-"""Prometheus families of autoscaling: desired replicas and the values behind them."""
+"""Metrics of autoscaling, Kubernetes watches and the xDS server, and their Prometheus families."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,7 +28,7 @@ class ScalingMetrics(msgspec.Struct, frozen=True):
 
 
 #: Name and help text of every gauge.
-_GAUGES = {
+_SCALING_GAUGES = {
     "desired_replicas": "Replicas that the policy wants; an HPA or KEDA uses a target value of 1.",
     "queue_depth": "Requests that wait or run per available engine, at all replicas of extproc.",
     "queue_depth_mean": "Mean of `queue_depth` over the window of the policy.",
@@ -40,13 +41,13 @@ _GAUGES = {
 }
 
 
-def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
+def scaling_families(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
     """Yields all families, also when no pool is scaled.
 
     Args:
         pools: By name.
     """
-    for name, text in _GAUGES.items():
+    for name, text in _SCALING_GAUGES.items():
         gauge = GaugeMetricFamily(f"extproc_scaling_{name}", text, labels=["pool"])
         for pool, metrics in pools.items():
             if name in metrics.gauges:
@@ -80,3 +81,78 @@ def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
         failures.add_metric([pool], metrics.failures)
         refusals.add_metric([pool], metrics.refusals)
     yield from (replicas, changes, failures, refusals)
+
+
+#: Labels of a watch.
+_WATCH_LABELS = ("collection", "namespace", "selector")
+
+
+class WatchMetrics(msgspec.Struct, frozen=True):
+    """Values of one watched collection.
+
+    Attributes:
+        collection: Plural name and group, such as `pods`.
+        namespace: Watched namespace; empty for the whole cluster.
+        selector: Label or field selector; empty for none.
+        state: Current state.
+        states: All states.
+        unsynced_s: Seconds since it was in sync with the API server; 0 while it is, and for an
+            optional kind that is not installed.
+    """
+
+    collection: str
+    namespace: str
+    selector: str
+    state: str
+    states: Sequence[str]
+    unsynced_s: float
+
+
+def watch_families(watches: Iterable[WatchMetrics]) -> Iterator[Metric]:
+    """Yields all families, also when nothing is watched."""
+    state = GaugeMetricFamily(
+        "extproc_discovery_watch_state",
+        "1 for the current state of a Kubernetes watch, 0 for other states.",
+        labels=[*_WATCH_LABELS, "state"],
+    )
+    unsynced = GaugeMetricFamily(
+        "extproc_discovery_watch_unsynced_seconds",
+        "Seconds since a Kubernetes watch was in sync with the API server; 0 while it is.",
+        labels=_WATCH_LABELS,
+    )
+    for watch in watches:
+        labels = [watch.collection, watch.namespace, watch.selector]
+        for name in watch.states:
+            state.add_metric([*labels, name], float(name == watch.state))
+        unsynced.add_metric(labels, watch.unsynced_s)
+    yield from (state, unsynced)
+
+
+class XdsCounters:
+    """Counters of the xDS server.
+
+    Attributes:
+        streams_open: Open xDS streams now.
+        responses: Responses sent, by type: `clusters`, `endpoints`.
+        nacks: Of these, rejected by Envoy.
+    """
+
+    def __init__(self) -> None:
+        self.streams_open = 0
+        self.responses: Counter[str] = Counter()
+        self.nacks: Counter[str] = Counter()
+
+
+def xds_families(counters: XdsCounters) -> Iterator[Metric]:
+    """Yields all families, also when no xDS is served."""
+    yield GaugeMetricFamily(
+        "extproc_xds_streams_open", "xDS streams that are open.", value=counters.streams_open
+    )
+    for name, text, counter in (
+        ("responses", "xDS responses sent, by type of resource.", counters.responses),
+        ("nacks", "xDS responses that Envoy rejected (NACK), by type of resource.", counters.nacks),
+    ):
+        family = CounterMetricFamily(f"extproc_xds_{name}", text, labels=["type"])
+        for kind, count in counter.items():
+            family.add_metric([kind], count)
+        yield family

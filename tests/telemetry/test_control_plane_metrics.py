@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.samples import Sample
 
-from extproc.telemetry import watch_metrics
+from extproc.telemetry import control_plane_metrics
 
 STATES = ("synced", "forbidden")
 
@@ -10,10 +10,10 @@ STATES = ("synced", "forbidden")
 def test_watch_series_show_the_state_and_the_age_of_every_watch():
     """One state is 1, and two watches of a kind differ in namespace or selector."""
     watches = [
-        watch_metrics.WatchMetrics("pods", "a", "", "synced", STATES, 0.0),
-        watch_metrics.WatchMetrics("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
+        control_plane_metrics.WatchMetrics("pods", "a", "", "synced", STATES, 0.0),
+        control_plane_metrics.WatchMetrics("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
     ]
-    state, unsynced = watch_metrics.series(watches)
+    state, unsynced = control_plane_metrics.watch_families(watches)
     first = {"collection": "pods", "namespace": "a", "selector": ""}
     second = {"collection": "pods", "namespace": "b", "selector": "app=vllm"}
     name = "extproc_discovery_watch_state"
@@ -28,5 +28,5 @@ def test_watch_series_show_the_state_and_the_age_of_every_watch():
 
 def test_watch_series_are_there_without_kubernetes():
     """So that a dashboard finds their names."""
-    state, unsynced = watch_metrics.series([])
+    state, unsynced = control_plane_metrics.watch_families([])
     assert (state.samples, unsynced.samples) == ([], [])
