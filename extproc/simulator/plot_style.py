@@ -206,7 +206,6 @@ def as_number(value: float) -> str:
 
 def _draw_row(axes: Any, place: int, row: ValueRow, *, is_bar: bool) -> None:
     """A bar or a dot with its interval, the hollow mark, and their numbers."""
-    half = 0.0 if math.isnan(row.half) else row.half
     is_own, is_reference = row.strategy == OWN, row.strategy == REFERENCE
     color = COLOR if is_own else INK if is_reference else GREY
     face = "white" if is_reference else color
@@ -218,9 +217,9 @@ def _draw_row(axes: Any, place: int, row: ValueRow, *, is_bar: bool) -> None:
         axes.plot([row.percentile], [place], "o", color=color, markersize=4.5, mfc="white")
     if not is_bar:
         axes.plot([row.mean], [place], "o", color=color, markersize=5, mfc=face)
-    if half:
-        ends = [max(row.mean - half, row.mean / 10), row.mean + half]
-        axes.plot(ends, [place, place], color=INK, linewidth=0.8)
+    low, high = _interval(row)
+    if low < high:
+        axes.plot([low, high], [place, place], color=INK, linewidth=0.8)
     text: dict[str, Any] = {
         "textcoords": "offset points",
         "va": "center_baseline",
@@ -231,15 +230,21 @@ def _draw_row(axes: Any, place: int, row: ValueRow, *, is_bar: bool) -> None:
     }
     right, left = {"xytext": (5, 0), "ha": "left"}, {"xytext": (-5, 0), "ha": "right"}
     if row.percentile is None:
-        axes.annotate(as_number(row.mean), (row.mean + half, place), **text, **right)
+        axes.annotate(as_number(row.mean), (high, place), **text, **right)
     else:
-        axes.annotate(as_number(row.mean), (row.mean - half, place), **text, **left)
+        axes.annotate(as_number(row.mean), (low, place), **text, **left)
         axes.annotate(as_number(row.percentile), (row.percentile, place), **text, **right)
+
+
+def _interval(row: ValueRow) -> tuple[float, float]:
+    """Ends of the drawn interval: at most from half of the mean to twice, so that rows stay apart."""
+    half = 0.0 if math.isnan(row.half) else row.half
+    return row.mean - min(half, row.mean / 2), row.mean + min(half, row.mean)
 
 
 def _set_range(axes: Any, rows: Sequence[ValueRow], *, is_log: bool, is_bar: bool) -> None:
     """Room for the numbers beside the marks."""
-    ends = [value for row in rows for value in (row.mean, row.percentile) if value is not None]
+    ends = [end for row in rows for end in (*_interval(row), row.percentile) if end is not None]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     if is_bar:
         axes.set_xlim(0, (high or 1.0) / (1 - _NUMBER_SHARE))
