@@ -40,12 +40,23 @@ class _OpenStream(NamedTuple):
 
     stream: StreamHandler
     context: Context
-    reads: grpc_workarounds.UncancelledReads[ProcessingRequest]
+    reads: grpc_workarounds.UncancelledOperations
+    writes: grpc_workarounds.UncancelledOperations
 
     @property
     def arriving_bytes(self) -> int | None:
         """Bytes received of a request body still arriving; None where none is."""
         return self.stream.exchange.arriving_bytes if self.reads.waits else None
+
+    def give_up(self) -> None:
+        """Let cancelling the task end what it waits for."""
+        self.reads.give_up()
+        self.writes.give_up()
+
+    async def write(self, replies: Iterable[ProcessingResponse]) -> None:
+        """Write replies, of which a client that leaves cancels none."""
+        for reply in replies:
+            await self.writes.run(self.context.write(codec.encode(reply)))
 
     def end(self, task: asyncio.Task[None]) -> None:
         """End the stream at once if it waits for a message, else after its current write.
@@ -79,8 +90,10 @@ class ExternalProcessorServicer:
         observer.on_stream_opened()
         self.shared.on_opened()
         stream = open_stream(self.shared)
-        reads = grpc_workarounds.UncancelledReads(context.read, self._ends)
-        self._streams[task] = _OpenStream(stream, context, reads)
+        reads = grpc_workarounds.UncancelledOperations(self._ends)
+        # A drain waits for writes: gRPC ends no call of which a write was cancelled.
+        writes = grpc_workarounds.UncancelledOperations(_never)
+        entry = self._streams[task] = _OpenStream(stream, context, reads, writes)
         num_streams = len(self._streams)
         self._memory_trimmer.count(num_streams)
         overloaded = num_streams > self.shared.settings.max_streams
@@ -88,14 +101,15 @@ class ExternalProcessorServicer:
         result: StreamResult = "error"
         try:
             while not stream.is_over:
-                event = await reads
+                event = await reads.run(context.read())
                 if not isinstance(event, ProcessingRequest):
+                    await grpc_workarounds.let_reset_arrive()
                     break
                 # No await beyond this point, until the answers are written.
                 for reply in handle(event):
-                    await context.write(codec.encode(reply))
+                    await writes.run(context.write(codec.encode(reply)))
                 if stream.unparsed is not None or stream.queued is not None:
-                    await self._finish_request(stream, context)
+                    await self._finish_request(entry)
             await self._refusal(task)
             result = "ok"
         except asyncio.CancelledError:
@@ -128,13 +142,14 @@ class ExternalProcessorServicer:
             await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
         await _write(context, replies)
 
-    async def _finish_request(self, stream: StreamHandler, context: Context) -> None:
+    async def _finish_request(self, entry: _OpenStream) -> None:
         """Wait for the parse of a large body or for admission, and answer."""
-        await self._read_body(stream, context)
-        await _resume(stream, context)
+        await self._read_body(entry)
+        await _resume(entry)
 
-    async def _read_body(self, stream: StreamHandler, context: Context) -> None:
+    async def _read_body(self, entry: _OpenStream) -> None:
         """Parse a large body in the worker, and answer its request."""
+        stream = entry.stream
         raw, large_bodies = stream.unparsed, self.shared.large_bodies
         if raw is None or large_bodies is None:
             return
@@ -146,8 +161,7 @@ class ExternalProcessorServicer:
             replies = stream.resume_parsed(parsed)
             del parsed
         del raw  # its prompt must not wait for the peer
-        for reply in replies:
-            await context.write(codec.encode(reply))
+        await entry.write(replies)
 
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""
@@ -161,7 +175,7 @@ class ExternalProcessorServicer:
             # Envoy ends the stream of an immediate response at once; other clients are cut off.
             known = self._streams.get(task)
             if known is not None:
-                known.reads.give_up()
+                known.give_up()
                 task.cancel()
         self._refused = {}
         sizes = {task: entry.arriving_bytes for task, entry in self._streams.items()}
@@ -222,6 +236,10 @@ class ExternalProcessorServicer:
             await asyncio.wait(self._streams, timeout=within_s)
 
 
+def _never() -> bool:
+    return False
+
+
 def _own_task() -> asyncio.Task[None]:
     task = asyncio.current_task()
     if task is None:
@@ -236,15 +254,14 @@ async def _write(context: Context, replies: Iterable[ProcessingResponse]) -> Non
             await context.write(codec.encode(reply))
 
 
-async def _resume(stream: StreamHandler, context: Context) -> None:
+async def _resume(entry: _OpenStream) -> None:
     """Wait for the admission of a queued request, and answer it."""
-    queued = stream.queued
+    queued = entry.stream.queued
     if queued is None:
         return
     answer = await queued.answer
     del queued  # its prompt must not wait for the peer
-    for reply in stream.resume(answer):
-        await context.write(codec.encode(reply))
+    await entry.write(entry.stream.resume(answer))
 
 
 def register(server: grpc.aio.Server, servicer: ExternalProcessorServicer) -> None:

@@ -1,9 +1,10 @@
-"""Reads that end by themselves when the client of a stream leaves.
+"""Operations of a stream that end by themselves when the client of the stream leaves.
 
-gRPC cancels a handler whose client is gone, and with it whatever the handler awaits. Of a read that
-is cancelled 80 bytes stay behind for good (grpc/grpc#43360), scattered so that nothing around them
-goes back to the system, and most data planes end most streams like that. The call is over by then,
-so the read ends anyway: the handler is cancelled as soon as it did.
+gRPC cancels a handler whose client is gone, and with it the read or write that the handler awaits.
+Of a cancelled operation 80 bytes stay behind for good, of the first write 160 (grpc/grpc#43360),
+scattered so that nothing around them goes back to the system, and most data planes end most streams
+like that. The call is over by then, so the operation ends anyway: the handler is cancelled as soon as
+it did. Delete `UncancelledOperations` once that issue is closed.
 
 Returns freed memory to the system after a peak of streams.
 
@@ -18,47 +19,54 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
-MessageT = TypeVar("MessageT")
+ResultT = TypeVar("ResultT")
 
 
 def _always() -> bool:
     return True
 
 
-class UncancelledReads(Generic[MessageT]):
-    """Awaitable that reads a message from a stream; awaited once per message, in sequence.
+class UncancelledOperations:
+    """Runs reads or writes of a stream, one at a time, so that cancelling the task cancels none.
 
-    While a read is under way its task waits for this in place of the future of the read, which the
-    task therefore cannot cancel: it has what `asyncio.Task` asks of a future (`asyncio.isfuture`).
-    The methods of the future are lent as they are, for a stream makes five reads.
+    While an operation is under way its task waits for this in place of the future of the operation,
+    which the task therefore cannot cancel: it has what `asyncio.Task` asks of a future
+    (`asyncio.isfuture`). The methods of the future are lent as they are, because a stream makes some
+    ten operations.
 
     Args:
-        read: Starts a read.
-        breaks: Returns True while cancelling has to end a read, because the call goes on.
+        breaks: Returns True while cancelling has to end an operation, because the call goes on.
     """
 
     __slots__ = (
         "_asyncio_future_blocking",
         "_breaks",
         "_future",
-        "_read",
+        "_operation",
         "add_done_callback",
         "get_loop",
     )
 
-    def __init__(
-        self, read: Callable[[], Coroutine[Any, Any, MessageT]], breaks: Callable[[], bool]
-    ) -> None:
+    def __init__(self, breaks: Callable[[], bool]) -> None:
         self._asyncio_future_blocking = False
         self._future: asyncio.Future[Any] | None = None
-        self._read = read
+        self._operation: Coroutine[Any, Any, Any]
         self._breaks = breaks
 
+    def run(self, operation: Coroutine[Any, Any, ResultT]) -> Awaitable[ResultT]:
+        """Return an awaitable of an operation, to be awaited at once.
+
+        Args:
+            operation: Coroutine that waits for futures of this loop only.
+        """
+        self._operation = operation
+        return self
+
     def give_up(self) -> None:
-        """Let cancelling end the read from now on, whatever `breaks` says."""
+        """Let cancelling end the operation from now on, whatever `breaks` says."""
         self._breaks = _always
 
     @property
@@ -68,16 +76,16 @@ class UncancelledReads(Generic[MessageT]):
 
     @property
     def waits(self) -> bool:
-        """True while a read is in progress, for which the task then waits."""
+        """True while an operation is in progress, for which the task then waits."""
         return self._future is not None and not self._future.done()
 
     def cancel(self, msg: object = None) -> bool:
-        """False: the task is cancelled once the read is done."""
+        """False: the task is cancelled once the operation is done."""
         return self._breaks() and self._future is not None and self._future.cancel(msg)
 
-    def __await__(self) -> Generator[Any, None, MessageT]:
-        """Read the next message."""
-        steps = self._read()
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for the operation."""
+        steps = self._operation
         cancelled: asyncio.CancelledError | None = None
         while True:
             try:
@@ -85,8 +93,7 @@ class UncancelledReads(Generic[MessageT]):
             except StopIteration as end:
                 if cancelled is not None:
                     raise cancelled from None
-                message: MessageT = end.value
-                return message
+                return end.value
             future._asyncio_future_blocking = False  # noqa: SLF001 - as a task would
             self._future = future
             self.add_done_callback = future.add_done_callback
@@ -99,6 +106,18 @@ class UncancelledReads(Generic[MessageT]):
                     steps.close()
                     raise
                 cancelled = error
+
+
+async def let_reset_arrive() -> None:
+    """Give gRPC two turns of the event loop to cancel a handler whose client reset the stream.
+
+    Envoy ends most streams by END_STREAM and RST_STREAM in one piece. A handler that returns between
+    the two makes gRPC send a status to a client that left, of which 80 bytes stay behind as of other
+    cancelled operations. The call from gRPC's own thread takes the first turn, and the task that it
+    wakes the second.
+    """
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
 
 
 #: Streams that make a peak (count): some 30 MB.

@@ -61,6 +61,38 @@ async def test_an_answer_that_is_being_said_is_said_before_the_end():
         assert (counters.streams["ok"], counters.streams_open) == (1, 0)
 
 
+async def test_a_write_under_way_is_left_to_end_by_itself():
+    """When the client leaves, gRPC would lose memory for good with each write that is cancelled."""
+    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
+        context = Writing()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await context.writes.wait()
+        handler.cancel()
+        await asyncio.wait([handler], timeout=0.01)
+        assert not handler.done()
+        assert not context.written.cancelled()
+        context.written.set_result(None)
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        counters = scene.servicer.shared.observer.counters
+        assert (counters.streams["cancelled"], counters.streams_open) == (1, 0)
+
+
+async def test_a_reset_behind_the_last_message_cancels_the_handler():
+    """A status that is sent to a client that left would cost memory in gRPC for good."""
+    async with serving.serving(House({})) as scene:
+        context = Context()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await context.began.wait()
+        context.next_read.set_result(grpc.aio.EOF)
+        await asyncio.sleep(0)
+        handler.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        counters = scene.servicer.shared.observer.counters
+        assert (counters.streams["cancelled"], counters.streams_open) == (1, 0)
+
+
 async def test_a_read_under_way_is_left_to_end_by_itself():
     """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
     async with serving.serving(House({})) as scene:

@@ -17,8 +17,8 @@ class Calls:
         self.futures.append(future)
         return await future
 
-    def reads(self):
-        return grpc_workarounds.UncancelledReads(self.read, lambda: self.breaking)
+    def operations(self):
+        return grpc_workarounds.UncancelledOperations(lambda: self.breaking)
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ async def begun(calls, count):
 
 async def test_reads_follow_each_other(calls):
     """Each await is one read, and gives what it read."""
-    reads = calls.reads()
+    operations = calls.operations()
 
     async def three():
-        return [await reads, await reads, await reads]
+        return [await operations.run(calls.read()) for _ in range(3)]
 
     task = asyncio.ensure_future(three())
     for number in range(3):
@@ -49,20 +49,20 @@ async def test_reads_follow_each_other(calls):
 
 async def test_a_read_that_raises(calls):
     """What a read raises reaches whoever awaits it."""
-    task = asyncio.ensure_future(once(calls.reads()))
+    task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)
     calls.futures[0].set_exception(KeyError("x"))
     with pytest.raises(KeyError):
         await task
 
 
-async def once(reads):
-    return await reads
+async def once(calls):
+    return await calls.operations().run(calls.read())
 
 
 async def test_cancelling_waits_for_the_read(calls):
     """The read is left alone; the task is cancelled when it ends."""
-    task = asyncio.ensure_future(once(calls.reads()))
+    task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)
     task.cancel()
     await asyncio.sleep(0)
@@ -77,7 +77,7 @@ async def test_cancelling_waits_for_the_read(calls):
 async def test_cancelling_breaks_a_read_that_would_not_end(calls):
     """Where the call goes on, nothing else would end the read."""
     calls.breaking = True
-    task = asyncio.ensure_future(once(calls.reads()))
+    task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -87,7 +87,7 @@ async def test_cancelling_breaks_a_read_that_would_not_end(calls):
 
 async def test_a_task_cancelled_before_it_reads(calls):
     """Cancelled before its first step, it reads nothing."""
-    task = asyncio.ensure_future(once(calls.reads()))
+    task = asyncio.ensure_future(once(calls))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -96,14 +96,14 @@ async def test_a_task_cancelled_before_it_reads(calls):
 
 async def test_swallowing_the_cancellation(calls):
     """A task that goes on after its cancellation reads again."""
-    reads = calls.reads()
+    operations = calls.operations()
 
     async def stubborn():
         try:
-            await reads
+            await operations.run(calls.read())
         except asyncio.CancelledError:
             asyncio.current_task().uncancel()
-        return await reads
+        return await operations.run(calls.read())
 
     task = asyncio.ensure_future(stubborn())
     await begun(calls, 1)
