@@ -110,7 +110,7 @@ def displace(count: int) -> str:
     queue = place.gate.queue
     share = queue.bytes // count * min(count - 1, MOST_DISPLACED - 1)
     holding = FlowControlSection(enabled=True, max_requests=20_000, max_bytes=queue.bytes)
-    place.gate.adopt(holding)
+    place.gate.reconfigure(holding)
     body = json.dumps({"model": "m", "prompt": "x" * share}).encode()
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
     large = place.parts.director.prepare(raw)

@@ -107,7 +107,7 @@ class FlowController(Generic[ItemT, GrantT]):
     """Queues the requests of a pool until they are dispatched or rejected.
 
     Args:
-        settings: How requests wait; `queue.adopt` replaces them.
+        settings: How requests wait; `queue.reconfigure` replaces them.
         callbacks: Actions of the driver on requests.
         timer: Clock of the driver; no callback is scheduled while the queue is empty.
         budget: Work per call of `pump`; None for no limit.
@@ -178,7 +178,7 @@ class FlowController(Generic[ItemT, GrantT]):
         timeout_s = self._timeout_s(want, why.rejection)
         if timeout_s <= 0.0:
             return self._estimated(why.rejection, now)
-        waiter = QueuedItem(
+        queued = QueuedItem(
             arrived=now,
             deadline=now + timeout_s,
             tenant=want.tenant,
@@ -189,7 +189,7 @@ class FlowController(Generic[ItemT, GrantT]):
             slo_s=want.slo_s,
         )
         self._follow_endpoints()
-        joined = self.queue.join(waiter, now)
+        joined = self.queue.join(queued, now)
         if isinstance(joined, Rejection):
             return joined
         if joined.displaced:
@@ -197,17 +197,17 @@ class FlowController(Generic[ItemT, GrantT]):
             for other in joined.displaced:
                 self._refuse(other, "displaced", displaced)
         self._changed = True
-        self._items[waiter] = (item, why)
-        self.queue.turn(waiter, why.preferred_endpoint)
+        self._items[queued] = (item, why)
+        self.queue.turn(queued, why.preferred_endpoint)
         self._callbacks.waits(item, why.preferred_endpoint)
         self._wake(self.next_s(why.retry_in_s, now), now)
-        return waiter
+        return queued
 
-    def cancel(self, waiter: QueuedItem) -> bool:
+    def cancel(self, queued: QueuedItem) -> bool:
         """Remove a request whose client disconnected; returns whether it was queued."""
-        if self._items.pop(waiter, None) is None:
+        if self._items.pop(queued, None) is None:
             return False
-        self.queue.leave(waiter)
+        self.queue.leave(queued)
         self.outcomes["cancelled"] += 1
         return True
 
@@ -272,44 +272,44 @@ class FlowController(Generic[ItemT, GrantT]):
             an empty queue.
         """
         enough = _limit(self._budget, self._timer.now)
-        for waiter in self.queue.expired(now, enough=enough):
-            self._refuse(waiter, "expired", self._expired(self._items[waiter][1].rejection, now))
+        for queued in self.queue.expired(now, enough=enough):
+            self._refuse(queued, "expired", self._expired(self._items[queued][1].rejection, now))
         self._follow_endpoints()
         if not self.queue.sweeps:
             self._changed, self._soonest_s = False, math.inf
-        is_complete = self.queue.pump(lambda waiter: self._look(waiter, now), now, enough=enough)
+        is_complete = self.queue.pump(lambda queued: self._look(queued, now), now, enough=enough)
         if self.queue.count and (self._changed or not is_complete):
             return 0.0
         return self.next_s(self._soonest_s, now)
 
-    def _look(self, waiter: QueuedItem, now: float) -> Look:
+    def _look(self, queued: QueuedItem, now: float) -> Look:
         """Try to dispatch a queued request."""
-        item, _ = self._items[waiter]
+        item, _ = self._items[queued]
         try:
-            return self._decide(waiter, item, now)
+            return self._decide(queued, item, now)
         except Exception as error:
             if self._callbacks.fail is None:
                 raise
             # It must neither stop those behind it nor raise again at each change.
-            self._items.pop(waiter, None)
+            self._items.pop(queued, None)
             self.outcomes["failed"] += 1
             self._callbacks.fail(item, error)
             return DepartureCause.REJECTED
 
-    def _decide(self, waiter: QueuedItem, item: ItemT, now: float) -> Look:
-        may_defer = now - waiter.arrived < _PREFERENCE_SHARE * (waiter.deadline - waiter.arrived)
+    def _decide(self, queued: QueuedItem, item: ItemT, now: float) -> Look:
+        may_defer = now - queued.arrived < _PREFERENCE_SHARE * (queued.deadline - queued.arrived)
         outcome = self._callbacks.decide(item, may_defer)
         if isinstance(outcome, Rejection):
-            self._refuse(waiter, "rejected", outcome)
+            self._refuse(queued, "rejected", outcome)
             return DepartureCause.REJECTED
         if not isinstance(outcome, Deferral):
             self._callbacks.go(item, outcome)
-            self._forget(waiter, "dispatched")
+            self._forget(queued, "dispatched")
             return DepartureCause.DISPATCHED
-        self._items[waiter] = (item, outcome)
+        self._items[queued] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
         toward, busy = outcome.preferred_endpoint, outcome.busy_endpoints
-        self.queue.turn(waiter, toward)
+        self.queue.turn(queued, toward)
         self._callbacks.waits(item, toward)
         if toward and not busy:
             return Blocked(toward=toward)
@@ -318,7 +318,7 @@ class FlowController(Generic[ItemT, GrantT]):
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""
         if self._callbacks.bits is not None:
-            self.queue.adopt_bits(self._callbacks.bits())
+            self.queue.replace_bits(self._callbacks.bits())
 
     def next_s(self, soonest_s: float, now: float) -> float | None:
         """Seconds until an endpoint becomes free or a deadline expires.
@@ -343,9 +343,9 @@ class FlowController(Generic[ItemT, GrantT]):
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm, self._alarm_at = None, math.inf
-        for waiter in list(self.queue):
-            self.queue.leave(waiter)
-            self._refuse(waiter, "shutdown", _shutting_down())
+        for queued in list(self.queue):
+            self.queue.leave(queued)
+            self._refuse(queued, "shutdown", _shutting_down())
 
     def _estimated(self, why: Rejection, now: float) -> Rejection:
         """Add the queue's own retry estimate to a rejection."""
@@ -353,11 +353,11 @@ class FlowController(Generic[ItemT, GrantT]):
             return why
         return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
 
-    def _refuse(self, waiter: QueuedItem, how: str, why: Rejection) -> None:
-        self._callbacks.refuse(self._forget(waiter, how), why)
+    def _refuse(self, queued: QueuedItem, how: str, why: Rejection) -> None:
+        self._callbacks.refuse(self._forget(queued, how), why)
 
-    def _forget(self, waiter: QueuedItem, how: str) -> ItemT:
-        item, _ = self._items.pop(waiter)
+    def _forget(self, queued: QueuedItem, how: str) -> ItemT:
+        item, _ = self._items.pop(queued)
         self.outcomes[how] += 1
         return item
 

@@ -89,7 +89,7 @@ class EndpointSets:
         """The endpoint set of a target that has queued requests."""
         return self._targets[target].endpoints
 
-    def adopt(self, bits: EndpointBits | None) -> bool:
+    def replace_bits(self, bits: EndpointBits | None) -> bool:
         """Replace the bits; returns whether they changed.
 
         A set whose first target gets other bits goes on with these, so that few requests change
@@ -155,7 +155,7 @@ class QueuedItem:
         toward: The endpoint it would rather have; empty for any.
         waits: Whether it still does.
         number: Of those that ever waited, in the order in which they came.
-        place: Changes whenever it is put into another lane.
+        place: Changes whenever it is put into another flow queue.
     """
 
     __slots__ = (
@@ -222,8 +222,8 @@ _SLACK = 16
 class FlowQueue:
     """Requests of a tenant for a target, in dispatch order.
 
-    A request that stops waiting stays where it is until it comes to the front; when half of a lane
-    are such, the lane is cleaned, so that memory follows what waits.
+    A request that stops waiting stays where it is until it comes to the front; when half of the
+    entries are such, the heap is built anew, so that memory follows what waits.
 
     Attributes:
         key: Its valid entry in the line.
@@ -236,19 +236,19 @@ class FlowQueue:
         self._gone = 0
         self.key: QueuePlace | None = None
 
-    def add(self, rank: float, waiter: QueuedItem) -> bool:
+    def add(self, rank: float, item: QueuedItem) -> bool:
         """Put a request in its place; returns whether it is first."""
-        heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
-        return self._heap[0][3] is waiter
+        heapq.heappush(self._heap, (rank, item.number, item.place, item))
+        return self._heap[0][3] is item
 
     def head(self) -> _Entry | None:
         """The request that goes next; None when none waits."""
         heap = self._heap
         while heap:
             entry = heap[0]
-            waiter = entry[3]
+            item = entry[3]
             # `_here`, written out: each look at who goes next asks it.
-            if waiter.waits and waiter.place == entry[2]:
+            if item.waits and item.place == entry[2]:
                 return entry
             heapq.heappop(heap)
             self._gone -= 1
@@ -272,55 +272,55 @@ class FlowQueue:
 class TenantQueues:
     """The flow queues of a target, ordered by tenant turn.
 
-    The turn of a tenant mostly goes up, which is noticed when its lane comes to the front; where it
-    goes down `refresh` must be called, and `rebuild` where it goes down for many.
+    The turn of a tenant mostly goes up, which is noticed when its flow queue comes to the front;
+    where it goes down `refresh` must be called, and `rebuild` where it goes down for many.
 
     Args:
         turn: The turn of a tenant: the lowest goes first.
     """
 
-    __slots__ = ("_heap", "_lanes", "_turn")
+    __slots__ = ("_flow_queues", "_heap", "_turn")
 
     def __init__(self, turn: Callable[[str], float]) -> None:
         self._turn = turn
-        self._lanes: dict[str, FlowQueue] = {}
+        self._flow_queues: dict[str, FlowQueue] = {}
         self._heap: list[QueuePlace] = []
 
-    def add(self, rank: float, waiter: QueuedItem) -> bool:
+    def add(self, rank: float, item: QueuedItem) -> bool:
         """Put a request in its place; returns whether its tenant is new here."""
-        tenant = waiter.tenant
-        lane = self._lanes.get(tenant)
-        new = lane is None
-        if lane is None:
-            lane = self._lanes[tenant] = FlowQueue()
-        if lane.add(rank, waiter):
-            self._place(tenant, lane)
+        tenant = item.tenant
+        flow_queue = self._flow_queues.get(tenant)
+        new = flow_queue is None
+        if flow_queue is None:
+            flow_queue = self._flow_queues[tenant] = FlowQueue()
+        if flow_queue.add(rank, item):
+            self._place(tenant, flow_queue)
         return new
 
     def remove(self, tenant: str) -> bool:
-        """A request of a tenant stopped waiting; returns whether it was its last one here."""
-        lane = self._lanes[tenant]
-        lane.discard()
-        if len(lane):
+        """Remove a request of a tenant; returns whether it was its last one here."""
+        flow_queue = self._flow_queues[tenant]
+        flow_queue.discard()
+        if len(flow_queue):
             return False
-        del self._lanes[tenant]
+        del self._flow_queues[tenant]
         self._clean()
         return True
 
     def key(self) -> QueuePlace | None:
         """The place of the request that goes next; None when none waits."""
-        heap, lanes = self._heap, self._lanes
+        heap, flow_queues = self._heap, self._flow_queues
         while heap:
             key = heap[0]
             tenant = key[3]
-            lane = lanes.get(tenant)
-            if lane is None or lane.key != key:
+            flow_queue = flow_queues.get(tenant)
+            if flow_queue is None or flow_queue.key != key:
                 heapq.heappop(heap)
                 continue
-            fresh = self._key_of(tenant, lane)
+            fresh = self._key_of(tenant, flow_queue)
             if fresh == key:
                 return key
-            lane.key = fresh
+            flow_queue.key = fresh
             heapq.heapreplace(heap, fresh)
             if heap[0] is fresh:
                 return fresh
@@ -328,51 +328,55 @@ class TenantQueues:
 
     def head(self, key: QueuePlace) -> QueuedItem:
         """The request at the place that `key` returned."""
-        head = self._lanes[key[3]].head()
+        head = self._flow_queues[key[3]].head()
         if head is None:
             raise LookupError("no request waits at this place; call head directly after key")
         return head[3]
 
     def refresh(self, tenant: str) -> None:
-        """The turn of a tenant went down."""
-        self._place(tenant, self._lanes[tenant])
+        """Sort a tenant anew after its turn went down."""
+        self._place(tenant, self._flow_queues[tenant])
 
     def rebuild(self) -> None:
-        """The turns of many tenants went down."""
-        for tenant, lane in self._lanes.items():
-            lane.key = self._key_of(tenant, lane)
-        self._heap = [lane.key for lane in self._lanes.values() if lane.key is not None]
+        """Sort all tenants anew after the turns of many went down."""
+        for tenant, flow_queue in self._flow_queues.items():
+            flow_queue.key = self._key_of(tenant, flow_queue)
+        self._heap = [
+            flow_queue.key
+            for flow_queue in self._flow_queues.values()
+            if flow_queue.key is not None
+        ]
         heapq.heapify(self._heap)
 
     def flow_queue(self, tenant: str) -> FlowQueue:
         """The requests of a tenant that has some here."""
-        return self._lanes[tenant]
+        return self._flow_queues[tenant]
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._flow_queues)
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        for lane in self._lanes.values():
-            yield from lane
+        for flow_queue in self._flow_queues.values():
+            yield from flow_queue
 
-    def _place(self, tenant: str, lane: FlowQueue) -> None:
-        fresh = self._key_of(tenant, lane)
-        if lane.key is None or fresh < lane.key:
-            lane.key = fresh
+    def _place(self, tenant: str, flow_queue: FlowQueue) -> None:
+        fresh = self._key_of(tenant, flow_queue)
+        if flow_queue.key is None or fresh < flow_queue.key:
+            flow_queue.key = fresh
             heapq.heappush(self._heap, fresh)
             self._clean()
 
     def _clean(self) -> None:
-        if len(self._heap) > 2 * len(self._lanes) + _SLACK:
+        if len(self._heap) > 2 * len(self._flow_queues) + _SLACK:
             self.rebuild()
 
-    def _key_of(self, tenant: str, lane: FlowQueue) -> QueuePlace:
-        head = lane.head()
+    def _key_of(self, tenant: str, flow_queue: FlowQueue) -> QueuePlace:
+        head = flow_queue.head()
         if head is None:
-            raise LookupError("an empty lane has no place; remove it with its last request")
+            raise LookupError("an empty flow queue has no place; remove it with its last request")
         return self._turn(tenant), head[0], head[1], tenant
 
 
 def _here(entry: _Entry) -> bool:
-    """True if the waiter is still queued at this place."""
+    """True if the item is still queued at this place."""
     return entry[3].waits and entry[3].place == entry[2]

@@ -53,7 +53,7 @@ class FairShare:
         self._turns: dict[str, int] = {}
         self._turn = 0
 
-    def adopt(self, half_life_s: float, now: float) -> None:
+    def set_half_life(self, half_life_s: float, now: float) -> None:
         """Replace the half-life."""
         if half_life_s != self._half_life_s:
             self._rebase(now)
@@ -125,39 +125,41 @@ class Sweep:
     def __init__(self) -> None:
         self.priority = math.inf
         self._sets: set[EndpointSet] = set()
-        self._ways: set[FlowKey] = set()
+        self._flow_keys: set[FlowKey] = set()
         self._busy = 0
 
     def enter(self, priority: float) -> None:
         """Go on to a band of this priority, for which endpoints may have a place."""
         self.priority = priority
         self._sets.clear()
-        self._ways.clear()
+        self._flow_keys.clear()
         self._busy = 0
 
-    def hold_up(self, way: FlowKey) -> None:
-        """Hold up those that would rather have the same endpoint."""
-        self._ways.add(way)
+    def block(self, flow_key: FlowKey) -> None:
+        """Block the requests that prefer the same endpoint."""
+        self._flow_keys.add(flow_key)
 
-    def hold_up_set(self, endpoints: EndpointSet, busy: int) -> None:
-        """Hold up all that can be served by the same endpoints, or only by busy ones (bits)."""
+    def block_set(self, endpoints: EndpointSet, busy: int) -> None:
+        """Block all that can be served by the same endpoints, or only by busy ones (bits)."""
         self._sets.add(endpoints)
         self._busy |= busy
 
-    def holds_up(self, way: FlowKey) -> bool:
+    def is_blocked(self, flow_key: FlowKey) -> bool:
         """True if the requests of this target are blocked."""
-        endpoints = way[0]
+        endpoints = flow_key[0]
         bits = endpoints.bits
         return (
-            endpoints in self._sets or (bits != 0 and not bits & ~self._busy) or way in self._ways
+            endpoints in self._sets
+            or (bits != 0 and not bits & ~self._busy)
+            or flow_key in self._flow_keys
         )
 
 
-class _Alone:
-    """The ways in which only one tenant waits: its turn moves all of them alike.
+class _SingleTenantQueues:
+    """Flow keys with requests of a single tenant: its turn moves all of them alike.
 
     Args:
-        entries: Rank and number of each head, and the way.
+        entries: Rank and number of each head, and the flow key.
     """
 
     def __init__(self, entries: list[tuple[float, int, FlowKey]]) -> None:
@@ -165,78 +167,82 @@ class _Alone:
         self._heap = entries
 
     def key(
-        self, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+        self, queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep
     ) -> tuple[QueuePlace, FlowKey] | None:
-        """The place of the request that goes next, and its way."""
+        """The place of the request that goes next, and its flow key."""
         heap = self._heap
         while heap:
-            rank, number, way = heap[0]
-            line = lines.get(way)
-            key = None if line is None or sweep.holds_up(way) else line.key()
+            rank, number, flow_key = heap[0]
+            queues = queues_by_key.get(flow_key)
+            key = None if queues is None or sweep.is_blocked(flow_key) else queues.key()
             if key is None:
                 heapq.heappop(heap)
             elif (key[1], key[2]) != (rank, number):
-                heapq.heapreplace(heap, (key[1], key[2], way))
+                heapq.heapreplace(heap, (key[1], key[2], flow_key))
             else:
-                return key, way
+                return key, flow_key
         return None
 
 
-def next_items(lines: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[QueuedItem]:
+def next_items(queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[QueuedItem]:
     """See `PriorityBand.next_items`.
 
     Args:
-        lines: By way; requests leave them meanwhile, and come only to what is held up.
+        queues_by_key: Requests leave them meanwhile, and come only to what is blocked.
         sweep: The blocked requests.
     """
-    top, groups = _beginnings(lines, sweep)
+    top, groups = _first_places(queues_by_key, sweep)
     while top:
-        key, in_way = top[0]
-        head = groups[key[3]].key(lines, sweep) if in_way is None else _in_way(in_way, lines, sweep)
+        key, single_key = top[0]
+        head = (
+            groups[key[3]].key(queues_by_key, sweep)
+            if single_key is None
+            else _head_of(single_key, queues_by_key, sweep)
+        )
         if head is None:
             heapq.heappop(top)
             continue
         if head[0] != key:
-            entry = (head[0], in_way)
+            entry = (head[0], single_key)
             heapq.heapreplace(top, entry)
             if top[0] is not entry:
                 continue
-        yield lines[head[1]].head(head[0])
+        yield queues_by_key[head[1]].head(head[0])
 
 
-def _beginnings(
-    lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
-) -> tuple[list[tuple[QueuePlace, FlowKey | None]], Mapping[str, _Alone]]:
-    """A heap of the first places and their ways, and the ways in which only one tenant waits.
+def _first_places(
+    queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep
+) -> tuple[list[tuple[QueuePlace, FlowKey | None]], Mapping[str, _SingleTenantQueues]]:
+    """A heap of the first places and their flow keys, and the flow keys of single tenants.
 
-    None for a way stands for those in which only the tenant of that place waits. Comparisons end
+    None for a flow key stands for those in which only the tenant of that place waits. Comparisons end
     with the number, which no two requests share.
     """
-    alone: dict[str, list[tuple[float, int, FlowKey]]] = {}
+    single: dict[str, list[tuple[float, int, FlowKey]]] = {}
     top: list[tuple[QueuePlace, FlowKey | None]] = []
-    for way, line in lines.items():
-        key = None if sweep.holds_up(way) else line.key()
+    for flow_key, queues in queues_by_key.items():
+        key = None if sweep.is_blocked(flow_key) else queues.key()
         if key is None:
             continue
-        if len(line) == 1:
-            alone.setdefault(key[3], []).append((key[1], key[2], way))
+        if len(queues) == 1:
+            single.setdefault(key[3], []).append((key[1], key[2], flow_key))
         else:
-            top.append((key, way))
-    groups = {tenant: _Alone(entries) for tenant, entries in alone.items()}
+            top.append((key, flow_key))
+    groups = {tenant: _SingleTenantQueues(entries) for tenant, entries in single.items()}
     for group in groups.values():
-        head = group.key(lines, sweep)
+        head = group.key(queues_by_key, sweep)
         if head is not None:
             top.append((head[0], None))
     heapq.heapify(top)
     return top, groups
 
 
-def _in_way(
-    way: FlowKey, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+def _head_of(
+    flow_key: FlowKey, queues_by_key: Mapping[FlowKey, TenantQueues], sweep: Sweep
 ) -> tuple[QueuePlace, FlowKey] | None:
-    line = lines.get(way)
-    key = None if line is None or sweep.holds_up(way) else line.key()
-    return None if key is None else (key, way)
+    queues = queues_by_key.get(flow_key)
+    key = None if queues is None or sweep.is_blocked(flow_key) else queues.key()
+    return None if key is None else (key, flow_key)
 
 
 #: Minus rank and number: the request that goes last comes first.
@@ -263,16 +269,16 @@ class QueueLengths:
         self._most = 0
         self._last: dict[str, list[_LastEntry]] = {}
 
-    def add(self, rank: float, waiter: QueuedItem) -> None:
-        """A request begins to wait."""
-        tenant = waiter.tenant
+    def add(self, rank: float, item: QueuedItem) -> None:
+        """Add a request that begins to wait."""
+        tenant = item.tenant
         self._count(tenant, 1)
         heap = self._last.get(tenant)
         if heap is not None:
-            heapq.heappush(heap, (-rank, -waiter.number, waiter))
+            heapq.heappush(heap, (-rank, -item.number, item))
 
     def remove(self, tenant: str) -> None:
-        """A request stopped waiting."""
+        """Remove a request that stopped waiting."""
         self._count(tenant, -1)
         heap = self._last.get(tenant)
         if heap is not None and len(heap) > 2 * self._counts.get(tenant, 0) + _LENGTH_SLACK:
@@ -291,9 +297,9 @@ class QueueLengths:
         by_count = self._grouped()
         try:
             for count in range(self._most, 0, -1):
-                crowded = itertools.chain(by_count.get(count, ()), reduced)
+                tenants = itertools.chain(by_count.get(count, ()), reduced)
                 reduced = []
-                for tenant in crowded:
+                for tenant in tenants:
                     heap = self._sorted(tenant)
                     while not heap[0][2].waits:
                         heapq.heappop(heap)
@@ -308,7 +314,7 @@ class QueueLengths:
     def _sorted(self, tenant: str) -> list[_LastEntry]:
         heap = self._last.get(tenant)
         if heap is None:
-            heap = [(-rank, -waiter.number, waiter) for rank, waiter in self._waiting(tenant)]
+            heap = [(-rank, -item.number, item) for rank, item in self._waiting(tenant)]
             heapq.heapify(heap)
             self._last[tenant] = heap
         return heap
@@ -371,88 +377,88 @@ class PriorityBand:
         }[fairness]
         self._turns = turns
         self._version = turns.version
-        self._lines: dict[FlowKey, TenantQueues] = {}
-        self._ways: dict[str, dict[FlowKey, None]] = {}
-        self._crowding = QueueLengths(self._waiting)
+        self._queues_by_key: dict[FlowKey, TenantQueues] = {}
+        self._flow_keys: dict[str, dict[FlowKey, None]] = {}
+        self._queue_lengths = QueueLengths(self._waiting)
         self.count = 0
         self.bytes = 0
 
-    def add(self, waiter: QueuedItem) -> None:
-        """A request begins to wait."""
+    def add(self, item: QueuedItem) -> None:
+        """Add a request that begins to wait."""
         self.count += 1
-        self.bytes += waiter.bytes
-        rank = waiter.rank(self._order)
-        self._enter(waiter, rank)
-        self._crowding.add(rank, waiter)
+        self.bytes += item.bytes
+        rank = item.rank(self._order)
+        self._enter(item, rank)
+        self._queue_lengths.add(rank, item)
 
-    def remove(self, waiter: QueuedItem) -> None:
-        """A request stopped waiting where it is."""
+    def remove(self, item: QueuedItem) -> None:
+        """Remove a request that stopped waiting."""
         self.count -= 1
-        self.bytes -= waiter.bytes
-        self._exit(waiter)
-        self._crowding.remove(waiter.tenant)
+        self.bytes -= item.bytes
+        self._exit(item)
+        self._queue_lengths.remove(item.tenant)
 
-    def move(self, waiter: QueuedItem, way: FlowKey) -> None:
-        """A request waits another way now; it keeps its rank."""
-        self._exit(waiter)
-        waiter.endpoints, waiter.toward = way
-        self._enter(waiter, waiter.rank(self._order))
+    def move(self, item: QueuedItem, flow_key: FlowKey) -> None:
+        """Move a queued request to another flow key; it keeps its rank."""
+        self._exit(item)
+        item.endpoints, item.toward = flow_key
+        self._enter(item, item.rank(self._order))
 
     def next_items(self, sweep: Sweep) -> Iterator[QueuedItem]:
-        """Requests that go next among those that are not held up, again and again.
+        """Requests that go next among those that are not blocked, again and again.
 
         Tenants come in the order of what they attained or of their last turn, and those that are
         equal in the order of their heads; within a tenant the head of lowest rank goes. The caller
-        lets each go on or holds its way up before the next.
+        lets each go on or blocks its flow key before the next.
         """
         self._follow_turns()
-        return next_items(self._lines, sweep)
+        return next_items(self._queues_by_key, sweep)
 
     def refresh(self, tenant: str) -> None:
-        """The turn of a tenant went down."""
-        for way in self._ways.get(tenant, ()):
-            self._lines[way].refresh(tenant)
+        """Sort a tenant anew after its turn went down."""
+        for flow_key in self._flow_keys.get(tenant, ()):
+            self._queues_by_key[flow_key].refresh(tenant)
 
     def lasts(self) -> Generator[QueuedItem]:
         """Requests in the order in which they are displaced; see `QueueLengths.lasts`."""
-        return self._crowding.lasts()
+        return self._queue_lengths.lasts()
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        for line in self._lines.values():
-            yield from line
+        for queues in self._queues_by_key.values():
+            yield from queues
 
-    def _enter(self, waiter: QueuedItem, rank: float) -> None:
-        way = (waiter.endpoints, waiter.toward)
-        line = self._lines.get(way)
-        if line is None:
-            line = self._lines[way] = TenantQueues(self._turn)
-        waiter.place += 1
-        if line.add(rank, waiter):
-            self._ways.setdefault(waiter.tenant, {})[way] = None
+    def _enter(self, item: QueuedItem, rank: float) -> None:
+        flow_key = (item.endpoints, item.toward)
+        queues = self._queues_by_key.get(flow_key)
+        if queues is None:
+            queues = self._queues_by_key[flow_key] = TenantQueues(self._turn)
+        item.place += 1
+        if queues.add(rank, item):
+            self._flow_keys.setdefault(item.tenant, {})[flow_key] = None
 
-    def _exit(self, waiter: QueuedItem) -> None:
-        way = (waiter.endpoints, waiter.toward)
-        waiter.place += 1
-        line = self._lines[way]
-        if line.remove(waiter.tenant):
-            ways = self._ways[waiter.tenant]
-            del ways[way]
-            if not ways:
-                del self._ways[waiter.tenant]
-            if not len(line):
-                del self._lines[way]
+    def _exit(self, item: QueuedItem) -> None:
+        flow_key = (item.endpoints, item.toward)
+        item.place += 1
+        queues = self._queues_by_key[flow_key]
+        if queues.remove(item.tenant):
+            flow_keys = self._flow_keys[item.tenant]
+            del flow_keys[flow_key]
+            if not flow_keys:
+                del self._flow_keys[item.tenant]
+            if not len(queues):
+                del self._queues_by_key[flow_key]
 
     def _waiting(self, tenant: str) -> Iterable[tuple[float, QueuedItem]]:
-        for way in self._ways[tenant]:
-            for waiter in self._lines[way].flow_queue(tenant):
-                yield waiter.rank(self._order), waiter
+        for flow_key in self._flow_keys[tenant]:
+            for item in self._queues_by_key[flow_key].flow_queue(tenant):
+                yield item.rank(self._order), item
 
     def _follow_turns(self) -> None:
         """Sort anew where the turns of many tenants went down."""
         if self._version != self._turns.version:
             self._version = self._turns.version
-            for line in self._lines.values():
-                line.rebuild()
+            for queues in self._queues_by_key.values():
+                queues.rebuild()
 
 
 def _no_turn(_: str) -> float:

@@ -169,7 +169,7 @@ class Queue:
     """Requests that wait for the endpoints of a pool.
 
     Args:
-        settings: How requests wait; `adopt` replaces them.
+        settings: How requests wait; `reconfigure` replaces them.
 
     Attributes:
         count: Requests that wait.
@@ -200,18 +200,18 @@ class Queue:
         """True if a sweep over all queued requests was interrupted."""
         return self._sweep is not None
 
-    def adopt(self, settings: FlowControlSettings, now: float) -> None:
+    def reconfigure(self, settings: FlowControlSettings, now: float) -> None:
         """Replace the settings; queued requests keep their deadlines and their order."""
         self.settings = settings
-        self.turns.adopt(settings.half_life_s, now)
+        self.turns.set_half_life(settings.half_life_s, now)
 
-    def adopt_bits(self, bits: EndpointBits | None) -> None:
+    def replace_bits(self, bits: EndpointBits | None) -> None:
         """Replace the endpoint bits and regroup the queued requests."""
-        if self.sets.adopt(bits):
+        if self.sets.replace_bits(bits):
             self._sweep = None
             self._unsorted = list(self)
 
-    def join(self, waiter: QueuedItem, now: float) -> EnqueueResult | Rejection:
+    def join(self, item: QueuedItem, now: float) -> EnqueueResult | Rejection:
         """Add a request to the queue.
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
@@ -219,44 +219,44 @@ class Queue:
         the request itself is refused, and nothing changes.
 
         Args:
-            waiter: Who.
+            item: The request.
             now: Monotonic seconds.
 
         Returns:
             429 with Retry-After where there is no room.
         """
-        if self._fits(waiter):
-            self._put(waiter)
+        if self._fits(item):
+            self._put(item)
             return _ALONE
-        displaced = self._displaced(waiter) if self._may_fit(waiter) else None
+        displaced = self._displaced(item) if self._may_fit(item) else None
         if displaced is None:
             return self.full(now)
         for other in displaced:
             self.leave(other)
-        self._put(waiter)
+        self._put(item)
         return EnqueueResult(displaced)
 
-    def leave(self, waiter: QueuedItem) -> None:
+    def leave(self, item: QueuedItem) -> None:
         """Remove a request from the queue; does nothing if it is not queued."""
-        if not waiter.waits:
+        if not item.waits:
             return
-        waiter.waits = False
+        item.waits = False
         self.count -= 1
-        self.bytes -= waiter.bytes
-        self.tokens -= waiter.tokens
-        self.sets.leave(waiter.target)
-        band = self._bands[waiter.priority]
-        band.remove(waiter)
+        self.bytes -= item.bytes
+        self.tokens -= item.tokens
+        self.sets.leave(item.target)
+        band = self._bands[item.priority]
+        band.remove(item)
         if not band.count:
-            del self._bands[waiter.priority]
+            del self._bands[item.priority]
         if len(self._deadlines) > 2 * self.count + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].waits]
             heapq.heapify(self._deadlines)
 
-    def turn(self, waiter: QueuedItem, toward: str) -> None:
+    def turn(self, item: QueuedItem, toward: str) -> None:
         """Change the preferred endpoint of a queued request; it keeps its rank."""
-        if waiter.toward != toward:
-            self._bands[waiter.priority].move(waiter, (waiter.endpoints, toward))
+        if item.toward != toward:
+            self._bands[item.priority].move(item, (item.endpoints, toward))
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
         """Correct the tokens that a tenant attained; the correction may be negative."""
@@ -294,11 +294,11 @@ class Queue:
                     continue
                 if priority < sweep.priority:
                     sweep.enter(priority)
-                for waiter in band.next_items(sweep):
+                for item in band.next_items(sweep):
                     if enough():
                         self._sweep = sweep
                         return False
-                    went += self._look(go, waiter, sweep, now)
+                    went += self._look(go, item, sweep, now)
         finally:
             if went:
                 self.pace.record_departures(went, now)
@@ -310,37 +310,37 @@ class Queue:
         while unsorted:
             if enough():
                 return False
-            for waiter in unsorted[-_BATCH:]:
-                endpoints = self.sets.current(waiter.target) if waiter.waits else waiter.endpoints
-                if endpoints is not waiter.endpoints:
-                    self._bands[waiter.priority].move(waiter, (endpoints, waiter.toward))
+            for item in unsorted[-_BATCH:]:
+                endpoints = self.sets.current(item.target) if item.waits else item.endpoints
+                if endpoints is not item.endpoints:
+                    self._bands[item.priority].move(item, (endpoints, item.toward))
             del unsorted[-_BATCH:]
         return True
 
     def _look(
-        self, go: Callable[[QueuedItem], Look], waiter: QueuedItem, sweep: Sweep, now: float
+        self, go: Callable[[QueuedItem], Look], item: QueuedItem, sweep: Sweep, now: float
     ) -> bool:
         """Try to dispatch a request; returns whether it left."""
-        look = go(waiter)
+        look = go(item)
         if isinstance(look, Blocked):
             if look.toward:
-                sweep.hold_up((waiter.endpoints, look.toward))
+                sweep.block((item.endpoints, look.toward))
             else:
-                sweep.hold_up_set(waiter.endpoints, look.busy)
+                sweep.block_set(item.endpoints, look.busy)
             return False
-        self.leave(waiter)
+        self.leave(item)
         if look is DepartureCause.REJECTED:
             return False
-        self.turns.served(waiter.tenant, waiter.tokens, now)
+        self.turns.served(item.tenant, item.tokens, now)
         return True
 
     def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[QueuedItem]:
         """Remove and yield requests past their deadline, until `enough`."""
         while self._deadlines and self._deadlines[0][0] <= now and not enough():
-            waiter = heapq.heappop(self._deadlines)[2]
-            if waiter.waits:
-                self.leave(waiter)
-                yield waiter
+            item = heapq.heappop(self._deadlines)[2]
+            if item.waits:
+                self.leave(item)
+                yield item
 
     def next_deadline(self) -> float | None:
         """The earliest deadline (monotonic seconds); None for an empty queue."""
@@ -369,50 +369,50 @@ class Queue:
         for band in self._bands.values():
             yield from band
 
-    def _put(self, waiter: QueuedItem) -> None:
+    def _put(self, item: QueuedItem) -> None:
         self._numbers += 1
-        waiter.number = self._numbers
-        waiter.waits = True
+        item.number = self._numbers
+        item.waits = True
         self.count += 1
-        self.bytes += waiter.bytes
-        self.tokens += waiter.tokens
-        waiter.endpoints = self.sets.enter(waiter.target)
-        band = self._bands.get(waiter.priority)
+        self.bytes += item.bytes
+        self.tokens += item.tokens
+        item.endpoints = self.sets.enter(item.target)
+        band = self._bands.get(item.priority)
         if band is None:
             settings = self.settings
             band = PriorityBand(settings.order, settings.fairness, self.turns)
-            self._bands[waiter.priority] = band
-        band.add(waiter)
-        heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, waiter))
+            self._bands[item.priority] = band
+        band.add(item)
+        heapq.heappush(self._deadlines, (item.deadline, item.number, item))
 
-    def _fits(self, waiter: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
+    def _fits(self, item: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
         """True if the queue has room after so many requests and bytes are displaced."""
         settings = self.settings
         return (
             self.count - below < settings.max_requests
-            and self.bytes - bytes_below + waiter.bytes <= settings.max_bytes
+            and self.bytes - bytes_below + item.bytes <= settings.max_bytes
         )
 
-    def _displaced(self, waiter: QueuedItem) -> tuple[QueuedItem, ...] | None:
+    def _displaced(self, item: QueuedItem) -> tuple[QueuedItem, ...] | None:
         """Requests to displace for a new request; None if too many would be displaced."""
         chosen: list[QueuedItem] = []
         num_bytes = 0
-        for priority in sorted(rank for rank in self._bands if rank < waiter.priority):
+        for priority in sorted(rank for rank in self._bands if rank < item.priority):
             with contextlib.closing(self._bands[priority].lasts()) as lasts:
                 for last in lasts:
                     chosen.append(last)
                     num_bytes += last.bytes
-                    if self._fits(waiter, below=len(chosen), bytes_below=num_bytes):
+                    if self._fits(item, below=len(chosen), bytes_below=num_bytes):
                         return tuple(chosen)
                     if len(chosen) == MOST_DISPLACED:
                         return None
         return None
 
-    def _may_fit(self, waiter: QueuedItem) -> bool:
+    def _may_fit(self, item: QueuedItem) -> bool:
         """True if the queue has room after all lower priorities are displaced."""
-        lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
+        lower = [band for rank, band in self._bands.items() if rank < item.priority]
         return self._fits(
-            waiter,
+            item,
             below=sum(band.count for band in lower),
             bytes_below=sum(band.bytes for band in lower),
         )

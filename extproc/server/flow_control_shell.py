@@ -148,12 +148,12 @@ class AsyncFlowController:
         """Results of queued requests (count); see `FlowController`."""
         return self._controller.outcomes
 
-    def adopt(self, holding: FlowControlSection) -> None:
+    def reconfigure(self, holding: FlowControlSection) -> None:
         """Apply other settings from the next request on; queued requests keep their deadlines.
 
         Fair shares of tenants stay; changed rate limits start anew.
         """
-        self.queue.adopt(holding.queue, self._clock())
+        self.queue.reconfigure(holding.queue, self._clock())
         self._flow_headers = holding.headers
         fresh = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
         if fresh != self.rate_limiter:

@@ -202,7 +202,7 @@ class PoolRuntime:
             self.parts.store.outlier_detector.settings = planned.settings.health
             self.match = planned.claim
             if self.flow_controller is not None:
-                self.flow_controller.adopt(planned.settings.flow_control)
+                self.flow_controller.reconfigure(planned.settings.flow_control)
             self.profile = routing.profile.name
 
         return adopt

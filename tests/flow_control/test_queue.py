@@ -325,9 +325,9 @@ def test_memory_follows_what_waits():
         requests.leave(item)
     assert len(requests._deadlines) < 100
     (band,) = requests._bands.values()
-    lanes = [lane for line in band._lines.values() for lane in line._lanes.values()]
+    lanes = [lane for line in band._queues_by_key.values() for lane in line._flow_queues.values()]
     assert sum(len(lane._heap) for lane in lanes) <= 2
-    assert sum(len(line._heap) for line in band._lines.values()) < 50
+    assert sum(len(line._heap) for line in band._queues_by_key.values()) < 50
     requests.leave(many[0])
     assert not requests._bands
     assert not requests.sets._targets

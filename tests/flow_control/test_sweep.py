@@ -144,7 +144,7 @@ ROUNDS = st.lists(
 def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, fairness, looks):
     """As one look at everybody after the other would, however little one call may do."""
     queue = Queue(FlowControlSettings(order=order, fairness=fairness, half_life_s=1e9))
-    queue.adopt_bits(EndpointBits(for_target=bits_of, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=bits_of, named=bits_of))
     waiting, wants = {}, {}
     for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
         item = QueuedItem(
@@ -197,7 +197,7 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     queue = Queue(FlowControlSettings())
     fleet = Fleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
-    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(names[name]), named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(names[name]), named=bits_of))
     for at, name in enumerate(names):
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
@@ -208,7 +208,9 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     assert queue.pump(look, 0.0)
     assert len(fleet.looks) == 1
     assert queue.pump(lambda item: Blocked(), 0.0)
-    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(names[name][:1]), named=bits_of))
+    queue.replace_bits(
+        EndpointBits(for_target=lambda name: bits_of(names[name][:1]), named=bits_of)
+    )
     fleet.looks.clear()
 
     def look_again(item):
@@ -223,7 +225,7 @@ def test_endpoints_that_come_serve_whom_they_can():
     """Requests change their set with what endpoints list, and are not held up by others then."""
     queue = Queue(FlowControlSettings())
     serves = {"x": "a", "y": "a"}
-    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
     first = QueuedItem(arrived=0.0, deadline=math.inf, target="x")
     other = QueuedItem(arrived=1.0, deadline=math.inf, target="y")
     for item in (first, other):
@@ -239,7 +241,7 @@ def test_endpoints_that_come_serve_whom_they_can():
     queue.pump(look, 0.0)
     assert went == []
     serves["y"] = "ab"
-    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
     queue.pump(look, 0.0)
     assert went == ["y"]
     assert list(queue) == [first]
@@ -249,7 +251,7 @@ def test_endpoints_that_come_serve_whom_they_can():
 def test_requests_are_sorted_anew_within_the_budget():
     """When what endpoints serve changes, calls that may do little still get to the end."""
     queue = crowd(500, targets=50)
-    queue.adopt_bits(EndpointBits(for_target=lambda target: 1 + target % 3, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda target: 1 + target % 3, named=bits_of))
     gone = list(queue)[::7]
     for item in gone:
         queue.leave(item)
@@ -276,7 +278,7 @@ def test_requests_of_many_targets_go_as_they_came(tenants):
 def test_what_holds_up_one_priority_holds_up_no_other(blocked):
     """Endpoints may have a place for one and not for the other."""
     queue = Queue(FlowControlSettings())
-    queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
     for priority in (2, 1, 0):
         for _ in range(2):
             item = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
@@ -331,7 +333,7 @@ def test_a_half_life_can_be_replaced():
     """What was attained fades by the new one from then on."""
     queue = Queue(FlowControlSettings(half_life_s=1.0))
     queue.turns.served("t", 64.0, 0.0)
-    queue.adopt(FlowControlSettings(half_life_s=10.0), 2.0)
+    queue.reconfigure(FlowControlSettings(half_life_s=10.0), 2.0)
     assert queue.turns.attained("t", 2.0) == pytest.approx(16.0)
     assert queue.turns.attained("t", 12.0) == pytest.approx(8.0)
 
@@ -367,7 +369,7 @@ def test_a_pump_in_vain_costs_little(tenants, targets):
 def test_heaps_follow_what_waits():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
-    queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
     for at, item in enumerate(list(queue)[10:]):
         for toward in ("a", f"endpoint {at}", ""):
             queue.turn(item, toward)
@@ -380,14 +382,14 @@ def test_heaps_follow_what_waits():
             queue.charge(item.tenant, -1.0, 0.0)
             queue.charge(item.tenant, 1.0, 0.0)
     queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1), 0.0)
-    assert sum(len(band._lines) for band in queue._bands.values()) <= queue.count
+    assert sum(len(band._queues_by_key) for band in queue._bands.values()) <= queue.count
     entries = sum(
-        len(line._heap) + sum(len(lane._heap) for lane in line._lanes.values())
+        len(line._heap) + sum(len(lane._heap) for lane in line._flow_queues.values())
         for band in queue._bands.values()
-        for line in band._lines.values()
+        for line in band._queues_by_key.values()
     )
     assert entries < 200
     assert len(queue._deadlines) < 200
     for band in queue._bands.values():
-        assert sum(len(ways) for ways in band._ways.values()) <= queue.count
-        assert sum(len(heap) for heap in band._crowding._last.values()) < 200
+        assert sum(len(ways) for ways in band._flow_keys.values()) <= queue.count
+        assert sum(len(heap) for heap in band._queue_lengths._last.values()) < 200

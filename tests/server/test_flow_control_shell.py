@@ -212,13 +212,13 @@ async def test_other_settings_are_gone_by():
     raw = HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
     prepared = place.house.dispatcher.prepare(raw)
     assert isinstance(place.gate.reserve(prepared, place.now), RateReservation)
-    place.gate.adopt(FlowControlSection(enabled=True, half_life_s=1.0, **limited))
+    place.gate.reconfigure(FlowControlSection(enabled=True, half_life_s=1.0, **limited))
     assert place.gate.reserve(prepared, place.now).status == 429
     place.gate.queue.turns.charge("t", 64.0, place.now)
     assert place.gate.queue.turns.attained("t", place.now + 2.0) == pytest.approx(16.0)
-    place.gate.adopt(FlowControlSection(enabled=True, tenant_header="X-Team", **limited))
+    place.gate.reconfigure(FlowControlSection(enabled=True, tenant_header="X-Team", **limited))
     assert place.gate.tenant(prepared) == "t"
-    place.gate.adopt(FlowControlSection(enabled=True))
+    place.gate.reconfigure(FlowControlSection(enabled=True))
     assert place.gate.reserve(prepared, place.now).charge is None
 
 
