@@ -1,7 +1,7 @@
-"""extproc decides, for every HTTP request Envoy shows it, which LLM engine serves it.
+"""Endpoint picker for LLM engines: decides which engine serves an HTTP request that Envoy shows it.
 
-The packages form layers; imports go down only (`pyproject.toml`, section import-linter):
-cli, then server and sim, config, the shells (discovery, scrape, telemetry, dispatch), then wire,
-scheduling and parsing, protocol, pool and prefix, and at the bottom the frozen values decision,
-endpoint, request and errors.
+The packages form layers, and imports go down only (`pyproject.toml`, section import-linter; drawn in
+docs/contributing/architecture.md): cli; demo; server, simulator and testing; config; discovery,
+scrape, telemetry, routing, xds, election, flow_control and autoscaling; supervision; wire, scheduling
+and parsing; protocol, pool and prefix_cache; decision, endpoint, request and errors.
 """

@@ -1,1 +1,1 @@
-"""Demonstrations: Envoy, a picker and simulated engines on loopback, and the traffic on them."""
+"""Demonstrations: Envoy, extproc and simulated engines on loopback, and the traffic on them."""

@@ -1,8 +1,8 @@
 """Parsing: request bodies into requests, and token usage from the end of responses.
 
 The package contains the table of surfaces (`surfaces`), a module with a partial typed decode per
-family of surfaces, the framing of a prompt into stable bytes (`canonical_prompt`), the session hint
-(`session`), the gRPC frame and the multipart form, and the place of the model in a body
+family of surfaces, the framing of a prompt into stable bytes (`canonical_prompt`), the fields that
+all of them share with the session hint (`envelope`), the gRPC frame and the multipart form, and the place of the model in a body
 (`model_edit`). It neither chooses endpoints nor keeps state between requests.
 
 `routing` calls `surfaces.parse(raw)` once per request whose body is complete. The result is an

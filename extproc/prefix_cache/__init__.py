@@ -1,8 +1,8 @@
 """Prefix cache prediction: the leading blocks of a prompt that each endpoint holds.
 
-`blocks` cuts a prompt into chained block hashes, `index` maps blocks to endpoints, `runs` is its
-radix tree and `radix_tree` the bounded part of that tree that one endpoint holds. `cache_model`
-sizes these parts by the capacity of the engine, and `calibration` by its hit counters.
+`blocks` cuts a prompt into chained block hashes, `index` maps blocks to endpoints in a radix tree,
+and `radix_tree` is the bounded part of that tree that one endpoint holds. `cache_model` sizes these
+parts by the capacity of the engine and by its hit counters.
 
 The value of a match belongs to scheduling, the time to record a request to routing, and reading
 the counters of an engine to scrape. Routing calls `chain`, `match`, and after the pick

@@ -1,6 +1,6 @@
-"""The asyncio shells around the core.
+"""Servers and loops of an endpoint picker: asyncio around the core.
 
-What lives here: the ext_proc servicer, health, TLS, the admin pages, the composition root that
-starts and drains them. What must not: policy.
-Who drives it: `extproc serve`, through `server.app`.
+The package contains the ext_proc servicer, health, TLS, the HTTP endpoints, reloading, and the
+composition root (`app`) that starts and drains them, which `extproc serve` runs. It must not contain
+decisions.
 """

@@ -19,7 +19,7 @@ Commands: `engine_command` (`extproc engine`) and `simulate_command` (`extproc s
 Shells, the only modules here that know asyncio, sockets, processes and the clock: `http` and the
 commands.
 
-What must not live here: picking endpoints. The engine shares no code with the picker, so that a
+Picking endpoints does not belong here. The engine shares no code with the core of extproc, so that a
 test may hold one against the other; in particular it hashes prompts its own way. Only `fleet`
 knows both.
 """
