@@ -1,6 +1,6 @@
 """The map of llm-d's metrics to those of extproc, for users who replace the upstream EPP.
 
-It lists the families that llm-d-router exports (`pkg/epp/metrics`, `docs/metrics.md`), without their
+It lists the families that llm-d-router exports (its package `pkg/epp/metrics` and its page of metrics), without their
 prefix `llm_d_epp_`, and without families of components that are no EPP.
 """
 
