@@ -49,8 +49,10 @@ _CHUNK_BYTES: Final = 64 * 1024
 _CHEAP: Final = 64
 #: Bytes of a body for each quotation mark, below which its strings are not gone through one by one.
 _BYTES_PER_QUOTE: Final = 256
-#: The same for bodies of a few long strings, which are gone through before marks are counted.
-_FEW_QUOTES_BYTES: Final = 8 * 1024
+#: Bytes in the middle of the first chunk that show how long the strings of a body are, and quotation
+#: marks in them (count) up to which they are long: as many as a short message has.
+_QUOTES_SAMPLE_BYTES: Final = 4096
+_FEW_QUOTES: Final = 8
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
 #: Arrays that begin in one another. Going through them takes ten times as long as through others.
@@ -154,7 +156,13 @@ def is_light(body: bytes) -> bool:
     if len(body) <= _SHORT_BYTES:
         return True
     most = _budget(body)
-    if len(body) > _CHUNK_BYTES and _is_mostly_text(body, most, bytes_per_quote=_FEW_QUOTES_BYTES):
+    middle = _CHUNK_BYTES // 2
+    # Strings of a large body are gone through before its marks are counted where they are long.
+    is_text_first = (
+        len(body) > _CHUNK_BYTES
+        and body.count(b'"', middle, middle + _QUOTES_SAMPLE_BYTES) <= _FEW_QUOTES
+    )
+    if is_text_first and _is_mostly_text(body, most):
         return True
     expected = _estimate_marks(body)
     if (
@@ -163,17 +171,18 @@ def is_light(body: bytes) -> bool:
         and _num_marks(body, most, expected=expected) <= most
     ):
         return True
-    return _is_mostly_text(body, most)
+    return not is_text_first and _is_mostly_text(body, most)
 
 
-def _is_mostly_text(json: bytes, most: int, *, bytes_per_quote: int = _BYTES_PER_QUOTE) -> bool:
-    """True if all but so many bytes are long strings without wide characters.
+def _is_mostly_text(json: bytes, most: int) -> bool:
+    """True if all but so many bytes are strings, none of them long with wide characters.
 
     No more values than bytes are outside of strings, and commas in prose are not gone through. False
     for JSON with so many quotation marks that counting is no dearer.
     """
     num_outside, start, before, is_inside = 0, 0, -1, False
-    for _ in range(len(json) // bytes_per_quote):
+    longest = _WIDE_BYTES
+    for _ in range(len(json) // _BYTES_PER_QUOTE):
         at = json.find(b'"', before + 1)
         if at < 0:
             return not is_inside and num_outside + len(json) - before - 1 <= most
@@ -181,8 +190,12 @@ def _is_mostly_text(json: bytes, most: int, *, bytes_per_quote: int = _BYTES_PER
             num_outside += at - before
             start, is_inside = at, True
         elif json[at - 1] != _BACKSLASH or not _is_escaping(json[before + 1 : at]):
-            if at - start > _WIDE_BYTES or num_outside > most:
+            if num_outside > most:
                 return False
+            if at - start > longest:
+                if _is_wide(json):
+                    return False
+                longest = len(json)
             is_inside = False
         before = at
     return False

@@ -156,7 +156,9 @@ def _body_with(text: str, more: str = "") -> bytes:
         (_body_with('[{,\\"' * 300 + "[{," * 60_000), True),
         (_body_with("a" * 70_000 + "\\\\", ',"tools":[' + "{}," * 60_000 + "{}]"), False),
         (_body_with("a" * 70_000 + '\\\\\\"', ',"tools":[' + "{}," * 60_000 + "{}]"), False),
+        (_body_with("so, it goes, " * 30_000), True),
         (_body_with("a" * 300_000 + "😀"), False),
+        (_body_with("a" * 300_000, ',"user":"' + "😀" * 80_000 + '"'), False),
         (_body_with("\\" * 200_000 + '\\"' * 60_000), True),
     ],
     ids=[
@@ -165,7 +167,9 @@ def _body_with(text: str, more: str = "") -> bytes:
         "escaped quotes",
         "values behind an escaped backslash",
         "values behind an escaped quote",
+        "commas in one long text",
         "wide",
+        "wide behind another",
         "backslashes",
     ],
 )
