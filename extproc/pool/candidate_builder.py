@@ -236,7 +236,6 @@ class Imputer:
         """Fill the pages that changed, or all where the means did."""
         members, imputation = self._members, self._imputation
         totals = zip(self._sums, self._counts, strict=True)
-        totals = zip(self._sums, self._counts, strict=True)
         means = _Means._make(
             [
                 *(total / count if count else None for total, count in totals),
