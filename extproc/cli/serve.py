@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
     runtime.configure_grpc_core()
-    from extproc.server import app, reload
+    from extproc.server import lifecycle, reload
 
     def files(settings: Settings) -> Sequence[str]:
         """The configuration file, and the plugin files it names."""
@@ -58,4 +58,4 @@ def run(args: argparse.Namespace) -> int:
         return [*own, *settings.scheduling.plugin_files]
 
     source = reload.ConfigSource(files, lambda: flags.resolve(args).settings)
-    return app.run(resolved.settings, source)
+    return lifecycle.run(resolved.settings, source)

@@ -71,7 +71,7 @@ CLIENTS = sorted(
 )
 
 
-@pytest.mark.parametrize("module", [*CLIENTS, "extproc.server.app"])
+@pytest.mark.parametrize("module", [*CLIENTS, "extproc.server.lifecycle"])
 def test_what_the_image_leaves_out_is_not_loaded(module):
     """No class of the Kubernetes client that is made from a kind is imported."""
     program = (

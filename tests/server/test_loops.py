@@ -20,7 +20,7 @@ from extproc.election import leader_elector
 from extproc.election.lease_state import LeaseRecord
 from extproc.election.settings import ElectionSettings
 from extproc.errors import ConfigError
-from extproc.server import app, redis_peer_channel, reload
+from extproc.server import app, lifecycle, redis_peer_channel, reload
 from extproc.server.listeners import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import serving
@@ -35,11 +35,11 @@ class Serving:
         self.settings = settings
         self.ready = asyncio.Event()
         self.stop = self.hurry = self.addresses = self.picker = None
-        monkeypatch.setattr(app.signals, "listen", self.follow)
+        monkeypatch.setattr(lifecycle, "install_signal_handlers", self.follow)
         collector = types.SimpleNamespace(
             collect=lambda: None, freeze=lambda: None, set_threshold=lambda *_: None
         )
-        monkeypatch.setattr(app, "gc", collector)
+        monkeypatch.setattr(lifecycle, "gc", collector)
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
         real = app.EndpointPickerProcess
 
@@ -47,7 +47,7 @@ class Serving:
             self.picker = real(settings)
             return self.picker
 
-        monkeypatch.setattr(app, "EndpointPickerProcess", build)
+        monkeypatch.setattr(lifecycle, "EndpointPickerProcess", build)
 
     def follow(self, stop, hurry, again):
         self.stop, self.hurry = stop, hurry
@@ -68,7 +68,7 @@ class Serving:
     @contextlib.asynccontextmanager
     async def running(self):
         source = reload.ConfigSource(lambda _: [], lambda: self.settings)
-        task = asyncio.ensure_future(app.serve(self.settings, source, announce=self.announce))
+        task = asyncio.ensure_future(lifecycle.serve(self.settings, source, announce=self.announce))
         waiting = asyncio.ensure_future(self.ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -173,10 +173,10 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
         monkeypatch.setattr(picker, stage, lambda: wrong(None))
         return picker
 
-    monkeypatch.setattr(app, "EndpointPickerProcess", broken)
+    monkeypatch.setattr(lifecycle, "EndpointPickerProcess", broken)
     source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(ConfigError):
-        await app.serve(scene.settings, source, announce=scene.announce)
+        await lifecycle.serve(scene.settings, source, announce=scene.announce)
 
 
 async def test_an_exit_ends_the_process(monkeypatch):
@@ -192,7 +192,7 @@ async def test_an_exit_ends_the_process(monkeypatch):
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await app.serve(scene.settings, source, announce=scene.announce)
+        await lifecycle.serve(scene.settings, source, announce=scene.announce)
     assert caught.value.subgroup(PluginExitError) is not None
 
 

@@ -1,0 +1,128 @@
+"""Life of the process: logging, signals, the supervised loops and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+import uvloop
+
+from extproc.config.settings import Settings
+from extproc.server import health, reload
+from extproc.server.app import EndpointPickerProcess, Loop
+from extproc.supervision import LoopName
+
+#: Seconds between two looks whether a picker is ready for the first time.
+_LOOK_S = 0.1
+
+
+def run(settings: Settings, source: reload.ConfigSource) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        settings: The whole configuration.
+        source: Source of the configuration, for reloads.
+
+    Raises:
+        ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
+    """
+    logging.basicConfig(
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    # Ours only: gRPC and aiohttp have debug lines of their own.
+    logging.getLogger("extproc").setLevel(settings.log.level.upper())
+    uvloop.run(serve(settings, source, announce=_announce))
+    return 0
+
+
+async def serve(
+    settings: Settings, source: reload.ConfigSource, *, announce: Callable[[str], None]
+) -> None:
+    """Serve until a signal arrives.
+
+    SIGTERM drains: readiness turns false at once, streams are served for `drain_timeout_s`, then
+    those still open end with OK, which leaves their answers running. SIGINT, or a second signal,
+    does not wait.
+
+    Args:
+        settings: The whole configuration.
+        source: Source of the configuration, reloaded on SIGHUP and when files change.
+        announce: Called with a line for supervisors and people: once everything listens, and once
+            this picker wants traffic for the first time.
+    """
+    stop: asyncio.Event = asyncio.Event()
+    hurry: asyncio.Event = asyncio.Event()
+    picker = EndpointPickerProcess(settings)
+    reloader = reload.Reloader(
+        source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
+    )
+    install_signal_handlers(stop, hurry, reloader.ask)
+    supervisor = picker.counters.supervisor
+    asyncio.get_running_loop().set_exception_handler(supervisor.handle)
+    try:
+        addresses = await picker.start()
+        await picker.sync()
+        # What lives now lives to the end: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[LoopName, Loop] = {**picker.loops(), "reload": reloader.run}
+            loops = [
+                tasks.create_task(supervisor.keep(name, run), name=name)
+                for name, run in running.items()
+            ]
+            announce(f"extproc is listening: {addresses.ready_message}")
+            await supervisor.keep("readiness", lambda: _ready(picker.readiness, stop))
+            if picker.readiness.ready:
+                announce(f"extproc is ready: {addresses.ready_message}")
+            await stop.wait()
+            await supervisor.attempt("drain", picker.drain(hurry))
+            for loop in loops:
+                loop.cancel()
+    finally:
+        await picker.stop()
+
+
+def install_signal_handlers(
+    stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]
+) -> None:
+    """Install the signal handlers on the running event loop.
+
+    Args:
+        stop: Set by SIGTERM and SIGINT.
+        hurry: Set by SIGINT, and by a second SIGTERM: stop without waiting.
+        again: Called on SIGHUP to reload the configuration.
+    """
+    loop = asyncio.get_running_loop()
+
+    def terminate() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
+    def interrupt() -> None:
+        hurry.set()
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGHUP, again)
+
+
+async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:
+    """Wait until the process is ready for the first time, or has to stop."""
+    while not (readiness.ready or stop.is_set()):
+        # Nothing tells when all that readiness depends on holds.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_S)
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
