@@ -37,8 +37,8 @@ class Surface(msgspec.Struct, frozen=True, gc=False):
         path: Suffix of the request path, in full segments.
         api: Its name, `InferenceRequest.api`.
         parse: Parser of a request with a body; takes the request and `api`. Total.
-        accepts_truncated: Whether `parse` reads a body of which only the beginning was shown. Others
-            are hashed as bytes then.
+        accepts_truncated: Whether `parse` reads a body of which only the beginning was shown. The
+            bytes of others are their prompt then.
         drops_prompt: Whether the prompt is dropped: without inference it leaves nothing in a prefix
             cache, and an index that learned from it would predict blocks that no engine holds.
         observes_response: Whether responses report usage; if not, the stream ends after the decision
@@ -217,10 +217,9 @@ def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
     surface = surface_of(path_of(raw))
     if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
         surface = GRPC
-    if raw.truncated and not surface.accepts_truncated:
-        return opaque.parse_truncated(raw, surface.api)
+    is_cut = raw.truncated and not surface.accepts_truncated
     try:
-        read = surface.parse(raw, surface.api)
+        read = (opaque.parse_truncated if is_cut else surface.parse)(raw, surface.api)
     except RecursionError:
         # Decoding stayed within the interpreter's depth, and writing the value again did not.
         is_opaque = surface is OPAQUE

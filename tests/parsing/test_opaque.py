@@ -70,3 +70,11 @@ def test_truncated_bodies_are_never_refused(path, body):
 def test_truncated_counts_leave_no_prompt():
     """A cut body that is only counted still leaves nothing in a cache."""
     assert truncated("/v1/messages/count_tokens", b'{"model": "m"').prompt == b""
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/completions/render"])
+def test_truncated_render_requests_leave_no_prompt(path):
+    """What is only rendered is in no prefix cache, also where the end of the body is missing."""
+    request = truncated(path, b'{"model": "m", "prompt": "' + 4000 * b"a")
+    assert request.model == "m"
+    assert (request.prompt, request.prompt_tokens, request.prompt_bytes) == (b"", 0, 0)
