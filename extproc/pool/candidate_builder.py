@@ -131,9 +131,11 @@ class Imputer:
         self._sums: list[float] = []
         self._counts: list[int] = []
         self._num_sound = 0
+        self._num_with_extra = 0
         # The members are worked out for `oldest` from the first until before the second.
         self._since = self._until = -math.inf
         self._means: _Means | None = None
+        self._extra_means = NO_EXTRA
         self._fillable = 0
         self._stale: list[bool] = []
         self._is_any_stale = False
@@ -203,6 +205,7 @@ class Imputer:
         )
         self._sums, self._counts = [*map(sum, known)], [*map(len, known)]
         self._num_sound, self._means = len(loads), None
+        self._num_with_extra = len([load for load in loads if load.extra])
         measured = [not flaw & _UNMEASURED for flaw in flaws]
         self._stale, self._flaws = stale, flaws
         self._imputation = Imputation([], [], stale, measured, {})
@@ -224,6 +227,8 @@ class Imputer:
             return
         self._num_sound += sign
         load = member.load
+        if load.extra:
+            self._num_with_extra += sign
         values = [load.waiting, load.running, load.kv_usage, load.kv_tokens or None]
         if not flaw & _NO_REQUESTS:
             values += member.foreign, member.foreign_waiting
@@ -243,8 +248,14 @@ class Imputer:
             ]
         )
         fillable = _fillable(means) if self._num_sound else plausibility.VOID
-        if self._means is None or fillable != self._fillable or not means.is_close(self._means):
-            self._means, self._fillable = means, fillable
+        extra_means = self._average_extra() if self._num_with_extra else NO_EXTRA
+        if (
+            self._means is None
+            or fillable != self._fillable
+            or not means.is_close(self._means)
+            or not _are_close(extra_means, self._extra_means)
+        ):
+            self._means, self._extra_means, self._fillable = means, extra_means, fillable
             imputation.counted[:] = members
             imputation.pages[:] = [None] * len(members)
             imputation.held_tokens.clear()
@@ -254,7 +265,7 @@ class Imputer:
             counted, page = member, None
             imputation.held_tokens.pop(n, None)
             if flaw & fillable:
-                counted = _counted(member, flaw, self._means)
+                counted = _counted(member, flaw, self._means, self._extra_means)
                 load = counted.load
                 if load is not NO_LOAD:
                     page = member.load
@@ -263,6 +274,25 @@ class Imputer:
                         held = (load.kv_usage or 0.0) * (load.kv_tokens or 0)
                         imputation.held_tokens[n] = held
             imputation.counted[n], imputation.pages[n] = counted, page
+
+    def _average_extra(self) -> Mapping[str, float]:
+        """Mean of every extra metric over the pages that have it.
+
+        Not followed from page to page: sums of values up to 2^53 would not come back to small ones.
+        """
+        values: dict[str, list[float]] = {}
+        for member, flaw in zip(self._members, self._flaws, strict=True):
+            if not flaw & _UNSOUND:
+                for name, value in member.load.extra.items():
+                    values.setdefault(name, []).append(value)
+        return {name: math.fsum(known) / len(known) for name, known in values.items()}
+
+
+def _are_close(means: Mapping[str, float], before: Mapping[str, float]) -> bool:
+    """True if pages that were filled with the means before may stay."""
+    return means.keys() == before.keys() and all(
+        abs(mean - before[name]) <= _CHANGE * abs(before[name]) for name, mean in means.items()
+    )
 
 
 def _fillable(means: _Means) -> int:
@@ -279,9 +309,11 @@ def _fillable(means: _Means) -> int:
     return bits
 
 
-def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> EndpointSnapshot:
+def _counted(
+    member: EndpointSnapshot, flaw: int, means: _Means, extra_means: Mapping[str, float]
+) -> EndpointSnapshot:
     """An endpoint with its page as it counts."""
-    load = _load(member, flaw, means)
+    load = _load(member, flaw, means, extra_means)
     foreign, foreign_tokens = member.foreign, member.foreign_tokens
     if load is NO_LOAD:
         foreign = foreign_tokens = 0.0
@@ -312,13 +344,15 @@ def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> EndpointSnap
     )
 
 
-def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
+def _load(
+    member: EndpointSnapshot, flaw: int, means: _Means, extra_means: Mapping[str, float]
+) -> Load:
     """The page as it counts; `NO_LOAD` where neither it nor any other one says anything."""
     page = member.load
     waiting, running, usage = page.waiting, page.running, page.kv_usage
     if flaw & plausibility.VOID:
         waiting, running, usage = means.waiting, means.running, means.kv_usage
-        if waiting is None and running is None and usage is None:
+        if waiting is None and running is None and usage is None and not extra_means:
             return NO_LOAD
     elif flaw & plausibility.TOO_LITTLE:
         waiting = _more(waiting, means.waiting)
@@ -332,7 +366,7 @@ def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
     if not page.kv_tokens and means.kv_tokens is not None:
         size = size or 1
         blocks = round(means.kv_tokens / size)
-    # Sizes and slots outlive the page; adapters on the device and extra metrics do not.
+    # Sizes and slots outlive the page; adapters on the device do not.
     named = flaw & plausibility.VOID == 0
     # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
     return Load(
@@ -350,7 +384,7 @@ def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
         page.prefix_hits,
         page.started_at,
         page.counters,
-        page.extra if named else NO_EXTRA,
+        page.extra if named else extra_means,
     )
 
 

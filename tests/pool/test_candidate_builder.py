@@ -228,8 +228,40 @@ def test_pages_are_filled_anew_when_a_mean_has_moved():
     assert waiting_of_first(4.0) == pytest.approx(4.0)
 
 
-def test_extra_metrics_of_a_stale_page_are_unknown():
-    """A stale page reports no extra metric, and a fresh page only those that it has."""
-    stale = change(FULL, at=0.0, extra={"depth": 100.0})
-    fleet = fleet_of(change(FULL, extra={"depth": 2.0}), FULL, stale)
-    assert [c.load.extra for c in candidates(fleet)] == [{"depth": 2.0}, {}, {}]
+def test_extra_metrics_of_a_stale_page_count_as_the_mean():
+    """Each is the mean of the pages that have it; a fresh page has only its own."""
+    stale = change(FULL, at=0.0, extra={"depth": 100.0, "gone": 1.0})
+    both = change(FULL, extra={"depth": 2.0, "heat": -4.0})
+    fleet = fleet_of(both, change(FULL, extra={"depth": 5.0}), FULL, stale, None)
+    means = {"depth": 3.5, "heat": -4.0}
+    imputed = candidates(fleet)
+    assert [c.load.extra for c in imputed] == [both.extra, {"depth": 5.0}, {}, means, means]
+    assert imputed[3].page is NO_LOAD
+
+
+def test_extra_metrics_are_imputed_where_pages_have_nothing_else():
+    """The load of engines that are not recognized is what their extra metrics show."""
+    bare = Load(at=NOW, extra={"depth": 2.0})
+    first, second = candidates(fleet_of(bare, None))
+    assert (first.load, second.load.extra) == (bare, {"depth": 2.0})
+    assert (second.load.waiting, second.page) == (None, NO_LOAD)
+
+
+def test_extra_metrics_are_imputed_anew_when_a_mean_has_moved():
+    """Large values that went leave nothing behind in the mean of small ones."""
+    fleet, imputer = fleet_of(None, *[FULL] * 8), candidate_builder.Imputer()
+
+    def imputed(value):
+        member = fleet.pool.members[5]
+        fleet.observe(
+            fleet.begin_scrape(member.endpoint), change(FULL, extra={"depth": value}), NOW
+        )
+        return candidates(fleet, imputer)[0].load.extra["depth"]
+
+    assert [imputed(value) for value in (0.5, 2.0**53, 0.5, 0.501, -0.5)] == [
+        0.5,
+        2.0**53,
+        0.5,
+        0.5,
+        -0.5,
+    ]
