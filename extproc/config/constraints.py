@@ -20,4 +20,4 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 #: Name of a model, an adapter or an objective; requests with longer ones are refused.
 BoundedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 #: Name of an extra metric.
-MetricName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+MetricName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_./-]{0,63}$")]

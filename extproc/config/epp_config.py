@@ -14,6 +14,7 @@ from extproc.config import (
     filter_tree_syntax,
     settings,
     upstream_flow_control,
+    upstream_metrics,
     validation,
 )
 from extproc.config.epp_plugin_types import DECISION_TREE, UpstreamType, plugin_types
@@ -136,6 +137,10 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
     plugins = None
     if written.get("plugins"):
         plugins = validation.to_struct(written, EppPlugins, where=where)
+        plugins, metrics, unread = upstream_metrics.convert(plugins, where=where)
+        warnings += unread
+        if metrics:
+            ours["scrape"] = {"extra_metrics": metrics}
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         ours["scheduling"] = {"strategy": "weighted"}
