@@ -189,6 +189,8 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             the limit of most proxies. A body that Envoy buffers arrives as one message, and the
             time counts from its headers. A body that takes longer must arrive at 16 KiB/s; while
             bodies take half of `max_streams` or `max_assembly_bytes`, the limit is a tenth of it.
+            A stream of ext_proc without any message ends after the same time, with gRPC status
+            DEADLINE_EXCEEDED.
         max_message_bytes: Largest gRPC message (bytes). 36 MiB: a buffered body arrives as one
             message, with headers and attributes.
     """

@@ -13,6 +13,7 @@ import grpc
 from extproc.errors import ProtocolError
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
+from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds
 from extproc.server.request_observer import StreamResult
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
@@ -47,6 +48,16 @@ class _OpenStream(NamedTuple):
     def arriving_bytes(self) -> int | None:
         """Bytes received of a request body still arriving; None where none is."""
         return self.stream.exchange.arriving_bytes if self.reads.waits else None
+
+    @property
+    def is_silent(self) -> bool:
+        """True while its first message is awaited."""
+        exchange = self.stream.exchange
+        has_begun = (
+            exchange.request_state is not RequestState.IDLE
+            or exchange.response_state is not ResponseState.IDLE
+        )
+        return self.reads.waits and not has_begun
 
     def give_up(self) -> None:
         """Let cancelling the task end what it waits for."""
@@ -170,7 +181,10 @@ class ExternalProcessorServicer:
             await self.refuse_stalled()
 
     async def refuse_stalled(self) -> None:
-        """Check all arriving bodies, and answer stalled requests with 408."""
+        """Check all arriving requests, and answer stalled ones with 408.
+
+        A stream without a message ends with DEADLINE_EXCEEDED: it has no request to answer.
+        """
         for task in self._refused:
             # Envoy ends the stream of an immediate response at once; other clients are cut off.
             known = self._streams.get(task)
@@ -178,7 +192,10 @@ class ExternalProcessorServicer:
                 known.give_up()
                 task.cancel()
         self._refused = {}
-        sizes = {task: entry.arriving_bytes for task, entry in self._streams.items()}
+        sizes = {
+            task: 0 if entry.is_silent else entry.arriving_bytes
+            for task, entry in self._streams.items()
+        }
         shared = self.shared
         stalled = self._uploads.find_stalled(
             {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
@@ -192,7 +209,14 @@ class ExternalProcessorServicer:
             for task in batch:
                 entry = self._streams.get(task)
                 # While the batch before was written, the rest of the body may have come.
-                if entry is not None and entry.arriving_bytes is not None:
+                if entry is None:
+                    continue
+                if entry.is_silent:
+                    entry.context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)
+                    entry.context.set_details("no message arrived")
+                    entry.give_up()
+                    task.cancel()
+                elif entry.arriving_bytes is not None:
                     replies = entry.stream.stall()
                     writes.append(asyncio.ensure_future(_write(entry.context, replies)))
                     self._refused[task] = writes[-1]

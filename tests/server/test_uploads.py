@@ -74,6 +74,46 @@ async def test_servicer_gives_back_all_places_that_stalled_streams_took():
         assert await after.hear() == [ext_proc_script.route()]
 
 
+async def silent(scene, count):
+    """Wait until so many streams are open without a message."""
+    while [entry.is_silent for entry in scene.servicer._streams.values()] != [True] * count:
+        await asyncio.sleep(0)
+
+
+async def test_servicer_ends_a_stream_without_a_message():
+    """It takes a place like any other, and there is no request that could be answered."""
+    house = House({ext_proc_script.ADDRESS: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.call.wait_for_connection()
+        await silent(scene, 1)
+        for passed in (0.0, 59.0, 60.0):
+            house.now = 100.0 + passed
+            await scene.servicer.refuse_stalled()
+        assert await stream.call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await stream.call.details() == "no message arrived"
+        await scene.idle()
+        counters = scene.servicer.shared.observer.counters
+        assert (counters.streams_open, counters.streams) == (0, {"cancelled": 1})
+
+
+async def test_servicer_hears_a_first_message_that_comes_late():
+    """A second before its time is over."""
+    house = House({ext_proc_script.ADDRESS: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.call.wait_for_connection()
+        await silent(scene, 1)
+        await scene.servicer.refuse_stalled()
+        house.now += 59.0
+        await scene.servicer.refuse_stalled()
+        await stream.say(ext_proc_script.request_headers(ends=True))
+        assert await stream.hear() == [ext_proc_script.route()]
+        house.now += 3600.0
+        await scene.servicer.refuse_stalled()
+        assert await stream.end() is grpc.StatusCode.OK
+
+
 async def test_servicer_leaves_streams_alone_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
     house = House({ext_proc_script.ADDRESS: None})
