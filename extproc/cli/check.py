@@ -260,7 +260,7 @@ def _server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     if server.secure_serving:
         tls = f"with the certificate in {server.cert_path}" if server.cert_path else "self-signed"
     yield f"server      {host}: ext_proc on {server.grpc_port} ({tls}),"
-    yield f"            health on {server.grpc_health_port}, pages on {server.metrics_port};"
+    yield f"            health on {server.grpc_health_port}, metrics on {server.metrics_port};"
     if xds.enabled:
         yield f"            xDS on {xds.port};"
     yield f"            drains for {server.drain_timeout_s:g} s"
@@ -293,10 +293,13 @@ def _scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
 def _models(settings: Settings) -> Iterator[str]:
     scrape, scheduling = settings.scrape, settings.scheduling
     if not (scrape.enabled and scrape.models):
-        yield "models      not asked for: every endpoint counts as serving every model"
+        yield "models      not listed: every endpoint counts as serving every model"
         return
     otherwise = "is refused with 404" if scheduling.unknown_model == "reject" else "goes to all"
-    yield f"models      asked for every {scrape.models_interval_s:g} s; one nobody lists {otherwise}"
+    yield (
+        f"models      listed every {scrape.models_interval_s:g} s; one that no endpoint lists "
+        f"{otherwise}"
+    )
     if scheduling.kubeai_names:
         yield "            model_adapter names are read as adapters of the model"
 

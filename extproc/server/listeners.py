@@ -33,7 +33,7 @@ class ListenAddresses(msgspec.Struct, frozen=True):
         more += f", KEDA's scaler on {self.keda}" if self.keda else ""
         return (
             f"ext_proc on port {self.grpc}, gRPC health on {self.health}, "
-            f"pages on {self.pages}{more}"
+            f"metrics on {self.pages}{more}"
         )
 
 

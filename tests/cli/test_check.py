@@ -44,7 +44,7 @@ def test_check_tells_what_a_file_means(tmp_path, capsys):
         "picker    weighted-random-picker",
         "2 further endpoints",
         "signals     prefix, waiting",
-        "models      asked for every 30 s; one nobody lists goes to all",
+        "models      listed every 30 s; one that no endpoint lists goes to all",
         "model_adapter names are read as adapters",
         "bodies 32 MiB",
     ):
@@ -78,7 +78,7 @@ def test_check_without_scraping(capsys):
     assert main.main(["check", "--config-text", text]) == 0
     output = capsys.readouterr().out
     assert "scrape      off" in output
-    assert "models      not asked for: every endpoint counts as serving every model" in output
+    assert "models      not listed: every endpoint counts as serving every model" in output
     assert "messages 1000 bytes" in output
     assert "signals     none" in output
 
@@ -91,7 +91,7 @@ def test_check_tells_of_unknown_models(capsys):
     )
     assert main.main(["check", "--config-text", text]) == 0
     output = capsys.readouterr().out
-    assert "asked for every 5 s; one nobody lists is refused with 404" in output
+    assert "listed every 5 s; one that no endpoint lists is refused with 404" in output
     assert "model_adapter" not in output
 
 

@@ -22,7 +22,7 @@ _SERVE = (
     *("--drain-timeout", "0s"),
 )
 
-_READY = re.compile(r"extproc is listening: .* pages on (\d+)")
+_READY = re.compile(r"extproc is listening: .* metrics on (\d+)")
 
 
 @pytest.fixture

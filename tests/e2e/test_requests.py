@@ -46,6 +46,18 @@ async def test_024_the_pick_is_where_envoy_connects(place, served):
     assert head.get("x-request-id")
 
 
+@pytest.mark.parametrize("own", ["", "my-own-id-1"])
+async def test_the_id_in_the_response_finds_the_decision(place, served, own):
+    """It is the client's, or else Envoy's, and the engine sees the same."""
+    headers = [("x-request-id", own)] if own else []
+    answer = await http1.ask(place.port, "/v1/chat/completions", CHAT, headers=headers)
+    request_id = answer.head.get("x-request-id")
+    assert request_id == (own or request_id) != ""
+    assert served.asks[-1].head.get("x-request-id") == request_id
+    decision = await http1.ask(place.pages, f"/debug/decisions/{request_id}")
+    assert decision.json()["endpoints"] == [served.address]
+
+
 async def test_026_bodies_arrive_byte_for_byte(place, served):
     """White space, key order, unicode and big numbers are what the client sent."""
     body = (

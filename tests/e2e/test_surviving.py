@@ -61,7 +61,7 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
         child = await children.extproc(
             "--config-file", str(config), "--endpoints", f"127.0.0.1:{port}", *ARGUMENTS
         )
-        (pages,) = re.findall(r"pages on (\d+)", child.ready_line)
+        (pages,) = re.findall(r"metrics on (\d+)", child.ready_line)
 
         async def metric(name):
             async with session.get(f"http://127.0.0.1:{pages}/metrics") as answer:
