@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 
@@ -15,6 +16,7 @@ CHAT = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "he
 #: Code and type of what a picker that is down comes to.
 _NO_PICKER = (500, "endpoint_picker_unavailable")
 FILES = sorted(path.name for path in installation.SHIPPED.glob("original-dst*.yaml"))
+OVERRIDE_FILES = sorted(path.name for path in installation.SHIPPED.glob("override-host*.yaml"))
 
 
 async def refused(place, body=CHAT):
@@ -44,4 +46,35 @@ async def test_errors_of_envoy_are_json_with_a_hint(template):
         wanted = (503, "no_endpoint") if "buffered" in template else _NO_PICKER
         assert (error["code"], error["type"]) == wanted
         assert status == error["code"]
+        await place.start_extproc()
+
+
+@pytest.mark.parametrize("template", OVERRIDE_FILES)
+async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
+    """Whether extproc names the dead engines or Envoy chooses them itself."""
+    dead = [f"127.0.0.1:{stack.free_port()}" for _ in range(2)]
+    arguments = ["--config-text", installation.UNSCRAPED, "--fallback-endpoints", "1"]
+    xds_port = stack.free_port()
+    if stack.asks_for_xds(installation.SHIPPED / template):
+        arguments += ["--xds", "--xds-port", str(xds_port)]
+
+    def name_xds_server(config):
+        for cluster in config["static_resources"]["clusters"]:
+            if cluster["name"] == "extproc-xds":
+                cluster["load_assignment"] = stack.assignment(
+                    cluster["name"], [f"127.0.0.1:{xds_port}"]
+                )
+
+    async with installation.installed(
+        *dead, template=template, plaintext=False, arguments=arguments, change=name_xds_server
+    ) as place:
+        while (await place.stats()).get("cluster.engines.membership_total") != len(dead):
+            await asyncio.sleep(0.1)
+        answers = [await refused(place)]
+        await place.settled()
+        await place.extproc.stop(signal.SIGKILL)
+        answers.append(await refused(place))
+        for status, error in answers:
+            assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
+            assert "/debug/pool" in error["message"]
         await place.start_extproc()
