@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench import agreement, capacity, replicas, rig, robustness, run, scaling
+from bench import agreement, capacity, replicas, rig, robustness, run, scaling, summary
 from bench.real_vllm import report
 
 
@@ -146,6 +146,7 @@ class Block:
 
 #: Generated blocks by the name of their markers.
 BLOCKS: Mapping[str, Block] = {
+    "summary": Block("benchmarks/index.md", summary.block),
     "results": Block("benchmarks/overhead.md", block),
     "real vllm": Block("benchmarks/real-engines.md", real_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),

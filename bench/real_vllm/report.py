@@ -59,15 +59,18 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def block(result: Mapping[str, Any]) -> str:
-    """The text of `docs/benchmarks` about a result as it was written."""
-    machine = result["machine"]
-    pairs = [
-        (result["real"][strategy][name]["hit_ratio"], run["hit_ratio"])
+def largest_difference(result: Mapping[str, Any]) -> float:
+    """Largest difference of the hit ratios of real and simulated engines."""
+    return max(
+        abs(result["real"][strategy][name]["hit_ratio"] - run["hit_ratio"])
         for strategy, runs in result["simulated"].items()
         for name, run in runs.items()
-    ]
-    apart = max(abs(real - other) for real, other in pairs)
+    )
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """The text of `docs/benchmarks` about a result as it was written."""
+    machine, apart = result["machine"], largest_difference(result)
     wrong = problems(result)
     refused = f" (pip: {result['pip_refused']})" if result["pip_refused"] else ""
     return "\n".join(
