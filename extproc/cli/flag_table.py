@@ -104,7 +104,7 @@ FLAGS: Sequence[Flag] = (
     Flag("grpc-port", (*_SERVER, "grpc_port"), _integer, "ext_proc; 0 picks a free one", "PORT"),
     Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _integer, "gRPC health", "PORT"),
     Flag("metrics-port", (*_SERVER, "metrics_port"), _integer, "metrics and debug pages", "PORT"),
-    Flag("xds", ("xds", "enabled"), _boolean, "tell Envoy of the endpoints over xDS", "BOOL"),
+    Flag("xds", ("xds", "enabled"), _boolean, "serve the endpoints to Envoy over xDS", "BOOL"),
     Flag("xds-port", ("xds", "port"), _integer, "xDS; 0 picks a free one", "PORT"),
     Flag("secure-serving", (*_SERVER, "secure_serving"), _boolean, "ext_proc over TLS", "BOOL"),
     Flag("cert-path", (*_SERVER, "cert_path"), _text, "folder with tls.crt and tls.key", "FOLDER"),

@@ -152,7 +152,7 @@ ROWS: Mapping[str, Callable[[], str]] = {
         CHAT,
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":"9","stream":null}',
     ),
-    "chat: a model nobody lists": lambda: ask(CHAT, NAMED % b"gpt"),
+    "chat: a model that no endpoint lists": lambda: ask(CHAT, NAMED % b"gpt"),
     "chat: the same with `unknown_model: reject`": lambda: ask(
         CHAT, NAMED % b"gpt", house=several()
     ),
@@ -171,7 +171,7 @@ ROWS: Mapping[str, Callable[[], str]] = {
         CHAT, b"x" * 75_001, budget=300_000
     ),
     "body that does not arrive within `limits.body_idle_s`": stalled,
-    "subset hint that names nobody": lambda: ask("/x", b"", subset=["10.9.9.9:8000"]),
+    "subset hint that names no endpoint of the pool": lambda: ask("/x", b"", subset=["10.9.9.9:8000"]),
     "subset hint with a wrong port": lambda: ask("/x", b"", subset=["10.0.0.1:1"]),
     "empty subset hint": lambda: ask("/x", b"", subset=[]),
     "no endpoint in the pool": lambda: ask("/x", b"", house=House({})),

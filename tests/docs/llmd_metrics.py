@@ -1,7 +1,9 @@
 """The map of llm-d's metrics to those of extproc, for users who replace the upstream EPP.
 
-It lists the families that llm-d-router exports (its package `pkg/epp/metrics` and its page of metrics), without their
-prefix `llm_d_epp_`, and without families of components that are no EPP.
+It lists the families that the EPP of llm-d-router exports: those that its sources name at the tag
+v0.10.0 and on its main branch of 2026-08-22 (`Name:` and `NewDesc` of its Prometheus options), without
+their prefix `llm_d_epp_`. Left out are the twins under deprecated prefixes and the families of the
+sidecar (`moriio_dns_`).
 """
 
 from __future__ import annotations
@@ -106,6 +108,9 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         (
             "disagg_decision_total",
+            "pd_decision_total",
+            "disaggregatedset_strict_header_no_match_total",
+            "disaggregatedset_revision_gating_share",
             "encoder_cache_queries_total",
             "encoder_cache_hits_total",
             "encoder_cache_hit_ratio",
@@ -128,6 +133,32 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "program_aware_jains_fairness_index",
             "program_aware_avg_wait_time_milliseconds",
             "program_aware_attained_service_tokens",
+        ),
+        "",
+    ),
+    (
+        (
+            "llm_d_router_epp_kv_cache_index_admissions_total",
+            "llm_d_router_epp_kv_cache_index_evictions_total",
+            "llm_d_router_epp_kv_cache_index_lookup_requests_total",
+            "llm_d_router_epp_kv_cache_index_lookup_hits_total",
+            "llm_d_router_epp_kv_cache_index_max_pod_hit_count_total",
+            "llm_d_router_epp_kv_cache_index_lookup_latency_seconds",
+        ),
+        "",
+    ),
+    (
+        (
+            "llm_d_router_epp_kv_cache_events_dedup_removed_hashes_suppressed_total",
+            "llm_d_router_epp_kv_cache_events_dedup_removed_hashes_forwarded_total",
+            "llm_d_router_epp_kv_cache_events_stores_skipped_total",
+            "llm_d_router_epp_kv_cache_events_removals_skipped_total",
+            "llm_d_router_epp_kv_cache_events_active_subscribers",
+            "llm_d_router_epp_kv_cache_events_subscriber_reconnections_total",
+            "llm_d_router_epp_kv_cache_events_messages_received_total",
+            "llm_d_router_epp_kv_cache_events_zmq_errors_total",
+            "llm_d_router_epp_kv_cache_events_pool_queue_depth",
+            "llm_d_router_epp_kv_cache_events_pool_capacity",
         ),
         "",
     ),
