@@ -20,8 +20,10 @@ def block() -> str:
         ),
         (
             "Do real vLLM engines confirm it?",
-            "Hit ratios of real and simulated engines differ by at most "
-            f"{report.largest_difference(run.read('real_vllm')):.3f}.",
+            (
+                "Hit ratios of real and simulated engines differ by at most "
+                f"{report.largest_difference(run.read('real_vllm')):.3f}."
+            ),
             "[real engines](real-engines.md)",
         ),
         (
@@ -71,9 +73,7 @@ def _slower_tokens() -> str:
     recorded = bars.result("mooncake-70")
     if recorded is None:
         return ""
-    ours, others = (
-        recorded["columns"][name]["tpot_mean_s"][0] for name in ("adaptive", "lmetric")
-    )
+    ours, others = (recorded["columns"][name]["tpot_mean_s"][0] for name in ("adaptive", "lmetric"))
     change = ours / others - 1.0
     relation = f"is {_percent(abs(change), digits=1)} {'longer' if change > 0.0 else 'shorter'} than with LMetric"
     return f"On Mooncake its time per output token {relation}."
@@ -81,12 +81,18 @@ def _slower_tokens() -> str:
 
 def _of_replicas() -> str:
     rows = [
-        (name, row["told_after_s"] is not None, *(row["ratio"][figure] for figure in replicas.JUDGED))
+        (
+            name,
+            row["told_after_s"] is not None,
+            *(row["ratio"][figure] for figure in replicas.JUDGED),
+        )
         for name, rows in run.read("replicas")["simulated"].items()
         for row in rows
         if row["pickers"] > 1
     ]
-    loss = max(max(1.0 - hits[0], waits[0] - 1.0) for _, is_synced, hits, waits in rows if is_synced)
+    loss = max(
+        max(1.0 - hits[0], waits[0] - 1.0) for _, is_synced, hits, waits in rows if is_synced
+    )
     hits, fewest = min((hits[0], name) for name, is_synced, hits, _ in rows if not is_synced)
     waits, slowest = max((waits[0], name) for name, is_synced, _, waits in rows if not is_synced)
     return (

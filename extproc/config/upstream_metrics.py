@@ -78,9 +78,7 @@ class _ExtractorParameters(
     engine_configs: tuple[EngineMetrics, ...] = ()
 
 
-def convert(
-    plugins: EppPlugins, *, where: str
-) -> tuple[EppPlugins, Mapping[str, str], list[str]]:
+def convert(plugins: EppPlugins, *, where: str) -> tuple[EppPlugins, Mapping[str, str], list[str]]:
     """Convert custom metrics, and the names by which plugins read them.
 
     Args:

@@ -84,8 +84,10 @@ plugins:
     )
     assert settings.scrape.extra_metrics == {"a": "m"}
     assert warnings == [
-        "engine own: its load is not read from the metrics that the file names: engines are "
-        "recognized by their own metrics",
+        (
+            "engine own: its load is not read from the metrics that the file names: engines are "
+            "recognized by their own metrics"
+        ),
         "engine own: n is not read: a is m for engines of all types",
     ]
 

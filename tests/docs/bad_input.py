@@ -171,7 +171,9 @@ ROWS: Mapping[str, Callable[[], str]] = {
         CHAT, b"x" * 75_001, budget=300_000
     ),
     "body that does not arrive within `limits.body_idle_s`": stalled,
-    "subset hint that names no endpoint of the pool": lambda: ask("/x", b"", subset=["10.9.9.9:8000"]),
+    "subset hint that names no endpoint of the pool": lambda: ask(
+        "/x", b"", subset=["10.9.9.9:8000"]
+    ),
     "subset hint with a wrong port": lambda: ask("/x", b"", subset=["10.0.0.1:1"]),
     "empty subset hint": lambda: ask("/x", b"", subset=[]),
     "no endpoint in the pool": lambda: ask("/x", b"", house=House({})),
