@@ -144,7 +144,7 @@ class OutlierDetector:
     """Health of the endpoints of one pool. Mutable; owned by `PoolStore`.
 
     Args:
-        settings: When endpoints are left out; may be replaced at any time.
+        settings: When endpoints are left out.
         rng: Chance, for back-off.
 
     Attributes:
@@ -162,6 +162,10 @@ class OutlierDetector:
         self.newest = -math.inf
         self.ejections: Counter[str] = Counter()
         self.probes: Counter[str] = Counter()
+
+    def reconfigure(self, settings: OutlierDetectionSettings) -> None:
+        """Apply other settings from the next outcome or scrape on."""
+        self.settings = settings
 
     def condition(self, incarnation: int) -> HealthStatus:
         """Health of an endpoint."""

@@ -183,7 +183,7 @@ class PrefixIndex:
             capacity_blocks: Blocks predicted as held by it at most; 0 for none.
         """
         slot = self.slot(key)
-        self._caches[slot].capacity = capacity_blocks
+        self._caches[slot].resize(capacity_blocks)
         self._release(slot)
 
     def capacity(self, key: Key) -> int:

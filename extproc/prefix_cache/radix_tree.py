@@ -190,6 +190,10 @@ class EndpointCache:
         # The sentinel: its newer neighbour is the oldest part.
         self._ring = CachedSpan(RadixNode(b"", None), 0, 0)
 
+    def resize(self, capacity: int) -> None:
+        """Bound the held blocks from the next `shrink` on."""
+        self.capacity = capacity
+
     @property
     def oldest(self) -> int | None:
         """Epoch of the part that was touched longest ago; None where nothing is held."""

@@ -84,9 +84,9 @@ class PoolSelector:
         self, routes: Sequence[PoolRoute] = (), *, list_models: bool | None = None
     ) -> None:
         self._index = ClaimIndex(())
-        self.adopt(routes, list_models=list_models)
+        self.reconfigure(routes, list_models=list_models)
 
-    def adopt(self, routes: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
+    def reconfigure(self, routes: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
         """Route over other pools from the next request on."""
         self.routes = tuple(routes)
         is_single = len(routes) == 1

@@ -87,30 +87,26 @@ class EndpointPickerProcess:
             settings, where="the configuration", environment=os.environ
         )
         self.sites = PoolRegistry(
-            settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
+            settings,
+            shared,
+            written=plan.pools if plan else {},
+            heard=lambda: self._listed,
+            on_change=self._on_pools_changed,
         )
         self._follower = self._build_follower(plan)
         self._about["profile"] = self.sites.profile
         self.readiness = self._build_readiness()
-        self.counters.watches = self._watch_figures
         self._stalls = StallMeter(self.counters)
         self._elector = lease_client.build_elector(
             settings, able=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
         self._admin_token = _admin_token(settings)
-        self._autoscaler = autoscaler.Autoscaler(
-            settings,
-            self.sites,
-            self.counters,
-            leads=lambda: self._leads,
-            clock=clock,
-            token=self._current_token,
+        self._keda = (
+            keda_scaler.KedaExternalScaler(lambda: self._autoscaler.loops)
+            if settings.autoscaling.keda.enabled
+            else None
         )
-        self._keda: keda_scaler.KedaExternalScaler | None = None
-        if settings.autoscaling.keda.enabled:
-            self._keda = keda_scaler.KedaExternalScaler(self._autoscaler.loops)
-            self._autoscaler.on_change = self._keda.notify
-            self._autoscaler.on_gone = self._keda.gone
+        self._autoscaler = self._build_autoscaler()
         self._large_bodies = LargeBodies(
             self.counters, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
         )
@@ -149,6 +145,22 @@ class EndpointPickerProcess:
             notes=self._notes,
         )
 
+    def _on_pools_changed(self) -> None:
+        self._autoscaler.sync_pools()
+
+    def _build_autoscaler(self) -> autoscaler.Autoscaler:
+        keda = self._keda
+        listeners = {} if keda is None else {"on_step": keda.notify, "on_removed": keda.gone}
+        return autoscaler.Autoscaler(
+            self._settings,
+            self.sites,
+            self.counters,
+            leads=lambda: self._leads,
+            clock=self._clock,
+            token=self._current_token,
+            **listeners,
+        )
+
     def _build_servicer(self) -> ext_proc_servicer.ExternalProcessorServicer:
         shared = stream_handler.StreamContext(
             pool_selector=self.sites.pool_selector,
@@ -158,10 +170,10 @@ class EndpointPickerProcess:
             clock=self._clock,
             rng=random.Random(self._settings.seed),
             settings=_stream_settings(self._settings),
+            flow_controllers=self.sites.flow_controllers,
+            large_bodies=self._large_bodies,
+            on_opened=self._stalls.wake,
         )
-        shared.flow_controllers = self.sites.flow_controllers
-        shared.large_bodies = self._large_bodies
-        shared.on_opened = self._stalls.wake
         return ext_proc_servicer.ExternalProcessorServicer(shared)
 
     def _build_xds(self) -> xds_servicer.AggregatedDiscoveryServicer | None:
@@ -316,10 +328,9 @@ class EndpointPickerProcess:
         exchange, streams = factory.build_exchange_settings(settings), _stream_settings(settings)
         replan()
         self._admin_token = token
-        self.servicer.shared.exchange_settings = exchange
-        self.servicer.shared.settings = streams
+        self.servicer.shared.reconfigure(exchange, streams)
         self._max_body_bytes = settings.limits.max_body_bytes
-        self.decisions.capacity = settings.decisions.decisions
+        self.decisions.resize(settings.decisions.decisions)
         self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
@@ -337,7 +348,7 @@ class EndpointPickerProcess:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve for the drain time, then end every stream."""
         supervisor = self.counters.supervisor
-        self.readiness.draining = True
+        self.readiness.start_draining()
         # What raises on the way must not cut the streams short that are still served.
         await supervisor.attempt("drain", self._autoscaler.hand_over())
         if self._elector is not None:
@@ -389,6 +400,8 @@ class EndpointPickerProcess:
                 clock=self._clock,
                 gauges=self._gauges(),
                 about=self._about,
+                scaling=self._autoscaler.figures,
+                watches=self._watch_figures,
             ),
             readiness=self.readiness,
             pools=self.sites.pools,

@@ -75,7 +75,7 @@ class _OpenStream(NamedTuple):
         gRPC ends no call of which a write was cancelled: it tries to begin the answer again
         (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS), and the client waits for an end that never comes.
         """
-        self.stream.is_over = True
+        self.stream.end()
         if self.reads.waits:
             task.cancel()
 
@@ -244,7 +244,7 @@ class ExternalProcessorServicer:
             within_s: Seconds that requests have to become complete.
             apart_s: Seconds between the ends on a connection and the last of them.
         """
-        self.shared.is_draining = True
+        self.shared.start_draining()
         last: dict[str, asyncio.Task[None]] = {}
         others = 0
         for task, entry in list(self._streams.items()):

@@ -106,7 +106,6 @@ class AsyncFlowController:
 
     Attributes:
         rate_limiter: Rate limits of tenants.
-        arrivals: Called when a request is queued.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class AsyncFlowController:
             holding.queue, acts, LoopTimer(clock), budget=budget
         )
         self.rate_limiter = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
-        self.arrivals: Callable[[], None] = _ignore
+        self._arrival_listeners: list[Callable[[], None]] = []
 
     @property
     def queue(self) -> Queue:
@@ -147,6 +146,14 @@ class AsyncFlowController:
     def outcomes(self) -> Counter[str]:
         """Results of queued requests (count); see `FlowController`."""
         return self._controller.outcomes
+
+    def add_arrival_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever a request is queued."""
+        self._arrival_listeners.append(listener)
+
+    def remove_arrival_listener(self, listener: Callable[[], None]) -> None:
+        """Undo `add_arrival_listener`."""
+        self._arrival_listeners.remove(listener)
 
     def reconfigure(self, holding: FlowControlSection) -> None:
         """Apply other settings from the next request on; queued requests keep their deadlines.
@@ -241,7 +248,8 @@ class AsyncFlowController:
             return waiter
         held.waiter = waiter
         try:
-            self.arrivals()
+            for listener in self._arrival_listeners:
+                listener()
         except Exception:
             self.cancel(held, now)  # its stream will not wait for it
             raise
@@ -315,7 +323,3 @@ def _refuse(held: QueuedRequest, why: Rejection) -> None:
     held.take_back()
     if not held.answer.done():
         held.answer.set_result(why)
-
-
-def _ignore() -> None:
-    """Default callback that does nothing."""

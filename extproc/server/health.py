@@ -104,6 +104,10 @@ class Readiness:
         self._leader = leader
         self.draining = False
 
+    def start_draining(self) -> None:
+        """Turn unready for good."""
+        self.draining = True
+
     @property
     def electing(self) -> bool:
         """True if leader election is enabled."""

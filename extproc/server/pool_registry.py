@@ -38,6 +38,7 @@ class PoolRegistry:
         shared: Dependencies of all pools.
         written: Names of configured pools by their keys in Kubernetes discovery.
         heard: Returns True once Kubernetes discovery is complete, or is not used.
+        on_change: Called after changes from Kubernetes discovery.
 
     Raises:
         ConfigError: A profile cannot be built.
@@ -46,7 +47,6 @@ class PoolRegistry:
         by_name: Runtimes by name of the pool.
         pool_selector: Selects the pool of a request.
         flow_controllers: Flow control by name of the pool; none where it is disabled.
-        on_change: Called after changes from Kubernetes discovery.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class PoolRegistry:
         *,
         written: Mapping[str, str],
         heard: Callable[[], bool],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._shared = shared
@@ -67,7 +68,7 @@ class PoolRegistry:
         self._discovered: set[str] = set()
         self.pool_selector = PoolSelector()
         self.flow_controllers: dict[str, AsyncFlowController] = {}
-        self.on_change: Callable[[], None] = _ignore
+        self._on_change = on_change
         self._connect()
 
     @property
@@ -170,7 +171,7 @@ class PoolRegistry:
         if before != self._claims():
             self._connect()
             self._changed.set()
-        call("pools", self.on_change)
+        call("pools", self._on_change)
 
     def prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Validate and build other settings; the returned function applies them.
@@ -195,7 +196,7 @@ class PoolRegistry:
             for step in steps:
                 step()
             for name, granted in grants.items():
-                self._grant(self.by_name[name], granted)
+                self.by_name[name].grant_match(granted)
             self._connect()
 
         return adopt
@@ -210,7 +211,7 @@ class PoolRegistry:
         granted = self._granted(self._settings, key, discovered.annotations)
         site = self.by_name.get(key)
         if site is not None:
-            self._grant(site, granted)
+            site.grant_match(granted)
             return site
         try:
             site = PoolRuntime(
@@ -222,20 +223,13 @@ class PoolRegistry:
         self.by_name[key] = site
         self._discovered.add(key)
         _log.info("pool %s is served", key)
-        self._grant(site, granted)
+        site.grant_match(granted)
         return site
 
     def _granted(
         self, settings: Settings, key: str, annotations: Mapping[str, str]
     ) -> discovered_matches.MatchGrant:
         return discovered_matches.grant_match(settings.cluster.claims, key, annotations)
-
-    def _grant(self, site: PoolRuntime, granted: discovered_matches.MatchGrant) -> None:
-        """Apply a claim, or log its refusal, once for each reason."""
-        site.match = granted.claim
-        if granted.refused and granted.refused != site.refused_match:
-            _log.warning("pool %s claims nothing: %s", site.name, granted.refused)
-        site.refused_match = granted.refused
 
     def _claims(self) -> Mapping[str, object]:
         """Inputs of the order of pools, by name."""
@@ -260,13 +254,7 @@ class PoolRegistry:
                 if pool_match.overlap(earlier.match, site.match):
                     overlaps = earlier.name
                     break
-            if overlaps and overlaps != site.overlaps:
-                _log.warning(
-                    "pool %s claims requests of pool %s, which is older or written out and takes them",
-                    site.name,
-                    overlaps,
-                )
-            site.overlaps = overlaps
+            site.note_overlap(overlaps)
 
     def _connect(self) -> None:
         """Order configured pools first, then discovered pools by age, and select by that.
@@ -286,11 +274,7 @@ class PoolRegistry:
         )
         ordered = [name for name in self.by_name if name not in self._discovered] + others
         self._find_overlaps(ordered)
-        self.pool_selector.adopt(
+        self.pool_selector.reconfigure(
             [self.by_name[name].pool_route for name in ordered],
             list_models=self._settings.responses.list_models,
         )
-
-
-def _ignore() -> None:
-    """Default callback that does nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import factory, pools
+from extproc.config import discovered_matches, factory, pools
 from extproc.discovery import static_discovery
 from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -142,6 +142,23 @@ class PoolRuntime:
             dropped_addresses=0 if self._discovery is None else self._discovery.left_out,
         )
 
+    def grant_match(self, granted: discovered_matches.MatchGrant) -> None:
+        """Apply the match of its annotations, or log its refusal, once for each reason."""
+        self.match = granted.claim
+        if granted.refused and granted.refused != self.refused_match:
+            _log.warning("pool %s claims nothing: %s", self.name, granted.refused)
+        self.refused_match = granted.refused
+
+    def note_overlap(self, earlier: str) -> None:
+        """Record the pool that comes first where both claim a request; empty for none."""
+        if earlier and earlier != self.overlaps:
+            _log.warning(
+                "pool %s claims requests of pool %s, which is older or written out and takes them",
+                self.name,
+                earlier,
+            )
+        self.overlaps = earlier
+
     async def sync(self) -> None:
         """Load the endpoints of a static pool.
 
@@ -199,7 +216,7 @@ class PoolRuntime:
         def adopt() -> None:
             self._profiles = profiles
             self.parts.director.reconfigure(routing)
-            self.parts.store.outlier_detector.settings = planned.settings.health
+            self.parts.store.outlier_detector.reconfigure(planned.settings.health)
             self.match = planned.claim
             if self.flow_controller is not None:
                 self.flow_controller.reconfigure(planned.settings.flow_control)

@@ -57,10 +57,10 @@ class StreamSettings(msgspec.Struct, frozen=True):
     request_cost: Mapping[usage.UsageKind, float] = {}
 
 
-class StreamContext:
+class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     """Dependencies and state shared by all streams of a server.
 
-    Args:
+    Attributes:
         pool_selector: Selects the pool and routes.
         exchange_settings: Settings of all exchanges.
         body_budget: Limit of bytes that all exchanges buffer.
@@ -68,36 +68,32 @@ class StreamContext:
         clock: Monotonic seconds.
         rng: For sampling streamed responses.
         settings: Reloadable settings.
-
-    Attributes:
         flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.
-        is_draining: True once the server drains its streams.
         on_opened: Called when a stream was opened.
+        is_draining: True once the server drains its streams.
     """
 
-    def __init__(
-        self,
-        *,
-        pool_selector: PoolSelector,
-        exchange_settings: ExchangeSettings,
-        body_budget: BufferBudget,
-        observer: StreamObserver,
-        clock: Callable[[], float],
-        rng: random.Random,
-        settings: StreamSettings,
-    ) -> None:
-        self.pool_selector = pool_selector
+    pool_selector: PoolSelector
+    exchange_settings: ExchangeSettings
+    body_budget: BufferBudget
+    observer: StreamObserver
+    clock: Callable[[], float]
+    rng: random.Random
+    settings: StreamSettings
+    flow_controllers: Mapping[str, AsyncFlowController] = {}
+    large_bodies: LargeBodies | None = None
+    on_opened: Callable[[], None] = lambda: None
+    is_draining: bool = False
+
+    def reconfigure(self, exchange_settings: ExchangeSettings, settings: StreamSettings) -> None:
+        """Apply other settings from the next stream on."""
         self.exchange_settings = exchange_settings
-        self.body_budget = body_budget
-        self.observer = observer
-        self.clock = clock
-        self.rng = rng
         self.settings = settings
-        self.flow_controllers: Mapping[str, AsyncFlowController] = {}
-        self.large_bodies: LargeBodies | None = None
-        self.is_draining = False
-        self.on_opened: Callable[[], None] = _nothing
+
+    def start_draining(self) -> None:
+        """End each stream as soon as its request is decided."""
+        self.is_draining = True
 
     @property
     def overload_rejection(self) -> Rejection:
@@ -144,6 +140,10 @@ class StreamHandler(msgspec.Struct, eq=False):
     def is_routed(self) -> bool:
         """True once Envoy has the endpoint, and can go on without this process."""
         return self._reservation is not None
+
+    def end(self) -> None:
+        """Send no further response."""
+        self.is_over = True
 
     def handle(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Handle an event and return the responses. Synchronous: a single pool snapshot."""
@@ -434,7 +434,3 @@ def open_stream(context: StreamContext) -> StreamHandler:
         context.observer.observe_request(context.pool_selector.default_pool),
         context.clock(),
     )
-
-
-def _nothing() -> None:
-    """Default callback that does nothing."""

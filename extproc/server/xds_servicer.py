@@ -196,7 +196,7 @@ class AggregatedDiscoveryServicer:
         stream = _Stream(speaker, task)
         self._streams.add(stream)
         self._has_subscribers.set()
-        self._counters.streams_open += 1
+        self._counters.on_stream_opened()
         readable, failed = True, False
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -208,7 +208,7 @@ class AggregatedDiscoveryServicer:
             failed = True
         finally:
             self._streams.discard(stream)
-            self._counters.streams_open -= 1
+            self._counters.on_stream_ended()
             if not self._streams:
                 # Without streams no step updates the snapshot, so it gets stale.
                 self._snapshot = None

@@ -142,6 +142,14 @@ class XdsCounters:
         self.responses: Counter[str] = Counter()
         self.nacks: Counter[str] = Counter()
 
+    def on_stream_opened(self) -> None:
+        """Count an open stream."""
+        self.streams_open += 1
+
+    def on_stream_ended(self) -> None:
+        """Count the end of a stream."""
+        self.streams_open -= 1
+
 
 def xds_families(counters: XdsCounters) -> Iterator[Metric]:
     """Yields all families, also when no xDS is served."""

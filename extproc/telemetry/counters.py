@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
-from extproc.telemetry.control_plane_metrics import ScalingMetrics, WatchMetrics, XdsCounters
+from extproc.telemetry.control_plane_metrics import XdsCounters
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.
@@ -156,8 +156,6 @@ class ProcessCounters:
         event_loop_lag_s: Delay of timers of the event loop.
         event_loop_lag_cpu_s: Of these, CPU time of the thread of the event loop.
         xds: Counters of the xDS server.
-        scaling: Returns the autoscaling metrics by pool.
-        watches: Returns the metrics of Kubernetes watches.
         supervisor: Keeps loops alive, and counts their failures.
         pools: Counters by name of the pool. A rejection before a pool was found counts under the
             default pool, which has the empty name if there are several.
@@ -182,8 +180,6 @@ class ProcessCounters:
         self.event_loop_lag_s = LatencyHistogram(_STALL_BOUNDS_S)
         self.event_loop_lag_cpu_s = LatencyHistogram(_STALL_BOUNDS_S)
         self.xds = XdsCounters()
-        self.scaling: Callable[[], Mapping[str, ScalingMetrics]] = dict
-        self.watches: Callable[[], Iterable[WatchMetrics]] = tuple
         self.supervisor = Supervisor()
         self.pools: dict[str, PoolCounters] = {}
 

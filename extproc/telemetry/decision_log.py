@@ -55,13 +55,17 @@ class DecisionLog:
     """
 
     def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
-        self.capacity = capacity
+        self._capacity = capacity
         self._most = most_candidates
         self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
         self._candidates = 0
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def resize(self, capacity: int) -> None:
+        """Keep another number of decisions, from the next one on."""
+        self._capacity = capacity
 
     def add(
         self, request_id: str, decision: Decision, now: float, *, pool: str = ""
@@ -82,14 +86,14 @@ class DecisionLog:
             decision, request=request, block_hashes=(), pool=decision.pool or pool
         )
         recorded = DecisionRecord(request_id, now, slim)
-        if not self.capacity:
+        if not self._capacity:
             return recorded
         old = self._records.pop(request_id, None)
         if old is not None:
             self._candidates -= _weight(old.decision)
         self._records[request_id] = recorded
         self._candidates += _weight(slim)
-        while len(self._records) > self.capacity or (
+        while len(self._records) > self._capacity or (
             self._candidates > self._most and len(self._records) > 1
         ):
             _, gone = self._records.popitem(last=False)

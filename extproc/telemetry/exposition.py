@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -37,6 +37,8 @@ class Exposition(Collector):
         pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
         gauges: Readers of `PROCESS_GAUGES`, by name.
+        scaling: Returns the autoscaling metrics by name of the pool.
+        watches: Returns the metrics of Kubernetes watches.
         about: Labels of `extproc_info`: which pool and profile this is.
     """
 
@@ -48,12 +50,16 @@ class Exposition(Collector):
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],
         about: Mapping[str, str],
+        scaling: Callable[[], Mapping[str, control_plane_metrics.ScalingMetrics]] = dict,
+        watches: Callable[[], Iterable[control_plane_metrics.WatchMetrics]] = tuple,
     ) -> None:
         self._counters = counters
         self._pools = pools
         self._clock = clock
         self._gauges = gauges
         self._about = about
+        self._scaling = scaling
+        self._watches = watches
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -75,8 +81,8 @@ class Exposition(Collector):
         yield from self._streams()
         yield from pool_metrics.request_families(self._counters.pools)
         yield from control_plane_metrics.xds_families(self._counters.xds)
-        yield from control_plane_metrics.scaling_families(self._counters.scaling())
-        yield from control_plane_metrics.watch_families(self._counters.watches())
+        yield from control_plane_metrics.scaling_families(self._scaling())
+        yield from control_plane_metrics.watch_families(self._watches())
         yield from self._plugins()
         yield from self._bugs()
         yield from self._large_bodies()

@@ -175,7 +175,7 @@ def test_007_liveness_whenever_the_process_answers():
     async def test() -> None:
         async with serving.running(serving.settings(FIRST)) as picker:
             assert await picker.health("liveness") == "SERVING"
-            picker.picker.readiness.draining = True
+            picker.picker.readiness.start_draining()
             assert await picker.health("liveness") == "SERVING"
 
     serving.run(test())

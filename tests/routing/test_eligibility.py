@@ -25,7 +25,7 @@ class Yard:
 
     def __init__(self, settings: OutlierDetectionSettings = OutlierDetectionSettings()) -> None:  # noqa: B008 - a frozen value
         self.fleet = PoolStore(on_gone=lambda _: None)
-        self.fleet.outlier_detector.settings = settings
+        self.fleet.outlier_detector.reconfigure(settings)
         self.fleet.set_endpoints([Endpoint(address) for address in ADDRESSES], 0.0)
         self.now = 10.0
         self.rng = random.Random(7)
@@ -164,7 +164,7 @@ def test_one_that_is_back_starts_slowly():
     yard.fleet.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
     assert not yard.member(FIRST).ejected
     assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
-    yard.fleet.outlier_detector.settings = msgspec.structs.replace(
-        yard.fleet.outlier_detector.settings, slow_start_s=0.0
+    yard.fleet.outlier_detector.reconfigure(
+        msgspec.structs.replace(yard.fleet.outlier_detector.settings, slow_start_s=0.0)
     )
     assert yard.eligible_addresses() == ADDRESSES

@@ -225,9 +225,9 @@ def test_paths_of_the_list(path, expected):
 def test_pools_can_be_replaced():
     """Requests go by the new pools from the next one on."""
     switch = board(("a", house(A), PoolMatch()))
-    switch.adopt([PoolRoute("b", house(B).dispatcher)])
+    switch.reconfigure([PoolRoute("b", house(B).dispatcher)])
     assert went(switch.route(chat(), 1.0)) == ("b", B)
-    switch.adopt([])
+    switch.reconfigure([])
     assert switch.route(chat(), 1.0).outcome.status == 404
 
 

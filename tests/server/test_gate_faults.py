@@ -90,7 +90,7 @@ async def test_a_request_that_could_not_begin_to_wait_is_gone():
     def broken():
         raise BrokenError
 
-    place.gate.arrivals = broken
+    place.gate.add_arrival_listener(broken)
     with pytest.raises(BrokenError):
         place.ask()
     assert place.gate.queue.count == 0

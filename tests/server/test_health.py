@@ -38,7 +38,8 @@ def check_health(
         fits=lambda: facts.get("fits", True),
         leader=None if elected is None else lambda: elected,
     )
-    readiness.draining = draining
+    if draining:
+        readiness.start_draining()
     answer = asyncio.run(
         HealthServicer(readiness).check(health_pb2.HealthCheckRequest(service=name), None)
     )

@@ -27,7 +27,7 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
-def sites(text, *, written=None, heard=True):
+def sites(text, *, written=None, heard=True, on_change=lambda: None):
     counters = ProcessCounters()
     shared = RuntimeContext(
         counters,
@@ -36,7 +36,9 @@ def sites(text, *, written=None, heard=True):
         scraper.EndpointCounts(),
         lambda: 1.0,
     )
-    return PoolRegistry(read(text), shared, written=written or {}, heard=lambda: heard)
+    return PoolRegistry(
+        read(text), shared, written=written or {}, heard=lambda: heard, on_change=on_change
+    )
 
 
 def discovered(*addresses, **facts):
@@ -270,14 +272,13 @@ async def test_rules_and_claims_are_live():
 
 async def test_one_pool_that_raises_stops_no_other(monkeypatch):
     """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
-    subject = sites("cluster: {discover_pools: cluster}")
     heard = []
 
     def listener():
         heard.append(set(subject.by_name))
         raise OSError
 
-    subject.on_change = listener
+    subject = sites("cluster: {discover_pools: cluster}", on_change=listener)
     real = PoolRuntime.on_discovered
 
     def take(site, discovered):

@@ -39,22 +39,23 @@ class StreamFixture:
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
-        self.shared = stream_handler.StreamContext(
-            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
-            exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
-            body_budget=BufferBudget(512 << 20),
-            observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: self.house.now),
-            clock=lambda: self.house.now,
-            rng=random.Random(0),
-            settings=stream_handler.StreamSettings(max_streams=100),
-        )
+        observer = StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: self.house.now)
         self.gate = AsyncFlowController(
             self.house.dispatcher,
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.house.now,
-            on_exception=self.shared.observer.on_exception,
+            on_exception=observer.on_exception,
         )
-        self.shared.flow_controllers = {"": self.gate}
+        self.shared = stream_handler.StreamContext(
+            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
+            exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
+            body_budget=BufferBudget(512 << 20),
+            observer=observer,
+            clock=lambda: self.house.now,
+            rng=random.Random(0),
+            settings=stream_handler.StreamSettings(max_streams=100),
+            flow_controllers={"": self.gate},
+        )
 
     def send(self, *, prompt="x", tenant="t", **fields):
         """A stream whose request was read, and the answers to it."""

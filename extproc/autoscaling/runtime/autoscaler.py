@@ -56,6 +56,8 @@ class Autoscaler:
         leads: True while this replica holds the Lease.
         clock: Monotonic seconds.
         token: Returns the bearer token for requests to peers; empty for none.
+        on_step: Called after every step of a loop.
+        on_removed: Called when a loop was removed.
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.
@@ -63,8 +65,6 @@ class Autoscaler:
     Attributes:
         loops: By name of the pool.
         peers: The other pickers.
-        on_change: Called after every step of a loop.
-        on_gone: Called when a loop was removed.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Autoscaler:
         leads: Callable[[], bool],
         clock: Callable[[], float],
         token: Callable[[], str],
+        on_step: Callable[[ControlLoop], None] = lambda _: None,
+        on_removed: Callable[[ControlLoop], None] = lambda _: None,
     ) -> None:
         shared = settings.autoscaling
         self._rules = shared.discovered_pools if settings.cluster.discover_pools != "none" else ()
@@ -84,8 +86,8 @@ class Autoscaler:
         self._changed = asyncio.Event()
         self._others = asyncio.Event()
         self._numbers: dict[str, int] = {}
-        self.on_change: Callable[[ControlLoop], None] = lambda _: None
-        self.on_gone: Callable[[ControlLoop], None] = lambda _: None
+        self._step_listener = on_step
+        self._on_removed = on_removed
         identity = _identity()
         self.peers = PeerCounterClient(
             identity,
@@ -93,8 +95,8 @@ class Autoscaler:
             timeout_s=shared.peer_timeout_s,
             own=self._own,
             token=token,
+            on_waiting=self._wake,
         )
-        self.peers.woken = self._woken
         self.loops: dict[str, ControlLoop] = {}
         self._scaled: dict[str, ScaledPool] = {}
         #: Annotations of discovered pools at the last look; None to look again.
@@ -121,9 +123,6 @@ class Autoscaler:
         self._memory = _build_memory(
             shared, self._cluster, settings.cluster.lease.namespace or here, clock
         )
-        tallies.scaling = self.figures
-        if self._rules:
-            registry.on_change = self.sync_pools
 
     def figures(self) -> Mapping[str, ScalingMetrics]:
         """Metrics by name of the pool."""
@@ -150,6 +149,8 @@ class Autoscaler:
 
     def sync_pools(self) -> None:
         """Reconcile the control loops with the pools that Kubernetes discovery reports."""
+        if not self._rules:
+            return
         brought = self._registry.discovered
         for name in [known for known in self._logged if known not in brought]:
             self._forget(name)
@@ -257,7 +258,7 @@ class Autoscaler:
             return None
         del self.loops[name]
         pool.detach()
-        self.on_gone(pool.loop)
+        self._on_removed(pool.loop)
         return pool.loop.state()
 
     def _forget(self, name: str) -> None:
@@ -325,13 +326,13 @@ class Autoscaler:
             self._changed.set()
         self._supervisor.works("autoscaling", loop.name)
         self._supervisor.call(
-            "autoscaling", functools.partial(self.on_change, loop), instance=loop.name
+            "autoscaling", functools.partial(self._step_listener, loop), instance=loop.name
         )
 
     def _own(self) -> dict[str, PickerCounters]:
         return {name: pool.counts.read() for name, pool in self._scaled.items()}
 
-    def _woken(self, pools: Iterable[str]) -> None:
+    def _wake(self, pools: Iterable[str]) -> None:
         for name in pools:
             if name in self.loops:
                 self.loops[name].wake()

@@ -191,7 +191,7 @@ class ControlLoop:
                 self._asleep, self._requested = not desired.replicas, desired.replicas
                 self.metrics.changed(desired.reason)
                 if self._waits_since is not None:
-                    self.metrics.wake_s = self._clock() - self._waits_since
+                    self.metrics.woken(self._clock() - self._waits_since)
                     self._waits_since = None
                 self._log_change(desired, spec)
         if failed is not None:
@@ -213,7 +213,7 @@ class ControlLoop:
         _log.info("%s: %s, %s%s", self._named, change, desired.reason, because)
 
     def _failed(self, failed: actuator.ActuatorError) -> None:
-        self.metrics.failures += 1
+        self.metrics.failed()
         if failed.message != self._failing:
             self._failing = failed.message
             _log.warning("%s: %s", self._named, failed.message)

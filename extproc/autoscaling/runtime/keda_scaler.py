@@ -38,10 +38,10 @@ class KedaExternalScaler:
     """Serves the `externalscaler.ExternalScaler` gRPC service.
 
     Args:
-        loops: Control loops by name of the pool.
+        loops: Returns the control loops by name of the pool.
     """
 
-    def __init__(self, loops: Mapping[str, ControlLoop]) -> None:
+    def __init__(self, loops: Callable[[], Mapping[str, ControlLoop]]) -> None:
         self._loops = loops
         self._listening: dict[asyncio.Event, ControlLoop] = {}
         self._closing = False
@@ -110,11 +110,12 @@ class KedaExternalScaler:
         if reference is None:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         name = reference.metadata.get("pool", "")
-        loop = self._loops.get(name)
-        if loop is None and not name and len(self._loops) == 1:
-            loop = next(iter(self._loops.values()))
+        loops = self._loops()
+        loop = loops.get(name)
+        if loop is None and not name and len(loops) == 1:
+            loop = next(iter(loops.values()))
         if loop is None:
-            there = ", ".join(self._loops) or "none"
+            there = ", ".join(loops) or "none"
             message = (
                 f"no pool {name!r} is scaled here; there are: {there}; name one in the metadata"
             )

@@ -57,6 +57,14 @@ class LoopMetrics:
         """Count a change of the requested replicas."""
         self.changes[str(reason)] += 1
 
+    def failed(self) -> None:
+        """Count a failed read or change of the target."""
+        self.failures += 1
+
+    def woken(self, wake_s: float) -> None:
+        """Record the seconds from a request that waited at zero to a requested replica."""
+        self.wake_s = wake_s
+
     def snapshot(self) -> ScalingMetrics:
         """Return the current metrics."""
         demand, row = self.demand, self._history.latest

@@ -89,12 +89,10 @@ class PeerCounterClient:
         timeout_s: Time limit of a request.
         own: Returns the counters of this process by pool.
         token: Returns the bearer token for peers; empty sends none.
+        on_waiting: Called with the names of pools in which a request waits elsewhere.
 
     Raises:
         ConfigError: An address cannot be read.
-
-    Attributes:
-        woken: Called with the names of pools in which a request waits elsewhere.
     """
 
     def __init__(
@@ -105,10 +103,11 @@ class PeerCounterClient:
         timeout_s: float,
         own: Callable[[], Mapping[str, PickerCounters]],
         token: Callable[[], str] = str,
+        on_waiting: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
         self.identity = identity
         self._token = token
-        self.woken: Callable[[Iterable[str]], None] = lambda _: None
+        self._on_waiting = on_waiting
         self._written = [_split(address) for address in written]
         self._own = own
         self._asking = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
@@ -179,7 +178,7 @@ class PeerCounterClient:
         for peer in known:
             peer.report = report
         # The report of an unknown sender has no effect but to wake the loops.
-        self.woken([name for name, counters in report.pools.items() if counters.held])
+        self._on_waiting([name for name, counters in report.pools.items() if counters.held])
         return web.Response(text="ok\n")
 
     async def _resolve(self) -> None:

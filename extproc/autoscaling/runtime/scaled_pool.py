@@ -81,20 +81,17 @@ class ScaledPool:
             on_change=context.on_step,
         )
         self._supervisor = context.supervisor
-        self._before: Callable[[], None] | None = None
 
     def attach(self) -> None:
-        """Subscribe to queued requests, in addition to the subscriber before."""
-        gate = self.runtime.flow_controller
-        if gate is not None:
-            self._before = gate.arrivals
-            gate.arrivals = _call_both(gate.arrivals, self.loop.arrived)
+        """Subscribe to queued requests, and start the actuator."""
+        if self.runtime.flow_controller is not None:
+            self.runtime.flow_controller.add_arrival_listener(self.loop.arrived)
         self.loop.actuator.start()
 
     def detach(self) -> None:
         """Unsubscribe; replicas stay as they are."""
-        if self.runtime.flow_controller is not None and self._before is not None:
-            self.runtime.flow_controller.arrivals = self._before
+        if self.runtime.flow_controller is not None:
+            self.runtime.flow_controller.remove_arrival_listener(self.loop.arrived)
 
     async def run(self) -> None:
         """Run the loop and its actuator until cancelled."""
@@ -122,11 +119,3 @@ def _build_actuator(
     )
     kind: type[actuator.Actuator] = pkgutil.resolve_name(actuator_type(scaling).implementation)
     return kind.from_settings(scaling, dependencies)
-
-
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
-
-    return both

@@ -58,7 +58,7 @@ class PodView:
     Attributes:
         namespace: The same.
         spec: The same.
-        policy: What is decreed for it.
+        policy: Policy of its objectives and rewrites.
     """
 
     def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:
@@ -67,6 +67,10 @@ class PodView:
         self.policy = inference_policy.EMPTY_POLICY
         self._override_ip = override_ip
         self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
+
+    def set_policy(self, policy: inference_policy.InferencePolicy) -> None:
+        """Replaces the policy."""
+        self.policy = policy
 
     def respecify(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
         """Replaces the spec and selects pods again.

@@ -198,7 +198,7 @@ class ObjectStore:
     def _build_pool(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
         """Builds the current state of a pool."""
         if key in self._redecreed and isinstance(view, pool_views.PodView):
-            view.policy = self._policy(view)
+            view.set_policy(self._policy(view))
         now = view.to_discovered_pool()
         self._redecreed.discard(key)
         return now

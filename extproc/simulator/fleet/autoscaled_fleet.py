@@ -293,7 +293,7 @@ class AutoscaledFleet:
 
     def _gone(self, n: int) -> None:
         before, self._states[n] = self._states[n], _ReplicaState.DOWN
-        self._nodes[n].up = False
+        self._nodes[n].shut_down()
         self._lifetimes.gone(n, self._timeline.now)
         if before is _ReplicaState.UP:
             self._list()

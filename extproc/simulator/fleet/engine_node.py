@@ -68,6 +68,18 @@ class EngineNode:
         self._hung = True
         self._due = None
 
+    def refuse(self) -> None:
+        """Answer every request with 503, until `stop_refusing`."""
+        self.refusing = True
+
+    def stop_refusing(self) -> None:
+        """Serve requests again."""
+        self.refusing = False
+
+    def shut_down(self) -> None:
+        """The process ends; nothing runs on it."""
+        self.up = False
+
     def stop(self) -> None:
         """The process dies, and with it everything it was working on."""
         self.up = False

@@ -157,7 +157,7 @@ class Simulation:
     def _back(self, n: int) -> None:
         node = self.nodes[n]
         if node.refusing:
-            node.refusing = False
+            node.stop_refusing()
         else:
             if node.up:
                 node.stop()
@@ -179,7 +179,7 @@ class Simulation:
             case "hangs":
                 node.hang()
             case "errors":
-                node.refusing = True
+                node.refuse()
         if outage.noticed_s is not None:
             self.timeline.after(outage.noticed_s, lambda: self._gone(n))
         if outage.back_s is not None:

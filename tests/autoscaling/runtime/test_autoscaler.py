@@ -9,8 +9,10 @@ from extproc.autoscaling.runtime.autoscaler import Autoscaler
 from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.autoscaling.runtime.state_store import ConfigMapStateStore
 from extproc.config import loader
+from extproc.decision import Rejection, all_busy
 from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, scraper
 from extproc.server.pool_registry import PoolRegistry
@@ -25,7 +27,7 @@ RULES = "[{pools: ['a/*'], max: 3, policy: kubeai}, {pools: ['b/*'], annotations
 class Place:
     """Pools from Kubernetes, their autoscaler, and a clock that a test turns."""
 
-    def __init__(self, rules=RULES, more=""):
+    def __init__(self, rules=RULES, more="", on_step=lambda _: None):
         text = f"{HEAD}flow_control: {{enabled: true}}\nautoscaling: {{discovered_pools: {rules}}}\n{more}"
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
@@ -34,7 +36,14 @@ class Place:
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
         guards = GuardFactory(lambda: 0.0, tallies.plugins)
         shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), lambda: self.now)
-        self.sites = PoolRegistry(settings, shared, written={}, heard=lambda: self.listed)
+        self.gone = []
+        self.sites = PoolRegistry(
+            settings,
+            shared,
+            written={},
+            heard=lambda: self.listed,
+            on_change=self.sync_pools,
+        )
         self.subject = Autoscaler(
             settings,
             self.sites,
@@ -42,9 +51,12 @@ class Place:
             leads=lambda: True,
             clock=lambda: self.now,
             token=str,
+            on_step=on_step,
+            on_removed=lambda loop: self.gone.append(loop.name),
         )
-        self.gone = []
-        self.subject.on_gone = lambda loop: self.gone.append(loop.name)
+
+    def sync_pools(self):
+        self.subject.sync_pools()
 
     def bring(self, *keys, **texts):
         annotations = {f"extproc/scale-{name}": text for name, text in texts.items()}
@@ -53,6 +65,17 @@ class Place:
 
     def take_away(self, *keys):
         self.sites.on_pools_changed({}, keys)
+
+    def queue(self, key):
+        """A request of a pool joins its queue."""
+        runtime = self.sites.by_name[key]
+        headers = {":method": "POST", ":path": "/v1/completions"}
+        prepared = runtime.parts.director.prepare(
+            HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
+        )
+        assert not isinstance(
+            runtime.flow_controller.enqueue(prepared, all_busy(1.0), self.now), Rejection
+        )
 
     @property
     def scaled(self):
@@ -71,16 +94,16 @@ def test_found_pools_are_scaled_while_they_are_there():
     assert set(place.subject.figures()) == {"b/y"}
 
 
-def test_a_request_that_waits_wakes_the_loop_of_its_pool():
+async def test_a_request_that_waits_wakes_the_loop_of_its_pool():
     """And no longer once the pool is left alone."""
     place = Place()
     place.bring("a/x")
-    gate, loop = place.sites.by_name["a/x"].flow_controller, place.subject.loops["a/x"]
-    gate.arrivals()
+    loop = place.subject.loops["a/x"]
+    place.queue("a/x")
     assert loop._woken.is_set()
     loop._woken.clear()
     place.bring("a/x", target="none")
-    gate.arrivals()
+    place.queue("a/x")
     assert not loop._woken.is_set()
     assert place.scaled == []
 
@@ -206,9 +229,8 @@ async def test_a_found_pool_goes_on_where_another_replica_stopped(remembered):
 
 async def test_loops_run_and_end_with_their_pools(remembered):
     """A pool that comes is looked at, one that is gone is not."""
-    place = Place("[{annotations: false}]")
     looked = asyncio.Queue()
-    place.subject.on_change = lambda loop: looked.put_nowait(loop.name)
+    place = Place("[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name))
     running = asyncio.ensure_future(place.subject.run())
     place.bring("a/x")
     assert await asyncio.wait_for(looked.get(), 300.0) == "a/x"
@@ -284,8 +306,7 @@ async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
 
 def test_who_is_told_of_a_look_may_raise():
     """KEDA's streams are told of every look; what that raises does not stop the looking."""
-    place = Place()
+    place = Place(on_step={}.__getitem__)
     place.bring("a/x")
-    place.subject.on_change = {}.__getitem__
     place.subject._on_step(place.subject.loops["a/x"])
     assert place.subject._supervisor.failures["autoscaling"] == 1

@@ -100,7 +100,7 @@ class Place:
             clock=lambda: self.now,
             on_change=self.changes.append,
         )
-        self.site.flow_controller.arrivals = self.loop.arrived
+        self.site.flow_controller.add_arrival_listener(self.loop.arrived)
 
     def come(self, *addresses):
         self.sites.on_pools_changed({"n/p": DiscoveredPool(tuple(map(Endpoint, addresses)))}, ())

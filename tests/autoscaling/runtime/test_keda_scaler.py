@@ -161,7 +161,7 @@ async def test_whoever_listens_to_a_pool_that_goes_has_to_ask_again():
         heard = Client(channel).stream()
         await heard.read()
         scaler = running.picker._autoscaler
-        scaler.on_gone(scaler.loops[""])
+        running.picker._keda.gone(scaler.loops[""])
         assert await heard.read() is grpc.aio.EOF
 
 

@@ -24,9 +24,11 @@ from extproc.errors import ConfigError
 async def picker(name, *written, held=0, port=0):
     """The part of a picker that talks to others, behind a port."""
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
-    peers = PeerCounterClient(name, written, timeout_s=300.0, own=lambda: counters)
-    peers.heard = []
-    peers.woken = peers.heard.extend
+    heard = []
+    peers = PeerCounterClient(
+        name, written, timeout_s=300.0, own=lambda: counters, on_waiting=heard.extend
+    )
+    peers.heard = heard
     application = web.Application()
     application.add_routes(peers.routes())
     runner = web.AppRunner(application, access_log=None)
