@@ -11,13 +11,15 @@ from extproc.endpoint import Endpoint
 from extproc.parsing import surfaces
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
+from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.inflight import Reservation
+from extproc.pool.outlier_detection import classify_status
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.cache_model import CacheModel, index_key
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import request_preparer, response_feedback, scheduler
+from extproc.routing import request_preparer, scheduler
 from extproc.routing.eligibility import ModelBitsets
 from extproc.routing.request_preparer import PreparedRequest, RequestPreparer
 from extproc.routing.scheduler import Scheduler
@@ -67,9 +69,6 @@ class Director:
         self._store = store
         self._index = index
         self._cache_model = cache_model
-        self._response_feedback = response_feedback.ResponseFeedback(
-            store=store, index=index, cache_model=cache_model
-        )
         self._schedule = schedule
         self._counts = counts or plugin_guard.PluginCounters()
         self._event_listener: RequestEventListener | None = None
@@ -370,9 +369,51 @@ class Director:
             served: Address of the endpoint that answered, where the data plane says so.
         """
         chosen, blocks = ticket.endpoint, ticket.blocks
-        self._response_feedback.on_response_headers(ticket, status, now, served=served)
+        outcome = classify_status(status)
+        known = served == chosen.address
+        # An unknown name is an address that the data plane writes in another way.
+        other = self._store.pool.find(served) if served and not known else None
+        if other is None:
+            sole = known or (ticket.sole_endpoint and not served)
+            self._store.record_outcome(chosen, outcome, sent_at=ticket.at, now=now, sole=sole)
+        else:
+            self._move(ticket, other, outcome, now)
+        if outcome is not RequestOutcome.SERVED:
+            ticket.refuse()
+            self._retract_prefix(ticket)
+        ticket.forget_blocks()
         if self._event_listener is not None and ticket.endpoint is not chosen:
             self._event_listener.on_moved(ticket, blocks)
+
+    def _move(
+        self,
+        ticket: Reservation,
+        served: snapshot.EndpointSnapshot,
+        outcome: RequestOutcome,
+        now: float,
+    ) -> None:
+        """The data plane could not use the chosen endpoint, and another one answered."""
+        self._store.record_outcome(
+            ticket.endpoint, RequestOutcome.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
+        )
+        self._retract_prefix(ticket)
+        ticket.move(served.account, now)
+        if ticket.blocks:
+            self._index.record(index_key(served.endpoint), ticket.blocks)
+        self._store.record_outcome(served.endpoint, outcome, sent_at=ticket.at, now=now)
+
+    def _retract_prefix(self, ticket: Reservation) -> None:
+        """Nothing of the request ran on its endpoint: its prompt is not cached there."""
+        if not ticket.prompt_tokens:
+            return
+        ratio = self._store.bytes_per_token.ratio_for(ticket.target, ticket.prompt_bytes)
+        self._cache_model.record_cancelled(
+            ticket.endpoint,
+            ticket.blocks,
+            prompt_tokens=ticket.prompt_tokens,
+            cached_tokens=ticket.cached_tokens,
+            bytes_per_token=ratio,
+        )
 
     def on_usage(self, decision: Decision, usage: Mapping[str, int], *, served: Endpoint) -> None:
         """Compare predictions with the reported usage: prompt tokens and cached tokens.
@@ -408,7 +449,8 @@ class Director:
         """
         try:
             ticket.close(now, answered=False)
-            self._response_feedback.on_unreserved(ticket)
+            self._retract_prefix(ticket)
+            ticket.forget_blocks()
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(ticket, answered=False, ran=False)
@@ -425,7 +467,9 @@ class Director:
         try:
             ticket.close(now, answered=answered and ran)
             if not answered:
-                self._response_feedback.on_no_response(ticket, now)
+                self._store.record_outcome(
+                    ticket.endpoint, RequestOutcome.NO_RESPONSE, sent_at=ticket.at, now=now
+                )
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(ticket, answered=answered and ran, ran=ran)
