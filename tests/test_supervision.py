@@ -67,7 +67,7 @@ def test_pauses_double_up_to_a_cap(scene):
         assert most / 2 <= pause <= most
 
 
-def test_a_failure_that_repeats_does_not_fill_the_log(scene, caplog):
+def test_a_repeated_failure_is_logged_rarely(scene, caplog):
     """One place is logged once in ten minutes, with how often it came; another place at once."""
     run = raising(*[OSError()] * 200)
 
@@ -106,7 +106,7 @@ def test_degraded_until_a_step_works(scene, caplog):
     assert len(caplog.messages) == 2
 
 
-def test_the_pause_begins_anew_after_a_good_step(scene):
+def test_the_pause_restarts_after_a_successful_step(scene):
     """Who worked in between is tried again soon."""
     turns = iter(range(10))
 
@@ -123,7 +123,7 @@ def test_the_pause_begins_anew_after_a_good_step(scene):
     assert scene.pauses[5] <= 0.5
 
 
-def test_one_of_several_that_works_leaves_the_loop_degraded(scene):
+def test_a_loop_is_degraded_until_all_instances_recover(scene):
     """Endpoints fail and recover one by one; the loop is well again with the last of them."""
     subject = scene.subject
     subject.failed("scrape", OSError(), instance="a")
@@ -134,7 +134,7 @@ def test_one_of_several_that_works_leaves_the_loop_degraded(scene):
     assert subject.degraded == []
 
 
-def test_a_loop_that_is_calm_counts_as_working(scene, monkeypatch):
+def test_a_loop_without_failures_for_a_while_is_working(scene, monkeypatch):
     """A loop that reports no steps is well again once it has run for a while."""
     monkeypatch.setattr(supervision, "CALM_S", 0.0)
     turns = iter(range(3))
@@ -149,7 +149,7 @@ def test_a_loop_that_is_calm_counts_as_working(scene, monkeypatch):
     asyncio.run(scene.subject.keep("kubernetes", run))
 
 
-def test_what_is_no_more_is_not_degraded(scene):
+def test_a_removed_loop_is_not_degraded(scene):
     """A loop that was cancelled, as that of an endpoint that left, leaves nothing behind."""
 
     async def scenario():
@@ -167,7 +167,7 @@ def test_what_is_no_more_is_not_degraded(scene):
     assert scene.subject.degraded == []
 
 
-def test_a_cancellation_ends_a_loop_and_a_stray_one_does_not(scene):
+def test_only_a_real_cancellation_ends_a_loop(scene):
     """A library that cancels itself must not end a loop without a word."""
     again = asyncio.Event()
 
@@ -208,7 +208,7 @@ def test_an_exit_ends_the_process(scene, kind):
     assert not sum(scene.subject.failures.values())
 
 
-def test_what_is_done_once_is_counted_and_not_done_again(scene):
+def test_a_failed_attempt_is_counted_and_not_repeated(scene):
     """A callback or a step of the drain that raises stops nothing after it."""
     subject = scene.subject
 
@@ -241,7 +241,7 @@ def test_callbacks_and_lost_tasks_are_counted(scene, caplog):
     assert caplog.messages[-1] == "event loop: something else"
 
 
-def test_the_place_is_the_innermost_line_of_ours():
+def test_the_place_is_the_innermost_line_of_the_package():
     """An exception that passes through this package is placed there, not where it was caught."""
     with pytest.raises(TypeError) as caught:
         client.target(None, 80, path="/")
@@ -250,7 +250,7 @@ def test_the_place_is_the_innermost_line_of_ours():
     assert place_of(grouped) == place_of(caught.value)
 
 
-def test_loops_are_named_in_one_place():
+def test_loop_names_are_declared_once():
     """Label values are bounded: they are these."""
     assert len(set(LOOPS)) == len(LOOPS)
     assert list(Supervisor().failures) == list(LOOPS)

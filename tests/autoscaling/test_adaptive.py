@@ -7,7 +7,7 @@ from tests.autoscaling.demands import Plant
 WIDE = ReplicaBounds(max=100)
 
 
-def test_a_step_is_answered_within_seconds():
+def test_a_load_step_is_followed_within_seconds():
     """Work for ten replicas is seen as such when three looks agree, less what chance explains."""
     plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(300, arriving=0.1, request_work=0.1)
@@ -17,7 +17,7 @@ def test_a_step_is_answered_within_seconds():
     assert plant.now - plant.changes[0][0] <= 10
 
 
-def test_few_long_requests_are_not_a_step():
+def test_few_long_requests_are_no_load_step():
     """One request of 35 s within 15 s is chance, not a rate of 2.3."""
     plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(300)
@@ -35,7 +35,7 @@ def test_the_first_burst_is_met_in_several_steps():
     assert [replicas for _, replicas in plant.changes] == [4, 8, 16]
 
 
-def test_what_starts_is_counted():
+def test_starting_replicas_are_counted():
     """A backlog that starting replicas take care of within the wait calls for no more."""
     policy = AdaptivePolicy(wait_s=20)
     plant = Plant(policy, WIDE, spec=1, cold_s=60)
@@ -50,14 +50,14 @@ def test_what_starts_is_counted():
     assert [replicas for _, replicas in plant.changes] == [2]
 
 
-def test_a_backlog_that_is_done_in_time_calls_for_nothing():
+def test_a_backlog_that_drains_in_time_adds_no_replica():
     """Half a minute of work for one replica is not worth a cold start of one."""
     plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(120, request_work=1.0, held=60, in_flight=1)
     assert plant.spec == 1
 
 
-def test_requests_that_fit_into_a_batch_are_no_backlog():
+def test_requests_within_a_batch_are_no_backlog():
     """Fifty at once where an engine has room for fifty wait for nothing."""
     plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     facts = {"request_work": 10.0, "throughput": 20.0, "in_flight": 50}
@@ -67,7 +67,7 @@ def test_requests_that_fit_into_a_batch_are_no_backlog():
     assert plant.spec > 1
 
 
-def test_fewer_come_slowly():
+def test_scale_down_is_slow():
     """What is enough must have been enough all the time."""
     plant = Plant(AdaptivePolicy(down_s=60, window_s=60), WIDE, spec=8)
     plant.run(300, arriving=6.5, request_work=0.1, in_flight=8)
@@ -79,7 +79,7 @@ def test_fewer_come_slowly():
     assert plant.spec == 1
 
 
-def test_the_last_one_goes_when_nobody_asked_for_long_enough():
+def test_the_last_replica_is_removed_after_idle_s():
     """`idle_s` after the last request, to the tick."""
     plant = Plant(AdaptivePolicy(idle_s=300), spec=1)
     plant.run(200, in_flight=1, arriving=0.5)
@@ -90,7 +90,7 @@ def test_the_last_one_goes_when_nobody_asked_for_long_enough():
     assert plant.changes == [(last + 300, 0)]
 
 
-def test_single_requests_keep_one():
+def test_single_requests_keep_a_replica():
     """A request now and then, more often than the cool-down, is not a cold start each."""
     plant = Plant(AdaptivePolicy(idle_s=300), spec=1)
     for _ in range(10):
@@ -99,7 +99,7 @@ def test_single_requests_keep_one():
     assert plant.changes == []
 
 
-def test_an_unknown_throughput_calls_for_nothing():
+def test_an_unknown_throughput_adds_no_replica():
     """A replica of which nothing is known is not divided by."""
     plant = Plant(AdaptivePolicy(), WIDE, spec=2)
     plant.run(60, throughput=0.0, arriving=5.0, in_flight=3)

@@ -10,20 +10,20 @@ RATES = StepTimeModel(
 )
 
 
-def test_half_speed_says_how_many_at_once():
+def test_concurrency_follows_from_the_slowdown():
     """An iteration of 15 ms and 0.2 ms for each: 77 take twice as long as one."""
     at_once = capacity.concurrency(RATES, slowdown=2.0)
     assert at_once == pytest.approx(77)
     assert RATES.iteration_s(at_once) == pytest.approx(2 * RATES.iteration_s(1))
 
 
-def test_an_engine_that_takes_fewer_has_fewer():
+def test_concurrency_is_bounded_by_the_engine_limit():
     """One at a time is one; no engine has less."""
     assert capacity.concurrency(RATES, slowdown=2.0, most=1.0) == 1
     assert capacity.concurrency(RATES, slowdown=1.0) == 1
 
 
-def test_sequences_that_cost_nothing_leave_the_engine_the_limit():
+def test_free_sequences_give_the_engine_limit():
     """Where one more makes nobody slower, the engine's own limit counts."""
     free = StepTimeModel(step_s=0.015, decode_s=0.0, context_s=0.0)
     assert capacity.concurrency(free, slowdown=2.0, most=9.0) == 9
@@ -35,6 +35,6 @@ def test_decoding_shares_an_iteration_and_prefill_does_not():
     assert work == pytest.approx(0.1 + 100 * 0.0304 / 77)
 
 
-def test_an_engine_for_itself_works_as_long_as_the_answer_takes():
+def test_work_of_a_single_request_is_its_duration():
     """One at a time: the work is the time."""
     assert capacity.work(0, 2000, RATES, at_once=1.0) == pytest.approx(2000 * 0.0152)

@@ -67,7 +67,7 @@ def tried(count):
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
 @given(series=demands(), within=bounds())
-def test_bounds_are_always_kept(kind, series, within):
+def test_policy_stays_within_bounds(kind, series, within):
     """Never fewer than `min` nor more than `max`."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for demand in series:
@@ -77,7 +77,7 @@ def test_bounds_are_always_kept(kind, series, within):
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
 @given(series=demands(), within=bounds())
-def test_no_fewer_while_a_picker_could_not_be_read(kind, series, within):
+def test_no_scale_down_while_a_peer_is_unreadable(kind, series, within):
     """Counters that are missing are no reason to take a replica away."""
     scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for demand in series:
@@ -89,7 +89,7 @@ def test_no_fewer_while_a_picker_could_not_be_read(kind, series, within):
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
 @given(series=demands(), within=bounds())
-def test_no_fewer_before_it_has_watched(kind, series, within):
+def test_no_scale_down_before_a_complete_window(kind, series, within):
     """Never fewer replicas within a window of the first step."""
     policy = registry.POLICIES[kind]()
     scaler = PolicyRunner(policy, within)
@@ -114,7 +114,7 @@ def test_a_request_that_waits_at_zero_gets_a_replica(kind, series, within):
 @pytest.mark.parametrize("kind", KINDS)
 @tried(25)
 @given(series=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
-def test_a_restart_changes_nothing(kind, series, within, split, shift):
+def test_a_restart_keeps_the_replicas(kind, series, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
     first = PolicyRunner(registry.POLICIES[kind](), within)
     for demand in series[:split]:
@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_time(kind, series, within):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_another_policy_remembers_is_refused(kind):
+def test_state_of_another_policy_is_refused(kind):
     """State of another kind or shape leaves a scaler as it was."""
     scaler = PolicyRunner(registry.POLICIES[kind](), ReplicaBounds())
     assert not scaler.restore(RunnerState("another", 0.0, None, {}))
@@ -171,7 +171,7 @@ def test_a_policy_is_made_from_its_parameters():
         ("kubeai", {"target_requests": 0}, "> 0"),
     ],
 )
-def test_a_wrong_policy_is_refused(kind, params, message):
+def test_an_unknown_policy_is_refused(kind, params, message):
     """The error says what there is."""
     with pytest.raises(ConfigError, match=message):
         registry.make(kind, params, where="autoscaling")

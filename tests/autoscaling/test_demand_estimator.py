@@ -23,7 +23,7 @@ def read(meter, now, observation=TARGET, **counters):
     return meter.read(now, {"a": PickerCounters(**counters)}, observation)
 
 
-def test_work_that_arrives_is_requests_times_what_they_take():
+def test_arriving_work_is_requests_times_their_work():
     """Ten requests in 20 s, 30 s each as long as nothing is known: 15 seconds of work per second."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
@@ -32,7 +32,7 @@ def test_work_that_arrives_is_requests_times_what_they_take():
     assert demand.arriving == pytest.approx(15)
 
 
-def test_answers_tell_how_long_they_are():
+def test_answer_lengths_are_learned():
     """Fifty answers of 100 tokens are 1 s each, less what is left of the prior."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
@@ -41,7 +41,7 @@ def test_answers_tell_how_long_they_are():
     assert demand.request_work == pytest.approx((3000 * 0.364 + 5000) / 50.364 * 0.01, rel=0.01)
 
 
-def test_prompts_take_their_time():
+def test_prompts_add_prefill_time():
     """1,000 tokens at 1 ms are a second more."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     observation = msgspec.structs.replace(
@@ -59,7 +59,7 @@ def test_pickers_are_summed():
     assert (demand.held, demand.in_flight, demand.complete) == (5, 5, True)
 
 
-def test_a_picker_that_cannot_be_read_counts_as_last_for_a_while():
+def test_an_unreadable_peer_keeps_its_last_counters_for_a_minute():
     """Its last counters stand for a minute; the demand is not complete from the first moment on."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     meter.read(0.0, {"a": PickerCounters(held=1), "b": PickerCounters(held=3)}, TARGET)
@@ -71,14 +71,14 @@ def test_a_picker_that_cannot_be_read_counts_as_last_for_a_while():
     assert (demand.held, demand.complete) == (1, True)
 
 
-def test_a_picker_that_began_again_brought_what_it_counts_now():
+def test_counters_of_a_restarted_peer_start_from_zero():
     """Totals that are lower than before are of a new process."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0, arrived=100.0)
     assert read(meter, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
 
 
-def test_the_past_of_a_picker_met_first_is_not_of_now():
+def test_earlier_totals_of_a_new_peer_are_not_counted():
     """A thousand requests before the first reading did not arrive in the last interval."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     read(meter, 0.0)
@@ -86,7 +86,7 @@ def test_the_past_of_a_picker_met_first_is_not_of_now():
     assert demand.arriving == 0
 
 
-def test_throughput_is_learned_from_replicas_that_have_enough_to_do():
+def test_throughput_is_learned_from_busy_replicas():
     """An engine that answers half as fast as its rates say is worth half."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     for n in range(200):
@@ -103,7 +103,7 @@ def test_throughput_is_learned_from_replicas_that_have_enough_to_do():
     assert demand.throughput == pytest.approx(0.5, abs=0.08)
 
 
-def test_idle_replicas_teach_nothing():
+def test_idle_replicas_do_not_change_the_throughput():
     """What is not asked for is not done."""
     meter = DemandEstimator(SERIAL_SETTINGS)
     for n in range(100):
@@ -120,7 +120,7 @@ def test_a_cold_start_is_learned():
     assert demand.cold_start_s == pytest.approx((60 + 205) / 2)
 
 
-def test_what_was_learned_survives_a_restart():
+def test_learned_values_survive_a_restart():
     """Another meter reads the same from JSON, on another clock."""
     first, second = DemandEstimator(SERIAL_SETTINGS), DemandEstimator(SERIAL_SETTINGS)
     read(first, 100.0, arrived=5.0, answered=4.0, answer_tokens=400.0)

@@ -7,7 +7,7 @@ from extproc.autoscaling.policies.kubeai import KubeAIPolicy
 from tests.autoscaling.demands import Plant
 
 
-def test_a_step_is_answered_over_ten_minutes():
+def test_a_load_step_is_followed_over_ten_minutes():
     """From idle to 400 active requests, 100 per replica: replica n + 1 after 150 n seconds."""
     plant = Plant(KubeAIPolicy())
     plant.run(600)
@@ -18,7 +18,7 @@ def test_a_step_is_answered_over_ten_minutes():
     assert plant.changes[1:] == [(760, 2), (910, 3), (1060, 4)]
 
 
-def test_the_last_replica_goes_ten_minutes_and_the_delay_after_the_last_request():
+def test_the_last_replica_is_removed_after_the_window_and_the_delay():
     """The average is 0 after 60 empty samples, and three more must agree."""
     plant = Plant(KubeAIPolicy(), spec=1)
     plant.run(600, in_flight=1)
@@ -26,7 +26,7 @@ def test_the_last_replica_goes_ten_minutes_and_the_delay_after_the_last_request(
     assert plant.changes == [(600 + 600 + 30, 0)]
 
 
-def test_any_active_request_keeps_one():
+def test_any_active_request_keeps_a_replica():
     """An average above 0 is one replica."""
     plant = Plant(KubeAIPolicy(), spec=1)
     plant.run(600)
@@ -35,7 +35,7 @@ def test_any_active_request_keeps_one():
     assert plant.spec == 1
 
 
-def test_fewer_are_taken_all_at_once():
+def test_scale_down_removes_all_surplus_replicas_at_once():
     """After three earlier lower ticks the fourth jumps to the number."""
     plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), spec=0)
     plant.run(200, in_flight=8)
@@ -48,7 +48,7 @@ def test_fewer_are_taken_all_at_once():
     assert down == [5, 2]
 
 
-def test_the_counter_stays_between_decreases():
+def test_the_decrease_counter_is_kept_between_decreases():
     """Once it went down, it goes on down with every lower tick."""
     plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), ReplicaBounds(max=50), spec=0)
     plant.run(200, in_flight=20)
@@ -57,7 +57,7 @@ def test_the_counter_stays_between_decreases():
     assert gone == [(240, 12), (250, 10), (260, 8), (270, 6), (280, 4), (290, 2), (300, 0)]
 
 
-def test_one_tick_that_is_not_lower_begins_again():
+def test_a_tick_that_is_not_lower_resets_the_counter():
     """Up or equal resets the counter."""
     plant = Plant(KubeAIPolicy(target_requests=1, window_s=10, down_delay_s=30), spec=2)
     plant.run(30, in_flight=1)
@@ -68,7 +68,7 @@ def test_one_tick_that_is_not_lower_begins_again():
     assert plant.spec == 1
 
 
-def test_between_ticks_only_a_waiting_request_counts():
+def test_between_ticks_only_a_queued_request_counts():
     """The ring moves every interval; a step in between wakes a target and changes nothing else."""
     plant = Plant(KubeAIPolicy(target_requests=1, window_s=20))
     plant.run(10)
@@ -80,7 +80,7 @@ def test_between_ticks_only_a_waiting_request_counts():
     assert plant.spec == 1
 
 
-def test_bounds_hold_the_average_down():
+def test_the_average_is_capped_by_the_bounds():
     """No more than max, whatever the load."""
     plant = Plant(KubeAIPolicy(), ReplicaBounds(min=1, max=3), spec=1)
     plant.run(1200, in_flight=100_000)
@@ -88,7 +88,7 @@ def test_bounds_hold_the_average_down():
 
 
 @pytest.mark.parametrize("late_s", [0.5, 7.0, 35.0])
-def test_late_ticks_are_not_made_up_for(late_s):
+def test_missed_ticks_are_skipped(late_s):
     """One sample for each tick that was made."""
     plant = Plant(KubeAIPolicy(target_requests=1, window_s=30))
     plant.tick()

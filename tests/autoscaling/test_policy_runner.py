@@ -7,7 +7,7 @@ from extproc.autoscaling.policy_runner import PolicyRunner
 from tests.autoscaling.demands import Plant, demand
 
 
-def test_the_number_of_a_stranger_is_brought_within_bounds():
+def test_foreign_replicas_are_clamped_to_the_bounds():
     """Somebody set 9 where 3 are allowed, or 0 where 2 must be."""
     scaler = PolicyRunner(QueueDepthPolicy(), ReplicaBounds(min=2, max=3))
     assert scaler.step(demand(0.0, spec=9)).replicas == 3
@@ -15,7 +15,7 @@ def test_the_number_of_a_stranger_is_brought_within_bounds():
     assert (desired.replicas, desired.reason) == (2, ScalingReason.BOUNDS)
 
 
-def test_why_fewer_would_do_and_are_not_taken():
+def test_the_reason_against_scale_down_is_reported():
     """First it has to watch, then all pickers have to be read."""
     plant = Plant(QueueDepthPolicy(), spec=3)
     assert plant.run(30, complete=False).reason is ScalingReason.STEADY
@@ -26,7 +26,7 @@ def test_why_fewer_would_do_and_are_not_taken():
     assert plant.spec == 3
 
 
-def test_a_long_gap_begins_the_watch_again():
+def test_a_long_gap_restarts_the_window():
     """What was not seen for more than half of a window says nothing."""
     plant = Plant(QueueDepthPolicy(), spec=3)
     plant.run(50)
@@ -37,7 +37,7 @@ def test_a_long_gap_begins_the_watch_again():
     assert plant.spec == 2
 
 
-def test_more_are_taken_without_a_peer():
+def test_an_unreadable_peer_does_not_prevent_scale_up():
     """A peer that cannot be read blocks fewer, not more."""
     plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(65, held=50, complete=False)

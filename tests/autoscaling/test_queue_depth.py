@@ -10,7 +10,7 @@ from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from tests.autoscaling.demands import Plant
 
 
-def test_the_first_waiting_request_wakes_one():
+def test_the_first_queued_request_adds_a_replica():
     """At once, whatever the thresholds."""
     plant = Plant(QueueDepthPolicy())
     plant.run(10)
@@ -18,7 +18,7 @@ def test_the_first_waiting_request_wakes_one():
     assert (desired.replicas, desired.reason) == (1, ScalingReason.WAKE)
 
 
-def test_the_threshold_must_be_passed():
+def test_scale_up_requires_a_depth_above_the_threshold():
     """A depth of exactly `up` adds nothing; above it adds one."""
     plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(300, in_flight=5)
@@ -27,7 +27,7 @@ def test_the_threshold_must_be_passed():
     assert plant.spec == 2
 
 
-def test_a_depth_of_exactly_down_takes_nothing():
+def test_a_depth_equal_to_down_removes_nothing():
     """Below `down` takes one."""
     plant = Plant(QueueDepthPolicy(), spec=2)
     plant.run(300, in_flight=2)
@@ -36,7 +36,7 @@ def test_a_depth_of_exactly_down_takes_nothing():
     assert plant.spec == 1
 
 
-def test_one_change_in_a_window():
+def test_a_window_has_a_single_change():
     """A deep queue adds one replica a window, which counts from when it was asked for."""
     plant = Plant(QueueDepthPolicy(), spec=1, cold_s=45)
     plant.run(250, held=100)
@@ -45,7 +45,7 @@ def test_one_change_in_a_window():
     assert gaps == [60, 60, 60]
 
 
-def test_replicas_that_start_count():
+def test_starting_replicas_count():
     """Twelve requests for one that answers and one that starts are a depth of 6, not of 12."""
     policy = QueueDepthPolicy(up=7)
     plant = Plant(policy, spec=1, cold_s=1000)
@@ -54,7 +54,7 @@ def test_replicas_that_start_count():
     assert plant.spec == 2
 
 
-def test_mean_and_sustained_differ_on_a_queue_that_comes_and_goes():
+def test_mean_and_sustained_differ_on_an_intermittent_queue():
     """Half of the time 14, half 0: the mean of 7 is above 5, but not all the time."""
     for over, expected in (("mean", 2), ("sustained", 1)):
         plant = Plant(QueueDepthPolicy(over=over), ReplicaBounds(max=2), spec=1)
@@ -64,21 +64,21 @@ def test_mean_and_sustained_differ_on_a_queue_that_comes_and_goes():
         assert plant.spec == expected
 
 
-def test_in_proportion_the_depth_is_met_at_once():
+def test_proportional_steps_reach_the_depth_at_once():
     """Sixty requests at 5 each are 12 replicas."""
     plant = Plant(QueueDepthPolicy(change="proportional"), ReplicaBounds(max=20), spec=1)
     plant.run(65, held=60)
     assert plant.spec == 12
 
 
-def test_several_at_once():
+def test_step_size_adds_several_replicas():
     """The step is a parameter."""
     plant = Plant(QueueDepthPolicy(step_size=3), spec=1)
     plant.run(65, held=60)
     assert plant.spec == 4
 
 
-def test_the_last_one_goes_after_a_window_without_requests():
+def test_the_last_replica_is_removed_after_a_window_without_requests():
     """Not one request of a whole window, however shallow the mean."""
     plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(300, in_flight=1)
@@ -90,7 +90,7 @@ def test_the_last_one_goes_after_a_window_without_requests():
     assert plant.spec == 0
 
 
-def test_others_requests_count():
+def test_foreign_requests_count():
     """Traffic past the pickers shows in the engines' own numbers."""
     plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(65, in_flight=1, waiting=4, running=2)

@@ -10,7 +10,7 @@ def test_every_chart_shows_a_field_of_a_row():
     assert set(CHARTS) <= set(HistoryRow.__struct_fields__)
 
 
-def test_a_row_has_the_present_depth_and_its_mean():
+def test_row_has_the_current_depth_and_its_mean():
     """Depth is divided by available replicas, and its mean covers the window."""
     history = ScalingHistory(60.0)
     for now, requests in ((0.0, 0.0), (30.0, 6.0), (60.0, 12.0)):
@@ -44,7 +44,7 @@ def test_the_rate_is_scaled_down_while_the_observed_time_is_short():
     assert row.queries_per_s == pytest.approx(2.0)
 
 
-def test_a_picker_that_began_again_gives_no_negative_rate():
+def test_a_restarted_peer_gives_no_negative_rate():
     """A counter that falls back to zero counts as no arrivals."""
     history = ScalingHistory(60.0)
     for now, arrived in ((0.0, 50.0), (20.0, 0.0)):

@@ -25,7 +25,7 @@ scheduling:
 """
 
 
-def test_check_tells_what_a_file_means(tmp_path, capsys):
+def test_check_describes_a_file(tmp_path, capsys):
     """Endpoints, the resolved profile with weights, signals, limits and ports are told."""
     path = tmp_path / "pool.yaml"
     path.write_text(CONFIG)
@@ -83,7 +83,7 @@ def test_check_without_scraping(capsys):
     assert "signals     none" in output
 
 
-def test_check_tells_of_unknown_models(capsys):
+def test_check_describes_unknown_models(capsys):
     """What becomes of a model nobody lists is told, and how names are read."""
     text = (
         "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {models_interval_s: 5}, "
@@ -162,7 +162,7 @@ def diffed(tmp_path, old, new, *flags):
     return main.main(["check", str(paths[1]), "--diff", str(paths[0]), *flags])
 
 
-def test_diff_says_what_is_live_and_what_needs_a_restart(tmp_path, capsys):
+def test_diff_separates_live_fields_from_restart_fields(tmp_path, capsys):
     """Every field that differs is told with both values and when it takes effect."""
     old = "log: {level: info}\nserver: {grpc_port: 9002}\n"
     new = "log: {level: debug}\nserver: {grpc_port: 9009}\nscheduling: {strategy: random}\n"
@@ -177,7 +177,7 @@ def test_diff_says_what_is_live_and_what_needs_a_restart(tmp_path, capsys):
     ]
 
 
-def test_diff_of_equal_files_says_so(tmp_path, capsys):
+def test_diff_of_equal_files_is_empty(tmp_path, capsys):
     """Also where flags make them equal, which beat both files."""
     assert diffed(tmp_path, "seed: 1\n", "seed: 1\n") == 0
     assert "nothing differs" in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_diff_of_equal_files_says_so(tmp_path, capsys):
     assert "nothing differs" in capsys.readouterr().out
 
 
-def test_diff_says_what_a_reload_would_refuse(tmp_path, capsys):
+def test_diff_reports_what_a_reload_would_refuse(tmp_path, capsys):
     """A rule that needs what only a restart switches on cannot be read again before it."""
     old = "scrape: {enabled: false}\nscheduling: {strategy: random}\n"
     new = "scheduling: {profile: {scorers: [{kind: queue-depth, weight: 1}]}}\n"
@@ -197,7 +197,7 @@ def test_diff_says_what_a_reload_would_refuse(tmp_path, capsys):
     assert "waiting" in output
 
 
-def test_diff_reads_the_other_file_as_strictly(tmp_path, capsys):
+def test_diff_validates_the_other_file(tmp_path, capsys):
     """A mistake in it is told as one of the file itself."""
     assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
     assert "old.yaml" in capsys.readouterr().err
@@ -258,7 +258,9 @@ def test_check_shows_all_errors_at_once(capsys):
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
-def test_what_this_machine_lacks_is_refused_before_serving(command, tmp_path, monkeypatch, capsys):
+def test_missing_extras_and_files_are_refused_before_serving(
+    command, tmp_path, monkeypatch, capsys
+):
     """Extras and files are looked at by `check` and `serve` alike, all of them."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     text = HEAD + f"server: {{cert_path: {tmp_path}, admin_token_file: {tmp_path}/token}}"
@@ -269,7 +271,7 @@ def test_what_this_machine_lacks_is_refused_before_serving(command, tmp_path, mo
         assert fact in err
 
 
-def test_check_notes_a_port_that_is_taken(capsys):
+def test_check_reports_a_port_in_use(capsys):
     """It may be free where the file is for, so it is no error."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -83,7 +83,7 @@ cluster: {leader_election: true, lease: {namespace: m}}
         ),
     ],
 )
-def test_every_source_is_told(text, told):
+def test_every_source_is_described(text, told):
     """Where endpoints come from and which requests go there, for people."""
     settings = loader.settings(loader.parse(HEAD + text, where="f"))
     found = list(check_pools.lines(settings))

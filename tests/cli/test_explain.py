@@ -112,7 +112,7 @@ def test_request_from_standard_input(files, capsys, monkeypatch):
     assert "model sql" in told_by(capsys, "--state", files["state"])
 
 
-def test_path_and_headers_decide_how_it_reads(files, capsys, tmp_path):
+def test_path_and_headers_select_the_surface(files, capsys, tmp_path):
     """The path chooses the surface."""
     body = tmp_path / "other"
     body.write_text('{"model": "m", "prompt": "x", "stream": true}')
@@ -130,7 +130,7 @@ def test_path_and_headers_decide_how_it_reads(files, capsys, tmp_path):
         (BODY, "endpoints: []", "refused with 503"),
     ],
 )
-def test_refusal_is_told(body, state, expected, tmp_path, capsys):
+def test_rejection_is_explained(body, state, expected, tmp_path, capsys):
     """A request that would be refused is an answer like any other."""
     (tmp_path / "body").write_text(body)
     (tmp_path / "state").write_text(state)
@@ -246,7 +246,7 @@ def test_running_server_refuses(server, tmp_path, capsys):
     assert "refused with 400" in told_by(capsys, str(body), "--server", server, status=3)
 
 
-def test_a_past_request_is_told_by_its_id(server, capsys):
+def test_a_recorded_request_is_explained_by_its_id(server, capsys):
     """With --id a server tells what was decided, how long ago, and what came of it."""
     output = told_by(capsys, "--server", server, "--id", "id/1")
     assert output.startswith("request id/1: 0.5 s ago, status 200, still open\n")
@@ -267,7 +267,7 @@ def test_last_decisions_are_listed(server):
     assert decision["why"].startswith("adaptive; chose=10.0.0.")
 
 
-def test_nobody_listens(files, capsys):
+def test_an_unreachable_server_is_status_1(files, capsys):
     """A server that does not answer is a failure, status 1."""
     assert main.main(["explain", files["body"], "--server", "127.0.0.1:1"]) == 1
     assert "--metrics-port" in capsys.readouterr().err
@@ -285,7 +285,7 @@ def test_explain_refuses_a_token_file_without_quoting_it(text, server, tmp_path,
     assert "s3cret" not in output
 
 
-def test_something_else_listens(server, files, capsys):
+def test_a_foreign_server_is_status_1(server, files, capsys):
     """A server that is no picker is a failure, status 1."""
     assert main.main(["explain", files["body"], "--server", f"{server}/metrics"]) == 1
     assert "status 404" in capsys.readouterr().err
@@ -294,7 +294,7 @@ def test_something_else_listens(server, files, capsys):
 @pytest.mark.parametrize(
     ("flag", "name"), [("--last", "id/1"), ("--slowest", "id/0"), ("--failed", "id/0")]
 )
-def test_a_past_request_is_chosen(flag, name, server, capsys):
+def test_a_recorded_request_is_selected_by_flag(flag, name, server, capsys):
     """The newest, the slowest and the last failed request need no id."""
     assert told_by(capsys, "--server", server, flag).startswith(f"request {name}: ")
 
@@ -320,14 +320,14 @@ def test_health_is_shown_with_cause_and_time(files, tmp_path, capsys):
     assert "all endpoints are failing; the least bad is tried" in output
 
 
-def test_nothing_on_standard_input_is_status_2(files, capsys, monkeypatch):
+def test_empty_standard_input_is_status_2(files, capsys, monkeypatch):
     """No request is not a request without a model."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
     assert main.main(["explain", "--state", files["state"]]) == 2
     assert "standard input" in capsys.readouterr().err
 
 
-def test_a_misspelled_strategy_is_blamed_on_its_flag(files, capsys):
+def test_a_misspelled_strategy_names_its_flag(files, capsys):
     """The error names what the user wrote."""
     words = ["explain", files["body"], "--state", files["state"], "--strategy", "adaptve"]
     assert main.main(words) == 2

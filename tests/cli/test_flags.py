@@ -152,7 +152,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_flag_is_refused_with_what_to_do(name):
+def test_an_unsupported_flag_is_refused_with_a_fix(name):
     """What cannot be done is refused, naming the flag and what to do instead."""
     words, where, fix = REFUSED[name]
     arguments = (
@@ -174,7 +174,7 @@ def test_flag_is_refused_with_what_to_do(name):
         ("cache-info-metric", "vllm:cache_config_info"),
     ],
 )
-def test_deprecated_metric_flags_are_taken_with_a_warning(name, value):
+def test_deprecated_metric_flags_give_a_warning(name, value):
     """A Deployment that sets one starts; engines are recognised by their own metrics."""
     resolved = resolve(ENDPOINTS, f"--{name}={value}")
     (warning,) = resolved.warnings
@@ -184,7 +184,7 @@ def test_deprecated_metric_flags_are_taken_with_a_warning(name, value):
 @pytest.mark.parametrize(
     "handler", ["disagg-profile-handler", "pd-profile-handler", "header-profile-handler"]
 )
-def test_prefill_of_its_own_is_refused_unless_allowed(handler):
+def test_separate_prefill_is_refused_unless_allowed(handler):
     """A split deployment would route to decode engines alone, and look as if it worked."""
     text = (
         "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, plugins: "
@@ -212,7 +212,7 @@ UPSTREAM = [
 ]
 
 
-def test_upstream_command_line_is_taken_without_a_word():
+def test_upstream_command_line_is_accepted_without_warnings():
     """Arguments of an upstream Deployment that ask for nothing we lack need no editing."""
     resolved = resolve(ENDPOINTS, *UPSTREAM)
     assert resolved.settings.pool.name == "llama"
@@ -250,6 +250,6 @@ def test_short_refresh_is_clamped():
 
 
 @pytest.mark.parametrize("words", [["--v=x"], ["--zap-log-level=panic"]])
-def test_odd_log_level_leaves_the_default(words):
+def test_an_unknown_log_level_keeps_the_default(words):
     """A log level of another program that has no like here does not abort."""
     assert resolve(ENDPOINTS, *words).settings.log.level == "info"

@@ -79,7 +79,7 @@ def test_flags_beat_the_file():
     assert kubernetes("--pool-name=b", text=service).service == "s"
 
 
-def test_a_namespace_alone_is_that_of_every_pool():
+def test_namespace_flag_selects_the_pools_of_a_namespace():
     """Where all pools of a namespace are served, the flag says which."""
     settings = resolve("--pool-namespace=y", text="cluster: {discover_pools: namespace}").settings
     assert settings.cluster.namespace == "y"
@@ -105,7 +105,7 @@ def test_companions_without_kubernetes_are_named():
         (["--endpoint-selector=a=b", "--endpoints=10.0.0.1:80"], "--endpoint-selector", "one"),
     ],
 )
-def test_what_is_wrong_is_refused(words, where, wanted):
+def test_invalid_flags_are_refused(words, where, wanted):
     """The error names the flag or the setting it reaches."""
     with pytest.raises(ConfigError) as refused:
         resolve(*words)

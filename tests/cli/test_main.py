@@ -99,7 +99,7 @@ def test_help_shows_defaults_choices_and_examples(capsys, monkeypatch):
     assert "examples:" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_is_no_traceback():
+def test_a_closed_pipe_gives_no_traceback():
     """`extproc check --plugins | head -1` ends quietly."""
     command = f"{sys.executable} -m extproc check --plugins | head -c 1"
     ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
@@ -137,7 +137,7 @@ def test_completion_knows_commands_and_flags(shell, capsys):
     assert "envoy-config" in output
 
 
-def test_completion_without_its_extra_names_it(capsys, monkeypatch):
+def test_completion_without_its_extra_names_the_extra(capsys, monkeypatch):
     """The hint is a command that works."""
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main.main(["completion", "bash"]) == 2

@@ -15,7 +15,7 @@ def template(role, capsys):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_template_keeps_the_contract(role, tmp_path, capsys):
+def test_a_template_passes_the_contract(role, tmp_path, capsys):
     """What is printed is a plugin file of that role as it stands."""
     file = tmp_path / "mine.py"
     file.write_text(template(role, capsys))
@@ -41,7 +41,7 @@ def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
     assert f"my-{role}" in {plugin.kind for plugin in parts.profile.plugins}
 
 
-def test_check_shows_a_plugin_of_others(tmp_path, capsys):
+def test_check_lists_an_external_plugin(tmp_path, capsys):
     """The resolved profile names its kind, parameters and signals like those of a built-in."""
     (tmp_path / "my_cost.py").write_text(template("cost", capsys))
     config = tmp_path / "extproc.yaml"
@@ -58,13 +58,13 @@ def unindented(lines):
     return "".join(f"{line.removeprefix('    ')}\n" for line in lines.splitlines())
 
 
-def test_an_unknown_role(capsys):
+def test_an_unknown_role_is_refused(capsys):
     """Roles are listed when the word is none of them."""
     assert main(["plugin", "template", "scorers"]) == 2
     assert "'filter', 'picker', 'scorer'" in capsys.readouterr().err
 
 
-def test_a_broken_contract(tmp_path, capsys):
+def test_a_contract_violation_is_reported(tmp_path, capsys):
     """Each broken plugin is told, the sound ones as well, and the status is 1."""
     file = tmp_path / "mine.py"
     text = template("scorer", capsys)
@@ -91,7 +91,7 @@ def test_a_file_that_is_no_plugin_file(tmp_path, capsys, text, expected):
     assert expected in capsys.readouterr().err
 
 
-def test_kinds_that_clash(tmp_path, capsys):
+def test_duplicate_kinds_are_refused(tmp_path, capsys):
     """Files that cannot be used together are refused."""
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(template("scorer", capsys))
@@ -99,7 +99,7 @@ def test_kinds_that_clash(tmp_path, capsys):
     assert "got my-scorer, which MyScorer of" in capsys.readouterr().err
 
 
-def test_a_slow_plugin_is_told(tmp_path, capsys):
+def test_a_slow_plugin_is_reported(tmp_path, capsys):
     """A plugin that would be bypassed is in order, and its time is called above the budget."""
     file = tmp_path / "mine.py"
     slow = "        if len(candidates) == 100:\n            sum(range(400_000))\n        soft ="

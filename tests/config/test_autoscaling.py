@@ -17,7 +17,7 @@ def scaling(text):
     return read(f"pool: {{autoscaling: {{{text}}}}}").pool.autoscaling
 
 
-def test_nothing_is_scaled_unless_asked_for():
+def test_autoscaling_is_off_by_default():
     """Off by default, and nobody is asked either."""
     settings = read("")
     assert settings.pool.autoscaling is None
@@ -34,13 +34,13 @@ def test_nothing_is_scaled_unless_asked_for():
         ("Model", "kubeai.org", "v1", "models"),
     ],
 )
-def test_known_kinds_need_a_name_only(kind, group, version, resource):
+def test_well_known_kinds_need_only_a_name(kind, group, version, resource):
     """The kind determines the API path of the scale subresource."""
     target = scaling(f"target: {{kind: {kind}, name: x}}").target.filled
     assert (target.group, target.version, target.resource) == (group, version, resource)
 
 
-def test_what_is_written_beats_what_the_kind_says():
+def test_explicit_target_fields_override_those_of_the_kind():
     """And another kind is taken when everything is written."""
     target = scaling("target: {name: x, version: v2}").target.filled
     assert (target.group, target.version, target.resource) == ("apps", "v2", "deployments")
@@ -65,7 +65,7 @@ def test_what_is_written_beats_what_the_kind_says():
         ("max: 0", "max", "0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text, where, actual):
+def test_contradictory_settings_are_refused(text, where, actual):
     """With the place and what was found there."""
     with pytest.raises(ConfigError) as refused:
         scaling(text)
@@ -73,7 +73,7 @@ def test_what_cannot_be_meant_is_refused(text, where, actual):
     assert actual in str(refused.value)
 
 
-def test_engines_that_are_started_here_are_a_source():
+def test_launched_engines_are_a_discovery_source():
     """One of several pools may have no other; a second source is refused."""
     pool = "pools: [{name: a, autoscaling: {launch: {command: [x]}}MORE}]"
     assert read(pool.replace("MORE", "")).pools[0].autoscaling.launch.command == ("x",)
@@ -81,7 +81,7 @@ def test_engines_that_are_started_here_are_a_source():
         read(pool.replace("MORE", ", endpoints: ['127.0.0.1:1']"))
 
 
-def test_zero_without_waiting_is_worth_a_word():
+def test_scale_to_zero_without_a_queue_is_a_warning():
     """The first request after a while would be refused while an engine starts."""
     text = (
         "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nflow_control: {enabled: ON}"
@@ -100,13 +100,13 @@ def test_zero_without_waiting_is_worth_a_word():
         ("exec: [s, '{replicas}']", "0 to 1 by adaptive; runs s {replicas}"),
     ],
 )
-def test_check_says_who_acts(text, line):
+def test_check_names_the_actuator(text, line):
     """One line for each pool that is scaled."""
     lines = list(check_pools.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
     assert f"replicas    {line}" in lines
 
 
-def test_check_says_which_object_is_scaled(monkeypatch):
+def test_check_names_the_scaled_object(monkeypatch):
     """And by whom, without saying that readiness is the leader's."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"

@@ -24,7 +24,7 @@ def granted(rules, key=KEY, **annotations):
     return discovered_matches.grant_match(read(rules).cluster.claims, key, stated)
 
 
-def test_annotations_are_ignored_without_a_rule():
+def test_annotations_are_ignored_without_a_match_rule():
     """Whoever may write an InferencePool cannot take requests of others."""
     for rules in ("[]", "[{pools: ['team-b/*']}]"):
         refused = granted(rules, models="*")
@@ -45,7 +45,7 @@ def test_annotations_are_ignored_without_a_rule():
         ({"hosts": ","}, PoolMatch()),
     ],
 )
-def test_claims_of_annotations_are_read(annotations, claim):
+def test_matches_of_annotations_are_read(annotations, claim):
     """Lists with commas; hosts and header names in lower case. A rule of pools alone is trust."""
     assert granted("[{pools: ['*']}]", **annotations) == discovered_matches.MatchGrant(claim)
 
@@ -71,7 +71,7 @@ def test_claims_of_annotations_are_read(annotations, claim):
         ("hosts: [a], models: [m]", {"hosts": "a"}, False),
     ],
 )
-def test_claims_lie_within_a_rule_or_are_ignored(rule, annotations, holds):
+def test_matches_outside_of_the_rules_are_ignored(rule, annotations, holds):
     """Each kind that the rule names limits the claim; what is too much is ignored as a whole."""
     grant = granted(f"[{{pools: ['team-a/*'], {rule}}}]", **annotations)
     assert grant.claim.empty is not holds
@@ -86,7 +86,7 @@ def test_claims_lie_within_a_rule_or_are_ignored(rule, annotations, holds):
         ({"headers": "x-team"}, "no list of name=value"),
     ],
 )
-def test_claims_are_bounded(annotations, text):
+def test_matches_are_bounded(annotations, text):
     """Every request is held against all conditions."""
     assert text in granted("[{pools: ['*']}]", **annotations).refused
 
@@ -139,13 +139,13 @@ def test_rules_are_described():
     ]
 
 
-def test_a_rule_names_its_pools():
+def test_a_match_rule_names_its_pools():
     """Trust is written out."""
     with pytest.raises(ConfigError):
         read("[{hosts: [a]}]")
 
 
-def test_claims_of_written_pools_that_overlap_are_described():
+def test_overlapping_matches_of_configured_pools_are_described():
     """The first one takes what both claim."""
     text = HEAD + (
         "pools:\n- {name: a, endpoints: ['10.0.0.1:1'], match: {hosts: [x]}}\n"

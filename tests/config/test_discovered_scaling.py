@@ -35,7 +35,7 @@ def test_without_a_rule_nothing_is_scaled():
     assert scaling("[{pools: ['team-b/*']}]", target="vllm") is None
 
 
-def test_the_first_rule_that_fits_counts():
+def test_the_first_matching_rule_applies():
     """Patterns are those of file names, over namespace/name."""
     rules = "[{pools: ['team-a/*'], max: 2}, {max: 9}]"
     assert scaling(rules).max == 2
@@ -61,7 +61,7 @@ def test_a_rule_names_the_object_after_the_pool():
         ("g.io/v2/fleets/Fleet/vllm", "g.io/v2/fleets/vllm"),
     ],
 )
-def test_a_pool_names_its_object(text, path):
+def test_an_annotation_names_the_scaled_object(text, path):
     """By name alone, with a kind, or with group and version."""
     target = scaling("[{target: {name: other}}]", target=text).target
     assert f"{target.group}/{target.version}/{target.resource}/{target.name}" == path
@@ -78,19 +78,19 @@ def test_a_pool_names_its_object(text, path):
         ({"min": "9"}, (4, 4)),
     ],
 )
-def test_a_pool_asks_for_replicas_within_the_rule(annotations, bounds):
+def test_annotated_replicas_stay_within_the_rule(annotations, bounds):
     """The rule of the configuration bounds the replicas that annotations name."""
     wanted = scaling("[{min: 1, max: 4}]", **annotations)
     assert (wanted.min, wanted.max) == bounds
 
 
 @pytest.mark.parametrize("annotations", [{"target": "none"}, {"max": "0"}])
-def test_a_pool_says_that_it_is_left_alone(annotations):
+def test_an_annotation_disables_scaling(annotations):
     """Also where a rule names its object."""
     assert scaling("[{target: {name: vllm}}]", **annotations) is None
 
 
-def test_annotations_can_be_left_out_of_account():
+def test_a_rule_can_ignore_annotations():
     """Then nobody but the configuration names an object."""
     wanted = scaling("[{annotations: false, max: 2}]", target="vllm", max="1")
     assert (wanted.target, wanted.max) == (None, 2)
@@ -116,7 +116,7 @@ def test_annotations_can_be_left_out_of_account():
         ({"target": "apps/v1/deployments%2Fx/Deployment/x"}, "target.resource"),
     ],
 )
-def test_what_cannot_be_read_is_told(annotations, expected):
+def test_an_invalid_annotation_is_reported(annotations, expected):
     """The pool and the annotation are named."""
     with pytest.raises(ConfigError) as refused:
         scaling("[{}]", **annotations)
@@ -175,7 +175,7 @@ def test_no_annotation_reaches_another_namespace(text):
         ("[{pools: []}]", "pools"),
     ],
 )
-def test_rules_that_cannot_be_meant_are_refused(rules, place):
+def test_contradictory_rules_are_refused(rules, place):
     """When the configuration is read, not when a pool comes."""
     with pytest.raises(ConfigError) as refused:
         read(rules)
@@ -192,14 +192,14 @@ def test_rules_without_pools_from_kubernetes_are_refused():
         loader.settings(loader.parse(text, where="f.yaml"))
 
 
-def test_somebody_has_to_hold_the_lease_where_objects_may_be_scaled():
+def test_scaling_of_objects_requires_leader_election():
     """Not where the number is only told."""
     assert pools.scales_kubernetes_objects(read("[{}]"))
     assert pools.scales_kubernetes_objects(read("[{annotations: false, target: {name: '{name}'}}]"))
     assert not pools.scales_kubernetes_objects(read("[{annotations: false}]"))
 
 
-def test_check_says_what_becomes_of_found_pools(monkeypatch):
+def test_check_describes_scaling_of_discovered_pools(monkeypatch):
     """The line names pools, bounds, policy and scale target."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     lines = list(check_pools.lines(read("[{max: 4, target: {name: '{name}'}}]")))

@@ -25,7 +25,7 @@ def vllm(**more):
     return PoolSource(name="label", kubernetes=KubernetesSection(inference_pool="vllm", **more))
 
 
-def test_no_election_unless_asked_for():
+def test_leader_election_is_off_by_default():
     """By default every replica serves."""
     settings = Settings(pool=vllm())
     assert kubernetes_plan.plan_election(settings, where="file", environment=INSIDE) is None
@@ -60,7 +60,7 @@ def test_the_name_of_the_lease(arguments, name):
     assert planned(**arguments).lease.name == name
 
 
-def test_several_written_pools():
+def test_several_configured_pools_share_a_lease():
     """They share one Lease."""
     pools = [
         PoolSection(name=name, kubernetes=KubernetesSection(inference_pool=name))
@@ -70,20 +70,20 @@ def test_several_written_pools():
     assert planned(pools[0]).lease.name == "epp-here-one.llm-d.ai"
 
 
-def test_the_namespace_is_this_processs():
+def test_the_lease_is_in_the_namespace_of_the_process():
     """Wherever the pool is: rights to Leases are granted where the replicas run."""
     assert planned(pool=vllm(namespace="there")).lease.namespace == "here"
     lease = Lease(namespace="elsewhere")
     assert planned(pool=vllm(), lease=lease).lease.namespace == "elsewhere"
 
 
-def test_the_way_to_the_api_server_is_that_of_discovery():
+def test_election_uses_the_api_server_of_discovery():
     """Kubeconfig and context."""
     plan = planned(pool=vllm(), kubeconfig="/k", context="c")
     assert (plan.reaching.kubeconfig, plan.reaching.context) == ("/k", "c")
 
 
-def test_without_kubernetes_there_is_no_lease():
+def test_election_without_kubernetes_is_refused():
     """The error says what to do; a kubeconfig is enough, and so is a pod around."""
     listed = PoolSource(endpoints=("10.0.0.1:1",))
     with pytest.raises(
@@ -95,7 +95,7 @@ def test_without_kubernetes_there_is_no_lease():
 
 
 @pytest.mark.parametrize("name", ["My_Lease", "x" * 254, "a..b"])
-def test_a_name_that_is_none(name):
+def test_an_invalid_lease_name_is_refused(name):
     """It is refused before anybody is asked."""
     with pytest.raises(ConfigError, match=r"cluster\.lease\.name"):
         planned(pool=vllm(), lease=Lease(name=name))
@@ -112,7 +112,7 @@ def test_a_name_that_is_none(name):
         {"duration_s": 1, "renew_s": 2.0, "retry_s": 0.1},
     ],
 )
-def test_times_that_do_not_go_together(times):
+def test_inconsistent_lease_times_are_refused(times):
     """A leader gives up before others may take over, and has time to try again."""
     with pytest.raises(ConfigError, match="below renew_s, and renew_s below duration_s"):
         planned(pool=vllm(), lease=Lease(**times))

@@ -59,7 +59,7 @@ def findings(tree, configured=HOLDING):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
 @pytest.mark.parametrize("configured", [settings.Settings(), HOLDING], ids=["usual", "holding"])
-def test_shipped_files_cut_nothing(path, configured):
+def test_shipped_files_have_no_findings_that_cut(path, configured):
     """Whatever is shipped lets requests wait as long as they may, and answers take their time."""
     assert findings(yaml.safe_load(path.read_text()), configured) == []
 
@@ -111,7 +111,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_what_cuts_is_named(name):
+def test_a_limit_that_cuts_is_reported(name):
     """The limit, what it does, and what to write instead."""
     change, text = CUTS[name]
     tree = load()
@@ -182,7 +182,7 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_what_may_surprise_is_a_warning(name):
+def test_surprising_settings_are_warnings(name):
     """It works, but not always as one thinks."""
     change, text = WARNINGS[name]
     tree = load()
@@ -224,7 +224,7 @@ def test_failing_open_in_full_duplex_is_named():
     assert any("failure_mode_allow has no effect" in finding.text for finding in findings(tree))
 
 
-def test_without_holding_short_limits_are_fine_or_warnings():
+def test_short_limits_without_flow_control_are_no_cut():
     """Short limits cut no wait if no request waits."""
     tree = load()
     processor(tree)["message_timeout"] = "120s"
@@ -233,7 +233,7 @@ def test_without_holding_short_limits_are_fine_or_warnings():
     assert [finding.severity for finding in findings(tree, settings.Settings())] == ["warning"]
 
 
-def test_the_longest_wait_counts():
+def test_limits_are_compared_with_the_longest_wait():
     """Of all the configuration allows, within what a request may ask for."""
     longest = envoy_lint.longest_hold_s
     assert longest(settings.Settings()) == 0
@@ -251,7 +251,7 @@ def test_the_longest_wait_counts():
         (lambda tree: route(tree).update(timeout=15), "timeout in seconds"),
     ],
 )
-def test_what_is_no_such_file_is_an_error(change, wanted):
+def test_a_file_that_is_no_envoy_configuration_is_an_error(change, wanted):
     """The error says what was wanted."""
     tree = load()
     change(tree)

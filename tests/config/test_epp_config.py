@@ -60,12 +60,12 @@ def test_published_configurations_load_and_route(path):
     parts.director.release(parts.director.reserve(outcome, 1.0), 2.0)
 
 
-def test_there_are_samples():
+def test_sample_configurations_exist():
     """The list above is not empty by mistake."""
     assert len(SAMPLES) == 10
 
 
-def test_references_mean_the_same_as_roles():
+def test_references_and_roles_give_the_same_profile():
     """A profile that refers to plugins is the one that lists them by roles in a file of ours."""
     theirs, _ = read(THEIRS + PROFILE)
     ours, _ = read(OURS + ROLES)
@@ -86,7 +86,7 @@ def test_the_old_group_is_read_with_a_warning():
     )
 
 
-def test_what_is_not_acted_on_is_told():
+def test_ignored_plugins_are_warnings():
     """Saturation detectors are read and warned about; so are plugins whose work nobody does."""
     settings, warnings = read(
         THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
@@ -112,13 +112,13 @@ def test_what_is_not_acted_on_is_told():
         ("type: probabilistic-admitter", "priorities of objectives"),
     ],
 )
-def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):
+def test_replaced_plugins_are_warnings(plugin, text):
     """A file that relies on KV events, tokenizers or certificates does not start without a word."""
     settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
     assert any(text in warning for warning in lint.find_warnings(settings))
 
 
-def test_gpu_attributes_name_what_would_measure_them():
+def test_gpu_attributes_name_the_missing_plugins():
     """The attribute alone does not say which plugins are missing."""
     scorer = "{type: endpoint-attribute-scorer, parameters: {attributeKey: GPUUtilization, "
     scorer += "algorithm: {type: linear_lower_is_better}}}"
@@ -172,7 +172,7 @@ def test_a_decision_tree_is_a_tree():
     assert built.root.filter.conditions[0].max_value == 128
 
 
-def test_a_decision_tree_may_go_on_with_another():
+def test_a_decision_tree_may_refer_to_another_tree():
     """A reference to a tree stands for its root, at the end of a branch."""
     text = """plugins:
 - {type: least-queue-filter}
@@ -203,7 +203,7 @@ schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
         ("{current: {pluginRef: t}}", "", "in a circle"),
     ],
 )
-def test_mistakes_in_decision_trees_are_named(parameters, spot, hint):
+def test_errors_in_decision_trees_name_their_place(parameters, spot, hint):
     """References and nodes that cannot be, and trees without an end."""
     with pytest.raises(ConfigError) as raised:
         resolved(THEIRS + TREE % parameters)
@@ -253,7 +253,7 @@ schedulingProfiles:
         ("plugins: [{typ: queue-scorer}]", "plugins[0].typ", "did you mean type?"),
     ],
 )
-def test_mistakes_are_named(text, spot, fix):
+def test_errors_name_the_nearest_known_value(text, spot, fix):
     """Unknown types, parameters, references and keys name the place and the nearest known one."""
     with pytest.raises(ConfigError) as raised:
         resolved(THEIRS + text + "\n")
@@ -272,7 +272,7 @@ def test_mistakes_are_named(text, spot, fix):
         ),
     ],
 )
-def test_mistakes_in_our_file_are_named_where_they_stand(scheduling, spot):
+def test_errors_in_our_file_name_their_path(scheduling, spot):
     """Under `scheduling`, and under the model they are about."""
     with pytest.raises(ConfigError) as raised:
         resolved(OURS + f"scheduling: {scheduling}\n")
@@ -305,7 +305,7 @@ def test_internal_fields_are_unknown_in_our_file():
     assert "_epp" not in raised.value.wanted
 
 
-def test_a_type_is_not_explained_with_a_hundred_others():
+def test_an_unknown_type_lists_no_hundred_types():
     """The nearest type is named; the whole list only where the list is short."""
     with pytest.raises(ConfigError) as raised:
         resolved(THEIRS + "plugins: [{type: queue-scorrer}]\n")

@@ -26,7 +26,7 @@ def test_built_types_are_in_the_catalogue(row):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_is_not_built_is_explained(row):
+def test_unsupported_types_are_explained(row):
     """Whoever writes a type that does nothing, or is old, is told in one sentence."""
     assert bool(row.note) == (row.status != "built")
     assert "\n" not in row.note

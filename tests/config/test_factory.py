@@ -106,7 +106,7 @@ def test_plugin_errors_name_the_path(profile, where, fix):
         ({"prefix": {"capacity_blocks": 0}}, "estimated-time", "prefix"),
     ],
 )
-def test_signal_nobody_provides(tree, plugin, signal):
+def test_a_plugin_without_a_provider_of_its_signal_is_refused(tree, plugin, signal):
     """A plugin that would read what nobody writes is refused with its name and the signal."""
     with pytest.raises(ConfigError) as raised:
         profile_builder.build_profile(scheduling(**tree), where="pool.yaml")
@@ -115,7 +115,7 @@ def test_signal_nobody_provides(tree, plugin, signal):
     assert plugin in raised.value.fix
 
 
-def test_no_scraping_leaves_what_we_know_ourselves():
+def test_without_scraping_own_signals_remain():
     """Without scraping there are our own requests and prefixes."""
     settings = scheduling(scrape={"enabled": False}, scheduling={"strategy": "least-request"})
     scraped = {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS, Signal.EXTRA}
@@ -162,13 +162,13 @@ def test_subset_may_be_ignored():
         assert isinstance(parts.director.route(raw, 0.0), Decision) is is_decided
 
 
-def test_same_seed_same_chance():
+def test_equal_seeds_give_equal_draws():
     """A seed fixes every draw."""
     first, second = (factory.build(sections.Settings(seed=4)).rng.random() for _ in range(2))
     assert first == second
 
 
-def test_gone_endpoint_loses_its_beliefs_before_others_hear():
+def test_a_removed_endpoint_loses_its_prefix_blocks_before_the_callback():
     """When an endpoint leaves, its prefix blocks are dropped first, then the caller is told."""
     heard = []
     parts = factory.build(
@@ -200,7 +200,7 @@ def test_scrape_tls():
         ({"scrape": {"models": False}}, False, True, None),
     ],
 )
-def test_models_are_asked_for_and_read_as_configured(tree, rejects, splits, interval_s):
+def test_model_lists_are_polled_as_configured(tree, rejects, splits, interval_s):
     """Unknown models, names and the interval of model lists follow the settings."""
     parts = factory.build(scheduling(**tree))
     settings = parts.director.routing.settings

@@ -50,7 +50,7 @@ def kinds(node):
     return [node.filter.kind, *below] if any(below) else node.filter.kind
 
 
-def test_both_spellings_mean_the_same_tree():
+def test_both_syntaxes_give_equal_trees():
     """A file of the first gateway and one of ours make equal filters."""
     ours = resolve(
         {
@@ -83,13 +83,13 @@ def test_both_spellings_mean_the_same_tree():
     ]
 
 
-def test_the_spellings_may_be_mixed():
+def test_the_syntaxes_may_be_mixed():
     """Each node is read on its own."""
     tree = resolve({"root": {"kind": "kv-range", "on_either": {"name": "drop_request"}}})
     assert kinds(tree.root) == ["kv-range", None, None, "drop-request"]
 
 
-def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
+def test_an_external_plugin_in_a_node_is_guarded(tmp_path):
     """A tree is no way around the time budget."""
     path = tmp_path / "own.py"
     path.write_text(OWN)
@@ -121,7 +121,7 @@ def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
         ({"root": {"kind": "kv-range"}, "rot": 1}, "unknown key rot"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_with_its_place(params, expected):
+def test_an_invalid_node_is_an_error_with_its_path(params, expected):
     """A misspelt key, kind or value names the node it stands in."""
     message = refused(params)
     assert expected in message
@@ -135,7 +135,7 @@ def test_a_node_that_is_its_own_successor_is_an_error():
     assert "at most 100 nodes" in refused({"root": node})
 
 
-def test_the_documented_tree_is_read():
+def test_the_documented_tree_is_valid():
     """The tree that the page of scheduling shows loads, alias and all, and is written back in short."""
     page = (Path(__file__).parents[2] / "docs/concepts/scheduling.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -14,12 +14,12 @@ def plan(text, **environment):
     return kubernetes_plan.plan_kubernetes(settings, where="f.yaml", environment=environment)
 
 
-def test_nothing_of_kubernetes_is_nothing_to_follow():
+def test_without_kubernetes_sources_nothing_is_watched():
     """Listed endpoints need no cluster."""
     assert plan("pool: {endpoints: ['10.0.0.1:80']}") is None
 
 
-def test_every_source_has_its_word():
+def test_every_kubernetes_source_is_planned():
     """An InferencePool, a selector and a Service, in the namespace of the process if none is said."""
     watched = plan(
         """
@@ -54,14 +54,14 @@ pools:
         ("cluster: {discover_pools: namespace, namespace: there}", "there"),
     ],
 )
-def test_all_pools_of_a_place(text, namespace):
+def test_all_pools_of_a_namespace_or_cluster_are_planned(text, namespace):
     """Of the cluster, of the own namespace, or of another."""
     watched = plan(text, NAMESPACE="here")
     assert watched.watching.sources == [watching.AllPools(namespace)]
     assert watched.pools == {}
 
 
-def test_an_object_is_in_one_pool():
+def test_an_object_in_two_pools_is_refused():
     """The same Service twice would be two pictures of one thing."""
     with pytest.raises(ConfigError, match="in a and b"):
         plan(

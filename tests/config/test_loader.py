@@ -164,7 +164,7 @@ def test_error_names_place_wanted_found_and_fix(name):
         ('{"kind": 1, "kind": 2}', "every key once", "kind twice", "keep one"),
     ],
 )
-def test_file_says_what_it_is(text, wanted, actual, fix):
+def test_a_file_without_version_and_kind_is_refused(text, wanted, actual, fix):
     """A file without version and kind, or of another program, is not read any further."""
     with pytest.raises(ConfigError) as raised:
         settings(text, head="")
@@ -178,7 +178,7 @@ def test_empty_file_body_means_defaults():
     assert settings("") == sections.Settings()
 
 
-def test_yaml_and_json_say_the_same():
+def test_yaml_and_json_give_the_same_settings():
     """The same tree reads the same in both forms."""
     tree = {
         "apiVersion": "extproc/v1alpha1",
@@ -233,7 +233,7 @@ def test_bytes_that_are_no_text_are_a_config_error(tmp_path):
     assert "byte 6" in raised.value.got
 
 
-def test_read_takes_a_file(tmp_path):
+def test_a_file_is_read_from_its_path(tmp_path):
     """A file is read from its path, and its name stands in errors."""
     path = tmp_path / "a.yaml"
     path.write_text(HEAD + "seed: 3")

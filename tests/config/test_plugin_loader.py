@@ -138,7 +138,7 @@ def test_a_file_runs_once_for_each_content(write):
     assert path.with_name("runs").read_text() == "xxx"
 
 
-def test_a_broken_reload_leaves_the_module_of_before(write):
+def test_a_failed_reload_keeps_the_previous_module(write):
     """When a changed file fails, what runs already keeps its module."""
     path = write(SCORER)
     (first,) = brought(path).classes
@@ -167,7 +167,7 @@ def test_a_file_that_raises(write, body, line, actual):
     assert "plugin_files" in error.fix
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     """The error stands where the file is named."""
     error = refused(tmp_path / "none.py")
     assert error.where == "extproc.yaml: scheduling.plugin_files[0]"
@@ -182,7 +182,7 @@ def test_a_file_without_plugins(write):
     assert (error.where, error.got) == (str(path), "none")
 
 
-def test_a_class_that_lacks_a_kind_is_pointed_at(write):
+def test_a_class_without_a_kind_is_reported(write):
     """The likely mistake is told: a class with a method and no kind."""
     path = write("class Last:\n    def score(self, turn, candidates): ...\n")
     error = refused(path)
@@ -221,7 +221,7 @@ def test_a_class_that_is_no_plugin(write, bases, lines, wanted, actual):
     assert error.fix
 
 
-def test_kinds_clash_with_the_catalogue(write):
+def test_a_built_in_kind_cannot_be_reused(write):
     """A file cannot take the place of a built-in."""
     path = write(SCORER.replace('"last"', '"queue-depth"'))
     with pytest.raises(ConfigError) as raised:
@@ -230,7 +230,7 @@ def test_kinds_clash_with_the_catalogue(write):
     assert raised.value.got == "queue-depth, a built-in"
 
 
-def test_kinds_clash_with_another_file(write):
+def test_two_files_cannot_define_one_kind(write):
     """Two files cannot have one kind for one role; for two roles they can."""
     first, second = write(SCORER), write(SCORER, "other.py")
     with pytest.raises(ConfigError, match=r"got last, which Last of .*mine\.py has"):
@@ -239,7 +239,7 @@ def test_kinds_clash_with_another_file(write):
     plugin_loader.tables(scheduling(first, second), where="x")
 
 
-def test_one_file_named_twice(write):
+def test_a_file_listed_twice_is_an_error(write):
     """Naming a file twice is a clash with itself."""
     path = write(SCORER)
     with pytest.raises(ConfigError, match="last"):
@@ -263,7 +263,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["fleetwise", "fleetwise:Last"])
-def test_entry_points_bring_plugins(package, value):
+def test_entry_points_provide_plugins(package, value):
     """An installed package names a module or a class."""
     package(SCORER, value)
     tables = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
@@ -280,7 +280,7 @@ def test_entry_points_bring_plugins(package, value):
         ("x = 5", "fleetwise:y", "AttributeError: module 'fleetwise' has no attribute 'y'"),
     ],
 )
-def test_broken_entry_points(package, body, value, actual):
+def test_a_broken_entry_point_is_an_error(package, body, value, actual):
     """The error names the entry point and its package."""
     package(body, value)
     with pytest.raises(ConfigError) as raised:
@@ -299,7 +299,7 @@ def configured(path, tree):
 PROFILE = "{plugin_files: [mine.py], profile: {scorers: [{kind: last, params: {power: %s}}]}}"
 
 
-def test_a_file_is_looked_for_beside_the_configuration(write):
+def test_plugin_paths_are_relative_to_the_configuration(write):
     """The path is relative to the configuration file, and the plugin routes."""
     settings = configured(write(SCORER), PROFILE % 2)
     counts = PluginCounters()
@@ -335,7 +335,7 @@ def test_a_changed_file_routes_after_a_reload(write):
     assert counts.exceptions == {("scorer", "last"): 1}
 
 
-def test_a_profile_that_is_only_looked_at_is_bare(write):
+def test_a_checked_profile_has_unguarded_plugins(write):
     """`extproc check` sees the plugin itself with its parameters."""
     settings = configured(write(SCORER), PROFILE % 3)
     ((plugin, _),) = profile_builder.build_profile(settings, where="x").scorers
@@ -349,7 +349,7 @@ def test_built_in_plugins_are_never_guarded(write):
     assert not any(isinstance(plugin, GuardedPlugin) for plugin in parts.profile.plugins)
 
 
-def test_the_budget_is_a_setting(write):
+def test_the_time_budget_is_configurable(write):
     """Milliseconds in the file, seconds inside, the other limits as they are."""
     tables = plugin_loader.tables(
         scheduling(write(SCORER), plugin_budget_ms=5.0),
@@ -382,14 +382,14 @@ def test_needs_may_depend_on_parameters(write):
 
 
 @pytest.mark.parametrize("answer", ["['prefix']", "None", "1 / 0"])
-def test_needs_that_are_none(write, answer):
+def test_invalid_needs_are_refused(write, answer):
     """A property that answers anything else is a configuration error."""
     path = write(NEEDY.replace("ANSWER", answer))
     with pytest.raises(ConfigError, match=r"profile\.scorers\[0\]\.params"):
         profile_builder.build_profile(configured(path, PROFILE % 1), where="x")
 
 
-def test_a_check_of_its_own_that_breaks(write):
+def test_an_exception_in_a_constructor_is_a_config_error(write):
     """Whatever a plugin raises while it is made is a configuration error."""
     body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"
     with pytest.raises(ConfigError) as raised:

@@ -58,13 +58,13 @@ def test_the_sections_become_a_policy():
     assert built("pool: {}").director.routing.policy is inference_policy.EMPTY_POLICY
 
 
-def test_requests_are_routed_by_it():
+def test_requests_are_routed_by_the_policy():
     """Priority and name, without Kubernetes."""
     outcome = decision(built(POOL), "other")
     assert (outcome.request.priority, outcome.model_rewrite) == (10, "small")
 
 
-def test_every_pool_has_its_own():
+def test_every_pool_has_its_own_policy():
     """A section of `pools` says it for that pool alone."""
     configured = settings(
         "pools:\n"
@@ -80,7 +80,7 @@ def test_every_pool_has_its_own():
     )
 
 
-def test_it_changes_without_a_restart():
+def test_the_policy_changes_without_a_restart():
     """What a file says now is in force from the next request on; nothing needs a restart."""
     parts = built(POOL)
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
@@ -104,14 +104,14 @@ def test_it_changes_without_a_restart():
         ("{rewrites: [{model: m, targets: [{model: m}]}]}", "pool.rewrites[0].model"),
     ],
 )
-def test_mistakes_are_named_with_their_place(pool: str, place: str):
+def test_policy_errors_name_their_path(pool: str, place: str):
     """A wrong type or bound, no target, a name without letters, an unknown key."""
     with pytest.raises(ConfigError) as raised:
         settings(f"pool: {pool}")
     assert place in raised.value.where
 
 
-def test_it_is_told_in_words():
+def test_the_policy_is_described():
     """As `extproc check` prints it."""
     pool = settings(POOL).pool
     assert list(policy_schema.describe_policy(pool.objectives, pool.rewrites)) == [
@@ -143,14 +143,14 @@ def test_it_is_told_in_words():
         ),
     ],
 )
-def test_what_is_probably_not_meant_is_remarked(rewrites: str, remark: str):
+def test_ineffective_rules_are_warnings(rewrites: str, remark: str):
     """Rules that never count, and targets that are never drawn; in `pools` as well."""
     assert remark in lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}"))
     pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
     assert remark.replace("pool.", "pools[0].") in lint.find_warnings(settings(pools))
 
 
-def test_what_is_meant_is_not_remarked():
+def test_effective_rules_give_no_warning():
     """A usual canary, and one that is switched off."""
     warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
     assert not [warning for warning in warnings if "rewrites" in warning]

@@ -13,14 +13,14 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
-def test_one_pool_takes_all_requests():
+def test_a_single_pool_matches_all_requests():
     """Without `pools` the section `pool` is the only one, by its name or none."""
     (pool_plan,) = pools.pool_plans(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
     assert (pool_plan.name, pool_plan.claim) == ("p", PoolMatch())
     assert pools.pool_plans(read(""))[0].name == ""
 
 
-def test_pools_are_planned_as_if_each_were_the_only_one():
+def test_pools_are_planned_independently():
     """Sources, claims and rules of each; what it does not say is the process's."""
     settings = read("""
 scheduling: {strategy: lmetric}
@@ -42,7 +42,7 @@ pools:
     assert b.settings.pool.name == "b"
 
 
-def test_kubernetes_may_bring_all_pools():
+def test_all_pools_may_come_from_kubernetes():
     """`discover_pools` plans none in advance, beside a pool that is written out one."""
     assert pools.pool_plans(read("cluster: {discover_pools: cluster}")) == ()
     both = read("cluster: {discover_pools: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
@@ -115,7 +115,7 @@ def test_kubernetes_may_bring_all_pools():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(text, where, wanted, actual):
+def test_contradictory_fields_are_refused(text, where, wanted, actual):
     """The error names the place, what was wanted, what was there and what to do."""
     with pytest.raises(ConfigError) as refused:
         read(text)

@@ -81,7 +81,7 @@ def every_field():
 FIELDS = list(every_field())
 
 
-def test_every_section_and_field_has_its_place():
+def test_every_field_is_classified_for_reloads():
     """A field that is added without saying whether it is live does not land."""
     missing, both = [], []
     for field in msgspec.structs.fields(Settings):
@@ -130,7 +130,7 @@ def row_kind(section):
     return type(getattr(Settings(), section)) if section else Settings
 
 
-def test_pools_are_told_apart_by_name():
+def test_pools_are_compared_by_name():
     """Which pools there are, and their order, changes with a restart; their rules at once."""
     old = read(
         "pools:\n- {name: a, endpoints: ['10.0.0.1:1']}\n- {name: b, endpoints: ['10.0.0.2:1']}\n"
@@ -154,7 +154,7 @@ def test_pools_are_told_apart_by_name():
     assert reloading.in_force(old, alone) == old
 
 
-def test_changes_are_told_as_deep_as_they_go():
+def test_changes_name_the_full_path():
     """A path ends at what differs, values are short, and what may be a password is not shown."""
     old = read(
         "pool: {objectives: {gold: 1}}\npeer_sync: {url: 'redis://:secret@h:1/0'}\n"

@@ -22,7 +22,7 @@ def read(text):
     return settings.flow_control, [*document.warnings, *lint.find_warnings(settings)]
 
 
-def test_without_the_gate_nothing_waits():
+def test_without_the_feature_gate_nothing_is_queued():
     """Upstream ignores the section then; a warning says so."""
     holding, warnings = read("flowControl: {maxRequests: 5}\n")
     assert holding == FlowControlSection()
@@ -31,7 +31,7 @@ def test_without_the_gate_nothing_waits():
     assert read("featureGates: [dataLayer]\n") == (FlowControlSection(), [])
 
 
-def test_the_gate_alone_holds_with_the_policies_of_upstream():
+def test_the_feature_gate_alone_enables_upstream_defaults():
     """One flow per priority by arrival, and as long as Envoy lets a request wait."""
     holding, warnings = read(GATE)
     assert holding == FlowControlSection(
@@ -40,7 +40,7 @@ def test_the_gate_alone_holds_with_the_policies_of_upstream():
     assert warnings == []
 
 
-def test_what_holding_has_is_mapped_without_a_warning():
+def test_supported_fields_are_mapped_without_a_warning():
     """Bounds, the time to live, bands without bounds of their own, and policies by reference."""
     holding, warnings = read(
         GATE
@@ -64,7 +64,7 @@ flowControl:
     assert (holding.fairness, holding.order) == ("round-robin", "slo")
 
 
-def test_what_holding_has_not_is_named_in_a_warning():
+def test_unsupported_fields_are_warnings():
     """Each field with its place, and what happens in its stead."""
     holding, warnings = read(
         GATE
@@ -92,7 +92,7 @@ flowControl:
         assert warning.startswith(begin)
 
 
-def test_the_band_of_priority_zero_says_how_requests_wait():
+def test_the_band_of_priority_zero_sets_the_policies():
     """Most requests have no objective, and so that priority."""
     holding, warnings = read(
         GATE + "flowControl: {priorityBands: [{priority: 0, orderingPolicyRef: "
@@ -117,7 +117,7 @@ def test_the_band_of_priority_zero_says_how_requests_wait():
         ("[1]", "flowControl"),
     ],
 )
-def test_what_upstream_refuses_is_refused_here(section, place):
+def test_values_that_upstream_refuses_are_refused(section, place):
     """With the place of the value, what was wanted and what to write."""
     with pytest.raises(ConfigError) as refused:
         read(f"{GATE}flowControl: {section}\n")
@@ -128,7 +128,7 @@ def test_what_upstream_refuses_is_refused_here(section, place):
     ("text", "number"),
     [("0", None), ("1", 1), ("1500m", 2), ("1e3", 1000), ("1Ki", 1024), ("0.5M", 500_000)],
 )
-def test_quantities_are_those_of_kubernetes(text, number):
+def test_quantities_follow_kubernetes(text, number):
     """Suffixes of both kinds, exponents and thousandths, rounded up; 0 is no bound."""
     holding, _ = read(f"{GATE}flowControl: {{maxBytes: {text}}}\n")
     assert holding.max_bytes == (FlowControlSection().max_bytes if number is None else number)

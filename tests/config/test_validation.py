@@ -26,7 +26,7 @@ def convert(tree):
     return validation.to_struct(tree, House, where="h")
 
 
-def test_a_tag_says_which_struct_it_is():
+def test_a_tag_selects_the_struct():
     """Each member of a union takes its own keys."""
     house = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
     assert house == House(Cat(3), [Dog("x")])
@@ -50,7 +50,7 @@ def test_a_tag_says_which_struct_it_is():
         ({"pet": 3}, "h: pet: expected a mapping"),
     ],
 )
-def test_errors_stay_within_the_struct_that_was_meant(tree, message):
+def test_errors_name_the_fields_of_the_selected_struct(tree, message):
     """A key is unknown to the member the tag names, and nearest names are that member's."""
     with pytest.raises(ConfigError, match=message):
         convert(tree)

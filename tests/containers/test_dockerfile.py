@@ -17,21 +17,21 @@ def test_sources_exist():
     assert [one for one in dockerfile.sources() if not (dockerfile.ROOT / one).exists()] == []
 
 
-def test_the_context_holds_the_sources_and_nothing_else():
+def test_the_build_context_holds_only_the_sources():
     """The ignore file lets in exactly what is copied."""
     lines = [one for one in dockerfile.IGNORED.read_text().splitlines() if one[:1] not in {"#", ""}]
     assert lines[0] == "*"
     assert {one[1:] for one in lines if one.startswith("!")} == set(dockerfile.sources())
 
 
-def test_all_stages_have_the_base_that_is_asked_for():
+def test_all_stages_use_the_base_argument():
     """A base that is there already can be named for all of the build."""
     assert dockerfile.instructions()[0].rest.startswith("BASE=")
     bases = [one.words[0] for one in dockerfile.instructions() if one.word == "FROM"]
     assert set(bases) == {"${BASE}"}
 
 
-def test_the_user_is_a_number_and_the_manifests_have_the_same():
+def test_the_user_id_is_numeric_and_equal_in_manifests():
     """Kubernetes refuses names where it must not run root."""
     user, group = map(int, dockerfile.last("USER").rest.split(":"))
     pod = tools.documents((tools.MANIFESTS / "base/deployment.yaml").read_text())[0]
@@ -40,7 +40,7 @@ def test_the_user_is_a_number_and_the_manifests_have_the_same():
     assert (context["runAsUser"], context["runAsGroup"]) == (user, group)
 
 
-def test_the_command_is_one_that_the_program_takes():
+def test_the_command_is_a_valid_command_line():
     """And it names the file that manifests mount."""
     assert dockerfile.last("ENTRYPOINT").words == ["extproc"]
     asked = parts.parsed(dockerfile.last("CMD").words)
@@ -49,14 +49,14 @@ def test_the_command_is_one_that_the_program_takes():
     assert asked.config_file == parts.parsed(container["args"]).config_file
 
 
-def test_ports_are_those_it_listens_on():
+def test_exposed_ports_are_the_default_ports():
     """EXPOSE says what the defaults are."""
     server = ServerSection()
     wanted = {server.grpc_port, server.grpc_health_port, server.metrics_port}
     assert {int(one) for one in dockerfile.last("EXPOSE").words} == wanted
 
 
-def test_nothing_is_written_at_run_time():
+def test_bytecode_is_compiled_in_the_build():
     """Bytecode is made in the build and not later."""
     assert "PYTHONDONTWRITEBYTECODE=1" in dockerfile.last("ENV").words
     assert any("compileall" in one.rest for one in dockerfile.instructions() if one.word == "RUN")
@@ -72,7 +72,7 @@ CLIENTS = sorted(
 
 
 @pytest.mark.parametrize("module", [*CLIENTS, "extproc.server.lifecycle"])
-def test_what_the_image_leaves_out_is_not_loaded(module):
+def test_modules_missing_from_the_image_are_not_imported(module):
     """No class of the Kubernetes client that is made from a kind is imported."""
     program = (
         f"import sys, {module}\n"

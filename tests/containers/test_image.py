@@ -157,7 +157,7 @@ def address(container, port):
     return f"{container.get_container_host_ip()}:{container.get_exposed_port(port)}"
 
 
-def test_it_serves_with_nothing_to_write_to(container):
+def test_image_serves_on_a_read_only_file_system(container):
     """With a read-only root file system, no capability and no root, probes and pages answer."""
     with grpc.insecure_channel(address(container, 9003)) as channel:
         check = channel.unary_unary(
@@ -173,7 +173,7 @@ def test_it_serves_with_nothing_to_write_to(container):
         assert b"extproc_info" in page.read()
 
 
-def test_it_is_not_root(container):
+def test_image_does_not_run_as_root(container):
     """The process has the number that the Dockerfile gives it."""
     running = container.get_wrapped_container()
     wanted = dockerfile.last("USER").rest.split(":")[0]
@@ -183,14 +183,14 @@ def test_it_is_not_root(container):
     assert running.diff() in (None, [])
 
 
-def test_it_ends_when_it_is_told_to(container):
+def test_image_ends_on_sigterm(container):
     """SIGTERM reaches the picker itself, and it ends well."""
     running = container.get_wrapped_container()
     running.stop(timeout=20)
     assert running.wait(timeout=20)["StatusCode"] == 0
 
 
-def test_it_looks_for_the_cluster(image):
+def test_image_contains_the_kubernetes_client(image):
     """What is left of the Kubernetes client is enough to reach for an API server."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
@@ -204,13 +204,13 @@ def test_it_looks_for_the_cluster(image):
             pass
 
 
-def test_it_says_its_version(client, image):
+def test_image_prints_its_version(client, image):
     """The other commands are there, too."""
     said = client.containers.run(image, ["version"], remove=True, read_only=True).decode()
     assert re.match(r"extproc \d+\.\d+", said)
 
 
-def test_it_is_small(client, image, base):
+def test_image_size_is_bounded(client, image, base):
     """What it adds to its base is bounded."""
     sizes = [client.images.get(name).attrs["Size"] for name in (image, base)]
     assert sizes[0] - sizes[1] < _MOST

@@ -67,7 +67,7 @@ def pages(process):
     raise AssertionError("".join(said))
 
 
-def test_a_picker_serves_and_ends_where_nothing_can_be_written(picker, empty):
+def test_process_serves_and_ends_on_a_read_only_file_system(picker, empty):
     """It makes its certificate, serves its pages and drains, and leaves no file behind."""
     port = pages(picker)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
@@ -77,7 +77,7 @@ def test_a_picker_serves_and_ends_where_nothing_can_be_written(picker, empty):
     assert list(empty.iterdir()) == []
 
 
-def test_the_limit_holds(empty):
+def test_the_write_limit_applies_to_other_programs(empty):
     """The same limit stops a program that writes."""
     writing = "import pathlib; pathlib.Path('file').write_text('x')"
     program = _NO_WRITES.replace('"-m", "extproc"', f'"-c", "{writing}"')

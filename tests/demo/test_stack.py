@@ -14,7 +14,7 @@ def test_a_port_that_another_process_was_given_is_not_given(monkeypatch):
     assert stack.free_port() == other
 
 
-def test_claims_are_bounded():
+def test_matches_are_bounded():
     for _ in range(stack._MOST_CLAIMS + 10):
         stack.free_port()
     assert len(stack._claims) == stack._MOST_CLAIMS

@@ -27,12 +27,12 @@ def resolve(*names):
         return runner.run(dns.DnsResolver(timeout_s=0.05).resolve(names))
 
 
-def test_a_and_aaaa_answers_are_taken():
+def test_a_and_aaaa_records_are_resolved():
     """Addresses of both families are returned as text."""
     assert set(resolve("engines.example")["engines.example"]) == {"10.0.0.1", "fd00::1"}
 
 
-def test_addresses_of_a_name_are_counted():
+def test_addresses_of_a_name_are_bounded():
     """Of a huge answer the same addresses are taken every time, however it is rotated."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         resolver = dns.DnsResolver()
@@ -42,7 +42,7 @@ def test_addresses_of_a_name_are_counted():
     assert len(first["many.example"]) == dns.MAX_ADDRESSES
 
 
-def test_a_name_that_fails_or_hangs_harms_no_other():
+def test_a_failing_name_does_not_affect_other_names():
     """Failures and time-outs are empty answers next to the good ones."""
     answers = resolve("fails.example", "hangs.example", "engines.example")
     assert answers["fails.example"] == answers["hangs.example"] == ()
@@ -92,7 +92,7 @@ def test_the_order_does_not_depend_on_the_resolver():
     assert ordered == two
 
 
-def test_a_name_on_two_ports_is_asked_once():
+def test_a_name_on_two_ports_is_resolved_once():
     """Two ports of one name share its answer."""
     listed = entries_of(["engines:1,engines:2"])
     assert dns.host_names(listed) == ("engines",)
@@ -107,7 +107,7 @@ def test_an_address_named_twice_is_one_endpoint():
     assert result.endpoints == (Endpoint("10.0.0.1:1"),)
 
 
-def test_a_name_that_fails_keeps_its_last_answer():
+def test_a_failing_name_keeps_its_last_addresses():
     """A resolver that is down takes nobody out of the pool, and it is said."""
     listed = entries_of(["engines:1,others:1"])
     first = dns.merge_answers(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
@@ -131,7 +131,7 @@ _IPS = st.ip_addresses().map(str)
         st.dictionaries(st.sampled_from("abc"), st.lists(_IPS, max_size=3).map(tuple)), max_size=6
     )
 )
-def test_no_series_of_failures_empties_a_name(rounds):
+def test_repeated_failures_keep_the_last_addresses(rounds):
     """Once a name has resolved it has endpoints for ever, each address once."""
     listed = entries_of(["a:1,b:1,c:1"])
     last, resolved = {}, set()
@@ -144,7 +144,7 @@ def test_no_series_of_failures_empties_a_name(rounds):
         assert len(set(addresses(result))) == len(result.endpoints)
 
 
-def test_endpoints_of_all_names_are_counted():
+def test_endpoints_of_all_names_are_bounded():
     """However many addresses names answer, a pool has as many endpoints as a list may have."""
     answers = {
         f"engine-{at}.example": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))

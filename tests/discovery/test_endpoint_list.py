@@ -71,7 +71,7 @@ def test_the_forms_of_an_endpoint(item, entry):
         ("x:80", "endpoints[1]", "first at pool.yaml: endpoints[0]"),
     ],
 )
-def test_what_is_wrong_is_shown_by_its_path(item, where, message):
+def test_errors_name_their_path(item, where, message):
     """Each mistake is refused with its path and what to do."""
     with pytest.raises(ConfigError) as caught:
         document("x:80", item)
@@ -102,7 +102,7 @@ def test_an_empty_list_is_allowed():
 
 
 @pytest.mark.parametrize("listed", [["a"], ["a:1", "a:1"], ["a:1", "A:1"], ["::1:3"], ["[::1:3"]])
-def test_wrong_places_are_refused(listed):
+def test_invalid_addresses_are_refused(listed):
     """The place in the list is named in the message."""
     with pytest.raises(ConfigError, match=r"f: endpoints\[\d\]: expected"):
         endpoint_list.from_document({"endpoints": listed}, where="f")
@@ -137,7 +137,7 @@ def test_any_document_is_read_or_refused(loaded):
 
 @hypothesis.given(st.text(max_size=20) | st.from_regex(r"[a-z0-9.:\[\]-]{1,20}", fullmatch=True))
 @hypothesis.settings(max_examples=examples(150), deadline=None)
-def test_any_place_is_read_or_refused(value):
+def test_any_address_is_read_or_refused(value):
     """Nothing but ConfigError is raised."""
     try:
         endpoint_list.from_document({"endpoints": [value]}, where="f")
@@ -163,7 +163,7 @@ def test_names_and_labels_are_bounded(item, wanted):
     assert len(str(caught.value)) < 1000
 
 
-def test_endpoints_are_counted():
+def test_endpoints_are_bounded():
     """A list has a bound on its endpoints, so that anchors of YAML cannot make a huge one."""
     entry = {"address": "10.0.0.1", "port": 8000}
     with pytest.raises(ConfigError, match="at most 16384 endpoints, got 16385"):

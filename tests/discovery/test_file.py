@@ -64,7 +64,7 @@ def test_deep_nesting_is_refused(tmp_path):
         load(path, 100_000)
 
 
-def test_a_file_that_is_not_there_is_refused():
+def test_a_missing_file_is_refused():
     """The message holds the path and the system's reason."""
     with pytest.raises(ConfigError, match="No such file"):
         load(pathlib.Path("nowhere/pool.yaml"))

@@ -58,7 +58,7 @@ def write(path, *addresses):
     draft.rename(path)
 
 
-def test_flags_are_told_once():
+def test_static_endpoints_are_reported_once():
     """A static list is told at start and never again, and nobody is asked for names."""
 
     async def scene():
@@ -71,7 +71,7 @@ def test_flags_are_told_once():
     asyncio.run(scene())
 
 
-def test_a_fleet_of_nobody_is_told_too():
+def test_an_empty_list_is_reported():
     """The fleet learns that discovery has spoken even when it found nobody."""
 
     async def scene():
@@ -82,7 +82,7 @@ def test_a_fleet_of_nobody_is_told_too():
     asyncio.run(scene())
 
 
-def test_a_changed_file_is_read_at_the_next_look(tmp_path):
+def test_a_changed_file_is_read_at_the_next_poll(tmp_path):
     """A new file replaces the endpoints; the flags stay in front."""
 
     async def scene():
@@ -102,7 +102,7 @@ def test_a_changed_file_is_read_at_the_next_look(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_broken_file_keeps_the_old_endpoints(tmp_path):
+def test_an_invalid_file_keeps_the_endpoints(tmp_path):
     """A broken or vanished file is said once and changes nothing; a mended one is taken."""
 
     async def scene():
@@ -150,7 +150,7 @@ def test_names_are_resolved_again_when_due():
     asyncio.run(scene())
 
 
-def test_a_name_that_fails_is_said_once_and_asked_sooner():
+def test_a_failing_name_is_logged_once_and_retried_sooner():
     """The last answer stays, one fact is given per outage, and the next try comes early."""
 
     async def scene():

@@ -18,7 +18,7 @@ def shown():
 
 
 @pytest.mark.parametrize(("name", "slow"), list(shown()))
-def test_console_blocks_print_what_is_shown(name, slow, tmp_path):
+def test_console_blocks_print_the_shown_output(name, slow, tmp_path):
     """Every command of a page prints the lines below it."""
     environment = console.prepare(tmp_path, PAGES[name])
     for block in console.blocks(PAGES[name]):
@@ -39,7 +39,7 @@ def test_commands_are_in_console_blocks(name):
             assert block.is_run or len(block.note) > len("not run: "), block.text
 
 
-def test_an_ellipsis_stands_for_anything():
+def test_an_ellipsis_matches_any_text():
     """A line of three dots is any lines, and three dots in a line any text."""
     assert console.is_match(("a", "...", "c ... e"), ["a", "x", "y", "c d e"])
     assert console.is_match(("...",), [])

@@ -11,14 +11,14 @@ PAGES = list(generate.pages())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(generate.DOCS)))
-def test_blocks_are_what_the_code_says(path):
+def test_generated_blocks_are_current(path):
     """Every generated block stands on its page as its function makes it."""
     text = path.read_text(encoding="utf-8")
     assert text == generate.filled(text), "run make reference"
 
 
 @pytest.mark.parametrize("name", generate.BLOCKS)
-def test_every_block_stands_on_a_page(name):
+def test_every_generated_block_is_on_a_page(name):
     """No generated block is left out of the documentation."""
     begin, end = generate.markers(name)
     holders = [path for path in PAGES if begin in path.read_text(encoding="utf-8")]
@@ -32,7 +32,7 @@ def test_every_strategy_is_explained(name):
     assert f"| `{name}` |" in (generate.DOCS / "reference/strategies.md").read_text()
 
 
-def test_the_page_of_headers_names_those_of_the_code():
+def test_the_page_of_headers_lists_every_header():
     """Every header that the picker knows stands on the page, and no other."""
     page = (generate.DOCS / "reference/headers.md").read_text()
     written = set(re.findall(r"`(x-[a-z][a-z0-9-]*[a-z0-9])`", page))

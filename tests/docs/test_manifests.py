@@ -17,7 +17,7 @@ def container():
     return BY_KIND["Deployment"]["spec"]["template"]["spec"]["containers"][0]
 
 
-def test_the_configuration_is_taken():
+def test_the_configuration_is_valid():
     """The ConfigMap holds a file that the strict reader takes."""
     (text,) = BY_KIND["ConfigMap"]["data"].values()
     settings = loader.settings(loader.parse(text, where="plain.yaml"))

@@ -35,7 +35,7 @@ def test_the_scorer_has_fifteen_lines():
     assert sum(bool(line.strip()) for line in SCORER.splitlines()) <= 15
 
 
-def test_the_scorer_keeps_the_contract(folder, capsys):
+def test_the_scorer_passes_the_contract(folder, capsys):
     """The kit passes the file from the command line."""
     assert main(["plugin", "test", "same_zone.py"]) == 0
     assert "same_zone.py: scorer same-zone is in order" in capsys.readouterr().out

@@ -58,7 +58,7 @@ CASES = [(binary_body, size) for size in SIZES] + [(json_body, size) for size in
 
 
 @pytest.mark.versions
-def test_there_are_versions():
+def test_image_versions_are_known():
     """The versions are those of `make versions`."""
     if not os.environ.get("EXTPROC_ENVOYS"):
         pytest.skip("EXTPROC_ENVOYS names no folder with Envoys; `make versions` installs them")

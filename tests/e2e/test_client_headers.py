@@ -79,7 +79,7 @@ def trusting(live, usual, seen, listeners):
         yield one
 
 
-async def test_shipped_files_remove_them_before_the_picker(shipped, usual, seen):
+async def test_shipped_files_remove_control_headers_before_ext_proc(shipped, usual, seen):
     """No header that steers picks or engines reaches the picker, whatever its case."""
     before = len(seen.asks)
     for name in REMOVED:
@@ -91,7 +91,9 @@ async def test_shipped_files_remove_them_before_the_picker(shipped, usual, seen)
 
 
 @pytest.mark.parametrize("modes", MODES, ids="-".join)
-async def test_the_picker_removes_them_in_every_mode(trusting, listeners, usual, seen, modes):
+async def test_extproc_removes_control_headers_in_every_mode(
+    trusting, listeners, usual, seen, modes
+):
     """Where Envoy lets them in, the picker sees each, and no engine does."""
     names = sorted(set(REMOVED) & CONTROL_HEADERS)
     assert set(names) >= SIDECAR_HEADERS

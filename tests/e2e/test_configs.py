@@ -77,7 +77,7 @@ def route(config):
     return only["route"]
 
 
-async def test_envoy_takes_it(path, binary):
+async def test_envoy_accepts_the_file(path, binary):
     """Envoy accepts the file as it is shipped."""
     words = ["--mode", "validate", "-c", str(path)]
     if binary and path.name == "override-host.yaml":
@@ -180,14 +180,14 @@ def test_engines_close_after_envoy(config):
     assert 0 < seconds(http["common_http_protocol_options"]["idle_timeout"]) < 5
 
 
-def test_retries_are_not_rationed(config):
+def test_circuit_breakers_allow_retries(config):
     """Where Envoy retries, a dead engine under load must not use up the default of 3 retries."""
     (limits,) = engines(config)["circuit_breakers"]["thresholds"]
     if "retry_policy" in route(config):
         assert limits["max_retries"] >= limits["max_requests"]
 
 
-def test_xds_is_asked_where_it_is_served(config):
+def test_xds_cluster_points_at_extproc(config):
     """The route's cluster is one that extproc serves, and a lost stream is soon opened again."""
     if "dynamic_resources" not in config:
         return

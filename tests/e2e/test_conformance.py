@@ -93,7 +93,7 @@ async def test_058_two_ranks_of_one_pod(place, ranks):
     assert set(await hundred(place, ",".join(named), "/primary-gateway-dp-test")) == named
 
 
-async def test_058_any_rank_of_one_and_one_of_another(place, ranks):
+async def test_058_any_rank_of_a_pod_and_one_rank_of_another(place, ranks):
     """A bare address means all ranks of the pod, next to one rank of another."""
     by = await hundred(place, f"{PODS[0]},{ranks[2, 1]}", "/primary-gateway-dp-test")
     assert set(by) == {ranks[0, 0], ranks[0, 1], ranks[0, 2], ranks[2, 1]}
@@ -118,7 +118,7 @@ async def test_048_only_foreign_addresses(place, ranks):
     )
 
 
-async def test_090_who_served_is_reported(place, ranks):
+async def test_090_the_served_endpoint_is_reported(place, ranks):
     """The endpoint that Envoy says it took stands in the answer."""
     answer = await ask(place, ranks[2, 2], "/destination-endpoint-served-test")
     assert answer.head.get(SERVED) == answer.json()["by"] == ranks[2, 2]

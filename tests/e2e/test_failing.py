@@ -246,7 +246,7 @@ async def test_121_killed_under_load_with_retries(engines, children):
         await revived(place, children, engines, victim)
 
 
-async def test_121_an_engine_that_stands_still(engines):
+async def test_121_a_stalled_engine_is_ejected(engines):
     """One that answers nobody is left out; what it had goes on when it does, and nothing fails."""
     async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:
         victim = next(iter(engines))
@@ -276,7 +276,7 @@ async def test_121_an_engine_that_stands_still(engines):
         assert load.statuses.keys() == {200}
 
 
-async def test_121_served_elsewhere_is_told():
+async def test_121_a_response_of_another_endpoint_ejects_the_first():
     """An endpoint that Envoy passes over is left out, though no answer ever showed a failure."""
     async with backends(2) as served:
         dead = f"127.0.0.1:{stack.free_port()}"

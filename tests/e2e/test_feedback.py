@@ -159,7 +159,7 @@ async def test_022_body_ended_by_trailers(place, served):
     assert served.asks[-1].body == body
 
 
-async def test_119_client_leaves_a_buffered_answer(place, served):
+async def test_119_client_disconnects_during_a_buffered_answer(place, served):
     """A client that leaves while its answer is being buffered frees the account."""
 
     async def play(_, peer):

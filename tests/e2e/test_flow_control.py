@@ -95,7 +95,7 @@ async def test_requests_without_a_body_wait_too(place, listeners, empty):
     assert asked.result().status == 200
 
 
-async def test_a_wait_ends_when_the_client_says(place, listeners, empty):
+async def test_a_wait_ends_at_the_timeout_of_the_client(place, listeners, empty):
     """503 with Retry-After once the header's time is over."""
     answer = await http1.ask(
         listeners[MODES[0]], PATH, CHAT, headers=[("x-extproc-queue-timeout-ms", "200")]

@@ -200,7 +200,7 @@ async def test_119_client_cancels(place, engine):
     await place.settled()
 
 
-async def test_121_nobody_there():
+async def test_121_without_an_engine_a_call_is_unavailable():
     """Without an engine a call is UNAVAILABLE."""
     gone = f"127.0.0.1:{stack.free_port()}"
     async with (

@@ -179,7 +179,7 @@ async def test_092_events_are_not_held_back(place, served, listeners, modes):
         assert await call.body.rest() == b"data: 2\n\n"
 
 
-async def test_119_client_leaves(place, served, listeners, modes):
+async def test_119_client_disconnects(place, served, listeners, modes):
     """A client that leaves within its body, or within the answer, frees everything."""
 
     async def play(_, peer):

@@ -79,12 +79,12 @@ async def served(engines, name, asking):
     assert json.loads(answer.body)["by"] == engines[name].address, name
 
 
-async def test_a_header_picks_the_pool(place, engines):
+async def test_a_header_selects_the_pool(place, engines):
     """A claim goes before what endpoints list."""
     await served(engines, "batch", ask(place, headers=[("x-tier", "batch")]))
 
 
-async def test_a_host_and_a_path_pick_the_pool(place, engines):
+async def test_a_host_and_a_path_select_the_pool(place, engines):
     """Both conditions of a claim must hold."""
     hosted = [("host", "a.batch.example")]
     await served(engines, "batch", ask(place, headers=hosted))
@@ -95,12 +95,12 @@ async def test_a_host_and_a_path_pick_the_pool(place, engines):
     ("model", "name"),
     [("llama", "llama"), ("sql", "llama"), ("qwen", "qwen"), ("llama_sql", "llama")],
 )
-async def test_what_endpoints_list_picks_the_pool(place, engines, model, name):
+async def test_listed_models_select_the_pool(place, engines, model, name):
     """Models, adapters and KubeAI's names, without a word of configuration."""
     await served(engines, name, ask(place, model))
 
 
-async def test_a_model_of_nobody_is_404(place):
+async def test_an_unlisted_model_is_404(place):
     """The answer names what there is."""
     answer = await ask(place, "gpt")
     assert answer.status == 404
@@ -119,7 +119,7 @@ async def test_the_models_of_all_pools_are_one_list(place):
     assert await place.total("extproc_direct_responses_total") >= 2
 
 
-async def test_pages_tell_of_every_pool(place, engines):
+async def test_pages_show_every_pool(place, engines):
     """Metrics have the pool as a label, and the debug pages all of them."""
     await ask(place, "qwen")
     found = await place.metrics()
@@ -134,7 +134,7 @@ async def test_pages_tell_of_every_pool(place, engines):
     assert last["decisions"][0]["pool"] == "qwen"
 
 
-async def test_claims_change_while_it_runs(place, engines, config):
+async def test_matches_are_reloaded(place, engines, config):
     """An edited file sends the next request elsewhere."""
     text = config.read_text()
     config.write_text(text.replace("x-tier: batch", "x-tier: night"))

@@ -266,7 +266,7 @@ async def test_104_other_statuses_pass(place, served, status):
 
 
 @pytest.mark.parametrize("sent", ["nothing", "half", "all"])
-async def test_119_client_leaves_before_the_answer(place, served, sent):
+async def test_119_client_disconnects_before_the_answer(place, served, sent):
     """A client that leaves at any point of its request leaves nothing behind."""
     hung_up = asyncio.Event()
 
@@ -294,7 +294,7 @@ async def test_119_client_leaves_before_the_answer(place, served, sent):
     served.plays.clear()
 
 
-async def test_119_client_leaves_mid_stream(place, served):
+async def test_119_client_disconnects_mid_stream(place, served):
     """A client that leaves in the middle of an answer frees its account."""
 
     async def play(_, peer):

@@ -172,7 +172,7 @@ async def test_086_large_answers(place, served, listeners, mode):
 
 
 @pytest.mark.parametrize("mode", SHOWN, ids="-".join)
-async def test_086_compressed_answers_are_left(place, served, listeners, mode):
+async def test_086_compressed_answers_are_unchanged(place, served, listeners, mode):
     """What is compressed arrives as it was sent."""
     body = gzip.compress(NAMED)
     served.plays[PATH] = counted(body, JSON, ("content-encoding", "gzip"))
@@ -180,7 +180,7 @@ async def test_086_compressed_answers_are_left(place, served, listeners, mode):
     assert answer.body == body
 
 
-async def test_086_where_answers_are_not_shown_they_stay(place, served, listeners):
+async def test_086_unseen_answers_are_unchanged(place, served, listeners):
     """Full duplex for requests alone: the data plane lets nobody see the answer."""
     served.plays[PATH] = counted(NAMED, JSON)
     answer = await http1.ask(listeners["FULL_DUPLEX_STREAMED", "NONE"], PATH, chat())
@@ -189,7 +189,7 @@ async def test_086_where_answers_are_not_shown_they_stay(place, served, listener
 
 
 @pytest.mark.parametrize("mode", SHOWN, ids="-".join)
-async def test_086_other_requests_are_left(place, served, listeners, mode):
+async def test_086_answers_of_other_requests_are_unchanged(place, served, listeners, mode):
     """A client that used the engine's name is answered under it."""
     served.plays[PATH] = counted(NAMED, JSON)
     answer = await http1.ask(listeners[mode], PATH, chat("big-v2"))

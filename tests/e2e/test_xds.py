@@ -272,7 +272,7 @@ async def test_an_engine_that_is_dead_when_picked(site, engines):
     assert statuses.keys() == {200}
 
 
-async def test_a_503_is_asked_elsewhere(site, engines):
+async def test_a_503_is_retried_on_another_endpoint(site, engines):
     """An engine that refuses at once: others answer, and it does not attract requests."""
     engines[0].plays[PATH] = backend.saying(b"full", status="503 Service Unavailable")
     async with asking(site) as statuses:
@@ -314,7 +314,7 @@ async def without_one(site, engines, statuses):
     engines[0].plays.clear()
 
 
-async def test_both_pickers_die_and_come_back(site, engines):
+async def test_both_replicas_restart(site, engines):
     """Not one request fails: Envoy goes on by least request, and is told again what to do."""
     async with asking(site) as statuses:
         await more(statuses, 100)
@@ -345,7 +345,7 @@ async def test_both_pickers_die_and_come_back(site, engines):
     await site.until(lambda found: found["connected_state"] == 1, "control_plane.")
 
 
-async def test_news_come_from_the_picker_that_is_left(site, engines):
+async def test_updates_come_from_the_remaining_replica(site, engines):
     """A picker that drains ends its stream; Envoy keeps what it holds and asks the other one."""
     listening = [at for at in range(2) if (await site.metrics(at))["extproc_xds_streams_open"] == 1]
     (told,) = listening
@@ -365,7 +365,7 @@ async def test_news_come_from_the_picker_that_is_left(site, engines):
     assert statuses.keys() == {200}
 
 
-async def test_a_picker_that_hangs(site, engines):
+async def test_a_hanging_replica_does_not_stop_updates(site, engines):
     """News come from the other one, and what waits for an answer goes on without a pick."""
     pages = [await site.metrics(at) for at in range(2)]
     (told,) = [at for at in range(2) if pages[at]["extproc_xds_streams_open"] == 1]
@@ -382,7 +382,7 @@ async def test_a_picker_that_hangs(site, engines):
     assert statuses.keys() == {200}
 
 
-async def test_what_is_told_is_counted(site):
+async def test_xds_responses_are_counted(site):
     """Open streams and answers by type stand on the metrics page; nothing was refused."""
     pages = [await site.metrics(at) for at in range(2)]
     assert sum(page["extproc_xds_streams_open"] for page in pages) == 1

@@ -44,7 +44,7 @@ def swift():
     st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(-1e6, 1e6)), min_size=2, max_size=4),
     st.lists(ends, max_size=6),
 )
-def test_two_never_lead_at_once(chosen, starts, ended):
+def test_two_candidates_never_lead_at_once(chosen, starts, ended):
     """Whatever is lost, late, crashed or resigned, and wherever clocks start: one leader at most."""
     cluster = world(chosen)
     for name, (at, offset) in zip(NAMES, starts, strict=False):
@@ -61,7 +61,7 @@ def test_two_never_lead_at_once(chosen, starts, ended):
     st.lists(fates, min_size=1, max_size=60),
     st.lists(st.floats(0.85, 1.2), min_size=2, max_size=4),
 )
-def test_clocks_may_run_a_little_differently(chosen, rates):
+def test_clock_drift_is_tolerated(chosen, rates):
     """Rates that differ by less than duration over renewal change nothing."""
     cluster = world(chosen)
     for name, rate in zip(NAMES, rates, strict=False):
@@ -74,7 +74,7 @@ def test_clocks_may_run_a_little_differently(chosen, rates):
     st.lists(st.lists(fates, min_size=1, max_size=20), min_size=2, max_size=4),
     st.lists(st.tuples(st.integers(2, 30), st.floats(0.1, 0.9)), min_size=4, max_size=4),
 )
-def test_replicas_with_other_times(chosen, times):
+def test_replicas_with_different_times_never_lead_together(chosen, times):
     """A rollout that changes the times: the duration that counts stands in the Lease."""
     cluster = world([fate for part in chosen for fate in part])
     for name, (duration, share) in zip(NAMES, times, strict=True):
@@ -118,7 +118,7 @@ def test_a_leader_that_resigns_is_replaced_at_once(chosen, at):
 
 @few
 @given(st.lists(fates, min_size=1, max_size=40))
-def test_there_is_a_leader_again_once_the_network_is_well(chosen):
+def test_a_leader_is_elected_once_the_network_recovers(chosen):
     """After any trouble somebody leads within the longest wait."""
     trouble = iter(chosen)
     cluster = World(lambda: next(trouble, Fate(0.01, 0.01)))
@@ -128,7 +128,7 @@ def test_there_is_a_leader_again_once_the_network_is_well(chosen):
     assert len(cluster.leaders) == 1
 
 
-def test_the_leader_stays():
+def test_a_renewed_lease_keeps_its_leader():
     """Nobody takes a Lease that is renewed: an hour has one leader, and one transition."""
     cluster = swift()
     for name in NAMES:
@@ -138,7 +138,7 @@ def test_the_leader_stays():
     assert cluster.store.record.transitions == 0
 
 
-def test_a_leader_without_answers_gives_up_before_another_leads():
+def test_a_leader_without_renewals_stops_before_another_leads():
     """It stops at `renew_s` after its last renewal; others wait for `duration_s`."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -153,7 +153,7 @@ def test_a_leader_without_answers_gives_up_before_another_leads():
     assert len(cluster.leaders) == 1
 
 
-def test_a_leader_comes_back_where_nobody_took_over():
+def test_a_leader_resumes_where_no_other_took_the_lease():
     """An outage of the store costs the lead for as long as it lasts, not more."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -178,7 +178,7 @@ class LeasesFixture:
         return self.answer
 
 
-def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
+def test_elector_reports_a_failure_that_needs_an_operator():
     """Once when it begins, again when it turns out to be a missing right, and not each time."""
     facts, leases = [], LeasesFixture()
     subject = leader_elector.LeaderElector(
@@ -202,7 +202,7 @@ def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
     ]
 
 
-def test_one_that_cannot_do_the_work_does_not_stand():
+def test_a_replica_that_cannot_lead_does_not_take_the_lease():
     """It leaves a free Lease alone, and keeps one that it has."""
     cluster = swift()
     idle, fit = cluster.add("a", PATIENCE), cluster.add("b", PATIENCE, at=5.0)
@@ -214,7 +214,7 @@ def test_one_that_cannot_do_the_work_does_not_stand():
     assert cluster.leaders == [fit]
 
 
-def test_a_record_that_somebody_deletes():
+def test_a_deleted_lease_is_written_again_by_its_holder():
     """Whoever knew its holder waits as if it were there; the holder writes it anew."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -226,7 +226,7 @@ def test_a_record_that_somebody_deletes():
     assert cluster.store.record.holder == "a"
 
 
-def test_a_record_of_somebody_else():
+def test_a_lease_taken_by_another_program_ends_leadership():
     """A Lease that another program took, or a person edited, ends the lead at the next look."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -240,7 +240,7 @@ def test_a_record_of_somebody_else():
     assert cluster.store.record.transitions == 8
 
 
-def test_a_frozen_process_knows_when_it_wakes():
+def test_a_frozen_process_does_not_lead_after_waking():
     """A leader whose process stood still for long does not believe what it last heard."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -250,7 +250,7 @@ def test_a_frozen_process_knows_when_it_wakes():
     assert not first.leads()
 
 
-def test_an_answer_that_comes_late_counts_from_the_question():
+def test_a_late_confirmation_counts_from_the_request():
     """A leader whose renewal was confirmed late leads only for what is left of the time."""
     cluster = swift()
     first = cluster.add("a", PATIENCE)
@@ -265,7 +265,7 @@ def test_an_answer_that_comes_late_counts_from_the_question():
     assert last < 30.0 + PATIENCE.renew_s
 
 
-def test_the_duration_that_counts_stands_in_the_lease():
+def test_the_duration_in_the_lease_applies():
     """An impatient replica waits as long as the holder said, not as long as it would say."""
     cluster = swift()
     patient = cluster.add("a", ElectionSettings(duration_s=30, renew_s=25.0))
@@ -279,7 +279,7 @@ def test_the_duration_that_counts_stands_in_the_lease():
     assert [other.name for other in cluster.leaders] == ["b"]
 
 
-def test_running_ends_with_a_release():
+def test_run_ends_with_a_release():
     """`run` stands until it is resigned, releases the Lease and closes the way to it."""
 
     class Near:

@@ -48,7 +48,7 @@ def test_a_lease_is_read():
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}])
-def test_a_lease_without_a_holder(spec):
+def test_a_lease_without_a_holder_is_read(spec):
     """A Lease that was never held, or was released, has no holder."""
     text = json.dumps({"metadata": {"resourceVersion": "1"}, "spec": spec}).encode()
     record, _ = lease.read(text)
@@ -56,7 +56,7 @@ def test_a_lease_without_a_holder(spec):
 
 
 @given(st.binary(max_size=200) | st.sampled_from([b"[]", b"{}", b'{"metadata":{}}', b"\xff"]))
-def test_garbage_is_a_value(text):
+def test_unreadable_leases_are_values(text):
     """Nothing that a server could send raises."""
     result = lease.read(text)
     assert isinstance(result, lease.UnreadableLease)
@@ -79,7 +79,7 @@ def test_a_first_write_creates():
     }
 
 
-def test_taking_over_keeps_what_others_wrote():
+def test_taking_over_keeps_foreign_fields():
     """Labels and fields we do not know stay; the version guards the write."""
     stored = written(TAKE, HELD)
     assert stored["metadata"] == {
@@ -106,7 +106,7 @@ def test_a_renewal_keeps_the_time_of_acquisition():
     assert stored["spec"]["renewTime"] == NOW
 
 
-def test_a_version_goes_along_whatever_is_kept():
+def test_a_version_is_written_without_a_stored_object():
     """A write whose object is not known any more is guarded all the same."""
     assert written(TAKE)["metadata"]["resourceVersion"] == "7"
 

@@ -26,7 +26,7 @@ def leading():
     return state
 
 
-def test_nothing_is_claimed_unseen():
+def test_a_candidate_reads_before_it_writes():
     """A candidate reads before it writes, and leads nobody."""
     state = term()
     assert state.claim(100.0) is None
@@ -34,7 +34,7 @@ def test_nothing_is_claimed_unseen():
     assert not state.mine
 
 
-def test_nothing_stored_is_free():
+def test_a_missing_lease_is_free():
     """The first to write has it: no version is named, so only one create succeeds."""
     state = term()
     state.observe(None, 0.0)
@@ -42,7 +42,7 @@ def test_nothing_stored_is_free():
 
 
 @pytest.mark.parametrize(("at", "claims"), [(14.9, False), (15.0, True)])
-def test_another_holder_is_waited_for(at, claims):
+def test_a_candidate_waits_for_another_holder(at, claims):
     """From when its last write was heard of, for the duration that it wrote."""
     state = term()
     state.observe(held(), 0.0)
@@ -51,7 +51,7 @@ def test_another_holder_is_waited_for(at, claims):
     assert state.claim(at) == (put if claims else None)
 
 
-def test_any_write_starts_the_wait_again():
+def test_any_write_restarts_the_wait():
     """The version tells, not the fields: two renewals may look the same."""
     state = term()
     state.observe(held(version="1"), 0.0)
@@ -68,7 +68,7 @@ def test_a_released_lease_is_free_at_once():
     assert state.claim(1.0) == LeaseWrite("me", 15, 5, acquired=True, version="2")
 
 
-def test_leading_counts_from_the_question():
+def test_leadership_counts_from_the_request():
     """For `renew_s` from when the write was asked for, not from its answer."""
     state = term()
     state.observe(None, 0.0)
@@ -84,7 +84,7 @@ def test_a_renewal_names_the_version_of_the_last_write():
     assert state.claim(2.0) == LeaseWrite("me", 15, 0, acquired=False, version="1")
 
 
-def test_after_doubt_it_reads():
+def test_after_invalidate_a_read_is_required():
     """A write that failed may be executed yet; the lead lasts as long as it was confirmed for."""
     state = leading()
     state.invalidate()
@@ -97,14 +97,14 @@ def test_after_doubt_it_reads():
 
 
 @pytest.mark.parametrize("record", [None, held(version="2"), held("", "2")])
-def test_a_lease_of_others_ends_the_lead(record):
+def test_a_lease_of_another_holder_ends_leadership(record):
     """As soon as it is seen."""
     state = leading()
     state.observe(record, 1.0)
     assert not state.leads(1.0)
 
 
-def test_after_resigning_nothing_is_claimed():
+def test_after_resigning_nothing_is_written():
     """Not even by an answer that was on its way; the release names the last version."""
     state = leading()
     renewal = state.claim(2.0)
@@ -115,7 +115,7 @@ def test_after_resigning_nothing_is_claimed():
     assert state.release() == LeaseWrite("", 1, 0, acquired=True, version="2")
 
 
-def test_only_what_is_ours_is_released():
+def test_only_an_own_lease_is_released():
     """A Lease of another is left alone, and so is one that is not known."""
     state = term()
     state.observe(held(), 0.0)
@@ -125,7 +125,7 @@ def test_only_what_is_ours_is_released():
     assert mine.release() is None
 
 
-def test_pauses():
+def test_pauses_are_bounded():
     """Spread below `retry_s`, and shorter where the Lease becomes free before."""
     rng = random.Random(3)
     state = term()

@@ -67,7 +67,7 @@ class Entrance:
         return held[0] if len(held) == 1 else held
 
 
-def test_nobody_overtakes_who_waits():
+def test_new_requests_do_not_overtake_queued_ones():
     """A request that could go waits behind those of its own and higher priorities only."""
     entrance = Entrance()
     assert entrance.turnstile.check(GOES, priority=0) is None
@@ -78,7 +78,7 @@ def test_nobody_overtakes_who_waits():
     assert entrance.turnstile.check(GOES, priority=1) is None
 
 
-def test_the_next_look_is_when_somebody_may_go():
+def test_the_next_pump_is_at_the_earliest_capacity():
     """The estimate, within bounds, or the deadline; nothing where nobody waits."""
     entrance = Entrance(timeout_s=60.0)
     assert entrance.turnstile.dispatch(0.0) is None
@@ -89,7 +89,7 @@ def test_the_next_look_is_when_somebody_may_go():
     assert entrance.turnstile.next_s(math.inf, 10.0) == 50.0
 
 
-def test_only_so_many_go_in_one_call():
+def test_dispatches_per_call_are_bounded():
     """Then it wants to be asked again at once."""
     entrance = Entrance(free=5, most=2)
     entrance.hold(*"abc")
@@ -111,7 +111,7 @@ def test_how_long_a_request_waits():
     assert entrance.hold("f", timeout_s=0.0).status == 429
 
 
-def test_what_waiting_cannot_change_does_not_wait():
+def test_a_rejection_is_not_queued():
     """The refusal stands, with the queue's own estimate where it names one."""
     entrance = Entrance()
     gone = Rejection(404, "there is no such model")
@@ -135,7 +135,7 @@ def test_expired_waits_name_their_reason():
     assert all(rejection.retry_after_s >= 1 for rejection in entrance.rejections.values())
 
 
-def test_a_client_leaves_once():
+def test_a_request_is_cancelled_once():
     """Whether it still waited is the answer, and then it is forgotten."""
     entrance = Entrance()
     waiter = entrance.hold("a")
@@ -145,7 +145,7 @@ def test_a_client_leaves_once():
     assert not entrance.turnstile.queue.count
 
 
-def test_a_request_may_wait_for_one_endpoint_while_others_go():
+def test_a_request_may_wait_for_its_preferred_endpoint():
     """Whoever wants another one overtakes it, until half of its time has passed."""
     entrance = Entrance(free=9, timeout_s=60.0)
     entrance.wanted = {"a": "x", "c": "x"}
@@ -159,7 +159,7 @@ def test_a_request_may_wait_for_one_endpoint_while_others_go():
     assert entrance.went == ["b", "d", "a", "c"]
 
 
-def test_where_nobody_has_a_place_all_wait_for_the_first():
+def test_without_capacity_all_requests_wait_for_any_endpoint():
     """One is asked, whomever it waits for, and the others are not."""
     entrance = Entrance()
     entrance.hold("a", why=all_busy(0.5, preferred_endpoint="x", busy_endpoints=("x", "y")))
@@ -169,14 +169,14 @@ def test_where_nobody_has_a_place_all_wait_for_the_first():
     assert entrance.toward == {"a": "", "b": "y"}
 
 
-def test_a_newcomer_waits_for_where_it_would_go():
+def test_a_new_request_waits_for_its_chosen_endpoint():
     """Others wait already, and its turn may come as soon as theirs."""
     entrance = Entrance()
     entrance.hold("a")
     assert entrance.turnstile.check(GOES, priority=0, toward="x").preferred_endpoint == "x"
 
 
-def test_after_closing_nobody_waits():
+def test_close_rejects_queued_and_new_requests():
     """Those who wait and those who come are told the same."""
     entrance = Entrance()
     entrance.hold("a")
@@ -185,7 +185,7 @@ def test_after_closing_nobody_waits():
     assert entrance.hold("b").reason == "rejected-shutting-down"
 
 
-def test_headers_say_how_a_request_waits():
+def test_headers_set_tenant_and_timeouts():
     """Names by precedence; milliseconds, and what is no number counts as absent."""
     manners = FlowHeaders()
     assert manners.tenant({"x-gateway-inference-fairness-id": "old"}, "m") == "old"
@@ -204,7 +204,7 @@ def test_headers_say_how_a_request_waits():
     assert manners.slo_s({}) == math.inf
 
 
-def test_what_changes_during_a_sweep_is_looked_at_after_it():
+def test_changes_during_a_sweep_start_another_sweep():
     """The sweep goes to its end first, so that nobody starves, and then begins anew."""
     entrance = Entrance(most=1)
     for target in "abc":
@@ -219,7 +219,7 @@ def test_what_changes_during_a_sweep_is_looked_at_after_it():
     assert entrance.went == ["b", "c", "a"]
 
 
-def test_the_next_look_counts_all_of_a_sweep():
+def test_the_next_pump_considers_the_complete_sweep():
     """The soonest that any of its calls was named."""
     entrance = Entrance(most=1, timeout_s=60.0)
     entrance.waits = {"a": 0.2, "b": 0.4}
@@ -229,7 +229,7 @@ def test_the_next_look_counts_all_of_a_sweep():
     assert entrance.turnstile.dispatch(0.0) == 0.2
 
 
-def test_what_raises_is_told_and_waits_no_longer():
+def test_a_request_that_raises_leaves_the_queue():
     """Those behind it go on; without somebody to tell, the exception comes out."""
     entrance = Entrance(free=9)
     failed = []
@@ -245,7 +245,7 @@ def test_what_raises_is_told_and_waits_no_longer():
     assert not entrance.turnstile.queue.count
 
 
-def test_refused_requests_of_one_sweep_are_told():
+def test_rejections_of_a_sweep_are_delivered():
     """What waiting no longer helps is told at the next look, and those behind it go on."""
     entrance = Entrance(free=1)
     entrance.refused = {"a"}

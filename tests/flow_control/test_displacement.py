@@ -19,7 +19,7 @@ from extproc.flow_control.queue import (
 from tests.flow_control.crowds import crowd, operations
 
 
-def test_of_equals_the_last_that_came_leaves():
+def test_the_latest_of_equal_requests_is_displaced():
     """Whoever came before keeps its place."""
     queue = Queue(FlowControlSettings(max_requests=3, order="edf"))
     equal = [QueuedItem(arrived=0.0, deadline=5.0) for _ in range(3)]
@@ -105,7 +105,7 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
     assert bytes_left + size <= total
 
 
-def test_the_last_of_the_busiest_tenant_leaves():
+def test_the_latest_of_the_busiest_tenant_is_displaced():
     """Again and again, also for requests that came after others had to leave."""
     queue = crowd(9, tenants=2, settings=FlowControlSettings(max_requests=9, order="edf"))
 
@@ -122,7 +122,7 @@ def test_the_last_of_the_busiest_tenant_leaves():
     assert [displaced(), displaced(), displaced()] == [("t1", -5), ("t0", 2), ("t1", 3)]
 
 
-def test_a_join_that_is_refused_changes_nothing():
+def test_a_rejected_join_changes_nothing():
     """Whoever waits is not moved, nothing is left behind, and it costs little."""
     queue = crowd(500, settings=FlowControlSettings(max_bytes=1000))
     for at in range(500):

@@ -49,7 +49,7 @@ def order(requests, *, most=10_000, can=lambda _: True, now=1.0):
     return "".join(went)
 
 
-def test_one_tenant_is_served_as_it_came():
+def test_a_single_tenant_is_served_in_order_of_arrival():
     """First come, first served."""
     requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
     assert order(requests, most=2) == "ab"
@@ -69,7 +69,7 @@ def test_orders_within_a_tenant(way, expected):
     assert order(requests) == expected
 
 
-def test_times_asked_for_order_requests_of_one_tenant_alone():
+def test_requested_times_order_requests_within_a_tenant():
     """Deadlines and times to first token of one tenant change no turn of another tenant or band."""
     for way in ("edf", "slo"):
         for fairness in ("least-served", "round-robin"):
@@ -86,7 +86,7 @@ def test_times_asked_for_order_requests_of_one_tenant_alone():
             assert went.index("a") < 3  # one turn of each tenant
 
 
-def test_what_a_request_asks_for_changes_no_turn_by_arrival():
+def test_requested_times_do_not_change_order_of_arrival():
     """By arrival nobody comes earlier for a deadline or a time to first token."""
     waiters = [
         waiter(name, arrived=at, deadline=50 - at, slo_s=9.0 - at) for at, name in enumerate("abcd")
@@ -100,21 +100,21 @@ def test_higher_priorities_go_first():
     assert order(requests) == "bac"
 
 
-def test_tenants_take_turns():
+def test_tenants_are_served_round_robin():
     """Round robin: whoever had no turn for longest goes next."""
     many = [waiter("m", tenant="m", arrived=at) for at in range(6)]
     few = [waiter("f", tenant="f", arrived=at + 10) for at in range(2)]
     assert order(queue(*many, *few, fairness="round-robin")) == "mfmfmmmm"
 
 
-def test_tenants_attain_the_same():
+def test_tenants_attain_equal_service():
     """Least attained service: one that sends large prompts has fewer turns."""
     large = [waiter("l", tenant="l", tokens=300, arrived=at) for at in range(3)]
     small = [waiter("s", tenant="s", tokens=100, arrived=at + 10) for at in range(6)]
     assert order(queue(*large, *small)) == "lssslsssl"
 
 
-def test_without_fairness_the_oldest_goes_first():
+def test_without_fairness_the_oldest_request_is_first():
     """One order over all tenants."""
     requests = queue(
         waiter("a", tenant="x"),
@@ -125,7 +125,7 @@ def test_without_fairness_the_oldest_goes_first():
     assert order(requests) == "abc"
 
 
-def test_what_cannot_be_served_holds_up_only_its_kind():
+def test_a_blocked_target_blocks_no_other_target():
     """A model without capacity does not block another, nor another priority of it."""
     requests = queue(
         waiter("a", target="llama"),
@@ -137,7 +137,7 @@ def test_what_cannot_be_served_holds_up_only_its_kind():
     assert order(requests) == "ac"
 
 
-def test_service_fades_and_nobody_saves_up():
+def test_attained_service_decays_without_saved_credit():
     """After many half-lives tenants start alike, however much one had."""
     requests = Queue(FlowControlSettings(half_life_s=1.0))
     requests.turns.served("old", 1e6, 0.0)
@@ -165,7 +165,7 @@ def test_a_full_queue_displaces_lower_priorities():
     assert requests.count == 3
 
 
-def test_bytes_bound_it_too():
+def test_bytes_bound_the_queue():
     """Nobody is displaced for a body that does not fit anyway."""
     small = waiter("a", size=60, priority=-1)
     requests = queue(small, waiter("b", size=40), max_bytes=100)
@@ -175,7 +175,7 @@ def test_bytes_bound_it_too():
     assert requests.join(waiter("d", size=50), 0.0).displaced == (small,)
 
 
-def test_deadlines_end_waits():
+def test_expired_requests_are_removed_in_order():
     """Each at its own time, first the first; who left is not named."""
     early, late, gone = waiter("a", deadline=1), waiter("b", deadline=2), waiter("c", deadline=1)
     requests = queue(early, late, gone)
@@ -188,7 +188,7 @@ def test_deadlines_end_waits():
     assert requests.next_deadline() is None
 
 
-def test_retry_after_is_the_queue_s_own_estimate():
+def test_retry_after_is_the_estimate_of_the_queue():
     """What waits, divided by what went on per second lately; at most as long as one may wait."""
     requests = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
     assert requests.full(0.0).retry_after_s == 60
@@ -199,7 +199,7 @@ def test_retry_after_is_the_queue_s_own_estimate():
     assert requests.full(300.0).retry_after_s == 60
 
 
-def test_what_goes_on_is_counted_in_the_pace():
+def test_dispatched_requests_count_in_the_drain_rate():
     """A pump that lets two go is what the next estimate knows."""
     requests = queue(*(waiter(name) for name in "abc"))
     assert requests.pace.per_s(1.0) == 0.0
@@ -209,7 +209,7 @@ def test_what_goes_on_is_counted_in_the_pace():
     assert requests.pace.per_s(2.0) == other.per_s(2.0) > 0.0
 
 
-def test_slow_engines_have_a_pace_too():
+def test_slow_engines_have_a_drain_rate():
     """One request in twenty seconds is seen as such, whenever one asks."""
     pace = DrainRateEstimator()
     assert pace.per_s(0.0) == 0.0
@@ -222,7 +222,7 @@ def test_slow_engines_have_a_pace_too():
     assert pace.wait_s(8, 240.0, most_s=90.0) == 90
 
 
-def test_ahead_counts_whom_one_would_not_overtake():
+def test_count_ahead_counts_equal_and_higher_priorities():
     """Requests of one's own priority and above."""
     requests = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
     assert [requests.ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
@@ -241,7 +241,7 @@ def test_ahead_counts_whom_one_would_not_overtake():
     st.sampled_from(["fcfs", "edf", "slo"]),
     st.sampled_from(["round-robin", "least-served", "none"]),
 )
-def test_nobody_is_lost_or_served_twice(steps, way, fairness):
+def test_no_request_is_lost_or_served_twice(steps, way, fairness):
     """Counts always agree with who waits, whatever happens."""
     requests = Queue(
         FlowControlSettings(max_requests=8, max_bytes=20, order=way, fairness=fairness)
@@ -293,7 +293,7 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
         assert all(item.waits for item in waiting)
 
 
-def test_who_waits_for_one_endpoint_holds_up_nobody_else():
+def test_a_preferred_endpoint_blocks_no_other_requests():
     """Only those that wait for the same; each keeps its rank when it waits for another."""
     requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
     by_name = {names[item]: item for item in requests}
@@ -315,7 +315,7 @@ def test_who_waits_for_one_endpoint_holds_up_nobody_else():
     assert order(requests) == "ac"
 
 
-def test_memory_follows_what_waits():
+def test_memory_follows_the_queue():
     """Thousands who gave up leave nothing behind."""
     requests = Queue(FlowControlSettings())
     many = [waiter(arrived=at, deadline=1e6, target=at % 3) for at in range(5000)]

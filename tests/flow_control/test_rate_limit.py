@@ -14,7 +14,7 @@ def passes(allowance, tenant, tokens, now):
     return isinstance(allowance.take(tenant, tokens, now), Charge)
 
 
-def test_nobody_is_limited_by_default():
+def test_no_tenant_is_limited_by_default():
     """No limit, no counting."""
     free = TenantRateLimiter()
     assert not free.limits
@@ -34,7 +34,7 @@ def test_requests_per_second():
     assert not passes(limiter, "t", 0, 0.5)
 
 
-def test_tokens_per_second_and_what_was_really_used():
+def test_tokens_are_reconciled_with_the_usage():
     """What an answer did not take is given back, what it took more is owed."""
     limiter = TenantRateLimiter(by_tenant={"t": RateLimit(tokens_per_s=10.0, burst_s=10.0)})
     charge = limiter.take("t", 90, 0.0)
@@ -49,7 +49,7 @@ def test_tokens_per_second_and_what_was_really_used():
     assert len(limiter) == 1
 
 
-def test_a_request_larger_than_the_bucket_goes_when_it_is_full():
+def test_a_request_above_the_bucket_size_passes_when_it_is_full():
     """It takes more than there is, and what follows waits."""
     limiter = TenantRateLimiter(RateLimit(tokens_per_s=10.0, burst_s=1.0))
     assert passes(limiter, "t", 100, 0.0)
@@ -65,14 +65,14 @@ def test_a_refused_request_takes_nothing():
     assert passes(limiter, "t", 2, 0.0)
 
 
-def test_a_rate_of_nothing_lets_nobody_through():
+def test_a_rate_of_zero_rejects_all():
     """Zero is a limit like any other."""
     limiter = TenantRateLimiter(RateLimit(requests_per_s=0.0))
     assert passes(limiter, "t", 1, 0.0)
     assert limiter.take("t", 1, 1e6).retry_after_s == 3600
 
 
-def test_a_refund_is_given_once():
+def test_a_refund_is_idempotent():
     """A request and its tokens come back, and no more than the bucket holds."""
     limiter = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
     charge = limiter.take("t", 10, 0.0)
@@ -89,7 +89,7 @@ def test_a_refund_is_given_once():
     assert [passes(limiter, "t", 0, 200.0) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
-def test_what_was_settled_is_what_is_given_back():
+def test_a_refund_returns_the_reconciled_tokens():
     """Whatever a request was charged with at first."""
     limiter = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
     charge = limiter.take("t", 80, 0.0)
@@ -101,7 +101,7 @@ def test_what_was_settled_is_what_is_given_back():
     assert not passes(limiter, "t", 1, 0.0)
 
 
-def test_time_never_counts_twice():
+def test_a_bucket_never_fills_twice_for_one_interval():
     """A clock that was read in another order fills a bucket once."""
     limiter = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
     assert passes(limiter, "t", 100, 0.0)
@@ -109,7 +109,7 @@ def test_time_never_counts_twice():
         assert not passes(limiter, "t", 60, now)
 
 
-def test_no_number_of_names_fills_a_bucket_up():
+def test_no_number_of_tenants_refills_a_bucket():
     """A tenant that took all is remembered; names beyond those remembered share one account."""
     limiter = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
     assert passes(limiter, "busy", 0, 0.0)
@@ -151,7 +151,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
         max_size=50,
     )
 )
-def test_a_tenant_never_has_more_than_its_limit(steps):
+def test_a_tenant_never_exceeds_its_limit(steps):
     """What was let through and not given back is at most the burst and the rate since."""
     rate, burst_s, now = 10.0, 5.0, 0.0
     limiter = TenantRateLimiter(RateLimit(tokens_per_s=rate, burst_s=burst_s))

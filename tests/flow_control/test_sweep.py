@@ -141,7 +141,7 @@ ROUNDS = st.lists(
     st.sampled_from(["round-robin", "least-served", "none"]),
     st.integers(1, 6),
 )
-def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, fairness, looks):
+def test_any_budget_dispatches_in_the_same_order(requests, rounds, order, fairness, looks):
     """As one look at everybody after the other would, however little one call may do."""
     queue = Queue(FlowControlSettings(order=order, fairness=fairness, half_life_s=1e9))
     queue.replace_bits(EndpointBits(for_target=bits_of, named=bits_of))
@@ -176,7 +176,7 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 5))
-def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, looks):
+def test_every_first_request_is_examined_within_bounded_pumps(targets, looks):
     """However often something changes: a sweep goes on where it stopped."""
     queue = Queue(FlowControlSettings())
     for at, target in enumerate(targets):
@@ -192,7 +192,7 @@ def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, 
     assert examined == set(targets)
 
 
-def test_busy_endpoints_hold_up_every_name_they_serve():
+def test_busy_endpoints_block_every_model_they_serve():
     """Two thousand names take one look for each endpoint, and not one for each name."""
     queue = Queue(FlowControlSettings())
     fleet = Fleet({})
@@ -221,7 +221,7 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     assert len(fleet.looks) == 3
 
 
-def test_endpoints_that_come_serve_whom_they_can():
+def test_added_endpoints_serve_queued_requests():
     """Requests change their set with what endpoints list, and are not held up by others then."""
     queue = Queue(FlowControlSettings())
     serves = {"x": "a", "y": "a"}
@@ -266,7 +266,7 @@ def test_requests_are_sorted_anew_within_the_budget():
 
 
 @pytest.mark.parametrize("tenants", [1, 2, 3])
-def test_requests_of_many_targets_go_as_they_came(tenants):
+def test_requests_of_many_targets_keep_order_of_arrival(tenants):
     """However their targets and tenants alternate, where tenants do not take turns."""
     queue = crowd(24, tenants=tenants, targets=4, settings=FlowControlSettings(fairness="none"))
     went = []
@@ -275,7 +275,7 @@ def test_requests_of_many_targets_go_as_they_came(tenants):
 
 
 @pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(toward="a"), Blocked()])
-def test_what_holds_up_one_priority_holds_up_no_other(blocked):
+def test_a_blocked_priority_blocks_no_other(blocked):
     """Endpoints may have a place for one and not for the other."""
     queue = Queue(FlowControlSettings())
     queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
@@ -299,7 +299,7 @@ def test_a_refused_request_is_not_served():
     assert queue.count == 0
 
 
-def test_a_tenant_that_used_less_goes_sooner():
+def test_a_tenant_with_less_usage_is_served_sooner():
     """Turns that go down are noticed at once."""
     queue = Queue(FlowControlSettings())
     for tenant in "xy":
@@ -313,7 +313,7 @@ def test_a_tenant_that_used_less_goes_sooner():
     assert order == ["y", "x"]
 
 
-def test_forgotten_turns_are_noticed():
+def test_forgotten_service_is_noticed():
     """Tenants that are forgotten start anew, where they wait as well."""
     queue = Queue(FlowControlSettings(fairness="round-robin"))
     for tenant in "xy":
@@ -339,7 +339,7 @@ def test_a_half_life_can_be_replaced():
 
 
 @pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (1000, 1), (1, 1000), (20, 50)])
-def test_letting_many_go_is_not_quadratic(tenants, targets):
+def test_dispatching_many_is_not_quadratic(tenants, targets):
     """Each takes much the same work, however many wait, of however many tenants and targets."""
 
     def cost(size):
@@ -349,7 +349,7 @@ def test_letting_many_go_is_not_quadratic(tenants, targets):
     assert cost(4000) < 6 * cost(1000)
 
 
-def test_targets_of_one_tenant_cost_much_the_same():
+def test_many_targets_of_a_tenant_cost_the_same():
     """Its turn moves all of its requests alike, however many ways they wait."""
 
     def cost(targets):
@@ -360,13 +360,13 @@ def test_targets_of_one_tenant_cost_much_the_same():
 
 
 @pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (4000, 1)])
-def test_a_pump_in_vain_costs_little(tenants, targets):
+def test_a_pump_without_capacity_is_cheap(tenants, targets):
     """However many wait for the same."""
     queue = crowd(4000, tenants=tenants, targets=targets)
     assert operations(lambda: queue.pump(lambda _: Blocked(), 0.0)) < 100
 
 
-def test_heaps_follow_what_waits():
+def test_heaps_are_bounded_by_the_queue():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
     queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))

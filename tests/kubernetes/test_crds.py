@@ -282,7 +282,7 @@ async def test_rewrite_is_refused(api, namespace, version, rule, why):
 
 
 @pytest.mark.parametrize("kind", ["pool", "objective"])
-async def test_unknown_fields_are_not_kept(api, namespace, kind):
+async def test_unknown_fields_are_dropped(api, namespace, kind):
     """A field that the definitions do not know is dropped, and refused when applied strictly."""
     one = (
         kube.pool("surplus", namespace)

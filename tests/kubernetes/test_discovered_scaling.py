@@ -79,7 +79,7 @@ async def state(api, namespace):
     return {}
 
 
-async def test_pools_come_name_their_objects_and_go(api, cluster):
+async def test_pools_with_annotated_objects_come_and_go(api, cluster):
     """Each has what its annotations ask for; one that is gone is neither scaled nor remembered."""
     async with place(api, cluster) as (namespace, kubeconfig):
         await api.create(pool(namespace, "one", **{TARGET: "Deployment/one", MIN: "2"}))

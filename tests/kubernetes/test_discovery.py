@@ -179,7 +179,7 @@ async def test_064_the_older_pool(api, place):
         await told.has(f"{namespace}/vllm", f"{A}:8001")
 
 
-async def test_long_lists_come_in_pages(api, place):
+async def test_long_lists_are_read_in_pages(api, place):
     """A list of several pages is taken whole before anything is told of it."""
     namespace, _ = place
     await api.create(kube.pool("vllm", namespace, labels=LABELS))
@@ -259,7 +259,7 @@ async def test_slices_of_a_service(api, place, cluster):
         await told.has(key, "10.1.0.2:8000")
 
 
-async def test_rights_that_are_missing_are_named(api, place, cluster):
+async def test_missing_permissions_are_named(api, place, cluster):
     """Without the right to read pods the pool has none, and the log says what to grant."""
     namespace, _ = place
     rules = [rule for rule in kube.picker_rules() if rule["resources"] != ["pods"]]

@@ -157,7 +157,7 @@ async def test_013_unknown_health_names(three):
         assert await health(one, "whatever") == UNKNOWN
 
 
-async def test_120_followers_watch_all_the_same(three):
+async def test_120_followers_watch_pools(three):
     """They know the pool, and would pick if they were asked."""
     for one in three:
         await one.knows([ENGINE])
@@ -185,7 +185,7 @@ async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
     assert any("election: resigned" in line for line in second.child.last_lines)
 
 
-async def test_120_a_lease_that_somebody_takes(api, cluster, crds):
+async def test_120_a_lease_taken_by_another_holder(api, cluster, crds):
     """Another holder ends readiness at the next look; once it goes silent, we are back."""
     where = await place(api, cluster)
     async with candidate(where) as picker:

@@ -70,7 +70,7 @@ async def test_kustomizations(api, namespace, folder):
     assert applied
 
 
-def test_kinds_of_others_are_those_there_are():
+def test_foreign_kinds_exist_in_the_manifests():
     """The list of what is not applied names nothing that the manifests do not hold."""
     found = {one["kind"] for folder in FOLDERS for one in tools.kustomized(folder)}
     assert found >= FOREIGN
@@ -103,7 +103,7 @@ async def may_list_pods(api, namespace):
     return answer["status"]["allowed"]
 
 
-async def test_a_second_installation_takes_no_rights_from_the_first(api, tmp_path):
+async def test_a_second_installation_keeps_the_permissions_of_the_first(api, tmp_path):
     """Both accounts may read the whole cluster, and go on to when one installation is deleted."""
     namespaces = [await api.namespace("wide") for _ in range(2)]
     installed = []

@@ -101,7 +101,7 @@ async def test_pools_by_host_header_and_model(stand, through):
 
 
 @BOTH
-async def test_a_request_that_nobody_claims(stand, through):
+async def test_a_request_without_a_matching_pool(stand, through):
     """Without a pool that fits it is 404, and says where claims stand."""
     answer = await stand.ask("any.example.com", "/v1/completions", through=through)
     assert answer.status == 404
@@ -121,7 +121,7 @@ async def test_pools_come_and_go(stand, port):
     )
 
 
-async def test_annotations_beyond_the_rules_take_no_requests(stand, port):
+async def test_annotations_beyond_the_match_rules_are_ignored(stand, port):
     """A pool that comes first by name, and claims what others serve, is ignored and reported."""
     how = {"through": "brought", "body": asking("special")}
     for name in ("a-first", "delta"):

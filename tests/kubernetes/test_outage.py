@@ -48,7 +48,7 @@ def serving(place):
     return kube_picker.picker(kubeconfig, "--pool-name", "vllm", "--pool-namespace", namespace)
 
 
-async def test_063_picks_go_on_while_the_api_server_is_away(api, cluster, place):
+async def test_063_requests_are_routed_while_the_api_server_is_down(api, cluster, place):
     """All picks of an outage are served, by all endpoints; afterwards changes arrive again."""
     namespace, _ = place
     async with serving(place) as picker:
@@ -118,7 +118,7 @@ async def told(picker):
     return "\n".join(picker.child.last_lines)
 
 
-async def test_a_restart_is_no_missing_right(api, cluster, place):
+async def test_a_restart_of_the_api_server_is_no_missing_permission(api, cluster, place):
     """An API server that has just started knows no Roles yet; changes made then arrive."""
     namespace, _ = place
     async with serving(place) as picker:
@@ -144,7 +144,7 @@ async def watch_states(picker):
     return found
 
 
-async def test_lost_rights_are_shown_for_as_long_as_they_are_missing(api, cluster, place):
+async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
     """On the metrics page, to whoever asks for readiness, and as the last word of the log."""
     namespace, _ = place
     async with serving(place) as picker:

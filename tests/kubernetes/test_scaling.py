@@ -200,7 +200,7 @@ async def test_from_zero_to_some_and_back(api, cluster):
         assert told_scaler["kind"] == "queue-depth"
 
 
-async def test_it_is_ready_while_another_leads(api, cluster):
+async def test_replicas_are_ready_while_another_leads(api, cluster):
     """The Lease says who scales, and not who serves: both replicas are ready."""
     async with (
         place(api, cluster) as (namespace, kubeconfig),
@@ -232,7 +232,7 @@ HPA = {
 }
 
 
-async def test_somebody_elses_target_is_left_alone(api, cluster):
+async def test_a_target_of_another_autoscaler_is_left_alone(api, cluster):
     """An HPA of the same Deployment makes us stand down, with an Event on it."""
     async with place(api, cluster, replicas=1) as (namespace, kubeconfig):
         await api.create(HPA | {"metadata": {"name": "theirs", "namespace": namespace}})
@@ -286,7 +286,7 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
             await way.close()
 
 
-async def test_missing_rights_are_said(api, cluster):
+async def test_missing_permissions_are_logged(api, cluster):
     """Without the right to patch nothing is scaled, and the log says what to grant."""
     namespace = await api.namespace("scaling")
     await api.create(deployment(namespace))
@@ -402,7 +402,7 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         first.call.cancel()
 
 
-async def test_a_restart_changes_nothing(api, cluster):
+async def test_a_restart_keeps_the_replicas(api, cluster):
     """Replicas stay while the picker is away and when it is back, until a window was watched."""
     slow = {**POLICY["params"], "window_s": 20.0}
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):

@@ -60,12 +60,12 @@ def refusal(*arguments):
     return done.stderr
 
 
-def test_objects_are_right(documents):
+def test_objects_are_valid(documents):
     """They hold to the schemas, to each other and to what the program does."""
     assert not list(rules.wrong(documents))
 
 
-def test_rights_are_what_is_needed_and_no_more(arguments, documents):
+def test_permissions_are_minimal(arguments, documents):
     """The literal table, and more only where it was asked for."""
     slices = rules.SLICES if arguments == SETS["all on"] else {}
     leases = rules.LEASES if "leaderElection.enabled=true" in arguments or slices else {}
@@ -76,7 +76,7 @@ def test_rights_are_what_is_needed_and_no_more(arguments, documents):
     assert bool(wide) == ("pool.every=cluster" in arguments)
 
 
-def test_the_configuration_is_taken(documents):
+def test_the_configuration_is_valid(documents):
     """The file that the values make is read by the strict reader."""
     (found,) = parts.pickers(documents)
     assert isinstance(parts.resolved(documents, *found), Settings)
@@ -104,7 +104,7 @@ def test_a_selector_needs_no_pool():
 
 
 @pytest.mark.parametrize("scope", ["namespace", "cluster"])
-def test_every_pool_is_asked_for_in_the_file(scope):
+def test_all_pools_are_configured_in_the_file(scope):
     """No single pool is named then."""
     values = ("--set", f"pool.every={scope}", "--set", "config.log.level=debug")
     found = picker(*values)
@@ -115,7 +115,7 @@ def test_every_pool_is_asked_for_in_the_file(scope):
     assert settings.cluster.claims == ()
 
 
-def test_claims_of_pools_are_allowed_by_a_value():
+def test_match_rules_come_from_a_value():
     """The list of rules goes into the picker's configuration."""
     rule = "pool.claims[0].pools={a/*},pool.claims[0].hosts={*.a.example}"
     values = ("--set", "pool.every=cluster", "--set", rule)
@@ -183,7 +183,7 @@ def test_chart_mounts_extra_volumes():
     assert mount in container["volumeMounts"]
 
 
-def test_xds_is_off_until_it_is_asked_for():
+def test_xds_is_off_by_default():
     """Then it has a port of container and Service, and the policy lets Envoys in."""
     assert parts.parsed(picker()[1]["args"]).xds is None
     assert "xds" not in parts.ports(picker()[1])
@@ -240,7 +240,7 @@ def test_an_autoscaler_takes_the_replicas():
 
 
 @pytest.mark.parametrize("values", ["all on", "every engine"])
-def test_replicas_that_scale_engines_find_each_other(values):
+def test_replicas_that_scale_share_a_headless_service(values):
     """By a Service without an address, of the port of their pages, which the policy lets them reach."""
     documents = tools.charted(*SETS[values])
     ((pod, container),) = parts.pickers(documents)
@@ -261,7 +261,7 @@ def test_replicas_that_scale_engines_find_each_other(values):
     assert rules.named(documents) == [[settings.autoscaling.state]]
 
 
-def test_what_scaling_is_told_by_values_comes_first():
+def test_values_of_autoscaling_override_defaults():
     """Peers and the name of the state may be one's own; the rights follow."""
     own = (
         "--set",
@@ -276,7 +276,7 @@ def test_what_scaling_is_told_by_values_comes_first():
     assert rules.named(documents) == [["mine"]]
 
 
-def test_all_on_says_something_of_every_value():
+def test_all_on_sets_every_value():
     """A new value is turned on in the tests, too."""
     known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
     given = yaml.safe_load(ALL_ON.read_text())
@@ -338,7 +338,7 @@ def test_a_pool_is_named_or_selected():
         assert "one of name, selector and every" in refusal("--set", more, *BY_SELECTOR)
 
 
-def test_helm_lint_has_nothing_to_say():
+def test_helm_lint_passes():
     """Warnings are errors here."""
     command = [
         *tools.need("helm lint"),

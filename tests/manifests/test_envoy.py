@@ -19,7 +19,7 @@ def config(overlay):
     return tools.loaded(envoy_files.path(overlay).read_text())
 
 
-def test_envoy_takes_them(overlay):
+def test_envoy_accepts_the_files(overlay):
     """`envoy --mode validate` has nothing against them."""
     command = [stack.find_envoy(), "--mode", "validate", "-c", str(envoy_files.path(overlay))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -27,7 +27,7 @@ def test_envoy_takes_them(overlay):
     assert "deprecated" not in done.stderr
 
 
-def test_overlays_carry_them(overlay, config):
+def test_overlays_mount_the_envoy_files(overlay, config):
     """The file reaches the container that reads it, whose port is the listener's."""
     documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
     ((pod, container),) = [
@@ -42,7 +42,7 @@ def test_overlays_carry_them(overlay, config):
     assert parts.ports(container)["http"] == listener["address"]["socket_address"]["port_value"]
 
 
-def test_pickers_are_where_envoy_looks(overlay, config):
+def test_ext_proc_clusters_point_at_the_picker(overlay, config):
     """Addresses of pickers are loopback in the same pod, else a headless Service with that port."""
     documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
     service = parts.only(documents, "Service", "extproc")["spec"]
@@ -58,13 +58,13 @@ def test_pickers_are_where_envoy_looks(overlay, config):
                 assert address["port_value"] in {port["port"] for port in service["ports"]}
 
 
-def test_every_shipped_file_of_an_overlay_is_one_that_is_shipped():
+def test_overlays_use_shipped_envoy_files():
     """No overlay has an Envoy configuration of its own making."""
     found = {path.parent.name for path in envoy_files.OVERLAYS.glob("*/envoy.yaml")}
     assert found == set(envoy_files.FILES)
 
 
-def test_envoy_routes_to_the_cluster_that_pickers_tell_it_of():
+def test_envoy_routes_to_the_xds_cluster():
     """Over xDS the engines are a cluster with the name of the pool, which the route names."""
     overlay = tools.MANIFESTS / "overlays/envoy-xds"
     documents = tools.kustomized(overlay)

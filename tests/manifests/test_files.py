@@ -31,7 +31,7 @@ def test_files_parse(path):
     [one for one in FILES if one.parent.name == "base" or one.parent == tools.MANIFESTS],
     ids=name,
 )
-def test_plain_objects_are_right(path):
+def test_plain_objects_are_valid(path):
     """Objects that are applied without patches hold to the schemas as files, too."""
     if path.name in _OTHERS:
         return
@@ -39,20 +39,20 @@ def test_plain_objects_are_right(path):
     assert not found
 
 
-def test_the_base_configuration_is_taken():
+def test_the_base_configuration_is_valid():
     """The strict reader takes it, and it says what the defaults are."""
     text = (tools.MANIFESTS / "base/extproc.yaml").read_text()
     assert loader.settings(loader.parse(text, where="base/extproc.yaml")) == Settings()
 
 
 @pytest.mark.parametrize("overlay", envoy_files.FILES)
-def test_envoy_files_are_those_that_are_shipped(overlay):
+def test_envoy_files_are_the_shipped_ones(overlay):
     """`python -m tests.manifests.envoy_files` was run after a change in envoy/."""
     same = envoy_files.path(overlay).read_text() == envoy_files.FILES[overlay]()
     assert same, "run python -m tests.manifests.envoy_files"
 
 
-def test_the_plain_example_is_right():
+def test_the_plain_example_is_valid():
     """It holds to the rules of overlays, and needs no rights at all."""
     documents = tools.documents((tools.MANIFESTS / "plain.yaml").read_text())
     assert not list(rules.wrong(documents))
@@ -65,7 +65,7 @@ def test_shared_patches_are_equal():
     assert len(texts) == 1
 
 
-def test_the_table_of_rights_is_what_discovery_reads():
+def test_the_permission_table_matches_the_watched_resources():
     """Every collection that discovery knows is granted, and no other."""
     known = {one for one in vars(watch_plan).values() if isinstance(one, watch_plan.ResourceType)}
     assert {(one.group, one.plural) for one in known} == {*rules.ALLOWED, *rules.SLICES}

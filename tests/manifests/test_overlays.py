@@ -29,7 +29,7 @@ def documents(folder):
     return tools.kustomized(folder)
 
 
-def test_objects_are_right(documents):
+def test_objects_are_valid(documents):
     """They hold to the schemas, to each other and to what the program does."""
     assert not list(rules.wrong(documents))
 
@@ -51,7 +51,7 @@ def test_two_pickers_serve_and_none_leads(documents, folder):
     assert budget == ("100%" if leads else 1)
 
 
-def test_rights_are_what_is_needed_and_no_more(documents, folder):
+def test_permissions_are_minimal(documents, folder):
     """Roles of the namespace with the literal table; more only with the components for more."""
     assert not parts.of_kind(documents, "ClusterRole")
     more = {**rules.SLICES, **rules.SCALES} if folder == EVERYTHING else {}
@@ -59,7 +59,7 @@ def test_rights_are_what_is_needed_and_no_more(documents, folder):
 
 
 @pytest.mark.parametrize("rendered", [*FOLDERS, SHARED, SCALERS, KEDA], ids=lambda path: path.name)
-def test_kustomize_warns_of_nothing(rendered):
+def test_kustomize_gives_no_warning(rendered):
     """No manifest uses what kustomize is about to drop."""
     assert tools.warnings(rendered) == ""
 
@@ -70,7 +70,7 @@ def followed(documents):
     return parts.resolved(documents, pod, container).pool.kubernetes
 
 
-def test_a_picker_knows_its_pool(documents):
+def test_extproc_flags_name_the_pool(documents):
     """By the name of the InferencePool that is there, or by labels; in its own namespace."""
     asked = followed(documents)
     assert bool(asked.inference_pool) != bool(asked.selector)
@@ -93,7 +93,7 @@ def test_engines_are_reachable(documents):
         assert wanted <= out
 
 
-def test_data_planes_may_come_in(documents):
+def test_network_policy_admits_data_planes(documents):
     """The policy lets somebody reach every port that the Service offers."""
     service = parts.only(documents, "Service", "extproc")
     ((_, container),) = parts.pickers(documents)
@@ -108,7 +108,7 @@ def test_data_planes_may_come_in(documents):
     assert parts.ports(container)["health"] in allowed
 
 
-def test_load_balancers_ask_ports_that_answer(documents):
+def test_load_balancer_health_checks_use_served_ports(documents):
     """A health check of the picker asks its health port, one of the pool a target port."""
     ((_, container),) = parts.pickers(documents)
     for check in parts.of_kind(documents, "HealthCheckPolicy"):
@@ -120,7 +120,7 @@ def test_load_balancers_ask_ports_that_answer(documents):
             assert {"number": asked["httpHealthCheck"]["port"]} in pool["spec"]["targetPorts"]
 
 
-def test_gateways_wait_for_long_answers(documents):
+def test_gateway_timeouts_allow_long_answers(documents):
     """No route has a time limit of its own."""
     for route in parts.of_kind(documents, "HTTPRoute"):
         for rule in route["spec"]["rules"]:
@@ -156,7 +156,7 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert gateway in spec["workloadSelector"]["labels"].values()
 
 
-def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
+def test_cluster_wide_overlays_have_read_permissions_only():
     """The same rights in the whole cluster, for an account of their own namespace."""
     documents = tools.kustomized(SHARED)
     assert not list(rules.wrong(documents))
@@ -170,7 +170,7 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
     assert parts.parsed(container["args"]).pool_name is None
 
 
-def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
+def test_cluster_wide_scaling_may_write_replicas_only():
     """Objects anywhere, the Lease and what was learned in their own namespace."""
     documents = tools.kustomized(SCALERS)
     assert not list(rules.wrong(documents))
@@ -248,7 +248,7 @@ def test_cluster_wide_installations_share_no_names(tmp_path):
         (CLUSTER_WIDE, "", "metadata.namespace"),
     ],
 )
-def test_cluster_wide_components_say_what_they_need(tmp_path, components, namespace, reason):
+def test_cluster_wide_components_fail_without_a_namespace(tmp_path, components, namespace, reason):
     """One after the other, and a namespace for the names: without them nothing is rendered."""
     folder = place(tmp_path / "one", *components, namespace=namespace)
     assert reason in tools.refusal(folder)
@@ -263,7 +263,7 @@ def test_cluster_wide_names_without_their_namespace_can_not_be_applied(tmp_path)
     assert all("%" in name for name in names)
 
 
-def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():
+def test_keda_overlays_have_no_permissions_and_the_scaler_port():
     """The scaler's port is served and reached, and both sides have the same bounds."""
     documents = tools.kustomized(KEDA)
     assert not list(rules.wrong(documents))
@@ -279,7 +279,7 @@ def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():
     assert int(port) == service["spec"]["ports"][0]["port"] == settings.autoscaling.keda.port
 
 
-def test_replicas_that_scale_find_each_other():
+def test_replicas_that_scale_share_a_headless_service():
     """The name of their peers is a Service without an address, of the port of their pages."""
     documents = tools.kustomized(EVERYTHING)
     ((pod, container),) = parts.pickers(documents)

@@ -34,7 +34,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("document", "where", "what"), WRONG, ids=[".".join(map(str, where)) for _, where, _ in WRONG]
 )
-def test_wrong_objects_are_found(document, where, what):
+def test_invalid_objects_are_reported(document, where, what):
     """Unknown keys, wrong types, missing parts and unknown kinds are problems."""
     assert not list(strict.problems(document))
     broken = copy.deepcopy(document)
@@ -46,7 +46,7 @@ def test_wrong_objects_are_found(document, where, what):
 
 
 @pytest.mark.parametrize("header", foreign.SCHEMAS)
-def test_foreign_kinds_take_nothing_unknown(header):
+def test_unknown_keys_of_foreign_kinds_are_reported(header):
     """A key that no table shows is a problem in every kind of others."""
     version, kind = header
     document = {
@@ -61,7 +61,7 @@ def test_foreign_kinds_take_nothing_unknown(header):
     assert "unheard" in found or kind == "InferencePoolImport"
 
 
-def test_keys_that_stand_twice_are_found():
+def test_duplicate_keys_are_reported():
     """YAML readers keep the last of two equal keys; ours refuses them."""
     with pytest.raises(yaml.YAMLError, match="twice"):
         yaml.load("{a: 1, b: {c: 1, c: 2}}", strict.OneOfEach)

@@ -47,7 +47,7 @@ _MESSAGES = st.lists(
 
 
 @given(_MESSAGES, st.booleans())
-def test_reading_field_by_field_gives_the_same(messages, ascii_only):
+def test_stepwise_decoding_gives_the_same_prompt(messages, ascii_only):
     """A body that is not decoded at once has the prompt it would have had."""
     body = json.dumps({"model": "m", "messages": messages}, ensure_ascii=ascii_only).encode()
     slowly = bounded_decoder._Reading(body).struct(openai_chat.ChatBody, body)

@@ -43,7 +43,7 @@ class CountingReading(bounded_decoder._Reading):
 
 
 @pytest.mark.parametrize(("name", "path", "body"), _CASES, ids=[name for name, *_ in _CASES])
-def test_work_on_a_hostile_body_is_counted(name, path, body, monkeypatch):
+def test_work_on_a_hostile_body_is_bounded(name, path, body, monkeypatch):
     """Values that are built, and elements that are looked at, stay within a share of the bytes."""
     monkeypatch.setattr(bounded_decoder, "_Reading", CountingReading)
     monkeypatch.setattr(CountingReading, "all", [])
@@ -94,7 +94,7 @@ def _content(kind, text):
     tools=st.booleans(),
     longest=st.sampled_from([100_000, 400_000, 1_500_000]),
 )
-def test_a_conversation_that_grows_keeps_its_blocks(kinds, unit, ascii_only, tools, longest):
+def test_a_growing_conversation_keeps_its_blocks(kinds, unit, ascii_only, tools, longest):
     """Each turn extends the prompt of the one before, past the sizes at which reading changes."""
     messages, size, before, chain = [], 0, b"", []
     step = max(12_000, longest // 12)
@@ -113,7 +113,7 @@ def test_a_conversation_that_grows_keeps_its_blocks(kinds, unit, ascii_only, too
     ascii_only=st.booleans(),
     turns=st.integers(1, 40),
 )
-def test_blocks_are_those_of_decoding_at_once(unit, ascii_only, turns):
+def test_stepwise_decoding_gives_the_same_blocks(unit, ascii_only, turns):
     """A long ordinary body has the blocks it has when all of it is decoded in one step."""
     parts = [{"type": "text", "text": unit * 60}, {"type": "input_audio", "data": "B" * 100}]
     messages = [
@@ -173,6 +173,6 @@ def _body_with(text: str, more: str = "") -> bytes:
         "backslashes",
     ],
 )
-def test_marks_in_long_texts_are_no_values(body: bytes, is_light: bool) -> None:  # noqa: FBT001
+def test_punctuation_in_long_texts_is_not_counted(body: bytes, is_light: bool) -> None:  # noqa: FBT001
     """What is outside of strings decides whether a body is decoded at once."""
     assert bounded_decoder.is_light(body) is is_light

@@ -43,7 +43,7 @@ def test_first_user_message_follows_the_rule(prompt, api):
     )
 
 
-def test_a_character_on_the_edge_is_left_out():
+def test_a_cut_character_is_dropped():
     """A text that is cut inside a character keeps the characters before it."""
     prompt = b"\xffuser\xfe" + "é".encode() * first_user_message.LONGEST_BYTES
     assert set(
@@ -51,7 +51,7 @@ def test_a_character_on_the_edge_is_left_out():
     ) == {"é"}
 
 
-def test_nothing_of_a_system_prompt_or_an_image_is_an_opening():
+def test_system_prompts_and_images_are_no_first_user_message():
     """Only the text parts of the first user message count."""
     prompt = b"\xffsystem\xfebe kind\xffuser\xfd{image}\xfewhat\xfe is it\xffuser\xfelater"
     assert (
@@ -70,7 +70,7 @@ def test_nothing_of_a_system_prompt_or_an_image_is_an_opening():
         ({"prompt_embeds": "AAAA"}, ""),
     ],
 )
-def test_the_opening_of_a_completion_is_its_prompt(body, expected):
+def test_the_first_user_message_of_a_completion_is_its_prompt(body, expected):
     """As the parser reads it: alone, salted, the first of a batch; none without a text."""
     headers = {":method": "POST", ":path": "/v1/completions"}
     encoded = msgspec.json.encode({"model": "m", **body})

@@ -39,7 +39,7 @@ def edited(body, model="new", path=builders.CHAT, *, truncated=False, **headers)
         (b'{"a": "\xff\\ud83d", "model": "old"}', b'{"a": "\xff\\ud83d", "model": "new"}'),
     ],
 )
-def test_the_value_alone_is_replaced(body, wanted):
+def test_only_the_value_is_replaced(body, wanted):
     """The last top-level `model` changes, whatever is escaped or spaced how; nothing else does."""
     assert edited(body) == wanted
 
@@ -86,7 +86,7 @@ def test_brackets_beyond_the_limit_end_the_search():
     assert edited(strings) is not None
 
 
-def test_names_in_nested_places_do_not_distract():
+def test_nested_model_keys_are_ignored():
     """The value is found behind more nested keys of that name than are tried."""
     nested = b'{"model": "old", "tools": [' + b'{"model": "x"}, ' * 10 + b"{}]}"
     assert edited(nested) == nested.replace(b"old", b"new")
@@ -115,7 +115,7 @@ def test_a_form_is_edited_in_its_last_field():
     assert result == FORM.replace(b"\r\nold\r\n", b"\r\nnew\r\n")
 
 
-def test_a_form_is_left_alone_where_the_name_would_break_it():
+def test_a_form_is_unchanged_where_the_name_would_break_it():
     """Line breaks in a name, a value that may go on, or no such field."""
     how = {"path": AUDIO, "content_type": "multipart/form-data; boundary=B"}
     assert edited(FORM, "a\r\nb", **how) is None
@@ -123,7 +123,7 @@ def test_a_form_is_left_alone_where_the_name_would_break_it():
     assert edited(b"--B\r\n\r\nx\r\n--B--", **how) is None
 
 
-def test_grpc_is_left_alone():
+def test_grpc_bodies_are_unchanged():
     """The surface names no model."""
     assert edited(b'{"model": "old"}', content_type="application/grpc") is None
 
@@ -159,7 +159,7 @@ def test_only_the_model_differs_afterwards(fields, old, new, at, separators, asc
 
 
 @given(st.binary(max_size=60) | st.text('{}[]":,\\ mode', max_size=60).map(str.encode))
-def test_no_bytes_make_it_raise(body):
+def test_any_bytes_are_handled(body):
     """Total on garbage, cut or whole."""
     for truncated in (False, True):
         edited(body, truncated=truncated)

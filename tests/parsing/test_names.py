@@ -39,13 +39,13 @@ def test_a_long_name_in_a_header_is_refused():
 
 
 @given(st.text(max_size=600), st.text(max_size=600))
-def test_shortened_ids_are_bounded_and_stay_apart(first, other):
+def test_shortened_ids_are_bounded_and_distinct(first, other):
     """Equal ids stay equal, different ones different, and none is longer than its bound."""
     assert len(shorten_id(first).encode("utf-8", "surrogatepass")) <= MAX_ID_BYTES
     assert (shorten_id(first) == shorten_id(other)) == (first == other)
 
 
-def test_long_ids_that_begin_alike_stay_apart():
+def test_long_ids_with_a_common_prefix_stay_distinct():
     """Two tenants whose names differ behind the bound are two tenants."""
     assert shorten_id("t" * 5000 + "a") != shorten_id("t" * 5000 + "b")
     assert shorten_id("t" * MAX_ID_BYTES) == "t" * MAX_ID_BYTES

@@ -42,7 +42,7 @@ def test_other_bodies_are_routed(body):
     assert (request.api, request.model) == ("opaque", "")
 
 
-def test_large_bodies_are_not_looked_into():
+def test_large_bodies_are_not_decoded():
     """An upload on an unknown path costs no decode."""
     body = b'{"model": "m", "x": "' + b"x" * opaque.LARGEST_BYTES + b'"}'
     assert builders.parsed("/upload", body).model == ""
@@ -67,7 +67,7 @@ def test_truncated_bodies_are_never_refused(path, body):
     assert truncated(path, body, **{"x-llm-d-model-name-rewrite": "t"}).model == "t"
 
 
-def test_truncated_counts_leave_no_prompt():
+def test_truncated_token_counts_have_no_prompt():
     """A cut body that is only counted still leaves nothing in a cache."""
     assert truncated("/v1/messages/count_tokens", b'{"model": "m"').prompt == b""
 

@@ -127,7 +127,7 @@ def test_sound_is_digested():
         {"cache_salt": "s"},
     ],
 )
-def test_options_stand_before_the_messages(fields):
+def test_options_precede_the_messages(fields):
     """What changes the beginning of the prompt changes the beginning of the bytes."""
     plain, changed = chat(user("hi")).prompt, chat(user("hi"), **fields).prompt
     assert changed.endswith(plain)

@@ -44,7 +44,7 @@ def check(raw):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(PATHS, METHODS, bodies, st.booleans(), st.booleans())
-def test_any_json_reads_alike(path, method, body, truncated, with_model):
+def test_any_json_gives_the_same_request(path, method, body, truncated, with_model):
     """Fields of any type on any path give the same request, refusal and place of the model."""
     headers = {":method": method, ":path": path, "x-session-id": "s"}
     written = json.dumps({**body, "model": "m"} if with_model else body).encode()
@@ -53,7 +53,7 @@ def test_any_json_reads_alike(path, method, body, truncated, with_model):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(PATHS, st.binary(max_size=200), st.booleans())
-def test_any_bytes_read_alike(path, body, truncated):
+def test_any_bytes_give_the_same_result(path, body, truncated):
     """Bytes that are no JSON, too."""
     check(HttpRequest({":path": path, "content-type": "multipart/x; boundary=b"}, body, truncated))
 
@@ -62,13 +62,13 @@ _HOSTILE = list(hostile_bodies.bodies(20_000))
 
 
 @pytest.mark.parametrize(("name", "path", "body"), _HOSTILE, ids=[name for name, *_ in _HOSTILE])
-def test_hostile_bodies_read_alike(name, path, body):
+def test_hostile_bodies_give_the_same_result(name, path, body):
     """Every body that was made to be slow."""
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
     check(HttpRequest(headers, body))
 
 
-def test_a_form_reads_alike():
+def test_a_form_gives_the_same_request():
     """The model of a form has another place than that of JSON, and no line breaks."""
     part = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
     check(
@@ -95,7 +95,7 @@ def test_a_long_prompt_is_cut_where_hashing_ends():
     prompt=st.lists(pieces, max_size=12).map(b"".join),
     api=st.sampled_from(["chat", "completions", "messages"]),
 )
-def test_a_request_at_rest_has_its_opening(prompt, api):
+def test_a_queued_request_keeps_its_first_user_message(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = InferenceRequest(api=api, prompt=prompt)
     raw = preparsed.attach(HttpRequest({}), preparsed.ParseResult(request, "", None, None))

@@ -123,7 +123,7 @@ def test_any_grpc_message(method, message, data):
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
-def test_varints_read_back(ids):
+def test_varints_round_trip(ids):
     """Any run of varints reads back as the ids it was made from."""
     run = bytearray()
     for token in ids:
@@ -172,7 +172,7 @@ def test_different_conversations_differ(first, other, fields, others):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(histories, st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
-def test_any_one_change_shows(history, numbers, data):
+def test_any_change_of_a_message_changes_the_prompt(history, numbers, data):
     """Taking one message out, or doubling it, changes the prompt."""
     at = data.draw(st.integers(0, len(history) - 1))
     doubled = [*history[: at + 1], *history[at:]]
@@ -185,7 +185,7 @@ def test_any_one_change_shows(history, numbers, data):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(["/v1/messages", "/v1/responses", "/invocations"]), histories, histories)
-def test_other_surfaces_extend_too(path, history, more):
+def test_prompts_of_other_surfaces_extend(path, history, more):
     """Anthropic, Responses and unknown paths keep the prefix property."""
     field = "input" if path.endswith("responses") else "messages"
     before = builders.parsed(path, {"model": "m", field: history})

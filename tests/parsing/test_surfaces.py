@@ -86,7 +86,7 @@ def test_anthropic_without_messages(messages):
         ("/v1/messages/count_tokens", "count_tokens"),
     ],
 )
-def test_nothing_is_cached_by_reading(path, api):
+def test_surfaces_without_computation_have_no_prompt(path, api):
     """Surfaces that compute nothing have a model and no prompt."""
     body = {"model": "m", "messages": [builders.user("hi")], "prompt": "hi", "user": "u"}
     request = builders.parsed(path, body)
@@ -96,7 +96,7 @@ def test_nothing_is_cached_by_reading(path, api):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b"{}"])
-def test_raw_surfaces_refuse_nothing(path, body):
+def test_raw_surfaces_accept_any_body(path, body):
     """Tokenize and count_tokens are routed whatever their body."""
     assert builders.parsed(path, body).model == ""
 
@@ -201,7 +201,7 @@ def test_sglang_generate_wants_json():
     ("lora_path", "adapter"),
     [(["sql", "sql"], "sql"), (["sql"], "sql"), ([None, ""], ""), ([], ""), (False, "")],
 )
-def test_native_batch_of_an_adapter_goes_by_it(lora_path, adapter):
+def test_native_batch_of_an_adapter_has_its_blocks(lora_path, adapter):
     """A batch whose prompts share an adapter has the blocks that a request for it alone has."""
     body = {"text": ["hi", "ho"], "lora_path": lora_path}
     request = builders.parsed("/generate", body)

@@ -74,7 +74,7 @@ def test_ids_that_are_not_packed():
     assert builders.parsed(EMBED, frame(message)).prompt == packed(*IDS)
 
 
-def test_pictures_mark_their_placeholders():
+def test_images_mark_their_placeholders():
     """Placeholders of different pictures differ, tokens around them stay."""
 
     def prompt(name):
@@ -134,7 +134,7 @@ def test_unknown_fields_are_skipped():
     assert builders.parsed(GENERATE, frame(extra + MESSAGE)).prompt == packed(*IDS)
 
 
-def test_messages_behind_the_first():
+def test_only_the_first_message_is_read():
     """Only the first message of a body counts."""
     assert vllm_grpc.message_of(frame(b"a") + frame(b"b")) == b"a"
 
@@ -153,7 +153,7 @@ def test_varints_of_64_bits():
 
 
 @given(st.lists(st.one_of(*(st.integers(0, 2**bits) for bits in (7, 14, 21, 32, 63))), max_size=40))
-def test_packed_varints_are_those_of_the_loop(ids):
+def test_packed_varints_equal_single_decoding(ids):
     """Whatever the lengths of varints beside one another, each value is cut to four bytes."""
     run = b"".join(map(varint, ids))
     assert pack_varints(run) == canonical_prompt.pack(canonical_prompt.unpack_varints(run))

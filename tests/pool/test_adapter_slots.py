@@ -10,7 +10,7 @@ def count_loads(slots, *running, ran=(), size=2):
     return slots.loads - before
 
 
-def test_an_adapter_that_runs_and_was_not_there_was_loaded():
+def test_a_new_running_adapter_counts_as_loaded():
     """What ran before anybody looked is no load; what stays idle in a slot is none either."""
     slots = AdapterSlotTracker()
     assert count_loads(slots, "a") == 0
@@ -20,7 +20,7 @@ def test_an_adapter_that_runs_and_was_not_there_was_loaded():
     assert count_loads(slots, "b") == 0
 
 
-def test_the_least_recently_used_makes_room():
+def test_the_least_recently_used_adapter_is_evicted():
     """Of two slots with a and then b, c takes that of a."""
     slots = AdapterSlotTracker()
     count_loads(slots)
@@ -31,7 +31,7 @@ def test_the_least_recently_used_makes_room():
     assert count_loads(slots, "a") == 1
 
 
-def test_requests_that_ended_between_scrapes_ran_too():
+def test_requests_that_ended_between_scrapes_count():
     """An adapter that came and went within a scrape interval was loaded."""
     slots = AdapterSlotTracker()
     count_loads(slots)
@@ -40,7 +40,7 @@ def test_requests_that_ended_between_scrapes_ran_too():
     assert count_loads(slots, "b", ran={"a", "c"}) == 2
 
 
-def test_engines_without_slots_say_nothing():
+def test_engines_without_slots_report_no_loads():
     """No labels, no loads."""
     slots = AdapterSlotTracker()
     for _ in range(3):

@@ -44,7 +44,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
-def test_a_models_ratio_is_learned_from_counters(truth):
+def test_the_ratio_of_a_model_is_learned_from_counters(truth):
     """Within 5 % after ten scrapes of ten requests."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -57,7 +57,7 @@ def test_a_models_ratio_is_learned_from_counters(truth):
     assert learned.learned == {"m": learned.bytes_per_token("m")}
 
 
-def test_another_kind_of_text_is_followed():
+def test_the_ratio_follows_another_kind_of_text():
     """From English to Chinese: within 10 % after 300 requests."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -69,7 +69,7 @@ def test_another_kind_of_text_is_followed():
     assert learned.bytes_per_token("m") == pytest.approx(2.2, rel=0.1)
 
 
-def test_a_single_endpoint_teaches_the_pool():
+def test_a_single_endpoint_sets_the_ratio_of_the_pool():
     """A tokenizer belongs to the model; an adapter nobody saw has that of the others."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -81,7 +81,7 @@ def test_a_single_endpoint_teaches_the_pool():
 
 
 @pytest.mark.parametrize("others", [5, 40])
-def test_windows_with_requests_of_others_say_nothing(others):
+def test_windows_with_foreign_requests_are_skipped(others):
     """More than a tenth that is not ours: whose tokens these are nobody knows."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -93,7 +93,7 @@ def test_windows_with_requests_of_others_say_nothing(others):
     assert learned.bytes_per_token("m") == 4.0
 
 
-def test_tokenized_prompts_teach_nothing():
+def test_tokenized_prompts_do_not_change_the_ratio():
     """They are exact already, and windows full of them have no text to compare."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)
@@ -130,7 +130,7 @@ def test_ratio_is_learned_from_usage():
     assert learned.bytes_per_token("m") == 3.0
 
 
-def test_pictures_are_no_text():
+def test_images_do_not_count_as_text():
     """A thousand tokens for a hundred bytes: outside of what a tokenizer does."""
     learned = BytesPerTokenEstimator()
     for _ in range(20):
@@ -138,7 +138,7 @@ def test_pictures_are_no_text():
     assert learned.learned == {}
 
 
-def test_a_restarted_engine_begins_a_window():
+def test_a_restarted_engine_starts_a_window():
     """Counters that went back are compared with nothing."""
     learned = BytesPerTokenEstimator()
     engine = Engine(learned)

@@ -54,7 +54,7 @@ def change(load, **facts):
 
 
 @pytest.mark.parametrize("lost", [None, change(FULL, at=0.0, waiting=400.0, kv_usage=1.0)])
-def test_stale_and_missing_load_counts_as_the_mean(lost):
+def test_stale_and_missing_loads_are_imputed_with_the_mean(lost):
     """Requests, queue, memory and the size of the cache are as those of the others on average."""
     more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
     fleet = fleet_of(FULL, more, lost, own=2)
@@ -72,7 +72,7 @@ def test_stale_and_missing_load_counts_as_the_mean(lost):
     assert first.page is second.page is None
 
 
-def test_while_nothing_is_known_own_requests_are_all_that_counts():
+def test_without_any_load_only_own_requests_count():
     """Pages that are lost everywhere leave nothing behind, however long the queues on them were."""
     lost = [change(FULL, at=0.0, waiting=float(waiting)) for waiting in (0, 4, 13, 19)]
     imputed = candidates(fleet_of(*lost, own=1))
@@ -80,7 +80,7 @@ def test_while_nothing_is_known_own_requests_are_all_that_counts():
     assert [(c.estimated_requests, c.queued_tokens) for c in imputed] == [(1.0, 100.0)] * 4
 
 
-def test_a_value_that_a_page_lacks_counts_as_the_mean():
+def test_a_missing_value_is_imputed_with_the_mean():
     """Of a fresh page only the gap is filled, and its own values stay."""
     partial = change(FULL, waiting=None, running=3.0, kv_usage=None, kv_blocks=None)
     _, second = candidates(fleet_of(FULL, partial))
@@ -89,7 +89,7 @@ def test_a_value_that_a_page_lacks_counts_as_the_mean():
     assert second.page == partial
 
 
-def test_pages_that_all_lack_the_same_stay_as_they_are():
+def test_a_value_missing_on_all_pages_stays_unknown():
     """Where nobody knows a value there is nothing to fill in, and nothing to walk over."""
     bare = Load(at=NOW, waiting=1.0)
     fleet = fleet_of(bare, bare)
@@ -106,7 +106,7 @@ def test_a_value_that_every_page_lacks_is_not_imputed():
     assert (third.load.waiting, third.load.kv_tokens) == (4.0, None)
 
 
-def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
+def test_an_understated_load_is_raised_to_the_mean():
     """It stays a lower bound, and is no measure for others."""
     fleet = fleet_of(None, FULL, None)
     liar, _, _ = fleet.pool.members
@@ -120,7 +120,7 @@ def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
     assert third.load.kv_usage == 0.5
 
 
-def test_a_page_that_stands_still_counts_as_the_mean():
+def test_a_frozen_page_is_imputed_with_the_mean():
     """However young it is."""
     still = change(FULL, waiting=0.0, running=0.0, counters=EngineCounters(generated_tokens=7.0))
     fleet = fleet_of(change(still, at=NOW - 5.0), FULL)
@@ -139,7 +139,7 @@ def test_a_page_that_stands_still_counts_as_the_mean():
 
 
 @given(st.lists(st.none() | pages, min_size=1, max_size=6), st.integers(0, 3))
-def test_imputed_load_is_within_known_loads(loads, own):
+def test_imputed_loads_lie_within_known_loads(loads, own):
     """Whatever is filled in lies within what pages of others say."""
     imputed = candidates(fleet_of(*loads, own=own))
     for read in (
@@ -161,7 +161,7 @@ def test_imputed_load_is_within_known_loads(loads, own):
     assert all(c.queued_tokens >= 0.0 for c in imputed)
 
 
-def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
+def test_an_imputation_is_valid_until_a_scrape_or_expiry():
     """The same pages give the same object, whatever our own requests do meanwhile."""
     imputer = candidate_builder.Imputer()
     fleet = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
@@ -186,7 +186,7 @@ def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
     st.lists(st.tuples(st.integers(0, 11), pages, st.booleans()), max_size=40),
     st.integers(0, 3),
 )
-def test_imputer_that_follows_pages_agrees_with_one_that_starts(loads, changes, own):
+def test_incremental_imputation_equals_a_fresh_one(loads, changes, own):
     """Whatever pages come in between, what is filled in differs by little more than a hundredth."""
     fleet, imputer, now = fleet_of(*loads, own=own), candidate_builder.Imputer(), NOW
     for at, page, is_looked_at in changes:
@@ -212,7 +212,7 @@ def test_imputer_that_follows_pages_agrees_with_one_that_starts(loads, changes, 
                     assert value == pytest.approx(expected, rel=0.03, abs=slack)
 
 
-def test_pages_are_filled_anew_when_a_mean_has_moved():
+def test_loads_are_imputed_again_when_a_mean_moved():
     """A page that moves the mean of many by little leaves the filled pages as they are."""
     fleet, imputer = fleet_of(None, *[FULL] * 99), candidate_builder.Imputer()
 

@@ -13,7 +13,7 @@ from extproc.pool.inflight import InflightLoad
 HERE, THERE = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.2:8000"))
 
 
-def test_a_prompt_goes_on_from_the_one_whose_last_block_it_contains():
+def test_a_prompt_continues_the_conversation_of_its_longest_prefix():
     """A later turn is told from a new conversation by the blocks it repeats."""
     known = ConversationTracker()
     known.record_sent([1, 2, 3], HERE, prompt_tokens=100, now=0.0)
@@ -22,7 +22,7 @@ def test_a_prompt_goes_on_from_the_one_whose_last_block_it_contains():
     assert known.last_endpoint([]) is None
 
 
-def test_the_latest_prompt_says_where_a_conversation_lives():
+def test_last_endpoint_is_that_of_the_latest_prompt():
     """Of several known beginnings the longest counts."""
     known = ConversationTracker()
     known.record_sent([1, 2], HERE, prompt_tokens=100, now=0.0)
@@ -31,7 +31,7 @@ def test_the_latest_prompt_says_where_a_conversation_lives():
     assert known.last_endpoint([1, 2, 9]) is HERE
 
 
-def test_the_share_of_prompts_that_go_on_is_learned():
+def test_the_continuation_ratio_is_learned():
     """It rises with conversations and falls with prompts that share nothing."""
     known = ConversationTracker()
     for n in range(1000):
@@ -59,7 +59,7 @@ def test_memory_is_bounded_and_forgets_the_oldest():
     assert [known.last_endpoint([n]) is HERE for n in range(5)] == [False, False, True, True, True]
 
 
-def test_a_young_conversation_will_grow_to_the_size_of_the_others():
+def test_a_short_conversation_is_expected_to_grow_to_the_mean():
     """Where all prompts go on from others, a short one counts with the mean; a long one grows no more."""
     known = ConversationTracker()
     for n in range(1000):
@@ -75,7 +75,7 @@ def conversation(known, turns, *, every_s, open_s):
         visit.ended = every_s * n + open_s
 
 
-def test_conversations_whose_users_read_are_counted():
+def test_idle_conversations_are_counted():
     """With answers of 12 s and 3 s until the next question, one reads for every four who wait."""
     known = ConversationTracker()
     assert known.idle_per_open() == 0.0
@@ -97,7 +97,7 @@ def test_a_conversation_that_continues_at_once_is_not_idle():
     assert known.idle_per_open() == 0.0
 
 
-def test_turns_that_others_saw_are_no_pause():
+def test_turns_seen_by_other_replicas_are_no_pause():
     """Where another picker serves every second turn, what looks like a long pause is none."""
     known = ConversationTracker()
     conversation(known, 2000, every_s=20.0, open_s=10.0)
@@ -114,7 +114,7 @@ def test_no_conversation_is_idle_while_engines_fill():
     assert known.idle_per_open() == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_ticket_tells_when_it_ends():
+def test_a_reservation_records_its_end():
     """However its request ended, and the last time where it was moved."""
     known = ConversationTracker()
     visit = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
@@ -132,7 +132,7 @@ def chain_of(stem, length):
     ]
 
 
-def test_open_requests_hold_what_they_share_only_once():
+def test_shared_prefixes_of_open_requests_count_once():
     """Tokens that several open requests begin with are counted once, and all are gone at the end."""
     rng = random.Random(5)
     account, tokens = InflightLoad(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
@@ -152,7 +152,7 @@ def test_open_requests_hold_what_they_share_only_once():
         )
 
 
-def test_what_a_prompt_will_grow_by_counts_until_another_goes_on_from_it():
+def test_expected_growth_counts_until_the_next_turn():
     """The tokens of a longer open prompt of the same conversation are there already."""
     account, tokens = InflightLoad(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
     first = account.open("m", 512, cached_tokens=0, now=0.0)
@@ -165,7 +165,7 @@ def test_what_a_prompt_will_grow_by_counts_until_another_goes_on_from_it():
     assert account.active_context_tokens == 0
 
 
-def test_an_endpoint_that_left_is_freed_at_once():
+def test_a_removed_endpoint_is_freed_at_once():
     """What it was sent still counts as an earlier turn, and nobody is its home."""
     known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)

@@ -19,7 +19,7 @@ def test_no_foreign_traffic():
     assert peers.share == 0.0
 
 
-def test_three_others():
+def test_foreign_share_of_three_other_replicas():
     """A quarter of the requests is ours: three quarters are of others, also when some left."""
     peers = ForeignTraffic()
     for _ in range(300):
@@ -42,7 +42,7 @@ def test_hit_ratio_begins_at_zero():
     assert peers.hit_ratio > 0.4
 
 
-def test_hits_are_those_of_all():
+def test_the_hit_ratio_follows_the_engine_counters():
     """The hit ratio follows the engines' counters, slowly, and not what is missing or went back."""
     peers = ForeignTraffic()
     for _ in range(5000):

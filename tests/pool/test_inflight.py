@@ -6,7 +6,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool.inflight import InflightLoad
 
 
-def test_a_ticket_charges_and_gives_back():
+def test_a_reservation_charges_and_releases():
     """An open request counts with its prompt and its adapter, and leaves nothing when it ends."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     first = account.open("lora", 100, cached_tokens=0, now=0.0)
@@ -19,7 +19,7 @@ def test_a_ticket_charges_and_gives_back():
     assert account.opened == 2
 
 
-def test_a_ticket_closes_once():
+def test_a_reservation_closes_once():
     """A second close is a bug of the caller and changes nothing."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     other = account.open("m", 1, cached_tokens=0, now=0.0)
@@ -32,7 +32,7 @@ def test_a_ticket_closes_once():
     assert account.in_flight == 0
 
 
-def test_tickets_close_in_any_order():
+def test_reservations_close_in_any_order():
     """Accounts of different adapters do not mix."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     tickets = [
@@ -47,7 +47,7 @@ def test_tickets_close_in_any_order():
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
 
 
-def test_answers_are_remembered_until_they_are_compared():
+def test_finished_requests_are_recorded_until_compared():
     """Text by name, what ran, and how often nothing was left; what never ran does not count."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     sizes = {"a": 400, "b": 40, "": 0}
@@ -65,7 +65,7 @@ def test_answers_are_remembered_until_they_are_compared():
     assert account.idled == 1
 
 
-def test_what_nobody_asks_for_is_bounded():
+def test_unread_records_are_bounded():
     """A thousand names and no scrape: 64 are remembered."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     for name in map(str, range(1000)):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from extproc.pool.least_squares import RecursiveLeastSquares
 
 
-def test_exact_rows_give_the_unknowns():
+def test_exact_rows_give_the_solution():
     """Rows of 2 x + 3 y, the prior being far: both come out."""
     squares, rng = RecursiveLeastSquares([(0.0, 10.0)] * 2), random.Random(1)
     for _ in range(200):
@@ -18,7 +18,7 @@ def test_exact_rows_give_the_unknowns():
     assert squares.solve((1.0, 1.0), 1e-6) == pytest.approx([2.0, 3.0], rel=1e-3)
 
 
-def test_what_rows_do_not_tell_apart_is_shared_as_in_the_prior():
+def test_undetermined_unknowns_follow_the_prior():
     """Always x + y = 6, prior 1 and 2: as 1 + 0.6 and 2 (1 + 1.2); what no row has is the prior."""
     squares = RecursiveLeastSquares([(0.0, 10.0)] * 3)
     for _ in range(100):
@@ -26,7 +26,7 @@ def test_what_rows_do_not_tell_apart_is_shared_as_in_the_prior():
     assert squares.solve((1.0, 2.0, 7.0), 1e-6) == pytest.approx([1.6, 4.4, 7.0], rel=1e-3)
 
 
-def test_an_unknown_out_of_bounds_is_its_bound():
+def test_an_unknown_is_clamped_to_its_bounds():
     """The first would be negative; at its bound of 0.5 the rest is the other's."""
     squares = RecursiveLeastSquares([(0.5, 10.0), (0.0, 10.0)])
     for x, y in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0)) * 50:
@@ -42,7 +42,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.floats(1e-3, 5))
-def test_whatever_the_rows_the_bounds_hold(rows, weight):
+def test_any_rows_keep_the_bounds(rows, weight):
     """Degenerate rows give numbers within bounds, never an error."""
     bounds = [(1e-4, 2.0), (1e-7, 1e-2), (1e-9, 1e-4)]
     squares = RecursiveLeastSquares(bounds)

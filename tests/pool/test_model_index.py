@@ -22,13 +22,13 @@ def positions(index: ModelIndex, model: str, adapter: str = "") -> list[int] | N
     return None if split is None else list(split.positions)
 
 
-def test_without_any_list_everybody_may_serve():
+def test_without_model_lists_every_endpoint_may_serve():
     """Unknown is unknown: nobody is left out while no engine listed anything."""
     assert serving().match("m") is None
     assert serving(None, None).match("m") is None
 
 
-def test_endpoints_that_list_a_name_or_nothing_match():
+def test_endpoints_that_list_a_name_or_no_names_match():
     """Known holders and those of whom nothing is known stay in, in pool order."""
     index = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
     assert positions(index, "a") == [0, 1, 3]
@@ -44,7 +44,7 @@ def test_an_unlisted_name_goes_to_unknown_endpoints():
     assert positions(serving(models("a"), models("b")), "x") == []
 
 
-def test_a_request_without_a_model_goes_to_everybody():
+def test_a_request_without_a_model_matches_every_endpoint():
     """An engine takes its base model then."""
     assert serving(models("a"), models("b")).match("") is None
 
@@ -54,7 +54,7 @@ def test_a_name_that_all_serve_matches_without_a_copy():
     assert serving(models("a"), models("a", "l")).match("a") is None
 
 
-def test_an_adapter_apart_from_the_model_needs_both():
+def test_a_separate_adapter_requires_both_names():
     """Adapters of two base models may share a name."""
     index = serving(models("a", "sql"), models("b", "sql"), models("a"))
     assert positions(index, "a", "sql") == [0]
@@ -85,7 +85,7 @@ def test_an_unlisted_adapter_is_matched_by_its_model():
         ("_" * 100_000, None),
     ],
 )
-def test_kubeai_names_are_split_where_both_parts_are_known(name: str, alias: Alias | None):
+def test_kubeai_names_are_split_where_both_parts_are_listed(name: str, alias: Alias | None):
     """The first underscore between a base model and an adapter of one engine counts."""
     index = serving(
         models("llama", "sql", "sql_v2"), models("qwen_2", "math"), None, models("named_so", "so")
@@ -137,7 +137,7 @@ def test_eligible_members_serve_are_allowed_and_are_up():
     assert eligible("b") == ["10.0.0.2:1", "10.0.0.3:1"]
 
 
-def test_splits_agree_with_a_plain_walk():
+def test_splits_agree_with_a_linear_search():
     """On random fleets: exactly those that list a name or list nothing known."""
     rng = random.Random(1)
     names = "abcd"
@@ -153,7 +153,7 @@ def test_splits_agree_with_a_plain_walk():
             assert got == (None if len(wanted) == len(listed) else wanted)
 
 
-def test_a_known_name_is_looked_up():
+def test_a_repeated_lookup_is_cached():
     """The second question about a name takes no walk."""
     index = serving(models("a"), models("b"))
     assert index.match("a") is index.match("a")

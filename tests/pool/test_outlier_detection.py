@@ -79,7 +79,7 @@ class Ward:
         ("504", RequestOutcome.FAILED),
     ],
 )
-def test_statuses(status: str, said: RequestOutcome):
+def test_statuses_are_classified(status: str, said: RequestOutcome):
     """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
     assert outlier_detection.classify_status(status) is said
 
@@ -107,7 +107,7 @@ def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
     assert (wants, ward.state(1)) == ("errors", HealthState.EJECTED)
 
 
-def test_one_failure_is_doubted():
+def test_a_single_failure_makes_an_endpoint_suspect():
     """Others come first for a second, until the next request is served, or one is sent after it."""
     ward = Ward()
     ward.fail(1, 1)
@@ -122,7 +122,7 @@ def test_one_failure_is_doubted():
     assert ward.health.ejections == {}
 
 
-def test_doubts_keep_to_the_share():
+def test_suspects_stay_within_the_ejection_share():
     """While half of the pool is out or doubted, a further failure changes nothing."""
     ward = Ward()
     for incarnation in (1, 2, 3, 4):
@@ -133,7 +133,7 @@ def test_doubts_keep_to_the_share():
     ]
 
 
-def test_refusals_of_requests_neither_harm_nor_heal():
+def test_client_errors_do_not_change_health():
     """4xx and 429 between failures change nothing."""
     ward = Ward()
     for _ in range(3):
@@ -142,7 +142,7 @@ def test_refusals_of_requests_neither_harm_nor_heal():
     assert ward.out == {1}
 
 
-def test_half_failing_ejects_without_a_row():
+def test_a_failure_share_ejects_without_consecutive_failures():
     """Half of the requests failing is enough once there were eight; a tenth is not."""
     ward = Ward()
     for at in range(60):
@@ -153,7 +153,7 @@ def test_half_failing_ejects_without_a_row():
     assert ward.out == {1}
 
 
-def test_old_failures_fade():
+def test_old_failures_decay():
     """Two failures a minute ago and many served requests since leave nothing to hold."""
     ward = Ward()
     for minute in range(20):
@@ -163,7 +163,7 @@ def test_old_failures_fade():
     assert not ward.out
 
 
-def test_a_probe_that_is_served_brings_back():
+def test_a_served_probe_readmits():
     """After the back-off one request tries it; served, it takes part again from that moment."""
     ward = Ward()
     ward.fail(1)
@@ -179,7 +179,7 @@ def test_a_probe_that_is_served_brings_back():
     assert not ward.out
 
 
-def test_back_off_doubles_to_a_bound():
+def test_ejection_time_doubles_up_to_a_bound():
     """5, 10, 20, 40, 60, 60 seconds, each up to a fifth shorter by chance."""
     ward = Ward()
     ward.fail(1)
@@ -208,7 +208,7 @@ def test_requests_sent_before_the_ejection_do_not_count():
 
 
 @pytest.mark.parametrize("said", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
-def test_a_probe_without_a_verdict_makes_room(said: RequestOutcome):
+def test_an_unanswered_probe_allows_another_probe(said: RequestOutcome):
     """A probe that is refused, or whose client leaves, is followed by another at once."""
     ward = Ward()
     ward.fail(1)
@@ -220,7 +220,7 @@ def test_a_probe_without_a_verdict_makes_room(said: RequestOutcome):
     assert ward.health.probes == {"unclear": 1}
 
 
-def test_never_more_than_a_share():
+def test_ejections_stay_within_the_share():
     """Of four failing endpoints two are out; of two one; the only one never."""
     for size, most in ((4, 2), (3, 1), (2, 1), (1, 0)):
         ward = Ward(size)
@@ -229,7 +229,7 @@ def test_never_more_than_a_share():
         assert len(ward.out) == most
 
 
-def test_the_least_bad_stay():
+def test_endpoints_with_the_fewest_failures_stay():
     """When the share is used up, one that fails on takes the place of one that failed less."""
     ward = Ward(2)
     ward.fail(1)
@@ -237,7 +237,7 @@ def test_the_least_bad_stay():
     assert ward.out == {2}
 
 
-def test_gone_endpoints_do_not_use_up_the_share():
+def test_unreachable_endpoints_do_not_use_up_the_share():
     """Three of four whose ports nobody listens on are out, and the last one stays."""
     ward = Ward()
     for incarnation in (1, 2, 3):
@@ -249,7 +249,7 @@ def test_gone_endpoints_do_not_use_up_the_share():
     assert ward.out == {1, 2, 3}
 
 
-def test_silent_scrapes_alone_are_doubted():
+def test_scrape_timeouts_alone_make_endpoints_suspect():
     """Time-outs without a failed request leave out no more than the share."""
     ward = Ward()
     for incarnation in (1, 2, 3):
@@ -282,7 +282,7 @@ def test_responses_of_other_endpoints_do_not_clear_a_failure():
     assert ward.out == {1}
 
 
-def test_a_scrape_brings_a_gone_endpoint_back():
+def test_a_scrape_readmits_an_unreachable_endpoint():
     """The first page of one that was out of reach ends it, and what requests held against it."""
     ward = Ward()
     ward.reach(1)
@@ -294,7 +294,7 @@ def test_a_scrape_brings_a_gone_endpoint_back():
     assert (ward.state(1), ward.health.condition(1).since) == (HealthState.HEALTHY, 30.0)
 
 
-def test_a_response_brings_a_down_endpoint_back():
+def test_a_response_readmits_an_unreachable_endpoint():
     """One that stood still answers what it got after the first silent scrape, before the next one."""
     ward = Ward()
     ward.reach(1)
@@ -319,7 +319,7 @@ def test_a_restart_ends_an_ejection():
     assert not ward.out
 
 
-def test_one_never_reached_is_tried_by_requests():
+def test_a_never_scraped_endpoint_is_probed_by_requests():
     """If scrapes never connected, they may never do: requests find out."""
     ward = Ward()
     ward.miss(1)
@@ -331,7 +331,7 @@ def test_one_never_reached_is_tried_by_requests():
     assert not ward.out
 
 
-def test_an_engine_that_stands_still_is_hung():
+def test_a_stalled_engine_is_ejected():
     """Work, no answers and still counters for 15 s eject; it stays so until it moves."""
     ward = Ward()
     for at in range(0, 40, 2):
@@ -358,7 +358,7 @@ def test_an_idle_or_answering_engine_is_not_stalled():
     assert not ward.out
 
 
-def test_clients_that_leave_say_something_only_after_a_silence():
+def test_client_disconnects_count_only_after_a_long_silence():
     """Three clients that waited 30 s without a sign of life eject; three in a hurry do not."""
     ward = Ward()
     ward.now = 40.0
@@ -368,7 +368,7 @@ def test_clients_that_leave_say_something_only_after_a_silence():
     assert ward.out == {2}
 
 
-def test_nothing_is_ejected_when_it_is_off():
+def test_disabled_detection_ejects_nothing():
     """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
     ward = Ward(settings=OutlierDetectionSettings(failures=0))
     ward.fail(1, 50)
@@ -399,7 +399,7 @@ events = st.lists(
 
 
 @given(events, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-def test_an_endpoint_always_stays(happened: list[tuple[int, str, float]], share: float):
+def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], share: float):
     """Those out without being surely gone never exceed the share, and one of the rest stays.
 
     Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
@@ -444,7 +444,7 @@ def test_an_endpoint_always_stays(happened: list[tuple[int, str, float]], share:
     assert all(records[incarnation].unreachable for incarnation in down)
 
 
-def test_a_scrape_that_connects_brings_a_refused_endpoint_back():
+def test_a_connected_scrape_readmits_a_refused_endpoint():
     """Failed requests to a port on which nobody listened are forgotten once somebody does."""
     ward = Ward()
     ward.fail(1)

@@ -6,7 +6,7 @@ from tests.support.pool_fixture import House
 A = "10.0.0.1:8000"
 
 
-def test_a_promise_counts_as_open_until_it_is_taken_back():
+def test_pending_load_counts_until_it_is_removed():
     """Tokens of the prompt; nothing is in flight."""
     house = House({A: None})
     account = house.fleet.pool.find(A).account

@@ -33,7 +33,7 @@ class Engine:
             self.send(now, **facts).close(now)
 
 
-def test_a_page_stands_still_when_answers_leave_it_unmoved():
+def test_a_page_is_frozen_when_answers_do_not_change_it():
     """Three requests sent and answered between two pages have moved any counter there is."""
     engine = Engine()
     engine.scrape(1.0)
@@ -47,7 +47,7 @@ def test_a_page_stands_still_when_answers_leave_it_unmoved():
     [(2.0, {"times": 2}), (2.0, {"tokens": 0}), (2.0, {"mirrored": True}), (0.5, {})],
     ids=["too few", "nothing generated", "another picker's", "before the page"],
 )
-def test_a_page_may_stand_still_for_other_reasons(served_at, facts):
+def test_an_unchanged_page_may_have_other_reasons(served_at, facts):
     """Few answers, those that generate nothing, and those that others tell of prove nothing."""
     engine = Engine()
     if served_at < 1.0:
@@ -67,7 +67,7 @@ def test_a_page_may_lag():
     assert engine.scrape(3.0) == "stands-still"
 
 
-def test_what_was_open_at_the_first_page_explains_as_many_answers():
+def test_requests_open_at_the_first_page_explain_answers():
     """Requests whose tokens were all counted by then may end without another count."""
     engine = Engine()
     tickets = [engine.send(0.5) for _ in range(5)]
@@ -79,7 +79,7 @@ def test_what_was_open_at_the_first_page_explains_as_many_answers():
     assert engine.scrape(10.0) == "stands-still"
 
 
-def test_a_page_without_counters_cannot_stand_still():
+def test_a_page_without_counters_is_never_frozen():
     """Where nothing moves ever, nothing follows from it."""
     engine = Engine()
     for now in (1.0, 9.0):
@@ -100,7 +100,7 @@ def test_a_page_without_counters_cannot_stand_still():
     ],
     ids=["proved", "half of them", "too few", "no prompts", "another picker's"],
 )
-def test_a_page_claims_too_little_when_our_own_are_not_on_it(count, facts, running, reason):
+def test_a_page_below_own_requests_is_understated(count, facts, running, reason):
     """Requests that have been open for two seconds run or wait."""
     engine = Engine()
     for _ in range(count):
@@ -110,7 +110,7 @@ def test_a_page_claims_too_little_when_our_own_are_not_on_it(count, facts, runni
     assert engine.scrape(7.0, running=float(count)) == ""
 
 
-def test_a_page_that_stands_still_counts_for_nothing():
+def test_a_frozen_page_is_ignored():
     """Neither its requests nor its queue are anybody's, and it corrects no queue of ours."""
     engine = Engine()
     engine.scrape(1.0, running=10.0, waiting=40.0)
@@ -125,7 +125,7 @@ def test_a_page_that_stands_still_counts_for_nothing():
     assert engine.fleet.pool.is_patchy
 
 
-def test_what_a_page_lacks_is_noted():
+def test_missing_values_of_a_page_are_flagged():
     """Each value that imputing can fill in has its bit."""
     engine = Engine()
     engine.scrape(1.0, kv_usage=0.5, kv_blocks=10, block_tokens=16)

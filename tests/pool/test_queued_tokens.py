@@ -22,7 +22,7 @@ def send(inflight, tokens, now, cached=0):
     return inflight.open("m", tokens, cached_tokens=cached, now=now)
 
 
-def test_queued_work_is_what_is_not_cached_and_drains():
+def test_queued_work_is_uncached_and_drains():
     """900 of 1000 tokens cached leave 100, which are gone after a tenth of a second."""
     inflight = account()
     send(inflight, 1000, 5.0, cached=900)
@@ -31,7 +31,7 @@ def test_queued_work_is_what_is_not_cached_and_drains():
     assert inflight.queued(9.0) == 0
 
 
-def test_a_request_that_ended_was_computed_with_everything_before_it():
+def test_a_finished_request_completes_earlier_work():
     """Engines serve first come first served."""
     inflight = account()
     for tokens in (4000, 3000):
@@ -42,7 +42,7 @@ def test_a_request_that_ended_was_computed_with_everything_before_it():
     assert inflight.queued(1.0) == 1000
 
 
-def test_a_request_that_was_never_answered_takes_only_its_own_work_away():
+def test_an_unanswered_request_removes_only_its_own_work():
     """Nothing is known of what was sent before it."""
     inflight = account()
     send(inflight, 4000, 0.0)
@@ -51,7 +51,7 @@ def test_a_request_that_was_never_answered_takes_only_its_own_work_away():
     assert inflight.queued(0.0) == 4000
 
 
-def test_a_scrape_shows_which_of_the_last_ones_still_wait():
+def test_a_scrape_shows_which_requests_are_queued():
     """With two waiting, the last two of three have not begun, however fast we thought it was."""
     inflight = account(tokens_per_s=1e9)
     for tokens in (4000, 3000, 2000):
@@ -73,7 +73,7 @@ def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
     assert inflight.kv_tokens_sent - inflight.kv_tokens_scraped == 500
 
 
-def test_decodes_beside_it_slow_the_queue_down():
+def test_decodes_slow_the_drain_of_the_queue():
     """2048 tokens of prefill pay for one step with all its decodes."""
     inflight = account()
     inflight.set_drain_rate(
@@ -114,7 +114,7 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
     assert (inflight.in_flight, inflight.prompt_tokens, inflight.adapters) == (0, 0, {})
 
 
-def test_others_who_wait_count_as_much_as_ours_usually_do():
+def test_foreign_queued_requests_count_with_typical_work():
     """Three foreign requests wait; of ours those in the middle had 700."""
     fleet = PoolStore(on_gone=lambda _: None)
     fleet.set_endpoints([SPOT], 0.0)
@@ -149,7 +149,7 @@ KNOWN = frozenset({"a", "b", "c", "d"})
         (["base", "b"], [], Load(at=0.0, adapter_slots=2), AdapterResidency.ROOM),
     ],
 )
-def test_where_an_adapter_stands(opened, closed, load, expected):
+def test_adapter_residency_is_classified(opened, closed, load, expected):
     """In use here or there, lately used, room, evictable, full, or nobody knows."""
     inflight = InflightLoad(SPOT)
     tickets = {name: inflight.open(name, 1, cached_tokens=0, now=0.0) for name in opened}

@@ -26,7 +26,7 @@ def held(*lengths: int) -> tuple[shared_context.SharedContext, list[shared_conte
     return all_, [all_.open(chain(1, n), TOKENS, growth=0.0) for n in lengths]
 
 
-def test_what_prompts_begin_with_is_counted_once():
+def test_common_prefixes_count_once():
     """Ten blocks and twenty that go on from them are twenty."""
     all_, (shorter, longer) = held(10, 20)
     assert all_.tokens == 20 * 16
@@ -36,7 +36,7 @@ def test_what_prompts_begin_with_is_counted_once():
     assert all_.tokens == 0
 
 
-def test_what_others_have_too_is_shared():
+def test_shared_tokens_exclude_unique_tokens():
     """Three prompts of which two are the beginning of the third: what is not counted is shared."""
     all_, (shorter, longer, same) = held(10, 20, 20)
     assert all_.shared == (10 + 20) * 16
@@ -48,7 +48,7 @@ def test_what_others_have_too_is_shared():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
+def test_overlapping_turns_leave_nothing(first):
     """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
     all_ = shared_context.SharedContext()
     other = all_.open(chain(2, 8), TOKENS, growth=0.0)
@@ -64,7 +64,7 @@ def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
     ("before", "after", "growths"),
     [(10, 20, 2), (20, 10, 1), (10, 11, 2), (11, 10, 1), (10, 10, 1)],
 )
-def test_a_conversation_grows_once_where_it_is_the_longest(before, after, growths):
+def test_a_conversation_grows_once(before, after, growths):
     """Of two prompts of which one goes on from the other, the shorter has grown already."""
     all_ = shared_context.SharedContext()
     all_.open(chain(1, before), TOKENS, growth=1000.0)
@@ -80,7 +80,7 @@ def test_a_conversation_grows_once_where_it_is_the_longest(before, after, growth
         max_size=30,
     )
 )
-def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
+def test_any_order_of_opens_and_closes_counts_open_requests(turns):
     """At least what the open prompts cover, at most a stride more for each conversation and turn."""
     all_ = shared_context.SharedContext()
     own = all_.open(chain(9, 11), TOKENS, growth=0.0)

@@ -29,7 +29,7 @@ def eligible(fleet: PoolStore, subset: tuple[str, ...] | None = None) -> list[st
     return [member.endpoint.address for member in fleet.pool.eligible(subset)]
 
 
-def test_no_hint_leaves_everybody():
+def test_without_a_hint_every_endpoint_is_eligible():
     """Without a hint every member is eligible, in pool order, and nothing is copied."""
     fleet = fleet_of(*ADDRESSES)
     assert fleet.pool.eligible(None) is fleet.pool.members

@@ -87,7 +87,7 @@ def row(at, steps, computed, generated, *, running=1.0, started_at=None):
     return Load(at=at, running=running, started_at=started_at, counters=totals)
 
 
-def test_an_idle_engine_teaches_nothing():
+def test_an_idle_engine_does_not_change_the_estimate():
     """Time in which nothing ran is not time that work took."""
     learner = step_time_estimator.StepTimeEstimator()
     for tick in range(20):
@@ -95,7 +95,7 @@ def test_an_idle_engine_teaches_nothing():
     assert learner.rates == DEFAULT_STEP_TIMES
 
 
-def test_another_process_starts_a_new_window():
+def test_a_restart_starts_a_new_window():
     """A row never spans a restart, and what was learned stays the first guess."""
     learner = step_time_estimator.StepTimeEstimator()
     for tick in range(10):
@@ -109,7 +109,7 @@ def test_another_process_starts_a_new_window():
     )
 
 
-def test_a_new_endpoint_begins_with_what_the_others_showed():
+def test_a_new_endpoint_starts_from_the_pool_estimate():
     """Endpoints that showed nothing do not count."""
     shown = [
         StepTimeModel(step_s=0.01, evidence=5.0),
@@ -120,7 +120,7 @@ def test_a_new_endpoint_begins_with_what_the_others_showed():
     assert step_time_estimator.pool_mean([StepTimeModel(step_s=9.0)]) == DEFAULT_STEP_TIMES
 
 
-def test_adapter_loads_are_learned_where_the_engine_tells_them():
+def test_adapter_loads_are_learned_from_engine_counters():
     """Five loads of 2 s each pull the mean towards 2 s."""
     learner = step_time_estimator.StepTimeEstimator()
     for tick in range(30):
@@ -138,7 +138,7 @@ COUNTS = st.floats(0, 1e6) | st.none()
         max_size=30,
     )
 )
-def test_rates_stay_numbers_within_bounds(pages):
+def test_rates_stay_within_bounds(pages):
     """Whatever pages say, no rate is negative, infinite or not a number."""
     learner, now = step_time_estimator.StepTimeEstimator(), 0.0
     for passed, steps, tokens, generated, finished, running in pages:
@@ -155,7 +155,7 @@ def test_rates_stay_numbers_within_bounds(pages):
         assert math.isfinite(learned.evidence)
 
 
-def test_engines_that_hardly_differ_count_as_alike():
+def test_similar_engines_share_the_pool_rates():
     """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
     for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
         learner = step_time_estimator.StepTimeEstimator()
@@ -167,7 +167,7 @@ def test_engines_that_hardly_differ_count_as_alike():
         assert learner.pooled_rates.step_s == expected
 
 
-def test_engines_that_showed_nothing_are_like_the_pool():
+def test_engines_without_evidence_have_the_pool_rates():
     """Without evidence nothing is an engine's own, nor is a load time without loads."""
     learner = step_time_estimator.StepTimeEstimator()
     pool = StepTimeModel(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
@@ -178,7 +178,7 @@ def test_engines_that_showed_nothing_are_like_the_pool():
     assert learner.pooled_rates.adapter_load_s == 0.1
 
 
-def test_engines_that_lean_on_their_mean_come_back_from_a_drift():
+def test_undetermined_rates_return_to_the_pool_mean():
     """One sequence at a time tells steps from sequences by nothing: the split is as usual."""
     learners = [
         step_time_estimator.StepTimeEstimator(StepTimeModel(step_s=0.002, decode_s=0.013))

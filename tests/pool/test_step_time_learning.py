@@ -185,7 +185,7 @@ def test_without_loads_their_time_is_the_prior():
     assert site.run(50, 1.0).adapter_load_s == 0.5
 
 
-def test_pauses_are_not_slow_steps():
+def test_idle_time_is_not_counted_as_slow_steps():
     """Short requests with nothing in between: time in which nothing ran is not counted."""
     profile = profiles.find("l4-8b-fp8")
     site = Site(profile, beat_s=2.0)
@@ -194,7 +194,7 @@ def test_pauses_are_not_slow_steps():
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
+def test_a_common_prefix_is_read_by_every_sequence(told):
     """4,000 tokens in common are in the cache once: only who knows that finds what a sequence costs."""
     profile = profiles.find("l4-8b-fp8")
     learner, rng = step_time_estimator.StepTimeEstimator(), random.Random(1)

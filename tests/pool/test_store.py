@@ -52,7 +52,7 @@ def test_a_store_is_synced_after_the_first_endpoints():
     assert fleet.pool.members == ()
 
 
-def test_members_keep_discoverys_order_and_first_duplicate():
+def test_members_keep_the_listed_order_and_the_first_duplicate():
     """Members stand in the order of the list; of one address the first entry counts."""
     fleet = PoolStore(on_gone=Gone())
     fleet.set_endpoints([Endpoint(SECOND, "a"), Endpoint(FIRST), Endpoint(SECOND, "b")], 0.0)
@@ -72,7 +72,7 @@ def test_snapshots_are_replaced_and_never_edited():
     assert before.find(THIRD) is None
 
 
-def test_an_endpoint_that_stays_keeps_account_and_load():
+def test_a_kept_endpoint_keeps_account_and_load():
     """A new list does not disturb endpoints that are in it; names and labels are updated."""
     fleet = fleet_of(FIRST, SECOND)
     observed(fleet, 3, 4)
@@ -86,7 +86,7 @@ def test_an_endpoint_that_stays_keeps_account_and_load():
     assert after.endpoint.incarnation == before.endpoint.incarnation
 
 
-def test_an_endpoint_that_left_is_reported_once():
+def test_a_removed_endpoint_is_reported_once():
     """Each endpoint that leaves is reported once, with its incarnation, after the change."""
     gone = Gone()
     fleet = fleet_of(FIRST, SECOND, gone=gone)
@@ -96,7 +96,7 @@ def test_an_endpoint_that_left_is_reported_once():
     assert gone == [left]
 
 
-def test_an_endpoint_that_comes_back_is_another_one():
+def test_a_returning_endpoint_is_a_new_incarnation():
     """A new life has a new incarnation and a clean account; old tickets close on the old one."""
     fleet = fleet_of(FIRST)
     first = member_of(fleet)
@@ -111,7 +111,7 @@ def test_an_endpoint_that_comes_back_is_another_one():
     assert (first.account.in_flight, second.account.in_flight) == (0, 0)
 
 
-def test_an_address_that_another_pod_takes_over_is_another_endpoint():
+def test_a_reused_address_is_a_new_incarnation():
     """Another uid at the same address is a new life, even when nothing was seen in between."""
     gone = Gone()
     fleet = PoolStore(on_gone=gone)
@@ -124,7 +124,7 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
     assert gone == [lives[0]]
 
 
-def test_models_of_discovery_count_until_the_engine_lists_its_own():
+def test_discovered_models_count_until_the_engine_lists_its_own():
     """KubeAI's labels; when they change, the engine is to be asked again."""
     fleet = PoolStore(on_gone=Gone())
     listed = ServedModels(frozenset({"base"}), frozenset({"one"}))
@@ -183,7 +183,7 @@ def test_foreign_work_excludes_our_own(
     assert member_of(fleet).foreign == foreign
 
 
-def test_a_scrape_of_an_earlier_life_is_dropped():
+def test_a_scrape_of_an_earlier_incarnation_is_dropped():
     """A page that was asked of an endpoint that left, and came back since, is not its load."""
     fleet = fleet_of(FIRST)
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
@@ -198,7 +198,7 @@ def test_a_scrape_of_an_earlier_life_is_dropped():
     assert (member.load, member.failures, member.failure) == (NO_LOAD, 0, "")
 
 
-def test_a_mark_of_an_endpoint_that_left_counts_nothing():
+def test_a_scrape_token_of_a_removed_endpoint_is_ignored():
     """A scrape may begin in the moment its endpoint leaves."""
     fleet = fleet_of(FIRST)
     endpoint = member_of(fleet).endpoint
@@ -216,7 +216,7 @@ def test_a_mark_of_an_endpoint_that_left_counts_nothing():
         (["timeout"] * 5, False),
     ],
 )
-def test_only_connections_that_fail_twice_mean_down(reasons: list[str], up: bool):  # noqa: FBT001
+def test_two_failed_connections_mean_unreachable(reasons: list[str], up: bool):  # noqa: FBT001
     """Two scrapes in a row that cannot connect: down. A bad page says nothing."""
     fleet = fleet_of(FIRST, SECOND)
     observed(fleet, 1, 1)
@@ -229,7 +229,7 @@ def test_only_connections_that_fail_twice_mean_down(reasons: list[str], up: bool
     assert fleet.pool.down == (not up)
 
 
-def test_a_good_scrape_brings_an_endpoint_up():
+def test_a_successful_scrape_readmits_an_endpoint():
     """One page is enough to be up again."""
     fleet = fleet_of(FIRST)
     for _ in range(3):

@@ -45,7 +45,7 @@ def missed(fleet: PoolStore, address: str, reason: str, times: int = 2) -> None:
         (EngineCounters(), 1.0, False),
     ],
 )
-def test_counters_that_stand_still(*, totals: EngineCounters, running: float, out: bool):
+def test_stalled_counters_eject_an_endpoint(*, totals: EngineCounters, running: float, out: bool):
     """Work and no iteration for 15 s is a hung engine, where iterations or tokens are counted."""
     fleet = fleet_of(FIRST, SECOND)
     member = fleet.pool.find(FIRST)
@@ -57,7 +57,7 @@ def test_counters_that_stand_still(*, totals: EngineCounters, running: float, ou
     assert (state(fleet) is HealthState.EJECTED) is out
 
 
-def test_work_of_others_is_not_ours_to_judge():
+def test_foreign_work_does_not_eject_an_endpoint():
     """Without a request of ours nothing is said of an engine that stands still."""
     fleet = fleet_of(FIRST, SECOND)
     for at in range(1, 40):
@@ -66,7 +66,7 @@ def test_work_of_others_is_not_ours_to_judge():
     assert state(fleet) is HealthState.HEALTHY
 
 
-def test_refused_at_its_own_port_is_gone():
+def test_refusal_at_the_serving_port_is_unreachable():
     """Nobody listens where requests would go: any number may be out for that."""
     fleet = fleet_of(FIRST, SECOND, THIRD, FOURTH)
     for address in (FIRST, SECOND, THIRD):
@@ -79,7 +79,7 @@ def test_refused_at_its_own_port_is_gone():
     ]
 
 
-def test_refused_at_another_port_is_doubtful():
+def test_refusal_at_the_metrics_port_is_suspect():
     """A metrics port of its own says less: no more than the share are out for it."""
     fleet = PoolStore(on_gone=lambda _: None)
     labels = {METRICS_PORT: "9400"}
@@ -103,7 +103,7 @@ def test_a_missing_page_is_no_failure(reason: str):
     assert state(fleet) is HealthState.HEALTHY
 
 
-def test_an_endpoint_that_leaves_takes_its_story_along():
+def test_health_is_forgotten_with_the_endpoint():
     """In its next life nothing is held against it, and it counts as new."""
     fleet = fleet_of(FIRST, SECOND)
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_an_endpoint_that_leaves_takes_its_story_along():
     assert fleet.pool.newest == 3.0
 
 
-def test_first_ones_are_not_new():
+def test_initial_endpoints_have_no_slow_start():
     """Those of the first list, and of a list after an empty one, are as old as any."""
     fleet = fleet_of(FIRST)
     assert fleet.pool.newest < 0.0

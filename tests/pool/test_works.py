@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from extproc.pool.foreign_traffic import TypicalWork
 
 
-def test_typical_is_the_usual_before_any_answer():
+def test_typical_work_has_a_default():
     """A pool that never answered takes a request for a prompt of usual length."""
     assert TypicalWork().typical == 500
     assert TypicalWork().price(3.0, None) == 1500

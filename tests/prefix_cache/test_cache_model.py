@@ -124,7 +124,7 @@ def test_a_silently_halved_cache_is_detected(seed):
     assert observed < 0.8
 
 
-def test_without_correction_the_prediction_stays_wrong():
+def test_without_calibration_the_prediction_stays_wrong():
     """The same town without correction predicts what is not there: the test above can fail."""
     town = Town(correcting=False)
     for _ in range(500):
@@ -191,7 +191,7 @@ def test_memory_is_bounded_whatever_engines_hold():
     assert index.capacity(cache_model.index_key(SPOT)) == 50
 
 
-def test_an_endpoint_that_left_is_forgotten():
+def test_a_removed_endpoint_is_forgotten():
     """Neither blocks nor calibration stay."""
     index = PrefixIndex(50)
     town = cache_model.CacheModel(index, TOKENS, most_blocks=50)

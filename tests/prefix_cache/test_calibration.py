@@ -56,7 +56,7 @@ def test_requests_are_compared_when_the_engine_looks_them_up():
     assert estimate.factor == 1.0
 
 
-def test_windows_of_others_say_nothing():
+def test_windows_of_foreign_requests_are_skipped():
     """When most tokens are somebody else's, their hits are too."""
     estimate = Calibration()
     send(estimate, 8)

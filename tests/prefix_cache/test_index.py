@@ -202,7 +202,7 @@ def test_least_recently_used_blocks_go_first():
     assert index.match([3, 4])[index.slot(C)] == 2
 
 
-def test_two_hundred_endpoints_of_short_prompts_take_no_more_than_the_bound():
+def test_memory_bound_holds_for_many_endpoints_with_short_prompts():
     """Prompts one block long are the dearest; all endpoints together stay within a fifth of it."""
     rng = random.Random(1)
     keys = [(f"10.0.{number}.1:8000", 0) for number in range(200)]
@@ -225,7 +225,7 @@ def test_two_hundred_endpoints_of_short_prompts_take_no_more_than_the_bound():
     assert held * 400 > 4_000_000
 
 
-def test_a_block_behind_a_gap_does_not_count():
+def test_a_block_after_a_gap_does_not_match():
     """Holding the tail without the root is no match."""
     index = PrefixIndex(10)
     index.record(A, [1, 2, 3])
@@ -243,7 +243,7 @@ def test_a_single_walk_matches_all_endpoints():
     assert index.match([]) == [0, 0, 0]
 
 
-def test_endpoints_that_hold_as_much_of_a_run_keep_it_when_its_last_whole_holder_goes():
+def test_partial_holders_keep_a_node_when_its_last_full_holder_leaves():
     """The run is cut to what they hold, for each of them."""
     index = PrefixIndex(100)
     numbers = list(range(1, 11))
@@ -257,7 +257,7 @@ def test_endpoints_that_hold_as_much_of_a_run_keep_it_when_its_last_whole_holder
 
 
 @pytest.mark.parametrize("branch", [4, 6, 8])
-def test_a_run_that_is_cut_leaves_its_holders_what_they_held(branch):
+def test_splitting_a_node_keeps_the_blocks_of_its_holders(branch):
     """Wherever another chain branches off: before, at, or behind the end of what one holds."""
     index = PrefixIndex(100)
     numbers = list(range(1, 11))
@@ -293,7 +293,7 @@ def test_a_long_chain_keeps_its_root():
     assert index.match([1, 2, 3, 4, 5]) == [3]
 
 
-def test_estimate_grows_with_what_is_held():
+def test_bytes_estimate_grows_with_held_blocks():
     """The memory estimate is positive and follows the blocks."""
     index = PrefixIndex(1000)
     empty = index.bytes_estimate()

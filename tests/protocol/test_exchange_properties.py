@@ -299,7 +299,7 @@ def test_all_modes_from_all_starting_phases(
         assert budget.held_bytes == 0
 
 
-def test_a_misfit_names_phase_event_and_history():
+def test_an_unexpected_message_error_names_state_and_history():
     """A message that does not fit is one error that says where the exchange was and what came."""
     exchange = exchange_of(BufferBudget(LIMIT))
     list(exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS)))
@@ -307,7 +307,7 @@ def test_a_misfit_names_phase_event_and_history():
         exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS))
 
 
-def test_garbage_fits_no_phase():
+def test_garbage_is_unexpected_in_every_state():
     """Bytes that are no message end the exchange with the error that names them."""
     with pytest.raises(ProtocolError, match="GARBAGE"):
         exchange_of(BufferBudget(LIMIT)).receive(ProcessingRequest(MessageKind.GARBAGE))
@@ -324,7 +324,7 @@ def test_resolving_twice_is_a_bug():
         exchange.apply_outcome(PICK)
 
 
-def test_closing_twice_gives_back_once():
+def test_closing_twice_releases_once():
     """Closing an exchange again does nothing."""
     budget = BufferBudget(LIMIT)
     exchange, other = exchange_of(budget), exchange_of(budget)
@@ -336,7 +336,7 @@ def test_closing_twice_gives_back_once():
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_a_peer_that_leaves_between_replies_releases_the_body(taken: int):
+def test_a_disconnect_between_replies_releases_the_body(taken: int):
     """Close returns the body to the budget while answers are still to be taken."""
     budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)

@@ -1,7 +1,7 @@
 from extproc.protocol import headers
 
 
-def test_members_of_a_subset_are_counted():
+def test_subset_hints_are_bounded():
     """Of a huge subset hint the first members count; those behind are not allowed."""
     many = ",".join(f"10.0.{at // 250}.{at % 250}" for at in range(20_000))
     members = headers.tokens(many)

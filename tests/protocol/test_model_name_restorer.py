@@ -113,7 +113,7 @@ def test_086_equal_or_empty_names_change_nothing(engine_model: str, client_model
         {**SSE, "content-encoding": "br"},
     ],
 )
-def test_other_answers_are_left_alone(headers: dict[str, str]):
+def test_other_answers_are_unchanged(headers: dict[str, str]):
     """What is compressed, or is neither JSON nor events."""
     assert model_name_restorer.for_response(headers, "a", "b") is None
 

@@ -49,7 +49,7 @@ def allowed(subset: Any, *addresses: str) -> list[str]:
     ],
     ids=["nil", "empty", "other namespace", "no key"],
 )
-def test_045_without_a_hint_everybody_is_in_play(metadata: Any):
+def test_045_without_a_hint_every_endpoint_is_a_candidate(metadata: Any):
     """No hint: the best of all endpoints is picked, and all of them are candidates."""
     house = House(LOADS, fallbacks=2)
     (reply,) = ext_proc_script.Talk(house.decide).hear(
@@ -60,7 +60,7 @@ def test_045_without_a_hint_everybody_is_in_play(metadata: Any):
     assert sorted(order) == [FIRST, SECOND, THIRD]
 
 
-def test_046_a_hint_of_one_is_obeyed():
+def test_046_a_hint_with_a_single_endpoint_is_obeyed():
     """The only endpoint a hint names is picked despite its load."""
     assert picked([THIRD], House(LOADS)) == THIRD
 
@@ -136,7 +136,7 @@ def test_053_blanks_and_other_types_are_dropped(subset: Any):
 
 
 @pytest.mark.parametrize("value", [7, True, None, {"a": FIRST}])
-def test_053_a_hint_of_another_type_is_none(value: Any):
+def test_053_a_hint_of_another_type_is_ignored(value: Any):
     """A hint that is neither a list nor a string hints nothing."""
     assert allowed(value, *LOADS) == [FIRST, SECOND, THIRD]
 

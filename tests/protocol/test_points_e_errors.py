@@ -114,7 +114,7 @@ def test_071_missing_fields(path: str, text: str):
     assert message_of(reply) == f"inference error: BadRequest - {text}"
 
 
-def test_073_plugins_left_no_endpoint():
+def test_073_filters_removed_every_endpoint():
     """Endpoints exist and the filters removed them all: 429."""
     house = House(
         {ext_proc_script.ADDRESS: None},

@@ -152,7 +152,7 @@ def test_086_a_cut_buffer_keeps_the_length_of_the_body():
 @pytest.mark.parametrize(
     ("engine_model", "client"), [("big-v2", ""), ("", "big"), ("big-v2", "big-v2")], ids=repr
 )
-def test_086_equal_or_empty_names_leave_the_answer(engine_model: str, client: str):
+def test_086_equal_or_empty_names_change_no_answer(engine_model: str, client: str):
     """Nothing is asked for and nothing changed."""
 
     def decide(raw: HttpRequest) -> Outcome:
@@ -190,7 +190,7 @@ def test_086_a_body_that_cannot_be_read_is_unchanged(
     assert held.hear(ext_proc_script.response_headers(headers)) == heading()
 
 
-def test_086_a_request_that_was_not_edited_is_left():
+def test_086_the_answer_of_an_unedited_request_is_unchanged():
     """The engine answers to the name it was given: the client's own."""
     held = ext_proc_script.Talk(house().decide, modes=("STREAMED", "STREAMED"))
     held.hear(

@@ -183,7 +183,7 @@ def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
     return collections.Counter(decision.request.model for decision in outcomes)
 
 
-def test_085_without_weights_all_alike():
+def test_085_without_weights_targets_are_equally_likely():
     """Two targets without weight: half each, within five standard deviations of 1,000."""
     assert abs(drawn("a", "b")["a"] - 500) <= 79
 
@@ -198,7 +198,7 @@ def test_085_mixed_draws_only_the_weighted():
     assert set(drawn(("a", 3), ("b", None), ("c", 1))) == {"a", "c"}
 
 
-def test_085_a_sum_of_nothing_is_no_weight():
+def test_085_weights_that_sum_to_zero_count_alike():
     """Weights of 0 alone: all alike."""
     assert set(drawn(("a", 0), ("b", 0))) == {"a", "b"}
 

@@ -93,7 +93,7 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(length_before: str):
     )
 
 
-def test_027_a_body_cut_before_the_name_is_left_alone():
+def test_027_a_body_cut_before_the_name_is_unchanged():
     """What is not shown cannot be edited; the exchange says so."""
     held = ext_proc_script.play(
         [

@@ -49,7 +49,7 @@ class Arrivals:
                     self.sizes[name] = int(rate * self.now)
 
 
-def test_uploads_end_a_body_that_stands_still():
+def test_a_stalled_body_is_ended():
     """Headers without a body, and a body that stops, end a minute later."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(headers=0, stops=MIB)
@@ -60,7 +60,7 @@ def test_uploads_end_a_body_that_stands_still():
     assert arrivals.ended == {"headers": 60.0, "stops": 60.0}
 
 
-def test_uploads_end_a_body_of_a_byte_a_minute():
+def test_a_very_slow_body_is_ended():
     """A body that moves all the time, and too slowly to be meant, ends as well."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(trickles=1)
@@ -68,7 +68,7 @@ def test_uploads_end_a_body_of_a_byte_a_minute():
     assert arrivals.ended == {"trickles": 65.0}
 
 
-def test_uploads_let_a_slow_body_arrive():
+def test_a_slow_body_may_arrive():
     """A slow network is no attack: nobody ends 64 MiB that take an hour."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(slow=1)
@@ -76,7 +76,7 @@ def test_uploads_let_a_slow_body_arrive():
     assert not arrivals.ended
 
 
-def test_monitor_forgets_bodies_that_arrived():
+def test_upload_monitor_forgets_complete_bodies():
     """A body that came, and another one under the same name, have nothing in common."""
     arrivals = Arrivals()
     arrivals.sizes = Counter(body=1)
@@ -89,7 +89,7 @@ def test_monitor_forgets_bodies_that_arrived():
 
 
 @pytest.mark.parametrize("crowd", [{"streams": 9}, {"size": 9 * MIB}])
-def test_uploads_in_a_crowd_are_hurried(crowd):
+def test_stalled_bodies_end_sooner_under_load(crowd):
     """Where bodies on their way take half of a budget, those that stand still end ten times sooner."""
     arrivals = Arrivals(**crowd)
     arrivals.sizes = Counter({f"stands {number}": MIB for number in range(5)})
@@ -102,7 +102,7 @@ def test_uploads_in_a_crowd_are_hurried(crowd):
     size=st.integers(1, body_buffer.ALWAYS_TAKEN_BYTES),
 )
 @settings(deadline=None, max_examples=examples(100))
-def test_small_bodies_are_accepted_whatever_others_hold(hogs: list[int], size: int):
+def test_small_bodies_are_accepted_while_the_budget_is_used(hogs: list[int], size: int):
     """However much others send: a small body gets in, and large ones leave room for another."""
     budget = BufferBudget(512 * MIB)
     piece = memoryview(bytes(MIB))
@@ -115,7 +115,7 @@ def test_small_bodies_are_accepted_whatever_others_hold(hogs: list[int], size: i
     assert BodyBuffer(budget, 1 << 40).add(bytes(size)) is None
 
 
-def test_gathering_lets_in_the_largest_body_that_a_configuration_allows():
+def test_body_buffer_accepts_the_largest_allowed_body():
     """A body alone may take a quarter of the budget, which `max_body_bytes` cannot exceed."""
     budget = BufferBudget(4 * MIB)
     body = BodyBuffer(budget, MIB)

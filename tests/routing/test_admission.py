@@ -45,12 +45,12 @@ def choose(candidates, costs=None, *, may_defer=True, unit="s", wanted=""):
 BUSY, FREE = candidate("a", queued=1000.0), candidate("b")
 
 
-def test_a_place_where_it_is_best_is_taken():
+def test_the_best_endpoint_with_capacity_is_chosen():
     """Whatever others do."""
     assert choose([FREE, BUSY], {"a": 2.0, "b": 1.0}).endpoints[0].address == "b"
 
 
-def test_a_request_waits_for_what_costs_less():
+def test_a_request_waits_for_a_cheaper_endpoint():
     """What the model does not price of the wait, 0.03 s, and the limit of 0.1 s come on top."""
     waits = choose([BUSY, FREE], {"a": 1.0, "b": 1.14})
     assert isinstance(waits, Deferral)
@@ -59,19 +59,19 @@ def test_a_request_waits_for_what_costs_less():
     assert choose([BUSY, FREE], {"a": 1.0, "b": 1.12}).endpoints[0].address == "b"
 
 
-def test_patience_ends():
+def test_a_request_that_may_not_defer_takes_a_free_endpoint():
     """Then it takes what there is."""
     costs = {"a": 0.0, "b": 100.0}
     assert choose([BUSY, FREE], costs, may_defer=False).endpoints[0].address == "b"
 
 
 @pytest.mark.parametrize(("costs", "unit"), [(None, ""), ({"a": 0.0, "b": 100.0}, "")])
-def test_only_seconds_are_held_against_waiting(costs, unit):
+def test_only_costs_in_seconds_are_compared_with_waiting(costs, unit):
     """Scores, and costs in other units, choose among the free."""
     assert choose([BUSY, FREE], costs, unit=unit, wanted="a").endpoints[0].address == "b"
 
 
-def test_where_nobody_has_a_place_the_best_is_named():
+def test_without_capacity_the_preferred_endpoint_is_named():
     """With the time until the first of all is free; who has lost patience waits for anyone."""
     both = [BUSY, candidate("b", queued=2000.0)]
     waits = choose(both, {"a": 2.0, "b": 1.0})
@@ -80,7 +80,7 @@ def test_where_nobody_has_a_place_the_best_is_named():
     assert choose(both, {"a": 2.0, "b": 1.0}, may_defer=False).preferred_endpoint == ""
 
 
-def test_a_refusal_stays_one():
+def test_a_rejection_of_the_profile_is_returned():
     """What the profile refuses does not wait."""
     refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, may_defer=True)
     assert isinstance(refused, Rejection)

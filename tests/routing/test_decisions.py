@@ -30,7 +30,7 @@ def most(total, size):
 
 
 @pytest.mark.parametrize("strategy", READING)
-def test_work_of_others_costs_the_same_on_engines_of_any_past(strategy):
+def test_foreign_work_costs_the_same_whatever_was_sent_before(strategy):
     """What was sent to an engine before, however long, says nothing of whoever waits there now."""
     scene = Scene(strategy, 4, running=8, waiting=4)
     for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
@@ -43,7 +43,7 @@ def test_work_of_others_costs_the_same_on_engines_of_any_past(strategy):
 
 
 @pytest.mark.parametrize("strategy", READING)
-def test_a_refused_prompt_leaves_no_price(strategy):
+def test_a_refused_prompt_adds_no_cost(strategy):
     """One that was refused costs nothing afterwards, however long it was."""
     scene = Scene(strategy, 4, running=8, waiting=3)
     scene.step()
@@ -57,7 +57,7 @@ def test_a_refused_prompt_leaves_no_price(strategy):
 
 
 @pytest.mark.parametrize("strategy", READING)
-def test_queues_on_pages_that_are_lost_are_forgotten(strategy):
+def test_queues_of_stale_pages_are_forgotten(strategy):
     """Once no page is fresh, whatever the last ones showed, own requests are all that counts."""
     scene = Scene(strategy, 4, pages=dict.fromkeys(range(4), "fails"))
     for engine, waiting in zip(scene.engines, (0, 4, 13, 19), strict=True):
@@ -70,7 +70,7 @@ def test_queues_on_pages_that_are_lost_are_forgotten(strategy):
 
 
 @pytest.mark.parametrize("strategy", READING)
-def test_an_engine_without_a_page_draws_its_share_of_single_requests(strategy):
+def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
     """One after another, requests do not all go where nobody sees the work of others."""
     scene = Scene(strategy, 4, running=20, waiting=6, pages={0: "fails"})
     scene.step()
@@ -137,7 +137,7 @@ def runs(strategy, page, *, size, seed, running, waiting):
     running=st.integers(0, 40),
     waiting=st.integers(0, 20),
 )
-def test_no_engine_is_better_off_for_its_page(strategy, page, size, seed, running, waiting):
+def test_no_engine_gains_requests_by_its_page(strategy, page, size, seed, running, waiting):
     """Once that can be known, it gets no more than with a true page, a tenth and chance apart."""
     worse, true = runs(strategy, page, size=size, seed=seed, running=running, waiting=waiting)
     assert worse <= 1.1 * true + 4, (worse, true)

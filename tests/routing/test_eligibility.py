@@ -69,7 +69,7 @@ def aside(eligible: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
     }
 
 
-def test_nothing_is_copied_while_all_are_well():
+def test_members_are_not_copied_while_all_are_healthy():
     """The members of the pool themselves, and nothing to tell."""
     yard = Yard()
     eligible = yard.find()
@@ -77,7 +77,7 @@ def test_nothing_is_copied_while_all_are_well():
     assert eligible.nothing_excluded
 
 
-def test_failing_endpoints_are_put_aside():
+def test_failing_endpoints_are_excluded():
     """One that is out, or doubted, is not in play, and stands with the reason."""
     yard = Yard()
     yard.fail(FIRST)
@@ -89,7 +89,7 @@ def test_failing_endpoints_are_put_aside():
     assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
-def test_the_least_bad_are_tried_where_nobody_is_well():
+def test_the_healthiest_endpoints_remain_where_all_fail():
     """Inside a hint or a model: first those doubted, then those ejected, then those out of reach."""
     yard = Yard()
     yard.fail(FIRST)
@@ -108,7 +108,7 @@ def test_the_least_bad_are_tried_where_nobody_is_well():
     assert len(eligible.excluded_by_model) == 3
 
 
-def test_one_that_is_due_is_a_candidate_and_then_the_only_one():
+def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
     """After the back-off it is one of all; if nobody chose it for `base_s`, the next request goes there."""
     yard = Yard()
     yard.fail(FIRST)
@@ -143,7 +143,7 @@ def test_slow_start(age: float, share: float):
     assert num_admitted / tries == pytest.approx(share, abs=0.05)
 
 
-def test_slow_start_never_leaves_nobody():
+def test_slow_start_never_excludes_all_endpoints():
     """The only choice is never lost, and those that were there from the start are not eased in."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
@@ -154,7 +154,7 @@ def test_slow_start_never_leaves_nobody():
         assert yard.eligible_addresses() == ADDRESSES
 
 
-def test_one_that_is_back_starts_slowly():
+def test_a_readmitted_endpoint_has_slow_start():
     """After an ejection as after coming."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     yard.fail(FIRST)

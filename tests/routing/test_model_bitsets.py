@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_eligible_endpoints(
     assert bits.bits_of_addresses(addresses).bit_count() == len(addresses)
 
 
-def test_bits_stand_until_endpoints_or_their_models_change():
+def test_bits_are_kept_until_endpoints_or_models_change():
     """Loads and time change nothing; settings do."""
     house = House({ADDRESSES[0]: None})
     first = house.dispatcher.serving_bits

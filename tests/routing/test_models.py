@@ -72,7 +72,7 @@ def test_an_unlisted_model_goes_to_unknown_endpoints_or_to_all():
     assert not decision.excluded_by_model
 
 
-def test_reject_is_a_404_once_everybody_listed():
+def test_reject_is_a_404_once_all_models_are_listed():
     """`reject` waits for the last list; then the answer names what there is."""
     raw = ask("x")
     assert places(decided(house(models("a"), None, reject_unlisted=True), raw)) == [1]
@@ -82,7 +82,7 @@ def test_reject_is_a_404_once_everybody_listed():
     )
 
 
-def test_reject_looks_at_allowed_endpoints():
+def test_reject_considers_allowed_endpoints_only():
     """A hint that leaves out every holder is answered like a model nobody has."""
     held = house(models("a"), models("b"), reject_unlisted=True)
     outcome = held.decide(ask("a", subset=("10.0.0.1",)))
@@ -111,7 +111,7 @@ def test_a_hint_and_a_model_both_count():
     assert places(decided(held, ask("a", subset=("10.0.0.2",)))) == [2]
 
 
-def test_a_bodiless_request_goes_to_anybody():
+def test_a_bodiless_request_goes_to_any_endpoint():
     """Nothing is asked of a model."""
     held = house(models("a"), models("b"), reject_unlisted=True)
     decision = decided(held, HttpRequest({":method": "GET", ":path": "/v1/models"}))
@@ -132,7 +132,7 @@ def test_kubeai_names_become_names_of_the_engine():
 
 
 @pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
-def test_other_names_stay(name: str):
+def test_other_names_are_not_split(name: str):
     """What is listed as it stands, or not known in both parts, is not split."""
     held = house(models("llama", "sql", "llama_sql_2"), models("qwen"))
     decision = decided(held, ask(name))
@@ -140,7 +140,7 @@ def test_other_names_stay(name: str):
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
-def test_sglang_names_stay_and_are_understood():
+def test_sglang_names_are_matched_and_unchanged():
     """`model:adapter` goes to who serves it, as the engine takes it: the body stays."""
     listed = models("llama", "sql"), models("llama"), models("qwen", "sql")
     held = house(*listed, strategy="balanced")
@@ -213,7 +213,7 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
     assert len({*base, *sql, *law}) == 3 * len(base)
 
 
-def test_an_adapter_somebody_lists_is_known_to_be_one():
+def test_a_listed_adapter_is_recognized():
     """Residency is told of a name that was never seen in a batch."""
     held = house(models("a", "lora"), strategy="adaptive")
     assert decided(held, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
@@ -236,7 +236,7 @@ def test_027_a_gateway_names_the_model_by_header():
         assert decision.body_edit.apply(raw.body) == raw.body.replace(b'"a"', b'"b"', 1)
 
 
-def test_a_header_that_says_the_same_edits_nothing():
+def test_an_equal_model_header_edits_nothing():
     """The body is handed on as it came."""
     decision = decided(house(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
@@ -263,7 +263,7 @@ def test_a_header_may_name_a_kubeai_adapter():
     assert json.loads(decision.body_edit.apply(raw.body))["model"] == "sql"
 
 
-def test_a_body_that_was_not_shown_is_not_edited():
+def test_an_unseen_body_is_not_edited():
     """Decided on headers: routed by the header's name, and it is said that nothing was edited."""
     raw = HttpRequest({":method": "POST", ":path": PATH, "x-llm-d-model-name-rewrite": "a"})
     decision = decided(house(models("a"), models("b")), raw)
@@ -272,7 +272,7 @@ def test_a_body_that_was_not_shown_is_not_edited():
 
 
 @pytest.mark.parametrize("strategy", sorted(presets.profiles()))
-def test_no_strategy_leaves_the_servers_of_a_model(strategy: str):
+def test_every_strategy_keeps_to_endpoints_of_the_model(strategy: str):
     """Every strategy chooses among those that serve."""
     held = house(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
     for _ in range(5):

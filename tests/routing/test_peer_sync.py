@@ -72,7 +72,7 @@ def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0)
     return side.mirror.take(peer_sync.PeerMessage(picker, facts), now)
 
 
-def test_a_request_of_another_is_charged_and_believed_as_its_own():
+def test_a_request_of_a_peer_is_charged_and_indexed():
     """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
@@ -108,7 +108,7 @@ def test_every_replica_predicts_cached_tokens_itself():
     assert work[2] == sent
 
 
-def test_a_prompt_cut_finer_than_ours_is_cut_off():
+def test_blocks_beyond_the_own_limit_are_dropped():
     """A picker with another schedule may tell of more blocks than there can be here."""
     side = Side("a")
     deepest = side.house.dispatcher.max_blocks
@@ -126,7 +126,7 @@ def test_requests_of_peers_are_not_published_again():
     assert receiver.outbox.take() is None
 
 
-def test_a_refused_request_is_taken_back_everywhere():
+def test_a_refused_request_is_retracted_on_all_replicas():
     """A 503 leaves no block behind, here and there."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
@@ -136,7 +136,7 @@ def test_a_refused_request_is_taken_back_everywhere():
     assert sender.house.index.blocks_total == receiver.house.index.blocks_total == 0
 
 
-def test_a_withdrawn_request_is_taken_back_everywhere():
+def test_a_withdrawn_request_is_retracted_on_all_replicas():
     """A request that never left is believed cached nowhere."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
@@ -146,7 +146,7 @@ def test_a_withdrawn_request_is_taken_back_everywhere():
     assert receiver.open == receiver.house.index.blocks_total == 0
 
 
-def test_another_endpoint_that_answers_is_charged_by_all():
+def test_the_served_endpoint_is_charged_on_all_replicas():
     """Where the data plane passed over the choice, the other endpoint has the request."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
@@ -168,7 +168,7 @@ def test_unknown_pools_and_endpoints_are_ignored(strange: peer_sync.RequestStart
     assert side.open == side.mirror.open == 0
 
 
-def test_its_own_facts_are_passed_over():
+def test_own_events_are_ignored():
     """A stream brings back what was put in."""
     side = Side("a")
     side.send()
@@ -176,7 +176,7 @@ def test_its_own_facts_are_passed_over():
     assert (side.open, side.mirrored, side.mirror.pickers) == (1, 0, 0)
 
 
-def test_an_end_that_overtakes_its_beginning_leaves_nothing():
+def test_an_end_before_its_start_leaves_nothing():
     """Ended before Sent, and once more after."""
     side = Side("a")
     say(side, peer_sync.RequestEnded(1, answered=True), fact(), fact())
@@ -200,7 +200,7 @@ def test_lists_of_open_requests_replace_lost_ends():
     assert side.open == 2
 
 
-def test_an_older_list_with_the_same_latest_number_is_passed_over():
+def test_an_older_list_of_open_requests_is_ignored():
     """A late list of a quiet picker does not reopen what a later one left out."""
     side = Side("a")
     say(side, fact(1), peer_sync.OpenRequests(1, [], 2), peer_sync.OpenRequests(1, [1], 1), fact(1))
@@ -227,7 +227,7 @@ def test_a_list_without_serial_is_read_as_of_an_earlier_version():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_picker_that_left_or_fell_silent_has_nothing_open(leaves):
+def test_a_silent_or_stopped_peer_has_no_open_requests(leaves):
     """Its requests go; those of another stay."""
     side = Side("a")
     say(side, fact(1), fact(2), now=1.0)
@@ -238,7 +238,7 @@ def test_a_picker_that_left_or_fell_silent_has_nothing_open(leaves):
     assert (side.open, side.mirrored, side.mirror.pickers) == (1, 1, 1)
 
 
-def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
+def test_a_new_incarnation_is_not_charged_for_the_former():
     """A mirrored request ends against the account it was charged to."""
     side = Side("a")
     say(side, fact())
@@ -250,7 +250,7 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
     assert side.open == side.mirrored == 0
 
 
-def test_every_fact_comes_out_as_it_was_put_in():
+def test_every_event_round_trips():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
     sent = peer_sync.RequestStarted(
         1, "p", FIRST, "m", 100, 400, [HASH_MASK - n for n in range(100)]
@@ -271,7 +271,7 @@ def test_bytes_that_do_not_decode_are_no_message():
     assert peer_sync.decode(b"\x93junk") is None
 
 
-def test_waiting_facts_are_bounded(monkeypatch):
+def test_queued_events_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
     monkeypatch.setattr(peer_sync, "MAX_WAITING", 10)
     woken = []
@@ -289,7 +289,7 @@ def test_waiting_facts_are_bounded(monkeypatch):
     doubles=st.sampled_from([0.0, 0.5]),
     far=st.integers(0, 12),
 )
-def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
+def test_any_loss_and_order_end_without_open_requests(seed, loss, doubles, far):
     """Counters are never below zero, and all is closed once the last list of open requests came."""
     rng = random.Random(seed)
     side, carried = Side("a"), []
@@ -334,7 +334,7 @@ _WILD_FACTS = st.tuples(st.sampled_from("seol?"), *[_WILD] * 7).map(list)
 
 
 @given(st.lists(_WILD_FACTS, max_size=4), _WILD)
-def test_no_values_in_a_message_make_taking_it_fail(facts, picker):
+def test_any_values_in_a_message_are_handled(facts, picker):
     """Wild numbers, names and types are ignored, or leave accounts that are still in range."""
     side = Side("me")
     message = peer_sync.decode(msgspec.msgpack.encode([picker, facts]))
@@ -368,6 +368,6 @@ def test_no_values_in_a_message_make_taking_it_fail(facts, picker):
         b"\xc1" * (peer_sync.MAX_MESSAGE_BYTES + 1),
     ],
 )
-def test_a_message_out_of_range_is_not_believed(carried):
+def test_a_message_out_of_range_is_ignored(carried):
     """Invalid UTF-8, endless nesting, numbers and names beyond their ranges, and sheer length."""
     assert peer_sync.decode(carried) is None

@@ -96,7 +96,7 @@ def test_a_target_may_be_an_adapter():
         assert (decision.model_rewrite, decision.client_model) == ("sql", name)
 
 
-def test_a_target_that_is_the_name_already_changes_nothing():
+def test_a_rewrite_to_the_same_name_changes_nothing():
     """The part of a canary that stays is routed as ever, and the answer is left alone."""
     decision = decided(house(rule("m", "m")), ask("m"))
     assert (decision.model_rewrite, decision.body_edit, decision.client_model) == ("", None, "")
@@ -131,7 +131,7 @@ def test_a_generic_rule_supplies_a_missing_model():
     assert outcome.status == 400
 
 
-def test_turns_of_a_conversation_stay_on_their_variant():
+def test_turns_of_a_session_stay_on_their_target():
     """With a session the draw is the same in every turn and in every replica."""
     rules = rule("m", ("a", 50), ("b", 50))
     first, other = house(rules), house(rules)
@@ -151,7 +151,7 @@ def test_sessions_are_drawn_in_proportion():
     assert 228 <= drawn["b"] <= 372
 
 
-def test_more_weight_moves_only_sessions_towards_it():
+def test_a_higher_weight_moves_sessions_only_to_its_target():
     """A canary that grows takes sessions from the others, and moves none between these."""
     small = house(rule("m", ("a", 80), ("b", 10), ("c", 10)))
     for targets in (
@@ -166,7 +166,7 @@ def test_more_weight_moves_only_sessions_towards_it():
 SESSIONS = [ask("m", user=f"u{at}") for at in range(300)]
 
 
-def test_sessions_without_weights_are_spread_alike():
+def test_sessions_without_weights_are_spread_evenly():
     """Three targets, 300 sessions: 100 each, within five standard deviations."""
     held = house(rule("m", "a", "b", "c"))
     drawn = collections.Counter(sent(held, raw) for raw in SESSIONS)
@@ -179,7 +179,7 @@ def test_sessions_without_weights_are_spread_alike():
     weights=some.lists(some.none() | some.integers(0, 1_000_000), min_size=1, max_size=6),
     share=some.floats(0, 1, exclude_max=True),
 )
-def test_any_share_draws_a_target(weights, share):
+def test_any_weights_draw_a_target(weights, share):
     """Whatever the weights, somebody is drawn, and nobody without weight where others have one."""
     targets = [TargetModel(str(at), weight) for at, weight in enumerate(weights)]
     drawn = request_preparer.weighted_choice(targets, share)
@@ -187,7 +187,7 @@ def test_any_share_draws_a_target(weights, share):
     assert drawn.weight or not sum(weight or 0 for weight in weights)
 
 
-def test_a_policy_is_followed_live():
+def test_a_policy_change_applies_at_once():
     """What discovery decrees counts from the next request on."""
     held = house(rule("m", "a"))
     assert sent(held, ask()) == "a"
@@ -197,7 +197,7 @@ def test_a_policy_is_followed_live():
     assert sent(held, ask()) == "m"
 
 
-def test_discovery_counts_before_the_configuration():
+def test_discovered_policies_override_the_configuration():
     """The file's objectives and rules stand where no object says otherwise; exact beats generic."""
     held = house(rule("m", "object"), rule("", "object for all"), gold=5)
     configured = InferencePolicy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
@@ -211,7 +211,7 @@ def test_discovery_counts_before_the_configuration():
     assert sent(held, ask()) == "file"
 
 
-def test_a_pool_matches_the_names_of_its_rewrites():
+def test_a_pool_matches_models_of_its_rewrites():
     """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
     llama, qwen = house(), house(rule("alias", "qwen"))
     for held, name in ((llama, "llama"), (qwen, "qwen")):
@@ -280,7 +280,7 @@ def test_saturation_by_the_detector_of_the_profile():
     assert not shed(profile, load(99, 1.0))
 
 
-def test_a_hint_to_full_endpoints_counts():
+def test_a_hint_to_saturated_endpoints_is_saturated():
     """Who may not be chosen has room for nobody."""
     held = house(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
     raw = ask(headers=LOW)

@@ -69,19 +69,19 @@ def went(routed):
         (PoolMatch(hosts=("x.example",), headers={"x-team": "a"}), chat(), False),
     ],
 )
-def test_claims_hold(claim, request_, holds):
+def test_matches_require_every_condition(claim, request_, holds):
     """Every kind of condition must hold, and of one kind any."""
     assert pool_match.matches(claim, request_.headers) is holds
 
 
-def test_one_pool_takes_everything():
+def test_a_single_pool_takes_all_requests():
     """A single pool without a claim is not asked about models."""
     only = board(("p", house(A, "other"), PoolMatch()))
     assert went(only.route(chat(), 1.0)) == ("p", A)
     assert only.default_pool == "p"
 
 
-def test_claims_go_first_and_in_order():
+def test_pools_with_a_match_come_first_in_order():
     """The first claim that fits takes the request; pools without a claim come after."""
     two = board(
         ("open", house(A), PoolMatch()),
@@ -95,7 +95,7 @@ def test_claims_go_first_and_in_order():
     assert two.route(chat("m-1"), 1.0).outcome.pool == "host"
 
 
-def test_the_name_of_an_adapter_or_a_header_counts_as_the_model():
+def test_adapters_and_model_headers_match_as_models():
     """A claim on models sees the name the engine is to serve."""
     two = board(
         ("a", house(A), PoolMatch(models=("m",))), ("b", house(B), PoolMatch(models=("n",)))
@@ -103,7 +103,7 @@ def test_the_name_of_an_adapter_or_a_header_counts_as_the_model():
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 
 
-def test_open_pools_match_the_models_they_list():
+def test_pools_without_a_match_take_listed_models():
     """A pool whose endpoints list the model is taken; an alias counts; nobody is a 404."""
     two = board(
         ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
@@ -118,7 +118,7 @@ def test_open_pools_match_the_models_they_list():
     assert "llama, qwen, sql" in missing.outcome.message
 
 
-def test_a_pool_that_did_not_list_may_serve_and_an_empty_one_waits():
+def test_a_pool_without_model_lists_may_serve():
     """Unknown beats none; only empty pools are a 503; a pool with endpoints and no list is tried."""
     listed, silent, empty = house(A, "llama"), house(B), house("")
     three = board(("l", listed, PoolMatch()), ("s", silent, PoolMatch()), ("e", empty, PoolMatch()))
@@ -128,7 +128,7 @@ def test_a_pool_that_did_not_list_may_serve_and_an_empty_one_waits():
     assert went(two.route(chat("llama"), 1.0)) == ("l", A)
 
 
-def test_the_subset_hint_tells_open_pools_apart():
+def test_the_subset_hint_selects_among_pools():
     """The gateway's own choice of endpoints names the pool."""
     two = board(("a", house(A), PoolMatch()), ("b", house(B), PoolMatch()))
     assert went(two.route(chat(subset=(B,)), 1.0)) == ("b", B)
@@ -195,7 +195,7 @@ def test_models_of_all_pools_are_listed():
     assert two.route(get("/v1/models/gpt"), 1.0).outcome.status == 404
 
 
-def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
+def test_model_lists_go_to_an_engine_for_a_single_pool():
     """GET /v1/models goes to an engine there, unless the setting says otherwise."""
     known, unknown = house(A, "m"), house(B)
     assert went(board(("p", known, PoolMatch())).route(get("/v1/models"), 1.0)) == ("p", A)
@@ -217,7 +217,7 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
         ("/v1/modelsx", None),
     ],
 )
-def test_paths_of_the_list(path, expected):
+def test_paths_of_the_model_list(path, expected):
     """The list, one of its entries, or something else."""
     assert models_endpoint.requested_model(path) == expected
 
@@ -242,7 +242,7 @@ def test_an_endpoint_of_two_pools_has_an_account_in_each():
     assert isinstance(first.fleet.pool.members[0].endpoint, Endpoint)
 
 
-def test_a_single_pool_without_a_claim_takes_models_that_its_endpoints_do_not_list():
+def test_a_single_pool_without_a_match_takes_unlisted_models():
     """Others' claims on models change nothing of what it does with an unknown one."""
     special, open_ = house(A, "special"), house(B, "llama")
     switch = board(("s", special, PoolMatch(models=("special",))), ("o", open_, PoolMatch()))

@@ -43,7 +43,7 @@ def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> Fo
     return peers
 
 
-def test_alone_nothing_is_expected():
+def test_without_peers_no_hits_are_expected():
     """Where all requests are ours, the index stands as it is; so it does without a key."""
     known = [0, 0, 0]
     alone = others(foreign=0.0)
@@ -104,7 +104,7 @@ def test_a_new_prompt_has_no_affinity():
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
 
-def test_a_prompt_that_many_endpoints_hold_has_no_affinity():
+def test_a_widely_cached_prompt_has_no_affinity():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
     spread = [900, 900, 0, 0]
@@ -121,7 +121,7 @@ def test_a_prompt_that_many_endpoints_hold_has_no_affinity():
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_conversation_is_local_where_all_replicas_expect_it(monkeypatch, beside):
+def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
     house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
@@ -149,7 +149,7 @@ def test_a_conversation_is_local_where_all_replicas_expect_it(monkeypatch, besid
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 
 
-def test_affinity_follows_speed_and_stays():
+def test_affinity_is_weighted_by_speed_and_stable():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
     fleet = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]

@@ -25,7 +25,7 @@ def chat(text, **fields):
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "prefix-hash"])
-def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_gone(strategy):
+def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
     """The prompt is as large as the body; where the opening decides, it is read out of the body."""
     house = House(ALIKE, profile=strategy)
     went = set()
@@ -43,7 +43,7 @@ def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_go
     assert len(went) > 4
 
 
-def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
+def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
     """The prompt alone comes out of the body."""
     house = House(ALIKE)
     prepared = house.dispatcher.prepare(chat("a"))
@@ -53,7 +53,7 @@ def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
     assert resting.parsed == msgspec.structs.replace(prepared.request, prompt=b"")
 
 
-def test_a_prompt_that_is_not_in_the_body_stays():
+def test_a_prompt_that_is_not_in_the_body_is_kept():
     """Whoever prepared a request that was parsed elsewhere may have another prompt."""
     house = House(ALIKE)
     raw = chat("a")

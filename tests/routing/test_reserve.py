@@ -46,7 +46,7 @@ class Attentive:
         self.heard.append((decision, now))
 
 
-def test_an_observer_hears_every_decision_that_is_committed():
+def test_an_observer_receives_every_committed_decision():
     """With its time, once, and no exception is counted."""
     guards = plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
     parts = factory.build(
@@ -63,7 +63,7 @@ def test_an_observer_hears_every_decision_that_is_committed():
     assert not guards.counts.exceptions
 
 
-def test_an_observer_that_raises_costs_neither_the_request_nor_the_books():
+def test_an_observer_that_raises_changes_no_account():
     """The request is charged, believed cached and completed; the exception is counted."""
     guards = plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
     parts = factory.build(

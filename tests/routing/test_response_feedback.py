@@ -55,7 +55,7 @@ def member(house: House, address: str) -> EndpointSnapshot:
 
 
 @pytest.mark.parametrize("status", ["503", "500", "429", "400"])
-def test_a_prompt_that_never_ran_is_not_believed_cached(status: str):
+def test_a_refused_prompt_is_not_predicted_as_cached(status: str):
     """What one refused request made us believe is taken back, to the last block."""
     house = House({FIRST: None})
     sent = Sent(house)
@@ -68,7 +68,7 @@ def test_a_prompt_that_never_ran_is_not_believed_cached(status: str):
 
 
 @pytest.mark.parametrize("status", ["200", ""])
-def test_a_prompt_that_ran_is(status: str):
+def test_a_served_prompt_is_predicted_as_cached(status: str):
     """An answer that began confirms it; a client that left says nothing against it."""
     house = House({FIRST: None})
     sent = Sent(house)
@@ -92,7 +92,7 @@ def test_earlier_predictions_stay():
     assert house.index.blocks_total == held
 
 
-def test_three_failures_leave_an_endpoint_out():
+def test_three_failures_eject_an_endpoint():
     """The next requests go elsewhere, and the decision says who was left out."""
     house = House({FIRST: None, SECOND: None}, profile="least-request")
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_an_unknown_serving_endpoint_is_ignored():
     assert house.in_flight == 0
 
 
-def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
+def test_outcomes_of_a_removed_endpoint_are_dropped():
     """Evidence about a former life of an address is dropped."""
     house = House({FIRST: None, SECOND: None})
     sents = [Sent(house) for _ in range(6)]
@@ -159,7 +159,7 @@ def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
     assert house.fleet.pool.unhealthy_or_doubtful == 0
 
 
-def test_usage_is_held_against_the_endpoint_that_served():
+def test_usage_calibrates_the_endpoint_that_served():
     """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
     house = House({FIRST: None, SECOND: None}, profile="adaptive")
     first, second = (
@@ -179,7 +179,7 @@ def test_usage_is_held_against_the_endpoint_that_served():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_late_usage_predicts_nothing_for_an_endpoint_that_left(back: bool):  # noqa: FBT001
+def test_late_usage_of_a_removed_endpoint_is_ignored(back: bool):  # noqa: FBT001
     """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
     house = House({FIRST: None}, profile="adaptive")
     sent = Sent(house)

@@ -33,23 +33,23 @@ def candidate(*, queued=0.0, requests=10.0, waiting=0.0, running=10.0, usage=0.5
     return Candidate(Endpoint("10.0.0.1:8000"), **facts)
 
 
-def test_nothing_queued_is_no_wait():
+def test_an_empty_queue_is_no_wait():
     """However large the batch is."""
     assert admission.wait_s(candidate(requests=200.0)) == 0.0
 
 
-def test_queued_prompts_take_their_tokens_and_an_iteration():
+def test_queued_prompts_wait_for_prefill_and_an_iteration():
     """1000 tokens at 0.1 ms, beside 10 sequences: 0.1 + (0.03 + 10 * 0.001) s."""
     assert admission.wait_s(candidate(queued=1000.0)) == pytest.approx(0.14)
 
 
-def test_those_in_front_wait_for_answers_to_end():
+def test_requests_ahead_wait_for_answers_to_end():
     """Two in front, an answer ends every 100 * 0.04 / 10 s."""
     waiting = candidate(waiting=2.0, requests=12.0)
     assert admission.wait_s(waiting) == pytest.approx(0.8)
 
 
-def test_memory_is_full_sooner_for_those_without_priority():
+def test_kv_limit_is_lower_without_priority():
     """At 0.95 of the KV cache there is room for a priority above 0 only."""
     full = candidate(usage=0.95)
     assert admission.excess_wait_s([full], 0.1, priority=1) == [pytest.approx(-0.5)]
@@ -57,7 +57,7 @@ def test_memory_is_full_sooner_for_those_without_priority():
     assert admission.excess_wait_s([full], 0.1, priority=0) == [pytest.approx(1.6 * 0.4 - 0.1)]
 
 
-def test_a_priority_finds_free_what_others_filled():
+def test_a_higher_priority_has_headroom():
     """Those below stop at the limit; above it stays room for it."""
     busy = candidate(queued=1000.0)
     assert admission.excess_wait_s([busy], 0.1, priority=0) == [pytest.approx(0.04)]
@@ -65,7 +65,7 @@ def test_a_priority_finds_free_what_others_filled():
     assert admission.excess_wait_s([busy], 0.1, priority=1) == [pytest.approx(-0.36)]
 
 
-def test_a_prompt_may_wait_where_it_is_cached():
+def test_a_cached_prompt_may_wait_longer():
     """0.14 s of queue are 0.04 s too much, which 500 cached tokens save, and 300 do not."""
     busy = candidate(queued=1000.0)
     loyal, hardly = (
@@ -76,7 +76,7 @@ def test_a_prompt_may_wait_where_it_is_cached():
     assert [seconds <= 0.0 for seconds in over] == [False, True, False]
 
 
-def test_where_priorities_come_batches_are_smaller():
+def test_kv_limit_is_lower_beside_priority_requests():
     """At 0.87 of the KV cache there is no room for others then."""
     filled = candidate(usage=0.87)
     assert admission.excess_wait_s([filled], 0.1, priority=0) == [pytest.approx(-0.1)]
@@ -84,7 +84,7 @@ def test_where_priorities_come_batches_are_smaller():
     assert admission.excess_wait_s([filled], 0.1, priority=1, shared=True)[0] < 0.0
 
 
-def test_what_nobody_knows_is_not_busy():
+def test_an_unknown_load_is_not_busy():
     """Without a scrape only our own account counts."""
     unknown = Candidate(Endpoint("10.0.0.1:8000"), estimated_requests=100.0)
     assert unknown.age_s == math.inf

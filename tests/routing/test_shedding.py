@@ -31,7 +31,7 @@ def candidates(*waiting: float | None) -> list[Candidate]:
         ((100, 99), (3.0, 4.0), False),
     ],
 )
-def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds, waiting, is_full):
+def test_a_pool_is_saturated_if_a_detector_saturates_all_endpoints(thresholds, waiting, is_full):
     """Upstream's defaults count where the profile has no detector."""
     detectors = tuple(
         UtilizationDetector(queue_depth_threshold=threshold) for threshold in thresholds

@@ -26,7 +26,7 @@ def answered(house, decision, tokens):
     house.dispatcher.release(ticket, house.now)
 
 
-def test_prompts_are_counted_in_the_models_tokens():
+def test_prompts_are_counted_in_tokens_of_the_model():
     """4,000 bytes are 1,000 tokens until eight answers say that they are 2,000."""
     house = House({SPOT: None})
     first = ask(house, "x" * 4000)

@@ -38,7 +38,7 @@ PLUGINS = [
 
 
 @pytest.mark.parametrize(("cls", "check"), PLUGINS)
-def test_plugin_keeps_the_contract(cls, check):
+def test_plugin_passes_the_contract(cls, check):
     """Range, length, repetition, order, no mutation, unknown values, memory in chosen only."""
     params = REQUIRED.get(cls.kind)
     check(cls if params is None else lambda: msgspec.convert(params, cls))

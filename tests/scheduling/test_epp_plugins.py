@@ -25,7 +25,7 @@ def send(scorer, name, finalists=FLEET):
     scorer.on_committed(Decision(request, [endpoint], scored_candidates=finalists), 1.0)
 
 
-def test_new_prompts_go_round():
+def test_new_prompts_go_to_the_least_recent_endpoint():
     """Who got a new prompt longest ago is ranked first, after those that never got one."""
     scorer = NoHitLruScorer()
     send(scorer, "a")
@@ -37,14 +37,14 @@ def test_new_prompts_go_round():
     assert scores(scorer) == {"c": 1.0, "b": 0.5, "a": 0.0}
 
 
-def test_only_new_prompts_count():
+def test_only_new_prompts_change_the_ranking():
     """A prompt somebody held moves nobody, wherever it went."""
     scorer = NoHitLruScorer()
     send(scorer, "a", builders.candidates({"a": {}, "b": {"matched_tokens": 64}}))
     assert scores(scorer) == {"a": 1.0, "b": 0.5, "c": 0.0}
 
 
-def test_ranks_are_among_those_in_play():
+def test_ranks_are_among_the_candidates():
     """Endpoints that are not candidates take no rank."""
     scorer = NoHitLruScorer()
     for name in "abc":
@@ -61,7 +61,7 @@ def test_memory_of_new_prompts_is_bounded():
 
 
 @pytest.mark.parametrize("kind", ["max-score-picker", "random-picker", "weighted-random-picker"])
-def test_a_picker_names_as_many_as_it_is_told(kind):
+def test_a_picker_returns_max_num_of_endpoints(kind):
     """The parameter maxNumOfEndpoints widens the answer and never narrows it."""
     picker = msgspec.convert({"maxNumOfEndpoints": 2}, registry.PICKERS[kind])
     profile = SchedulerProfile("p", (), (), picker)
@@ -129,13 +129,13 @@ TABLES = {"filter": registry.FILTERS, "scorer": registry.SCORERS, "picker": regi
 
 
 @pytest.mark.parametrize(("role", "kind", "params", "message"), REFUSED)
-def test_parameters_that_cannot_be_meant_are_refused(role, kind, params, message):
+def test_contradictory_parameters_are_refused(role, kind, params, message):
     """An error names what was wanted, as soon as the plugin is made."""
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.convert(params, TABLES[role][kind])
 
 
-def test_what_a_plugin_reads_follows_from_its_parameters():
+def test_needs_follow_from_the_parameters():
     """A plugin over named numbers needs the signals of those numbers and no others."""
     convert = msgspec.convert
     metrics = ("active-requests", "kv-cache-utilization")
@@ -156,11 +156,11 @@ def test_every_attribute_is_read():
 
 
 @pytest.mark.parametrize("text", ["", "5", "5-", "-5", "a-b", "9-5", "1-2-3", "1.5-2", "٣-٤"])
-def test_labels_that_are_no_range(text):
+def test_labels_without_a_range_are_ignored(text):
     """Only two whole numbers in order make a range."""
     assert context_length.parse_context_range(text) is None
 
 
-def test_unknown_levels_of_a_peer_are_left_out():
+def test_unknown_levels_of_a_peer_are_ignored():
     """Levels nobody knows, and text that is no pair, do not disturb the others."""
     assert labels.parse_topology("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}

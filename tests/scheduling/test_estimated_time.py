@@ -37,7 +37,7 @@ def test_terms_add_up_to_costs(kinds, facts, max_tokens):
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
 
 
-def test_a_full_cache_costs_an_endpoint_more_and_is_told():
+def test_a_full_cache_adds_a_cost_term():
     """An endpoint whose cache is full has a term for memory, and an empty one has none."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16}
     there = builders.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
@@ -47,7 +47,7 @@ def test_a_full_cache_costs_an_endpoint_more_and_is_told():
     assert priced.costs[0] > priced.costs[1]
 
 
-def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
+def test_queued_requests_are_delayed_by_this_prompt():
     """Of 1,000 tokens a request, 5,000 queued are five who wait 0.1 s, and no more than are there."""
     cost = EstimatedTime()
     there = builders.candidates(
@@ -70,7 +70,7 @@ def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
 
 
-def test_conversations_whose_users_read_need_room_as_well():
+def test_idle_conversations_need_kv_cache():
     """Where half as many read as wait, two thirds of the tokens leave as much room; not in a queue."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
@@ -95,7 +95,7 @@ def test_conversations_whose_users_read_need_room_as_well():
     assert beside[0] == pytest.approx(alone[2])
 
 
-def test_conversations_of_other_pickers_need_room_as_well():
+def test_conversations_of_other_replicas_need_kv_cache():
     """Their requests hold as much each as ours do, and what it costs is part of the cost."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}

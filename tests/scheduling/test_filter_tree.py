@@ -52,7 +52,7 @@ def test_an_exception_is_a_failure():
     assert builders.names(tree.filter(builders.context(), there)) == ["a"]
 
 
-def test_an_exception_at_the_end_of_the_walk_is_the_trees():
+def test_an_exception_without_a_successor_is_raised_by_the_tree():
     """The profile then notes it and lets everybody pass, as with any filter."""
     tree = FilterTree(
         root=FilterTreeNode(filter=LowLatency(), on_success=FilterTreeNode(filter=Broken()))
@@ -61,7 +61,7 @@ def test_an_exception_at_the_end_of_the_walk_is_the_trees():
         tree.filter(builders.context(), builders.candidates({"a": POD}))
 
 
-def test_the_walk_is_told():
+def test_the_walk_is_recorded():
     """Each filter on the way, who it left, which branch followed and what it raised."""
     there = builders.candidates({"a": POD, "b": {**POD, "waiting": 60}})
     kv = FilterTreeNode(filter=KvRange())
@@ -84,7 +84,7 @@ def test_the_walk_is_told():
     ]
 
 
-def test_filters_with_a_memory_are_told():
+def test_stateful_filters_of_a_tree_are_notified():
     """A tree passes on decisions, keys and headers for the answer."""
     seen = []
     memory = Memory(seen)
@@ -107,13 +107,13 @@ def test_a_tree_needs_what_its_filters_need():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.999])
-def test_the_chain_says_what_its_tree_needs(share):
+def test_the_chain_needs_what_its_tree_needs(share):
     """The signals of the filter chain are those of its tree, hard affinity or soft."""
     chain = FilterChain(affinity_share=share)
     assert chain.tree.needs == chain.needs
 
 
-def test_soft_affinity_lets_one_in_a_thousand_go():
+def test_soft_affinity_explores_at_its_rate():
     """Of 20,000 turns, 20 on average go where the adapter has room; three deviations are 13."""
     chain = FilterChain(affinity_share=0.999)
     there = builders.candidates(

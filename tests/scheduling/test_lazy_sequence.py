@@ -7,7 +7,7 @@ from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.testing import builders
 
 
-def test_it_is_made_once_and_only_when_looked_at():
+def test_lazy_sequence_is_built_once_on_access():
     """Nothing is made before somebody looks, and nothing twice."""
     calls = []
 
@@ -21,7 +21,7 @@ def test_it_is_made_once_and_only_when_looked_at():
     assert len(calls) == 1
 
 
-def test_it_equals_what_it_stands_for():
+def test_lazy_sequence_equals_its_items():
     """Two decisions with the same terms are the same, however the terms are kept."""
     late = LazySequence(lambda: ["a", "b"])
     assert late == ["a", "b"] == late

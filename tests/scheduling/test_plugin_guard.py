@@ -83,7 +83,7 @@ class Bench:
         return [self.call(each) for each in takes]
 
 
-def test_a_quick_plugin_is_always_asked():
+def test_a_fast_plugin_is_always_called():
     """Calls within the budget, the budget itself included, count nothing."""
     bench = Bench()
     assert all(bench.calls(*[2 * MS, 1 * MS, 0.0] * 20))
@@ -99,7 +99,7 @@ def test_three_overruns_in_ten_calls_bypass():
     assert bench.counts.bypasses == {("scorer", "slow"): 1}
 
 
-def test_overruns_far_apart_are_forgiven():
+def test_rare_overruns_do_not_bypass():
     """One overrun in five calls never gathers three in ten."""
     bench = Bench()
     assert all(bench.calls(*[3 * MS, 0, 0, 0, 0] * 10))
@@ -107,7 +107,7 @@ def test_overruns_far_apart_are_forgiven():
     assert not bench.counts.bypasses
 
 
-def test_after_a_bypass_one_call_is_tried():
+def test_after_a_bypass_a_trial_call_is_made():
     """The plugin is not asked for 30 s; a good trial clears it, and old overruns are forgotten."""
     bench = Bench()
     bench.calls(3 * MS, 3 * MS, 3 * MS)
@@ -118,7 +118,7 @@ def test_after_a_bypass_one_call_is_tried():
     assert bench.counts.bypasses == {("scorer", "slow"): 1}
 
 
-def test_a_bad_trial_bypasses_at_once():
+def test_a_slow_trial_bypasses_at_once():
     """A plugin still slow at its trial costs one call in 30 s."""
     bench = Bench()
     bench.calls(3 * MS, 3 * MS, 3 * MS)
@@ -129,7 +129,7 @@ def test_a_bad_trial_bypasses_at_once():
     assert bench.counts.bypasses == {("scorer", "slow"): 2}
 
 
-def test_two_instances_have_accounts_of_their_own():
+def test_two_instances_have_separate_counters():
     """One profile's slow instance does not take another's away."""
     bench = Bench()
     other = GuardedPlugin(bench.slow, bench.guarded._guards)
@@ -139,7 +139,7 @@ def test_two_instances_have_accounts_of_their_own():
 
 
 @pytest.mark.parametrize("role", ["filter", "scorer", "cost", "picker"])
-def test_profile_goes_on_without_a_bypassed_plugin(role):
+def test_profile_continues_without_a_bypassed_plugin(role):
     """Every role: the decision stands, says so, and is the one without the plugin."""
     bench = Bench(max_overruns=1)
     guarded = bench.guarded
@@ -162,7 +162,7 @@ def test_profile_goes_on_without_a_bypassed_plugin(role):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("secret"), SystemExit(3), GeneratorExit()])
-def test_exceptions_are_counted_and_never_leave(error):
+def test_exceptions_are_counted_and_contained(error):
     """Even an exit costs the plugin's own contribution only."""
     bench = Bench()
     bench.slow.raises = error
@@ -175,7 +175,7 @@ def test_exceptions_are_counted_and_never_leave(error):
     assert bench.counts.exceptions == {("scorer", "slow"): 1}
 
 
-def test_ctrl_c_is_not_the_plugins():
+def test_keyboard_interrupts_are_not_caught():
     """A person's interrupt ends the command that runs a plugin."""
     bench = Bench()
     bench.slow.raises = KeyboardInterrupt()
@@ -183,7 +183,7 @@ def test_ctrl_c_is_not_the_plugins():
         bench.call()
 
 
-def test_memory_that_raises_is_swallowed_and_counted():
+def test_an_observer_that_raises_is_counted():
     """A committed decision stands whatever the plugin's memory does; slow memory is an overrun."""
     bench = Bench()
     decision = Decision(builders.context().request, [FLEET[0].endpoint])
@@ -199,14 +199,14 @@ def test_memory_that_raises_is_swallowed_and_counted():
     assert bench.counts.bypasses == {("observer", "slow"): 1}
 
 
-def test_a_plugin_without_memory_needs_none():
+def test_a_stateless_plugin_needs_no_observer():
     """What was chosen is not told to a plugin that does not ask."""
     guards = GuardFactory(lambda: 0.0, PluginCounters())
     GuardedPlugin(QueueScorer(), guards).on_committed(Decision(builders.context().request, []), 1.0)
     assert not guards.counts.exceptions
 
 
-def test_a_plugin_cannot_reorder_or_keep_what_others_read():
+def test_a_plugin_cannot_modify_shared_lists():
     """It is given tuples, and its own list is copied."""
 
     class Keeps:
@@ -281,7 +281,7 @@ def test_answer_headers_can_be_sent(headers):
     assert counts.exceptions == {("answerer", "answers"): 1, ("observer", "answers"): 1}
 
 
-def test_what_a_plugin_tells_passes():
+def test_keys_and_headers_pass_the_guard():
     """Keys, answer headers and the number of endpoints go through the guard."""
     guarded, counts = answering(
         score=lambda *_: [1.0, 0.0],

@@ -155,7 +155,7 @@ def test_a_new_endpoint_takes_only_its_share():
     assert 0.07 < moved / 2000 < 0.16
 
 
-def test_places_are_computed_once():
+def test_ring_positions_are_computed_once():
     """Loads, order and time do not matter."""
     picker = PrefixHash()
     there = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
@@ -166,7 +166,7 @@ def test_places_are_computed_once():
     assert len(picker._rings) == 5
 
 
-def test_endpoints_that_are_gone_are_forgotten():
+def test_removed_endpoints_are_forgotten():
     """What is kept is bounded, however many names a fleet goes through."""
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
@@ -175,7 +175,7 @@ def test_endpoints_that_are_gone_are_forgotten():
         assert len(picker._rings) <= 4096 + 500
 
 
-def test_endpoints_of_one_name_both_serve():
+def test_endpoints_with_equal_names_both_serve():
     """Two ports of one pod are two endpoints."""
     first = builders.candidate("pod")
     other = msgspec.structs.replace(

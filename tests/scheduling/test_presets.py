@@ -65,7 +65,7 @@ def text(rng, size):
 
 
 @pytest.mark.parametrize("size", [600, 2_000, 8_000, 32_000])
-def test_a_short_common_beginning_does_not_draw_all_traffic(size):
+def test_a_short_common_prefix_does_not_attract_all_traffic(size):
     """1000 prompts that share only their first block stay within 1.2 of an even spread."""
     fleet, rng = Fleet(), Random(3)
     common = text(rng, 256)
@@ -76,7 +76,7 @@ def test_a_short_common_beginning_does_not_draw_all_traffic(size):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
-def test_a_long_common_beginning_spreads_once_everybody_is_busy(share):
+def test_a_long_common_prefix_spreads_under_load(share):
     """A system prompt that all requests share is learned by all endpoints under load."""
     fleet, rng = Fleet(open_requests=256), Random(3)
     common = text(rng, int(8192 * share))
@@ -94,7 +94,7 @@ def test_a_burst_spreads_over_idle_endpoints_without_a_scrape():
     assert fleet.unevenness <= 1.5
 
 
-def test_a_burst_of_one_prompt_does_not_stay_on_one_endpoint():
+def test_a_burst_of_equal_prompts_spreads():
     """The same prompt 400 times at once reaches every endpoint, cached or not."""
     fleet, rng = Fleet(open_requests=1000), Random(4)
     prompt = text(rng, 8192)

@@ -88,12 +88,12 @@ def test_fallbacks_are_named_in_order():
     assert builders.names(profile().run(builders.context(), FLEET, count=5).endpoints) == ["b", "a"]
 
 
-def test_nobody_in_play_is_503():
+def test_no_candidates_is_503():
     """Without candidates there is nothing to filter."""
     assert profile().run(builders.context(), []) == no_endpoints()
 
 
-def test_nobody_left_is_429():
+def test_no_survivors_is_429():
     """Filters that remove all endpoints refuse the request.
 
     Source: docs/reference/protocol-conformance.md#point-73.
@@ -104,7 +104,7 @@ def test_nobody_left_is_429():
 @pytest.mark.parametrize(
     "answer", [ZeroDivisionError("the prompt"), None, builders.candidates({"z": {}})]
 )
-def test_broken_filter_passes_everybody(answer):
+def test_a_filter_that_raises_is_skipped(answer):
     """A filter that raises or brings in a stranger is skipped and named."""
     decision = run(filters=[Says(answer)])
     assert builders.names(decision.endpoints) == ["b"]
@@ -113,7 +113,7 @@ def test_broken_filter_passes_everybody(answer):
 
 
 @pytest.mark.parametrize("answer", [ZeroDivisionError("x"), [1.0], None, ["a", "b"]])
-def test_broken_scorer_is_left_out(answer):
+def test_a_scorer_that_raises_is_skipped(answer):
     """A scorer that raises or answers nonsense does not count, and the rest decides."""
     decision = run(scorers=((Says(answer), 9.0), (QueueScorer(), 1.0)))
     assert builders.names(decision.endpoints) == ["b"]
@@ -128,14 +128,14 @@ def test_degraded_names_the_exception_type():
 
 
 @pytest.mark.parametrize("answer", [ZeroDivisionError(), [], [2], [-1], [0, 0], [0, 1], None])
-def test_broken_picker_gives_way_to_the_fewest_in_flight(answer):
+def test_a_picker_that_raises_falls_back_to_the_fewest_in_flight(answer):
     """A pick that raises, is empty, double, too long or nobody falls back to the idlest."""
     decision = run(picker=Says(answer))
     assert builders.names(decision.endpoints) == ["a"]
     assert decision.degraded.startswith("picker says raised ")
 
 
-def test_every_fault_is_told():
+def test_every_plugin_error_is_reported():
     """Several broken plugins are all named."""
     broken = Says(ValueError())
     decision = run(filters=[broken], scorers=((broken, 1.0),), picker=broken)
@@ -165,7 +165,7 @@ def test_weights_are_finite_and_not_negative(weight):
         profile(scorers=((InFlight(), weight),))
 
 
-def test_catalogue_names_the_nearest_kind():
+def test_an_unknown_kind_names_the_nearest():
     """An unknown kind is an error that says where, what there is and what was likely meant."""
     assert registry.find(registry.SCORERS, "in-flight", where="x") is InFlight
     with pytest.raises(ConfigError, match=r"config\.yaml: .*did you mean queue-depth\?"):
@@ -195,7 +195,7 @@ class Wide(MaxScorePicker):
     max_num_of_endpoints: int = 2
 
 
-def test_plugins_leave_keys_and_answer_headers_in_the_decision():
+def test_decision_contains_plugin_keys_and_answer_headers():
     """What a plugin will remember the request by and tells the client stands in the decision."""
     scheduler_profile = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
     turn = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
@@ -204,7 +204,7 @@ def test_plugins_leave_keys_and_answer_headers_in_the_decision():
     assert decision.answer_headers == (("x-served-by", "a"),)
 
 
-def test_broken_keys_and_answers_are_left_out():
+def test_keys_that_raise_are_skipped():
     """A plugin that cannot say its keys costs only them."""
     decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(builders.context(), FLEET)
     assert decision.plugin_keys == {}
@@ -212,7 +212,7 @@ def test_broken_keys_and_answers_are_left_out():
     assert decision.degraded == "keys of says raised KeyError"
 
 
-def test_a_picker_may_ask_for_more_endpoints():
+def test_a_picker_may_widen_the_number_of_endpoints():
     """The larger of what the profile is asked for and what its picker was told counts."""
     decision = run(picker=Wide())
     assert builders.names(decision.endpoints) == ["b", "a"]

@@ -21,7 +21,7 @@ def picks(in_flight, *, others, matched=(0, 0, 0)):
     return [picks_by_position[n] for n in range(3)]
 
 
-def test_equals_with_many_more_requests_are_passed_over_beside_others():
+def test_overloaded_equal_candidates_are_skipped_beside_peers():
     """With 4 on average, an equal takes no more than 6 of ours."""
     first, second, third = picks([4, 6, 2], others=0.5)
     assert min(first, second, third) > 250
@@ -29,7 +29,7 @@ def test_equals_with_many_more_requests_are_passed_over_beside_others():
     assert (second, first + third) == (0, 1000)
 
 
-def test_the_best_of_equals_is_never_passed_over():
+def test_the_best_candidate_is_never_skipped():
     """However many it has."""
     first, second, third = picks([30, 32, 1], others=0.5)
     assert second == 0
@@ -39,6 +39,6 @@ def test_the_best_of_equals_is_never_passed_over():
 @pytest.mark.parametrize(
     "facts", [{"others": 0.0}, {"others": 0.5, "matched": (0, 64, 0)}], ids=["alone", "cached"]
 )
-def test_equals_are_equals_where_nobody_else_sends_or_some_hold_the_prompt(facts):
+def test_equal_candidates_are_kept_without_peers_or_with_cached_prompts(facts):
     """Requests of ours alone make nobody unequal, and a conversation stays where it was."""
     assert min(picks([3, 9, 2], **facts)) > 250

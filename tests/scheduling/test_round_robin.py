@@ -12,7 +12,7 @@ def walk(picker, candidates, steps, model="m"):
     return names
 
 
-def test_walk_follows_addresses_not_positions():
+def test_round_robin_follows_addresses():
     """The order is that of the addresses, however the candidates are listed."""
     forth = builders.candidates({"a": {}, "b": {}, "c": {}})
     picker = RoundRobin()
@@ -20,7 +20,7 @@ def test_walk_follows_addresses_not_positions():
     assert first + walk(picker, forth[::-1], 5) in "abcabcabc"
 
 
-def test_walk_goes_on_when_endpoints_come_and_go():
+def test_round_robin_continues_when_endpoints_change():
     """Losing an endpoint skips it; a new one is met in its place."""
     picker = RoundRobin()
     picker._last["m"] = "b:8000"
@@ -28,7 +28,7 @@ def test_walk_goes_on_when_endpoints_come_and_go():
     assert walk(picker, builders.candidates({"b": {}, "c": {}, "d": {}}), 3) == "bcd"
 
 
-def test_models_walk_apart():
+def test_models_have_separate_round_robin():
     """A request for one model does not move the walk of another."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")
@@ -36,7 +36,7 @@ def test_models_walk_apart():
     assert walk(picker, candidates, 1, model="x") != first
 
 
-def test_fallbacks_do_not_move_the_walk():
+def test_fallbacks_do_not_advance_round_robin():
     """Naming two endpoints still advances by one."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}, "c": {}})
     picker._last["m"] = "a:8000"
@@ -48,7 +48,7 @@ def test_fallbacks_do_not_move_the_walk():
     assert walk(picker, candidates, 1) == "c"
 
 
-def test_made_up_models_are_forgotten():
+def test_unknown_models_are_forgotten():
     """Memory of walks is bounded, whatever names clients make up."""
     picker, candidates = RoundRobin(max_models=3), builders.candidates({"a": {}})
     for i in range(10):
@@ -56,7 +56,7 @@ def test_made_up_models_are_forgotten():
     assert len(picker._last) == 3
 
 
-def test_a_dry_run_does_not_move_the_walk():
+def test_a_dry_run_does_not_advance_round_robin():
     """Only a request that was sent counts."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")

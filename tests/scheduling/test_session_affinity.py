@@ -48,7 +48,7 @@ def test_a_client_that_sends_its_token_back_stays(profile):
 
 
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
-def test_a_committed_session_stays_until_it_is_old(profile):
+def test_a_committed_session_stays_until_it_expires(profile):
     """A session sticks to where it was sent, as long as it is used every 300 seconds."""
     request = {"headers": {"x-session-id": "s1"}}
     first = decide(profile, **request)
@@ -63,7 +63,7 @@ def test_a_committed_session_stays_until_it_is_old(profile):
 
 
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
-def test_a_dry_run_binds_nobody(profile):
+def test_a_dry_run_binds_no_session(profile):
     """Deciding without committing leaves the session free."""
     request = {"headers": {"x-session-id": "s1"}}
     names = {
@@ -83,7 +83,7 @@ def test_the_first_source_that_is_set_names_the_session():
     assert decide(profile).plugin_keys == {}
 
 
-def test_plugins_with_different_sources_remember_apart():
+def test_plugins_with_different_sources_are_independent():
     """Two plugins of one profile do not take each other's sessions."""
     other = plugin(SessionAffinityFilter, **BY_ID, sessionIdConfig={"sources": [{"header": "x-b"}]})
     profile = SchedulerProfile(
@@ -93,7 +93,7 @@ def test_plugins_with_different_sources_remember_apart():
     assert sorted(decision.plugin_keys.values()) == ["one", "two"]
 
 
-def test_memory_is_bounded_by_number():
+def test_sessions_are_bounded_by_number():
     """Of too many sessions the longest unused is forgotten."""
     memory = session_affinity.SessionTable(10.0)
     memory.bind("first", "x:1", 0.0)
@@ -105,7 +105,7 @@ def test_memory_is_bounded_by_number():
     assert [memory.find(name, 1.0) for name in ("first", "0", "1")] == ["y:1", "", "x:1"]
 
 
-def test_memory_is_bounded_by_age():
+def test_sessions_are_bounded_by_age():
     """Sessions nobody used for long go when something is added."""
     memory = session_affinity.SessionTable(10.0)
     for now, session in enumerate("abca"):
@@ -115,20 +115,20 @@ def test_memory_is_bounded_by_age():
     assert len(memory) == 2
 
 
-def test_tokens_that_are_none_name_nobody():
+def test_invalid_tokens_are_ignored():
     """Whatever a client sends as a token, there is an answer."""
     for token in ("", "%%%", "YQ", "w6TDtsO8", "/w==", "é", "Lw=="):
         assert session_affinity.find_candidate(token, FLEET) == ""
 
 
 @pytest.mark.parametrize("source", [{}, {"header": "x", "attribute": "y"}])
-def test_a_source_is_one_thing(source):
+def test_a_source_has_exactly_one_location(source):
     """A source without a place, or with two, is refused."""
     with pytest.raises(msgspec.ValidationError, match="one of header and attribute"):
         msgspec.convert({"sources": [source]}, session_affinity.SessionId)
 
 
-def test_the_label_of_who_serves_is_told():
+def test_the_label_of_the_endpoint_is_a_response_header():
     """header-label-affinity stamps the answer unless told not to, and only where there is one."""
     labelled = builders.candidate("z", labels={"zone": "eu"}).endpoint
     scorer = HeaderLabelAffinityScorer(header_name="X-Zone", label_key="zone")
@@ -138,7 +138,7 @@ def test_the_label_of_who_serves_is_told():
     assert silent.answer_headers(builders.context(), labelled) == ()
 
 
-def test_a_decision_without_keys_binds_nobody():
+def test_a_decision_without_keys_binds_no_session():
     """A decision made without this plugin, such as a rescue, is no reason to fail."""
     scorer = plugin(SessionAffinityScorer, **BY_ID)
     scorer.on_committed(Decision(builders.context().request, [FLEET[0].endpoint]), 1.0)

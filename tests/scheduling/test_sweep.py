@@ -109,7 +109,7 @@ def check(profile, outcome, there, count):
     facts=turns,
     count=st.sampled_from((1, 3)),
 )
-def test_any_pool_gets_a_decision_or_a_refusal(name, kinds, size, facts, count):
+def test_any_pool_gets_a_decision_or_a_rejection(name, kinds, size, facts, count):
     """Never somebody who is no candidate, never an exception, never a degraded decision."""
     there, turn = crowd(kinds, size), builders.context(**facts)
     profile = PROFILES[name]
@@ -146,7 +146,7 @@ def without(missing, size):
 
 @pytest.mark.parametrize("missing", [*METRICS, "everything"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_metric_costs_nobody_a_request(name, missing):
+def test_a_missing_metric_rejects_no_request(name, missing):
     """Whatever all pages lack, a pool of any size serves."""
     profile = PROFILES[name]
     for size in SIZES:

@@ -29,7 +29,7 @@ def test_the_request_is_a_plain_get():
     assert request.endswith(b"\r\n\r\n")
 
 
-def test_the_connection_is_kept(run, http):
+def test_the_connection_is_reused(run, http):
     """Many pages come over one connection."""
 
     async def scene():
@@ -42,7 +42,7 @@ def test_the_connection_is_kept(run, http):
     assert run(scene()) == ([http.PAGE] * 5, 1)
 
 
-def test_a_kept_connection_the_server_closed_is_replaced_at_once(run, http):
+def test_a_closed_connection_is_replaced_at_once(run, http):
     """A server that closes after each answer costs a connection, not a page."""
 
     async def scene():
@@ -121,7 +121,7 @@ def test_a_body_that_stops_halfway_times_out(run, http):
     assert run(scene()) == client.FetchFailed("timeout")
 
 
-def test_nobody_listening_is_refused(run):
+def test_a_closed_port_is_refused(run):
     """A closed port is told from a silent one."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -143,7 +143,7 @@ def test_a_page_over_the_cap_is_a_failure(run, http):
     assert run(scene()) == client.FetchFailed("too large")
 
 
-def test_bytes_nobody_asked_for_end_the_connection(run, http):
+def test_unexpected_bytes_end_the_connection(run, http):
     """An answer with more behind it is taken, and its connection is not used again."""
 
     async def scene():

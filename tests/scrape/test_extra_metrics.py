@@ -53,7 +53,7 @@ def test_values_of_matching_samples_are_summed():
     }
 
 
-def test_a_label_can_hold_the_value():
+def test_a_selector_reads_a_label():
     """A selector with brackets reads the number of a label."""
     assert read(tier="cache_info[tier]", size="cache_info{tier=1}[size]") == {
         "tier": 1.0,

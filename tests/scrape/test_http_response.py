@@ -61,7 +61,7 @@ def test_a_body_without_length_ends_with_the_connection():
         (b"x" * 20_000, "not HTTP"),
     ],
 )
-def test_what_is_no_page_is_said_so(wire, failure):
+def test_invalid_responses_have_a_reason(wire, failure):
     """Each way of not being a page has its reason, and ends the connection."""
     answer = fed(wire)
     assert (answer.done, answer.failure, answer.reusable) == (True, failure, False)
@@ -82,7 +82,7 @@ def test_a_connection_that_ends_early_is_a_failure(wire):
         OK + b"connection: close\r\ncontent-length: 5\r\n\r\nhello",
     ],
 )
-def test_a_connection_is_not_kept_when_its_end_is_unsure(wire):
+def test_a_connection_with_an_uncertain_end_is_not_reused(wire):
     """Extra bytes, HTTP/1.0 and `close` give the page but not the connection."""
     answer = fed(wire)
     assert (answer.body, answer.reusable) == (b"hello", False)

@@ -23,7 +23,7 @@ def read(*lines, **options) -> Load:
     return load
 
 
-def test_a_real_page_is_read_whole():
+def test_a_real_page_is_read_completely():
     """Every field of a real vLLM 0.32 page is found."""
     assert metrics_page.read(LORA, 7.0) == Load(
         at=7.0,
@@ -133,7 +133,7 @@ def test_114_adapter_lists_are_split_and_trimmed():
     assert load.adapter_slots == 8
 
 
-def test_label_values_may_hold_anything():
+def test_label_values_may_contain_any_text():
     """Braces, commas, quotes, hashes and spaces inside label values mislead nobody."""
     nasty = r"x} 9 # {y=\"1\"},num_gpu_blocks=\"7\", max_lora=\\"
     load = read(
@@ -176,7 +176,7 @@ def test_label_values_may_hold_anything():
         ),
     ],
 )
-def test_115_engines_are_recognised_by_their_names(lines, expected):
+def test_115_engines_are_recognized_by_metric_names(lines, expected):
     """Checklist 115: SGLang, TensorRT-LLM, Triton and older vLLM names work without a label."""
     load = read(*lines)
     assert (load.engine, load.waiting, load.running, load.kv_usage) == expected
@@ -189,13 +189,13 @@ def test_115_the_engine_label_is_tried_first():
     assert read(*lines, engine_type="sglang").waiting == 2.0
 
 
-def test_115_a_wrong_engine_label_does_not_blind():
+def test_115_a_wrong_engine_label_falls_back():
     """A label whose names the page does not have falls back to what it has."""
     load = read("sglang:num_queue_reqs 2", engine_type="vllm")
     assert (load.engine, load.waiting) == ("sglang", 2.0)
 
 
-def test_sglang_tells_its_work_by_mode():
+def test_sglang_tokens_are_counted_by_mode():
     """Tokens computed and decoded so far are one family; prompt tokens are of finished requests."""
     totals = read(
         "sglang:prompt_tokens_total 900",
@@ -215,14 +215,14 @@ def test_sglang_capacity_is_read_from_labels_or_gauges():
     assert (old.kv_blocks, old.block_tokens) == (new.kv_blocks, new.block_tokens) == (9, 4)
 
 
-def test_116_a_missing_metric_does_not_block_the_others():
+def test_116_a_missing_metric_does_not_affect_others():
     """Checklist 116: what is missing is None, what is there is read."""
     load = read("vllm:kv_cache_usage_perc 0.5")
     assert (load.kv_usage, load.waiting, load.running) == (0.5, None, None)
 
 
 @pytest.mark.parametrize("garbage", ["NaN", "+Inf", "-1", "1_0", "0x1", "many", '{a="b', "1e999"])
-def test_116_garbage_on_one_line_costs_only_that_value(garbage):
+def test_116_garbage_on_a_line_affects_only_its_value(garbage):
     """A value that is no count is unknown; its neighbours are read."""
     load = read(f"vllm:num_requests_waiting {garbage}", "vllm:num_requests_running 2")
     assert (load.waiting, load.running) == (None, 2.0)
@@ -251,7 +251,7 @@ def test_data_parallel_counts_are_summed_and_shares_averaged():
     assert (load.kv_blocks, load.block_tokens) == (150, 16)
 
 
-def test_one_garbled_rank_makes_the_sum_unknown():
+def test_a_garbled_rank_makes_the_sum_unknown():
     """A sum with an unknown addend is unknown, not smaller."""
     load = read(
         'vllm:num_requests_waiting{engine="0"} 3', 'vllm:num_requests_waiting{engine="1"} ?'
@@ -259,14 +259,14 @@ def test_one_garbled_rank_makes_the_sum_unknown():
     assert load.waiting is None
 
 
-def test_pages_of_ranks_put_together_are_summed():
+def test_joined_pages_of_ranks_are_summed():
     """A proxy that joins the pages of its ranks loses none of them."""
     twice = metrics_page.read(LORA + LORA, 7.0)
     assert isinstance(twice, Load)
     assert (twice.prefix_hits, twice.kv_blocks) == (2 * 46944.0, 512)
 
 
-def test_names_that_begin_alike_are_not_confused():
+def test_names_with_a_common_prefix_are_distinct():
     """num_requests_waiting_by_reason is not num_requests_waiting."""
     load = read(
         'vllm:num_requests_waiting_by_reason{reason="capacity"} 8',
@@ -276,7 +276,7 @@ def test_names_that_begin_alike_are_not_confused():
     assert load.waiting == 1.0
 
 
-def test_line_ends_exemplars_and_time_stamps_are_passed_over():
+def test_line_ends_exemplars_and_timestamps_are_ignored():
     """Carriage returns, OpenMetrics exemplars and time stamps do not spoil a value."""
     load = read(
         "vllm:num_requests_waiting 1\r",
@@ -286,7 +286,7 @@ def test_line_ends_exemplars_and_time_stamps_are_passed_over():
     assert (load.waiting, load.prefix_hits, load.running) == (1.0, 5.0, 2.0)
 
 
-def test_a_page_of_an_unknown_engine_says_nothing():
+def test_a_page_of_an_unknown_engine_gives_an_unknown_load():
     """Valid text of no known engine is a load that knows nothing."""
     assert metrics_page.read(b"# HELP go x\ngo_goroutines 7\n", 7.0) == Load(at=7.0)
 
@@ -294,7 +294,7 @@ def test_a_page_of_an_unknown_engine_says_nothing():
 @pytest.mark.parametrize(
     "body", [b"", b"\n\n", b"# HELP a b\n", b"<html>404</html>", b"\x00\xff\x89PNG", b'{"a": 1}']
 )
-def test_what_is_no_metrics_page_is_said_so(body):
+def test_invalid_pages_have_a_reason(body):
     """Empty, HTML, JSON and binary bodies are a value with a reason."""
     result = metrics_page.read(body, 7.0)
     assert isinstance(result, metrics_page.UnreadablePage)
@@ -347,7 +347,7 @@ def test_any_label_value_round_trips(counts, text):
     assert load.adapters == {name for part in text.split(",") if (name := part.strip())}
 
 
-def test_the_table_names_each_engine_once():
+def test_the_table_lists_every_engine_once():
     """Every type label of the checklist has its row."""
     labels = [engine.type_label for engine in engines.TABLE]
     assert sorted(labels) == ["sglang", "triton", "triton-tensorrt-llm", "trtllm-serve", "vllm"]
@@ -365,7 +365,7 @@ def test_the_table_names_each_engine_once():
         b"a" * 1_000_000,
     ],
 )
-def test_a_page_made_to_be_slow_is_not(body):
+def test_hostile_pages_are_read_in_linear_time(body):
     """Time grows with the length of a page, not with its square: these would take minutes."""
     assert isinstance(metrics_page.read(body, 7.0), Load | metrics_page.UnreadablePage)
 
@@ -415,7 +415,7 @@ def test_a_sum_beyond_its_range_is_unknown():
     assert load.waiting is None
 
 
-def test_long_and_numerous_adapter_names_are_left_out():
+def test_long_and_numerous_adapter_names_are_dropped():
     """An adapter name has at most 512 bytes, and a label at most 4096 names."""
     load = read('vllm:lora_requests_info{running_lora_adapters="a,' + "b" * 513 + '"} 1')
     assert load.adapters == {"a"}

@@ -64,7 +64,7 @@ class Engine:
         return self.lists
 
 
-def test_a_new_endpoint_is_asked_with_its_first_scrape_and_then_seldom():
+def test_a_new_endpoint_is_polled_at_once_and_then_rarely():
     """Once at once, then once an interval, however often loads are scraped."""
 
     async def scene():
@@ -81,7 +81,7 @@ def test_a_new_endpoint_is_asked_with_its_first_scrape_and_then_seldom():
     asyncio.run(scene())
 
 
-def test_never_means_never():
+def test_a_disabled_poller_never_polls():
     """Without an interval nobody is asked."""
 
     async def scene():
@@ -96,7 +96,7 @@ def test_never_means_never():
     "failure",
     [client.FetchFailed("status 404"), client.FetchFailed("timeout"), b"<html>", b'{"data": []}'],
 )
-def test_a_failed_list_leaves_what_is_known_and_is_tried_again_sooner(failure):
+def test_a_failed_poll_keeps_the_models_and_retries_sooner(failure):
     """After 2, 4, 8 s and at last every interval; the names stay."""
 
     async def scene():
@@ -116,7 +116,7 @@ def test_a_failed_list_leaves_what_is_known_and_is_tried_again_sooner(failure):
     asyncio.run(scene())
 
 
-def test_an_endpoint_that_never_listed_anything_stays_unknown():
+def test_an_endpoint_without_a_model_list_stays_unknown():
     """No list is not an empty list."""
 
     async def scene():
@@ -129,7 +129,7 @@ def test_an_endpoint_that_never_listed_anything_stays_unknown():
 
 
 @pytest.mark.parametrize("reason", sorted(scraper.UNREACHABLE))
-def test_who_cannot_be_reached_is_not_asked_for_more(reason):
+def test_an_unreachable_endpoint_is_not_polled(reason):
     """A refused or hung scrape is not followed by a second one."""
 
     async def scene():
@@ -142,7 +142,7 @@ def test_who_cannot_be_reached_is_not_asked_for_more(reason):
     asyncio.run(scene())
 
 
-def test_a_restarted_engine_is_asked_at_once():
+def test_a_restarted_engine_is_polled_at_once():
     """Another process may serve other models."""
 
     async def scene():
@@ -157,7 +157,7 @@ def test_a_restarted_engine_is_asked_at_once():
     asyncio.run(scene())
 
 
-def test_requests_for_unlisted_models_hurry_the_next_list():
+def test_requests_for_unlisted_models_trigger_a_poll():
     """Once after each such request, and never within 5 s of the last list."""
 
     async def scene():
@@ -175,7 +175,7 @@ def test_requests_for_unlisted_models_hurry_the_next_list():
     asyncio.run(scene())
 
 
-def test_models_are_asked_for_on_the_port_that_serves():
+def test_models_are_polled_on_the_serving_port():
     """A metrics-port label moves the metrics only; both connections are closed at the end."""
 
     async def scene():
@@ -191,7 +191,7 @@ def test_models_are_asked_for_on_the_port_that_serves():
     asyncio.run(scene())
 
 
-def test_a_list_that_outlives_its_endpoint_is_dropped():
+def test_a_model_list_of_a_removed_endpoint_is_dropped():
     """Names of an earlier life are not those of the new one."""
     held = store.PoolStore(lambda _: None)
     held.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
@@ -202,7 +202,7 @@ def test_a_list_that_outlives_its_endpoint_is_dropped():
     assert held.pool.members[0].models is None
 
 
-def test_waits_are_spread():
+def test_poll_intervals_have_jitter():
     """Ten engines that start together are not asked together for ever."""
     rng = random.Random(1)
     waits = [

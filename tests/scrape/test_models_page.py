@@ -34,7 +34,7 @@ def test_vllm_lists_base_and_adapters():
 
 
 @pytest.mark.parametrize("parent", ["", "m", 3, [], {}])
-def test_a_parent_that_is_none_of_another_model_makes_no_adapter(parent):
+def test_an_invalid_parent_is_no_adapter(parent):
     """Engines put other things into `parent`, such as nothing, or the model itself."""
     assert models_page.read(page({"id": "m", "parent": parent})) == ServedModels(frozenset({"m"}))
 
@@ -55,12 +55,12 @@ def test_a_parent_that_is_none_of_another_model_makes_no_adapter(parent):
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_whole_list_is_none(content):
+def test_an_invalid_list_is_unknown(content):
     """A page that is not understood whole leaves the models unknown."""
     assert models_page.read(content) is None
 
 
-def test_an_empty_list_says_nothing():
+def test_an_empty_list_is_unknown():
     """An engine that lists no model is not kept from all traffic."""
     assert models_page.read(page()) is None
 
@@ -84,7 +84,7 @@ def test_any_bytes_are_read(content):
     models_page.read(content)
 
 
-def test_what_a_parent_is_made_of_is_not_built():
+def test_a_parent_of_another_type_is_ignored():
     """A parent of another type makes no adapter, whatever it holds; one of broken text no list."""
     objects = b"[" + b"{}," * 300_000 + b"{}]"
     content = b'{"data":[{"id":"m","parent":%b}]}' % objects

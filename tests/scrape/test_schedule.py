@@ -29,7 +29,7 @@ def wait(
     )
 
 
-def test_fast_where_traffic_goes_slow_where_not():
+def test_busy_endpoints_are_scraped_fast_and_idle_ones_slow():
     """A busy endpoint is asked every fast interval, an idle one every slow one."""
     assert wait(busy=True, busy_endpoints=1) == 0.2
     assert wait() == 2.0
@@ -64,7 +64,7 @@ def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, 
     assert 0.0 < schedule.align_to_tick(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
 
 
-def test_a_refused_endpoint_is_scraped_no_later_than_any_other_failing_one():
+def test_a_refused_endpoint_is_scraped_no_later_than_other_failing_ones():
     """Shorter caps hold for refused endpoints too, and a large fleet stretches their wait."""
     short = schedule.ScrapeSchedule(jitter=0.0, slow_s=1.0, backoff_cap_s=0.5)
     assert wait(short, failures=9, refused=True) == 0.5
@@ -81,7 +81,7 @@ def test_a_refused_endpoint_is_scraped_no_later_than_any_other_failing_one():
     refused=st.booleans(),
     seed=st.integers(),
 )
-def test_the_jitter_stays_in_its_share(
+def test_jitter_stays_within_its_ratio(
     busy, busy_endpoints, idle_endpoints, failures, refused, seed
 ):
     """Every wait is within ten per cent of the wait without jitter, and above zero."""

@@ -87,7 +87,7 @@ class Scene:
         return self.fleet.pool.members[at].load
 
 
-def test_a_page_reaches_the_fleet_with_its_time():
+def test_a_page_reaches_the_store_with_its_time():
     """A step hands over the load, timed at its arrival, and says so."""
 
     async def scene():
@@ -99,7 +99,7 @@ def test_a_page_reaches_the_fleet_with_its_time():
     asyncio.run(scene())
 
 
-def test_the_mark_is_taken_before_the_request():
+def test_the_scrape_token_is_taken_before_the_request():
     """Requests of ours that start while the page is on its way are not foreign work."""
 
     async def scene():
@@ -217,7 +217,7 @@ def test_traffic_sets_the_pace():
     asyncio.run(scene())
 
 
-def test_one_that_hangs_delays_no_other():
+def test_a_hanging_endpoint_delays_no_other():
     """While one endpoint never answers, the other is scraped again and again."""
 
     async def scene():
@@ -256,7 +256,7 @@ def test_the_loops_follow_the_endpoint_set():
     asyncio.run(scene())
 
 
-def test_a_new_life_or_new_labels_get_a_new_loop():
+def test_a_new_incarnation_or_new_labels_restart_the_loop():
     """An address that left and came back, or moved its metrics port, is started afresh."""
 
     async def scene():
@@ -279,7 +279,7 @@ def test_a_new_life_or_new_labels_get_a_new_loop():
     asyncio.run(scene())
 
 
-def test_a_scrape_that_outlives_its_endpoint_is_dropped():
+def test_a_scrape_of_a_removed_endpoint_is_dropped():
     """A load of an earlier life is never charged to the new one."""
 
     async def scene():
@@ -320,7 +320,7 @@ def test_real_engines_are_scraped_over_sockets(http):
 
 
 @pytest.mark.parametrize(("reason", "longest_s"), [("refused", 2.0), ("timeout", 11.0)])
-def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
+def test_a_refused_endpoint_is_scraped_again_within_two_seconds_of_recovery(reason, longest_s):
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
 
     async def scene():
@@ -350,7 +350,7 @@ def poisoned(fleet_):
     fleet_.observe = raising
 
 
-def test_one_page_that_makes_us_raise_stops_no_other_endpoint(caplog):
+def test_a_page_that_raises_stops_no_other_endpoint(caplog):
     """Its load ages as if it did not answer; the others are scraped on, and it heals."""
 
     async def scene():
@@ -375,7 +375,7 @@ def test_one_page_that_makes_us_raise_stops_no_other_endpoint(caplog):
     assert len([line for line in caplog.messages if "OverflowError" in line]) == 1
 
 
-def test_a_fact_that_nobody_can_take_stops_no_scraping():
+def test_a_callback_that_raises_stops_no_scraping():
     """What is told of scrapes may raise; scraping goes on after a pause."""
 
     async def no_pause(_):
@@ -396,7 +396,7 @@ def test_a_fact_that_nobody_can_take_stops_no_scraping():
 
 
 @pytest.mark.parametrize("extra_bytes", [0, 1])
-def test_a_long_page_is_read_beside_the_event_loop(monkeypatch, extra_bytes):
+def test_a_large_page_is_read_in_a_thread(monkeypatch, extra_bytes):
     """One that takes longer than the loop may be held is read by a thread, and reads alike."""
     line = b"vllm:num_requests_waiting 3\n"
     padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)

@@ -16,7 +16,7 @@ from tests.e2e import http1
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
-def test_pages_name_no_software():
+def test_pages_do_not_name_the_server_software():
     """No answer, be it a page, a 404 or one to what is no HTTP, has a Server header."""
 
     async def test() -> None:
@@ -42,7 +42,7 @@ def test_pages_name_no_software():
     asyncio.run(test())
 
 
-def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path, capsys):
+def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
     """Metrics and probes stay open; the rest wants the token, which pickers send each other."""
 
     async def test() -> None:
@@ -149,7 +149,7 @@ def refusal(path, *, remote, token="", authorization=""):
 
 
 @pytest.mark.parametrize("remote", ["10.0.0.7", "::ffff:10.0.0.7", "10.0.0.8", "fd00::1", ""])
-def test_access_without_a_token_is_for_this_machine_and_peers(remote):
+def test_access_without_a_token_is_for_loopback_and_peers(remote):
     """Others read metrics and probes, and peers what pickers exchange."""
     for path in ("/metrics", "/healthz", "/readyz"):
         assert refusal(path, remote=remote) is None
@@ -162,7 +162,7 @@ def test_access_without_a_token_is_for_this_machine_and_peers(remote):
 
 
 @pytest.mark.parametrize("remote", ["127.0.0.1", "10.0.0.7", "10.0.0.8"])
-def test_access_with_a_token_is_for_whoever_has_it(remote):
+def test_access_with_a_token_requires_it_from_any_address(remote):
     """No address stands in for it."""
     for path in PAGES:
         assert refusal(path, remote=remote, token="s3cret") == 401

@@ -6,7 +6,7 @@ from tests.support.pool_fixture import House
 HEADERS = {**ext_proc_script.PLAIN, "x-request-id": "id-7"}
 
 
-def test_a_decision_is_kept_with_what_came_of_it():
+def test_a_decision_is_recorded_with_its_result():
     """The ring knows a routed request by its id, and its status once the stream ends."""
 
     async def test() -> None:
@@ -27,7 +27,7 @@ def test_a_decision_is_kept_with_what_came_of_it():
     serving.run(test())
 
 
-def test_the_short_form_is_put_on_the_answer_when_asked_for():
+def test_the_decision_header_is_added_when_enabled():
     """With decisions.header the answer says who was chosen and why."""
 
     async def test() -> None:

@@ -45,7 +45,7 @@ class Writing(Context):
         await self.written
 
 
-async def test_an_answer_that_is_being_said_is_said_before_the_end():
+async def test_a_write_in_progress_completes_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         context = Writing()
@@ -61,7 +61,7 @@ async def test_an_answer_that_is_being_said_is_said_before_the_end():
         assert (counters.streams["ok"], counters.streams_open) == (1, 0)
 
 
-async def test_a_write_under_way_is_left_to_end_by_itself():
+async def test_a_write_in_progress_is_not_cancelled():
     """When the client leaves, gRPC would lose memory for good with each write that is cancelled."""
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         context = Writing()
@@ -78,7 +78,7 @@ async def test_a_write_under_way_is_left_to_end_by_itself():
         assert (counters.streams["cancelled"], counters.streams_open) == (1, 0)
 
 
-async def test_a_reset_behind_the_last_message_cancels_the_handler():
+async def test_a_reset_after_the_last_message_cancels_the_handler():
     """A status that is sent to a client that left would cost memory in gRPC for good."""
     async with serving.serving(House({})) as scene:
         context = Context()
@@ -93,7 +93,7 @@ async def test_a_reset_behind_the_last_message_cancels_the_handler():
         assert (counters.streams["cancelled"], counters.streams_open) == (1, 0)
 
 
-async def test_a_read_under_way_is_left_to_end_by_itself():
+async def test_a_read_in_progress_is_not_cancelled():
     """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
     async with serving.serving(House({})) as scene:
         context = Context()
@@ -120,7 +120,7 @@ async def open_streams(scene, count):
     return streams
 
 
-async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
+async def test_the_last_stream_of_a_connection_ends_last():
     """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         undecided, *others = await open_streams(scene, 3)
@@ -182,7 +182,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
         assert scene.servicer.shared.observer.counters.exceptions.total() == 1
 
 
-async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
+async def test_servicer_ends_a_stream_with_internal_during_the_response(monkeypatch):
     """A response that cannot be gone on with is broken off; its data plane decides what then."""
     fail_at(monkeypatch, MessageKind.RESPONSE_BODY)
     house = House({ext_proc_script.ADDRESS: None})
@@ -198,7 +198,7 @@ async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monk
         assert house.in_flight == 0
 
 
-async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
+async def test_servicer_rejects_only_streams_above_max_streams():
     """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=2) as scene:

@@ -29,7 +29,7 @@ async def test_a_request_waits_for_the_first_endpoint():
     assert place.gate.outcomes == {"dispatched": 1}
 
 
-async def test_a_gateway_s_own_choice_does_not_wait():
+async def test_a_subset_hint_without_endpoints_is_not_queued():
     """A subset hint that nobody fits is 503 at once, as the protocol has it."""
     place = Place()
     body = b'{"model": "m", "prompt": "x"}'
@@ -38,7 +38,7 @@ async def test_a_gateway_s_own_choice_does_not_wait():
     assert place.house.dispatcher.decide(prepared, place.now) == no_endpoints()
 
 
-async def test_held_requests_are_spread_over_what_comes():
+async def test_queued_requests_are_spread_over_new_endpoints():
     """A new endpoint is not flooded: it gets what it can begin within the limit."""
     place = Place()
     # 100 us for each of 4000 tokens: two fill the half second of an endpoint.
@@ -56,7 +56,7 @@ async def test_held_requests_are_spread_over_what_comes():
     place.gate.close()
 
 
-async def test_busy_endpoints_are_waited_for():
+async def test_a_request_waits_for_a_busy_endpoint():
     """An engine with requests in front is busy until a scrape says otherwise."""
     place = Place(A)
     place.load(A, waiting=20, running=8, kv_usage=0.9)
@@ -69,7 +69,7 @@ async def test_busy_endpoints_are_waited_for():
     assert isinstance(granted, Admission)
 
 
-async def test_without_a_scrape_nobody_is_busy():
+async def test_without_a_scrape_no_endpoint_is_busy():
     """A late scrape never turns into an outage."""
     place = Place(A)
     place.load(A, waiting=20, running=8)
@@ -77,7 +77,7 @@ async def test_without_a_scrape_nobody_is_busy():
     assert isinstance(place.ask(), Decision)
 
 
-async def test_waits_end_at_their_deadline():
+async def test_queued_requests_are_rejected_at_their_deadline():
     """503 while there is no endpoint, 429 while all are busy; the header may ask for less."""
     place = Place(empty_timeout_s=5, timeout_s=3)
     empty, short = place.ask(), place.ask(x_extproc_queue_timeout_ms="1000")
@@ -100,14 +100,14 @@ async def test_waits_end_at_their_deadline():
     assert place.gate.outcomes["expired"] == 2
 
 
-async def test_no_time_is_no_wait():
+async def test_a_zero_timeout_is_not_queued():
     """A timeout of nothing answers at once."""
     rejection = Place(empty_timeout_s=0).ask()
     assert isinstance(rejection, Rejection)
     assert rejection.status == 503
 
 
-async def test_a_client_that_leaves_is_gone_at_once():
+async def test_a_disconnected_client_leaves_the_queue_at_once():
     """Waiting or just granted: nothing stays charged or kept."""
     place = Place()
     first, second = place.ask(), place.ask()
@@ -138,7 +138,7 @@ async def test_priorities_displace_and_overtake():
     assert order == ["vip", "first"]
 
 
-async def test_the_end_of_the_picker_ends_waits():
+async def test_shutdown_rejects_queued_requests():
     """503 with the reason, for who waits and who comes."""
     place = Place()
     held = place.ask()
@@ -169,7 +169,7 @@ async def test_a_header_that_is_no_number_counts_as_absent():
     assert held.waiter.slo_s == math.inf
 
 
-async def test_promises_end_with_the_wait():
+async def test_pending_load_ends_with_the_wait():
     """What a request that waits will hold counts while it waits, however that ends."""
     place = Place(A, B, profile="adaptive", timeout_s=5)
     for address in (A, B):
@@ -190,7 +190,7 @@ async def test_promises_end_with_the_wait():
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
-async def test_promises_end_with_a_refusal():
+async def test_pending_load_ends_with_a_rejection():
     """A request that waited too long holds nothing of the endpoint it waited for."""
     place = Place(A, B, profile="adaptive", timeout_s=5)
     for address in (A, B):
@@ -204,7 +204,7 @@ async def test_promises_end_with_a_refusal():
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
-async def test_other_settings_are_gone_by():
+async def test_new_settings_apply_to_queued_requests():
     """Limits that stay keep what was taken; headers and half-life are the new ones."""
     limited = {"limit": RateLimit(requests_per_s=0.1, burst_s=10.0)}
     place = Place(A, **limited)
@@ -222,7 +222,7 @@ async def test_other_settings_are_gone_by():
     assert place.gate.reserve(prepared, place.now).charge is None
 
 
-async def test_what_an_answer_used_counts_in_place_of_the_estimate():
+async def test_usage_replaces_the_estimate():
     """Turns follow the difference, so that the prompt counts once."""
     place = Place(A)
     body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'

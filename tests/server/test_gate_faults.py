@@ -12,7 +12,7 @@ class BrokenError(Exception):
     """A bug."""
 
 
-async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
+async def test_a_decision_that_raises_is_answered_and_blocks_no_other(caplog):
     """The request goes where the rescue says, those behind it as always, and the log says it once."""
     place = Place()
     held = [place.ask() for _ in range(4)]
@@ -38,7 +38,7 @@ async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
     assert len(caplog.records) == 1
 
 
-async def test_a_grant_that_fails_is_answered_500():
+async def test_a_dispatch_that_raises_is_answered_500():
     """Whatever raises between decision and answer; nothing stays charged, and the next one goes."""
     place = Place()
     first, second = place.ask(), place.ask()
@@ -60,7 +60,7 @@ async def test_a_grant_that_fails_is_answered_500():
     assert place.gate.queue.count == 0
 
 
-async def test_a_pump_that_fails_is_tried_again(caplog):
+async def test_a_pump_that_raises_is_retried(caplog):
     """It is counted each time and logged once, and those who wait are looked at again."""
     place = Place()
     held = place.ask()
@@ -83,7 +83,7 @@ async def test_a_pump_that_fails_is_tried_again(caplog):
     place.gate.close()
 
 
-async def test_a_request_that_could_not_begin_to_wait_is_gone():
+async def test_a_request_that_raises_while_queued_is_removed():
     """An exception while it joins leaves nothing in the queue."""
     place = Place()
 
@@ -110,7 +110,7 @@ async def test_a_request_that_was_cancelled_is_not_charged():
     assert place.house.in_flight == 0
 
 
-async def test_a_client_that_leaves_is_waited_for_by_nobody():
+async def test_a_disconnected_client_is_not_awaited():
     """Whatever awaits its answer ends."""
     place = Place()
     held = place.ask()

@@ -9,7 +9,7 @@ from tests.server.gate_scene import A, B, Place, answered
 from tests.support.virtual_loop import VirtualLoop
 
 
-async def test_many_go_in_turns_of_the_loop():
+async def test_many_requests_are_dispatched_over_several_loop_iterations():
     """Thousands are released without holding up everybody else for long."""
     place = Place()
     held = [place.ask(tokens=1) for _ in range(400)]
@@ -21,7 +21,7 @@ async def test_many_go_in_turns_of_the_loop():
     assert place.gate.outcomes["dispatched"] == 400
 
 
-async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
+async def test_a_pump_is_short_with_slow_decisions():
     """A pump stops after some ms and goes on with the next turn, where it stopped."""
     place = Place()
     held = [place.ask(tokens=1) for _ in range(20)]
@@ -40,7 +40,7 @@ async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
     assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
 
 
-async def test_many_names_take_one_decision_of_a_pump():
+async def test_many_models_take_a_single_decision_of_a_pump():
     """All that wait for the same endpoints are held up together, whatever they ask for."""
     place = Place(A, B)
     for address in (A, B):
@@ -60,7 +60,7 @@ async def test_many_names_take_one_decision_of_a_pump():
     place.gate.close()
 
 
-async def test_thousands_of_deadlines_end_in_turns_of_the_loop():
+async def test_thousands_of_deadlines_expire_over_several_loop_iterations():
     """Those that are over at once are refused some at a time, and all of them."""
     place = Place(empty_timeout_s=5)
     held = [place.ask(tokens=1) for _ in range(400)]
@@ -126,7 +126,7 @@ def in_virtual_time(test):
         runner.run(test(loop))
 
 
-def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
+def test_capacity_during_a_sweep_goes_to_the_first_in_order():
     """A sweep over many turns of the loop begins anew after its end, without another event."""
 
     async def test(loop):
@@ -141,7 +141,7 @@ def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
     in_virtual_time(test)
 
 
-def test_a_sweep_of_many_turns_leaves_half_of_the_time_to_others():
+def test_a_long_sweep_takes_at_most_half_of_the_time():
     """Others have as much time as looks take, although each of their turns is short."""
 
     async def test(loop):
@@ -155,7 +155,7 @@ def test_a_sweep_of_many_turns_leaves_half_of_the_time_to_others():
     in_virtual_time(test)
 
 
-def test_events_without_end_leave_half_of_the_time_to_others():
+def test_endless_events_take_at_most_half_of_the_time():
     """Each event asks for a sweep, which takes less than a turn may: they wait for the rest."""
 
     async def test(loop):
@@ -173,7 +173,7 @@ def test_events_without_end_leave_half_of_the_time_to_others():
     in_virtual_time(test)
 
 
-def test_timers_leave_half_of_the_time_to_others():
+def test_timers_take_at_most_half_of_the_time():
     """An endpoint that is believed free each moment is no reason to look without a rest."""
 
     async def test(loop):
@@ -202,7 +202,7 @@ def test_a_short_pump_is_followed_at_once():
     in_virtual_time(test)
 
 
-def test_a_clock_that_leaps_does_not_stop_the_pump():
+def test_a_clock_jump_does_not_stop_the_pump():
     """Whatever a pump seems to have taken, the next one comes in a moment."""
 
     async def test(loop):

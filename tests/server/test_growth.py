@@ -31,7 +31,7 @@ async def grown(step):
 
 
 @pytest.mark.parametrize("kind", soak_kinds.KINDS)
-async def test_hostile_requests_leave_nothing(kind):
+async def test_hostile_requests_leave_no_memory(kind):
     """Whatever clients put into requests is forgotten with them."""
     core = soak.Core(soak.settings(engines=2, decisions=10))
     await core.picker.sync()

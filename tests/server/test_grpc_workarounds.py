@@ -33,7 +33,7 @@ async def begun(calls, count):
             await asyncio.sleep(0)
 
 
-async def test_reads_follow_each_other(calls):
+async def test_reads_are_sequential(calls):
     """Each await is one read, and gives what it read."""
     operations = calls.operations()
 
@@ -47,7 +47,7 @@ async def test_reads_follow_each_other(calls):
     assert await task == [0, 1, 2]
 
 
-async def test_a_read_that_raises(calls):
+async def test_a_read_that_raises_propagates(calls):
     """What a read raises reaches whoever awaits it."""
     task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)
@@ -74,7 +74,7 @@ async def test_cancelling_waits_for_the_read(calls):
         await task
 
 
-async def test_cancelling_breaks_a_read_that_would_not_end(calls):
+async def test_cancelling_ends_a_read_that_would_not_end(calls):
     """Where the call goes on, nothing else would end the read."""
     calls.breaking = True
     task = asyncio.ensure_future(once(calls))
@@ -85,7 +85,7 @@ async def test_cancelling_breaks_a_read_that_would_not_end(calls):
     assert calls.futures[0].cancelled()
 
 
-async def test_a_task_cancelled_before_it_reads(calls):
+async def test_a_task_cancelled_before_its_read_reads_nothing(calls):
     """Cancelled before its first step, it reads nothing."""
     task = asyncio.ensure_future(once(calls))
     task.cancel()

@@ -47,7 +47,7 @@ def check_health(
 
 
 @pytest.mark.parametrize("name", [*READINESS_NAMES, *PLAIN, "liveness"])
-def test_without_election_all_is_well(name: str):
+def test_without_election_every_name_is_serving(name: str):
     """Every name is serving, unknown ones too."""
     assert check_health(name) == "SERVING"
 
@@ -66,13 +66,13 @@ def test_without_election_draining(name: str):
 
 
 @pytest.mark.parametrize("name", READINESS_NAMES)
-def test_readiness_waits_for_the_first_look(name: str):
+def test_readiness_waits_for_the_first_scrape(name: str):
     """The names that data planes route by wait for metrics."""
     assert check_health(name, measured=False) == "NOT_SERVING"
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_other_names_do_not(name: str):
+def test_other_names_do_not_wait_for_the_first_scrape(name: str):
     """Other names do not look at metrics, as those of the reference do not look at plugins."""
     assert check_health(name, measured=False) == "SERVING"
 
@@ -121,7 +121,7 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
         assert status == check_health(name, elected=elected, measured=False)
 
 
-def test_what_is_spoken():
+def test_app_protocol_decides_readiness():
     """Plain HTTP and HTTP/2 in plain text, and nobody saying anything; nothing else."""
     assert "kubernetes.io/h2c" in SUPPORTED_APP_PROTOCOLS
     assert "" in SUPPORTED_APP_PROTOCOLS
@@ -149,7 +149,7 @@ class Looking:
         self.fleet.scrape_failed(mark, "timeout", self.now)
 
 
-def test_every_endpoint_is_looked_at_once():
+def test_every_endpoint_is_scraped_before_readiness():
     """Done when each was scraped or could not be; newcomers make nobody unready again."""
     looking = Looking("10.0.0.1:1", "10.0.0.2:1")
     assert not looking.done()
@@ -171,17 +171,17 @@ def test_endpoints_that_never_answer_do_not_block():
     assert looking.done()
 
 
-def test_an_empty_pool_is_looked_at():
+def test_an_empty_pool_is_ready():
     """Without endpoints there is nothing to wait for."""
     assert Looking().done()
 
 
-def test_no_wait():
+def test_a_zero_timeout_does_not_wait():
     """With 0 s, and without scrapes, nobody waits."""
     assert Looking("10.0.0.1:1", most_s=0.0).done()
 
 
-def test_a_pool_that_fails_as_a_whole_is_named():
+def test_a_pool_with_only_failing_endpoints_is_reported():
     """A picker stays ready then, and its page says what is the matter."""
     fleet = factory.build(Settings()).store
     fleet.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)

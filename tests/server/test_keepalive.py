@@ -54,7 +54,7 @@ async def connected(keepalive):
         await server.stop(None)
 
 
-async def test_listener_ends_the_connection_of_a_peer_that_vanished():
+async def test_listener_ends_the_connection_of_a_lost_peer():
     """A peer that answers no ping is disconnected, also where it has no stream."""
     async with connected(listeners.Keepalive(0.05, 0.05)) as peer:
         await peer.ping()
@@ -69,7 +69,7 @@ async def test_listener_pings_a_silent_peer_again_and_again():
             peer.writer.write(frame(PING, ACK, await peer.ping()))
 
 
-async def test_listener_takes_pings_of_a_peer_every_few_seconds():
+async def test_listener_accepts_frequent_pings():
     """Envoy may ask whether a connection lives while nothing else is said on it."""
     async with connected(listeners.Keepalive()) as peer:
         for _ in range(2):

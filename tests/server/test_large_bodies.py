@@ -85,7 +85,7 @@ def process_ended(pid):
 
 
 @pytest.mark.parametrize("body", [TEXT, CHAT, TEXT[:-1], b"\0" * 2_000_000], ids=len)
-async def test_another_process_reads_what_we_would(body):
+async def test_the_worker_parses_like_the_event_loop(body):
     """A request, a refusal, and where the name of the model stands."""
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
     async with reading() as (bodies, counters):
@@ -96,7 +96,7 @@ async def test_another_process_reads_what_we_would(body):
         assert (counters.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
 
 
-async def test_one_process_reads_body_after_body():
+async def test_a_single_worker_parses_all_bodies():
     """It is started with the first, and gone after `close`."""
     process = large_bodies.ParserProcess()
     async with reading(process) as (bodies, _):
@@ -108,7 +108,7 @@ async def test_one_process_reads_body_after_body():
     assert process_ended(pid)
 
 
-async def test_an_idle_process_is_ended(monkeypatch):
+async def test_an_idle_worker_is_ended(monkeypatch):
     """And the next body starts another one."""
     monkeypatch.setattr(large_bodies, "_IDLE_S", 0.0)
     ended = asyncio.Event()
@@ -129,7 +129,7 @@ async def test_an_idle_process_is_ended(monkeypatch):
         assert surfaces.parse(await bodies.read(RAW)) == surfaces.parse(RAW)
 
 
-async def test_a_process_that_dies_fails_its_body_and_no_other():
+async def test_a_worker_that_dies_fails_only_its_body():
     """Killed while it is idle it is replaced; a command that reads nothing fails every body."""
     process = large_bodies.ParserProcess()
     async with reading(process) as (bodies, counters):
@@ -147,7 +147,7 @@ async def test_a_process_that_dies_fails_its_body_and_no_other():
             assert (counters.large_bodies, bodies.waiting_bytes) == ({"failed": 2}, 0)
 
 
-async def test_a_process_that_stands_still_is_killed(monkeypatch):
+async def test_a_hanging_worker_is_killed(monkeypatch):
     """A body is never waited for without end."""
     monkeypatch.setattr(large_bodies, "_LIMIT_S", 0.0)
     command = (sys.executable, "-c", "import signal; signal.pause()")
@@ -166,7 +166,7 @@ class EagerProcess:
         self.read, self.kill, self.end = process.read, process.kill, process.end
 
 
-async def test_bodies_are_read_in_order_and_given_up_with_their_client():
+async def test_bodies_are_parsed_in_order_and_dropped_with_their_client():
     """Who leaves while waiting is not read; who leaves while being read is waited for."""
     process = SlowProcess()
     async with reading(process) as (bodies, counters):
@@ -186,7 +186,7 @@ async def test_bodies_are_read_in_order_and_given_up_with_their_client():
         assert (counters.large_bodies, bodies.waiting_bytes) == ({"read": 2}, 0)
 
 
-async def test_bodies_that_wait_are_bounded(monkeypatch):
+async def test_waiting_bodies_are_bounded(monkeypatch):
     """Beyond the bound a body is refused with 429; one alone never is."""
     monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 2 * len(TEXT))
     process = SlowProcess()
@@ -204,7 +204,7 @@ async def test_bodies_that_wait_are_bounded(monkeypatch):
         assert counters.large_bodies == {"read": 3, "refused": 1}
 
 
-def test_the_process_ends_with_a_picker_that_is_killed():
+def test_the_worker_ends_with_a_killed_parent():
     """No orphan stays, and signals to a whole group leave it to the picker."""
     code = (
         "from extproc.parsing import parse_job\n"
@@ -234,7 +234,7 @@ def test_the_process_ends_with_a_picker_that_is_killed():
     ],
     ids=["time", "memory"],
 )
-def test_no_body_takes_more_than_any_may(code, ended):
+def test_worker_limits_bound_cpu_and_memory(code, ended):
     """The kernel ends a process that computes too long, and refuses memory beyond the limit."""
     begin = "from extproc.server import parser_worker\n"
     done = subprocess.run(
@@ -243,7 +243,7 @@ def test_no_body_takes_more_than_any_may(code, ended):
     assert done.returncode == ended
 
 
-def test_limits_leave_room_for_what_is_hostile():
+def test_worker_limits_allow_hostile_bodies():
     """What ends the process is several times the bars of bench/hostile_bodies.py."""
     assert parser_worker._CPU_S_PER_MIB >= 5 * 0.03
     assert parser_worker._MEMORY_PER_BYTE >= 1 + 4 + 1
@@ -283,7 +283,7 @@ async def hear_body(stream):
             return route, b"".join(pieces)
 
 
-async def test_stream_reads_a_large_body_and_hands_it_on():
+async def test_stream_parses_and_forwards_a_large_body():
     """Byte for byte, with its prompt believed cached, and small bodies are read here meanwhile."""
     process = SlowProcess()
     async with serving_large(process) as (scene, house):
@@ -308,7 +308,7 @@ async def test_stream_reads_a_large_body_and_hands_it_on():
         assert (house.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
 
 
-async def test_stream_refuses_a_large_body_that_is_wrong():
+async def test_stream_rejects_an_invalid_large_body():
     """With the same words as a small one."""
     async with serving_large() as (scene, _):
         body = b'{"model":"m","prompt":' + b" " * 2_000_000
@@ -319,7 +319,7 @@ async def test_stream_refuses_a_large_body_that_is_wrong():
         assert response.error["error"]["message"].endswith(refused.message)
 
 
-async def test_stream_sends_a_body_that_ends_its_process_somewhere():
+async def test_stream_routes_a_body_that_kills_the_worker():
     """As what meets a bug: counted, and routed without a look at the body."""
     process = SlowProcess()
     process.die = True
@@ -338,7 +338,7 @@ async def test_stream_sends_a_body_that_ends_its_process_somewhere():
         assert house.in_flight == 0
 
 
-async def test_stream_gives_back_a_large_body_whose_client_left():
+async def test_stream_releases_a_large_body_of_a_disconnected_client():
     """Once the process is through with it; its request is sent nowhere."""
     process = SlowProcess()
     async with serving_large(process) as (scene, house):

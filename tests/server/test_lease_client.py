@@ -106,7 +106,7 @@ async def lease_fixture(folder, **times):
         yield api, client
 
 
-async def test_created_renewed_and_read(tmp_path):
+async def test_lease_is_created_renewed_and_read(tmp_path):
     """A create, a replacement and a read agree on version, holder and transitions."""
     async with lease_fixture(tmp_path) as (api, client):
         assert await client.look() is None
@@ -121,7 +121,7 @@ async def test_created_renewed_and_read(tmp_path):
         assert spec["acquireTime"] < spec["renewTime"]
 
 
-async def test_labels_of_others_stay(tmp_path):
+async def test_foreign_labels_are_kept(tmp_path):
     """What somebody wrote into the Lease is written back."""
     async with lease_fixture(tmp_path) as (api, client):
         await client.put(FIRST)
@@ -131,7 +131,7 @@ async def test_labels_of_others_stay(tmp_path):
         assert api.lease["metadata"]["labels"] == {"team": "a"}
 
 
-async def test_outrun(tmp_path):
+async def test_a_lost_race_is_a_conflict(tmp_path):
     """A write that comes second is refused, which is no failure; so is one to a deleted Lease."""
     async with lease_fixture(tmp_path) as (api, client):
         await client.put(FIRST)
@@ -150,7 +150,7 @@ async def test_outrun(tmp_path):
         ((500, "etcd is away"), ["500", "etcd is away"]),
     ],
 )
-async def test_refusals_are_told(tmp_path, answer, words):
+async def test_refusals_are_reported(tmp_path, answer, words):
     """With the Lease, the status, the server's words and, where rights are missing, which."""
     async with lease_fixture(tmp_path) as (api, client):
         api.next = refused(*answer)
@@ -160,14 +160,14 @@ async def test_refusals_are_told(tmp_path, answer, words):
         assert all(word in failed.message for word in words), failed.message
 
 
-async def test_an_answer_that_is_no_lease(tmp_path):
+async def test_an_invalid_answer_is_a_failure(tmp_path):
     """Is a failure, not an error."""
     async with lease_fixture(tmp_path) as (api, client):
         api.next = web.Response(text="<html>")
         assert isinstance(await client.look(), leader_elector.LeaseRequestFailed)
 
 
-async def test_a_server_that_does_not_answer(tmp_path):
+async def test_a_server_without_an_answer_times_out(tmp_path):
     """Every call ends within half of what a leader has."""
     api = Api(tmp_path)
     with socket.create_server(("127.0.0.1", api._port)):
@@ -177,7 +177,7 @@ async def test_a_server_that_does_not_answer(tmp_path):
     assert "no answer" in failed.message
 
 
-async def test_a_token_that_was_rotated(tmp_path):
+async def test_a_rotated_token_is_used(tmp_path):
     """Refused once, it is read again for the next attempt."""
     async with lease_fixture(tmp_path) as (api, client):
         await client.put(FIRST)
@@ -187,7 +187,7 @@ async def test_a_token_that_was_rotated(tmp_path):
         assert await client.look() == lease_state.LeaseRecord("me", 15, 0, "1")
 
 
-async def test_a_kubeconfig_that_is_none(tmp_path):
+async def test_an_invalid_kubeconfig_is_refused(tmp_path):
     """Is an error at the start."""
     with pytest.raises(ConfigError, match="kubeconfig"):
         async with opened(str(tmp_path / "none")):

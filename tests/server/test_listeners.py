@@ -7,7 +7,7 @@ from extproc.server import listeners
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_a_taken_port_is_one_error_and_no_output(host, capfd):
+async def test_a_port_in_use_is_a_single_error(host, capfd):
     """The library is not asked to bind it, because it prints lines of its own about that."""
     listening = listeners.listener(1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -18,7 +18,7 @@ async def test_a_taken_port_is_one_error_and_no_output(host, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_free_port_is_not_taken():
+def test_a_free_port_can_be_bound():
     """A socket that is closed leaves nothing behind."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -29,7 +29,7 @@ class Scene:
         return sum(histogram.counts[histogram.bounds.index(bound) + 1 :])
 
 
-async def test_lateness_is_noted():
+async def test_lateness_is_recorded():
     """A timer that is due and not called was held up; one that is in time was not."""
     scene = Scene()
     scene.counters.streams_open = 1
@@ -43,7 +43,7 @@ async def test_lateness_is_noted():
     scene.subject.stop()
 
 
-async def test_time_of_other_processes_is_told_apart():
+async def test_time_of_other_processes_is_separate():
     """Lateness without computing is a machine with no core to spare, or a call that blocks."""
     scene = Scene()
     scene.subject.start()
@@ -72,7 +72,7 @@ async def test_a_stream_that_opens_shortens_the_interval():
     assert scene.subject._timer is None
 
 
-async def test_a_held_loop_shows_on_the_page():
+async def test_a_blocked_loop_shows_on_the_page():
     """The real loop, held for a while by a callback, and the page that says so."""
     counters = ProcessCounters()
     counters.streams_open = 1
@@ -98,7 +98,7 @@ async def test_a_held_loop_shows_on_the_page():
     assert "extproc_event_loop_lag_cpu_seconds_sum" in page
 
 
-async def test_a_look_that_raises_is_not_the_last():
+async def test_a_measurement_that_raises_is_not_the_last():
     """The supervisor hears of it, and the timer is set again."""
     times = iter([0.0])
     subject = loop_stalls.StallMeter(

@@ -142,7 +142,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
     assert "LookupError at test_loops.py:" in caplog.text
 
 
-async def test_a_callback_that_raises_ends_nothing(monkeypatch, caplog):
+async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, caplog):
     """A timer or a task that nobody awaits, in whatever part: one line, one count."""
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     async with scene.running() as task:
@@ -158,7 +158,7 @@ async def test_a_callback_that_raises_ends_nothing(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("stage", ["start", "sync"])
-async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
+async def test_an_error_at_the_start_ends_the_process(monkeypatch, stage):
     """A port that is taken, a file that is wrong: on the short list of what is not survived."""
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
 
@@ -196,7 +196,7 @@ async def test_an_exit_ends_the_process(monkeypatch):
     assert caught.value.subgroup(PluginExitError) is not None
 
 
-async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
+async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
     """Every step of the drain raises; the drain goes on to its end all the same."""
     settings = serving.settings("127.0.0.11:9")
     async with serving.running(settings) as running:
@@ -216,7 +216,7 @@ async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
         monkeypatch.undo()
 
 
-async def test_a_picker_without_streams_has_nothing_to_drain():
+async def test_a_process_without_streams_does_not_wait_to_drain():
     """No data plane knows of it, so nobody is waited for; otherwise the time is waited for."""
     async with serving.running(serving.settings("127.0.0.11:9")) as running:
         await running.sync()
@@ -257,7 +257,7 @@ class Leases:
         return self.stored
 
 
-async def test_a_candidate_that_raises_stands_again(caplog):
+async def test_a_candidate_that_raises_competes_again(caplog):
     """A Lease that makes us raise is read again; the candidate leads once that ends."""
     leases = Leases(wrong=2)
     now = 0.0
@@ -297,7 +297,7 @@ class Line(redis_peer_channel.RedisPeerChannel):
         self.heard.append(carried)
 
 
-async def test_an_entry_of_the_stream_that_raises_is_passed_over(caplog):
+async def test_a_stream_entry_that_raises_is_skipped(caplog):
     """Whoever may write to the stream may write anything; what follows is heard."""
     batches = [[(b"s", [(b"1", {b"m": b"a"}), (b"2", {b"m": b"poison"}), (b"3", {b"m": b"b"})])]]
 
@@ -346,7 +346,7 @@ class Followed:
         self.published.append([endpoint.address for endpoint in endpoints])
 
 
-async def test_a_list_that_could_not_be_told_is_told_again(tmp_path):
+async def test_endpoints_that_could_not_be_applied_are_applied_again(tmp_path):
     """A step that raises half-way loses nothing: the next one tells of the same list."""
     path = tmp_path / "endpoints.yaml"
     path.write_text("endpoints: ['10.0.0.1:8000']")
@@ -362,7 +362,7 @@ async def test_a_list_that_could_not_be_told_is_told_again(tmp_path):
     assert len(scene.published) == 2
 
 
-async def test_a_start_that_raises_is_made_up_for(tmp_path, caplog):
+async def test_endpoints_are_applied_after_a_start_that_raised(tmp_path, caplog):
     """Endpoints that could not be told at the start are told by the loop."""
     path = tmp_path / "endpoints.yaml"
     path.write_text("endpoints: ['10.0.0.1:8000']")

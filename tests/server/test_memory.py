@@ -5,7 +5,7 @@ import asyncio
 from extproc.server import grpc_workarounds
 
 
-async def test_memory_is_given_back_once_after_a_crowd(monkeypatch):
+async def test_memory_is_trimmed_once_after_a_peak(monkeypatch):
     """When nine in ten of a thousand left, and not again before the next crowd."""
     monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0,))
     trims = []
@@ -20,12 +20,12 @@ async def test_memory_is_given_back_once_after_a_crowd(monkeypatch):
     assert trims == [1]
 
 
-def test_trimming_works_here():
+def test_malloc_trim_is_available():
     """It is one call that must not raise, whatever the C library."""
     assert grpc_workarounds.trimmer()() is None
 
 
-async def test_it_is_looked_for_again_when_the_last_have_left(monkeypatch):
+async def test_memory_is_trimmed_again_when_the_last_streams_end(monkeypatch):
     """What gRPC keeps for connections, and the last tenth of the crowd, come later."""
     monkeypatch.setattr(grpc_workarounds, "_PAUSES_S", (0.0, 0.001))
     trims = asyncio.Queue()

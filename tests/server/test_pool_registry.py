@@ -63,7 +63,7 @@ pools:
 """
 
 
-async def test_written_pools_know_their_endpoints_after_sync():
+async def test_configured_pools_have_endpoints_after_sync():
     """Each has its own fleet, claim and profile; all of them have to be known."""
     subject = sites(TWO)
     assert not subject.synced
@@ -76,7 +76,7 @@ async def test_written_pools_know_their_endpoints_after_sync():
     assert list(subject.watched()) == ["a", "b"]
 
 
-async def test_a_written_pool_is_told_of_by_kubernetes():
+async def test_a_configured_pool_follows_kubernetes():
     """Its key is known; endpoints and policy arrive, and its end is a 503 of that pool alone."""
     text = f"""
 pools:
@@ -99,7 +99,7 @@ pools:
     assert where(subject, host="z").address == B
 
 
-async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
+async def test_a_process_without_its_only_pool_is_not_ready():
     """A picker whose only pool was deleted is not ready.
 
     Source: docs/reference/protocol-conformance.md#point-65.
@@ -115,7 +115,7 @@ async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
     ("before", "message"),
     [((), "pool  is not there; see its name"), ((discovered(A),), "pool  is gone")],
 )
-async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, message):
+async def test_a_missing_pool_differs_from_a_deleted_pool(caplog, before, message):
     """Somebody who misspelled a name is not told that it was deleted."""
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
     for change in (*before, discovered(exists=False)):
@@ -124,7 +124,7 @@ async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, message
     assert len(caplog.messages) == 1
 
 
-async def test_nothing_is_ready_before_kubernetes_spoke():
+async def test_readiness_waits_for_kubernetes_discovery():
     """Pools that it brings are unknown until it told everything once."""
     assert not sites("cluster: {discover_pools: cluster}", heard=False).synced
     assert sites("cluster: {discover_pools: cluster}").synced
@@ -133,7 +133,7 @@ async def test_nothing_is_ready_before_kubernetes_spoke():
 ANY_CLAIM = "cluster: {discover_pools: cluster, claims: [{pools: ['*']}]}\n"
 
 
-async def test_annotations_claim_nothing_without_a_rule(caplog):
+async def test_annotations_match_nothing_without_a_rule(caplog):
     """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
     subject = sites("cluster: {discover_pools: cluster}")
     greedy = {"extproc/models": "*"}
@@ -150,7 +150,7 @@ async def test_annotations_claim_nothing_without_a_rule(caplog):
     assert states == {"b/prod": "none", "a-evil/p": "rejected"}
 
 
-async def test_the_older_pool_takes_what_two_claim(caplog):
+async def test_the_older_pool_takes_overlapping_matches(caplog):
     """By the time of creation, which nobody chooses; a pool that is written out comes first."""
     text = ANY_CLAIM + (f"pools: [{{name: own, endpoints: ['{C}'], match: {{hosts: [own]}}}}]\n")
     subject = sites(text)
@@ -174,7 +174,7 @@ async def test_the_older_pool_takes_what_two_claim(caplog):
     assert ask(subject).pool == "a/new"
 
 
-async def test_claims_are_compared_in_bounded_work(monkeypatch):
+async def test_matches_are_compared_in_bounded_work(monkeypatch):
     """Many pools with many conditions hold the event loop for milliseconds, and all are served."""
     num_calls = 0
     overlap = pool_match.overlap
@@ -201,7 +201,7 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
     assert ask(subject, host="h1.p29").pool == "n/p29"
 
 
-async def test_pools_that_kubernetes_brings_come_and_go():
+async def test_discovered_pools_come_and_go():
     """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
     subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
     first = {"n/p": discovered(A, annotations={"extproc/hosts": "A"}), "n/q": discovered(B)}
@@ -241,7 +241,7 @@ async def loops(*names):
     raise AssertionError(names_of_tasks)
 
 
-async def test_loops_run_for_the_pools_there_are():
+async def test_loops_run_for_existing_pools():
     """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
     subject = sites("cluster: {discover_pools: cluster}")
     async with running(subject):
@@ -254,7 +254,7 @@ async def test_loops_run_for_the_pools_there_are():
     await loops()
 
 
-async def test_rules_and_claims_are_live():
+async def test_match_rules_are_reloaded():
     """A new configuration is in force for the next request; which pools there are stays."""
     subject = sites(TWO)
     await subject.sync()
@@ -270,7 +270,7 @@ async def test_rules_and_claims_are_live():
     assert ask(subject, host="c").pool == "a"
 
 
-async def test_one_pool_that_raises_stops_no_other(monkeypatch):
+async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
     heard = []
 
@@ -297,7 +297,7 @@ async def test_one_pool_that_raises_stops_no_other(monkeypatch):
     assert set(subject.by_name) == {"n/bad", "n/c"}
 
 
-async def test_the_loops_of_one_pool_stop_no_other(monkeypatch):
+async def test_loops_of_a_pool_that_raise_stop_no_other(monkeypatch):
     """A pool whose loops cannot be started is tried again, and the others run."""
     subject = sites(TWO)
     ran = asyncio.Event()

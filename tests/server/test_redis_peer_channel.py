@@ -138,7 +138,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_two_pickers_see_each_others_requests_in_flight(server):
+async def test_two_replicas_exchange_requests_in_flight(server):
     """Both accounts show both pickers' requests, per pool, and none once all ended."""
     first, second = Replica(server.url), Replica(server.url)
     async with talking(first, second):
@@ -162,7 +162,7 @@ async def test_two_pickers_see_each_others_requests_in_flight(server):
         await until(lambda: not any(second.in_flight("b").values()))
 
 
-async def test_a_picker_that_ends_says_goodbye(server):
+async def test_a_replica_that_stops_is_removed_at_once(server):
     """What it had open leaves the others' accounts at once."""
     first, second = Replica(server.url), Replica(server.url)
     async with talking(first, second) as tasks:
@@ -175,7 +175,7 @@ async def test_a_picker_that_ends_says_goodbye(server):
         assert sum(second.in_flight().values()) == 0
 
 
-async def test_a_server_that_goes_away_stops_nobody(server):
+async def test_an_unreachable_redis_does_not_stop_routing(server):
     """Requests are decided and charged meanwhile; what others had open is forgotten, then known again."""
     first, second = Replica(server.url), Replica(server.url)
     async with talking(first, second) as tasks:
@@ -212,7 +212,7 @@ class Deaf:
         pass
 
 
-async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
+async def test_a_cancellation_swallowed_by_the_client_still_ends_the_task(tmp_path):
     """A cancellation that is lost inside the client is looked for."""
     first = Replica(f"unix://{tmp_path}/none")
     first.line._reading = deaf = Deaf()
@@ -220,7 +220,7 @@ async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
         await deaf.reads.wait()
 
 
-async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(server):
+async def test_events_are_written_at_once_and_batched_under_load(server):
     """However long facts are gathered, the first one after a pause does not wait."""
     first = Replica(server.url, flush_s=3600.0)
     await until(Path(server.url.removeprefix("unix://")).exists)
@@ -234,7 +234,7 @@ async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(s
         assert await reader.xlen("extproc") == 1
 
 
-async def test_strange_entries_are_passed_over(server):
+async def test_foreign_entries_are_ignored(server):
     """Others may write to the stream; a reader goes on."""
     first = Replica(server.url)
     async with talking(first), redis.Redis.from_url(server.url) as strange:
@@ -253,7 +253,7 @@ async def test_strange_entries_are_passed_over(server):
         assert sum(first.in_flight("b").values()) == 1
 
 
-async def test_it_is_off_unless_a_server_is_named():
+async def test_peer_sync_is_off_by_default():
     """The default needs no store and tells nobody."""
     assert redis_peer_channel.build_peer_channel(PeerSyncSection(), sites(), time.monotonic) is None
 
@@ -318,7 +318,7 @@ async def test_a_missing_password_file_is_refused(tmp_path):
         )
 
 
-async def test_a_missing_client_is_named(monkeypatch):
+async def test_a_missing_redis_package_is_named(monkeypatch):
     """Without the extra, the configuration is refused with what to install."""
     real = builtins.__import__
 

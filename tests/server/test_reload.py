@@ -71,7 +71,7 @@ def test_an_unchanged_file_is_not_read(scene):
     assert not scene.picker.counters.reloads
 
 
-def test_sighup_reads_again_whatever_the_file_looks_like(scene):
+def test_sighup_reloads_an_unchanged_file(scene):
     """Asked for, it is read though nothing changed."""
     scene.reloader.ask()
     asyncio.run(scene.reloader.step())
@@ -82,7 +82,7 @@ def test_sighup_reads_again_whatever_the_file_looks_like(scene):
     "text",
     ["scheduling: {strategy: no-such}\n", "scheduling: {\n", "scheduling: {nonsense: 1}\n"],
 )
-def test_what_is_wrong_leaves_the_old_one(scene, caplog, text):
+def test_an_invalid_file_keeps_the_old_configuration(scene, caplog, text):
     """The old strategy stays, the error is logged and counted, and a repaired file heals it."""
     scene.path.write_text(HEAD + text)
     asyncio.run(scene.reloader.step())
@@ -96,7 +96,7 @@ def test_what_is_wrong_leaves_the_old_one(scene, caplog, text):
     assert scene.picker.counters.reloads == {"error": 1, "ok": 1}
 
 
-def test_a_file_that_vanishes_leaves_the_old_one(scene):
+def test_a_deleted_file_keeps_the_old_configuration(scene):
     """A ConfigMap that is replaced may be away for a moment."""
     scene.path.unlink()
     asyncio.run(scene.reloader.step())
@@ -104,7 +104,7 @@ def test_a_file_that_vanishes_leaves_the_old_one(scene):
     assert scene.picker.counters.reloads == {"error": 1}
 
 
-def test_reloader_reads_again_what_changed_while_it_was_read(scene):
+def test_reloader_reads_again_a_file_that_changed_during_the_read(scene):
     """A second write that comes during the reading of the first is not lost."""
     read = scene.read
 
@@ -122,7 +122,7 @@ def test_reloader_reads_again_what_changed_while_it_was_read(scene):
     assert scene.routed() == "least-request"
 
 
-def test_a_turned_link_is_a_change(tmp_path):
+def test_a_changed_symlink_is_a_change(tmp_path):
     """Kubernetes swaps a mounted ConfigMap by turning a symbolic link around."""
     for name, strategy in (("one", "random"), ("two", "round-robin")):
         (tmp_path / name).mkdir()
@@ -137,7 +137,7 @@ def test_a_turned_link_is_a_change(tmp_path):
     assert scene.routed() == "round-robin"
 
 
-def test_what_only_a_restart_changes_is_named(scene, caplog):
+def test_fields_that_need_a_restart_are_named(scene, caplog):
     """Ports and prefix schedule stay; the log and a gauge say so."""
     scene.path.write_text(HEAD + "server: {grpc_port: 7}\nprefix: {capacity_blocks: 5}\n")
     asyncio.run(scene.reloader.step())
@@ -165,7 +165,7 @@ def test_pending_names_fields_that_cannot_change():
     ]
 
 
-def test_no_request_sees_half_a_configuration(scene):
+def test_requests_never_see_a_partial_configuration(scene):
     """Routed between any two reloads, a request names a profile and a picker that go together."""
     wanted = {
         "random": "random-picker",
@@ -190,7 +190,7 @@ def test_no_request_sees_half_a_configuration(scene):
     assert scene.picker.counters.reloads == {"ok": 60}
 
 
-def test_flags_beat_the_file_after_a_reload_too(tmp_path):
+def test_flags_override_the_file_after_a_reload(tmp_path):
     """What the command line says is said again."""
     path = tmp_path / "config.yaml"
     path.write_text(HEAD + "pool: {endpoints: ['10.0.0.1:8000']}\n")

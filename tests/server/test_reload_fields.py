@@ -347,14 +347,14 @@ def level():
     ours.setLevel(before)
 
 
-def test_every_live_field_is_looked_at():
+def test_every_live_field_has_a_case():
     """A live field without a probe here does not land."""
     listed = {f"{row.section}.{name}".lstrip(".") for row in reloading.TABLE for name in row.live}
     assert set(LIVE) == listed
 
 
 @pytest.mark.parametrize("field", LIVE)
-def test_a_live_field_is_in_force_at_once(field, tmp_path):
+def test_a_live_field_applies_at_once(field, tmp_path):
     """What is read again does what a picker does that was started with it, and not what was."""
     file = tmp_path / "first.py"
     file.write_text("s3cret" if field == "server.admin_token_file" else PLUGIN)
@@ -377,7 +377,7 @@ def test_a_live_field_is_in_force_at_once(field, tmp_path):
 BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nflow_control: {enabled: %s}\n"
 
 
-def test_holding_is_switched_by_a_restart_alone():
+def test_flow_control_is_enabled_by_a_restart_only():
     """Busy engines get requests as before: without queues nobody is refused, and with them held."""
 
     async def scenario():
@@ -392,7 +392,7 @@ def test_holding_is_switched_by_a_restart_alone():
     asyncio.run(scenario())
 
 
-def test_what_tenants_attained_fades_as_it_did():
+def test_attained_service_keeps_its_decay():
     """A half-life that a restart changes is neither shown nor used before."""
 
     async def scenario():
@@ -405,7 +405,7 @@ def test_what_tenants_attained_fades_as_it_did():
     asyncio.run(scenario())
 
 
-def test_pools_that_come_later_are_as_the_others():
+def test_pools_discovered_later_use_the_new_settings():
     """A pool that Kubernetes brings after a reload has live fields as read, and no others."""
 
     async def scenario():

@@ -47,7 +47,7 @@ class Following:
         return self.results[-1]
 
 
-def test_what_needs_a_restart_is_not_adopted(tmp_path):
+def test_restart_fields_are_not_applied(tmp_path):
     """Live fields are put in force and named; the others are named until they are as they were."""
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
     result = scene.write(
@@ -64,7 +64,7 @@ def test_what_needs_a_restart_is_not_adopted(tmp_path):
     assert (result.changed, result.restart) == (("log.level",), ())
 
 
-def test_live_fields_that_lean_on_a_restart_are_refused(tmp_path):
+def test_live_fields_that_depend_on_a_restart_are_refused(tmp_path):
     """Nothing is put in force that does not go together with what is running; the error says so."""
     scene = Following(tmp_path / "c.yaml", "limits: {max_assembly_bytes: 6000000000}\n")
     result = scene.write("limits: {max_assembly_bytes: 24000000000, max_body_bytes: 2000000000}\n")
@@ -92,7 +92,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("text", NONSENSE, ids=range(len(NONSENSE)))
-def test_no_file_ends_what_is_running(tmp_path, text):
+def test_no_file_ends_the_process(tmp_path, text):
     """Whatever is written, it is an error of the reload, and a mended file heals it."""
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
     scene.path.write_bytes((HEAD + text).encode("utf-8", "surrogatepass"))
@@ -134,7 +134,7 @@ scheduling:
 """
 
 
-def test_memory_survives_a_reload_whose_rules_are_equal(tmp_path):
+def test_plugin_state_survives_a_reload_with_equal_rules(tmp_path):
     """Sessions, turns and means of plugins are those of before; other rules begin anew."""
     file = tmp_path / "first.py"
     file.write_text(PLUGIN)
@@ -168,7 +168,7 @@ def test_memory_survives_a_reload_whose_rules_are_equal(tmp_path):
     assert dispatcher.routing.by_model["other"] is profiles[1]
 
 
-def test_an_edited_plugin_begins_anew(tmp_path):
+def test_an_edited_plugin_starts_with_new_state(tmp_path):
     """Rules that name a plugin whose file is another one are other rules."""
     file = tmp_path / "first.py"
     file.write_text(PLUGIN)

@@ -16,7 +16,7 @@ print(runtime.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 
 
 @pytest.mark.parametrize(("preset", "then"), [(None, runtime.EXPERIMENTS), ("tcp_x", "tcp_x")])
-def test_the_environment_has_the_last_word(monkeypatch, preset, then):
+def test_environment_variables_override_grpc_experiments(monkeypatch, preset, then):
     """How gRPC runs is chosen where the environment says nothing of it."""
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     if preset:
@@ -27,14 +27,14 @@ def test_the_environment_has_the_last_word(monkeypatch, preset, then):
     assert chosen == then
 
 
-def test_too_late_is_told(monkeypatch):
+def test_a_late_configuration_is_reported(monkeypatch):
     """A choice after gRPC was loaded says that it came too late."""
     monkeypatch.setenv("GRPC_EXPERIMENTS", "")
     monkeypatch.setitem(sys.modules, "grpc", sys)
     assert not runtime.configure_grpc_core()
 
 
-def test_the_command_chooses_in_time():
+def test_the_command_configures_grpc_before_import():
     """Nothing that `extproc serve` reads before it serves loads gRPC."""
     ended = subprocess.run(
         [sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True

@@ -101,7 +101,7 @@ async def turned(stream):
     raise AssertionError("the wait goes on")
 
 
-async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
+async def test_a_finished_answer_dispatches_a_queued_request():
     """At once, and not with the next scrape or timer."""
     place = StreamFixture(A)
     # 100 us for each of 6000 tokens: more than the half second from which an endpoint is busy.
@@ -117,7 +117,7 @@ async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
     place.gate.close()
 
 
-async def test_streams_ask_the_tenant_s_limit():
+async def test_streams_apply_the_limit_of_the_tenant():
     """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
     place = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
     first, answers = place.send()
@@ -135,7 +135,7 @@ async def test_streams_ask_the_tenant_s_limit():
 
 
 @pytest.mark.parametrize("limited", [False, True])
-async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
+async def test_a_routed_request_keeps_no_prompt(limited):
     """While its answer runs a stream keeps tenant and tokens, whether the request waited or not."""
     limit = RateLimit(tokens_per_s=1e9) if limited else None
     place = StreamFixture(limit=limit, timeout_s=300.0)
@@ -166,7 +166,7 @@ async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
         stream.finish()
 
 
-async def test_what_was_not_served_is_given_back():
+async def test_tokens_of_unserved_requests_are_refunded():
     """Refused at once, expired, displaced or left: the tenant may take all of it again."""
     limit = RateLimit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
     place = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
@@ -199,7 +199,7 @@ async def test_what_was_not_served_is_given_back():
     st.lists(st.sampled_from(["send", "leave", "serve", "expire", "end"]), max_size=40),
     st.integers(0, 1 << 16),
 )
-def test_allowance_is_conserved(steps, seed):
+def test_the_token_allowance_is_conserved(steps, seed):
     """A tenant's bucket lacks what requests in hand or served took, and nothing else."""
     asyncio.run(_conserved(steps, random.Random(seed)))
 

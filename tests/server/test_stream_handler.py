@@ -115,7 +115,7 @@ def test_stream_charges_the_endpoint_that_served():
     assert scene.accounts == (0, 0)
 
 
-def test_stream_that_is_turned_away_leaves_nothing():
+def test_a_rejected_stream_leaves_nothing():
     """Above `max_streams` a request is refused with 429, whatever its first event is."""
     scene = StreamFixture(max_streams=0)
     stream = stream_handler.open_stream(scene.shared)
@@ -126,7 +126,7 @@ def test_stream_that_is_turned_away_leaves_nothing():
 
 
 @pytest.mark.parametrize("step", ["on_response_headers", "release", "on_usage"])
-def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
+def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     """A step that raises at the end, or while something is learned, costs no other step."""
     scene = StreamFixture()
     original = getattr(scene.house.dispatcher, step)
@@ -161,7 +161,7 @@ def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypa
     assert scene.accounts == (0, 0)
 
 
-def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
+def test_a_stream_that_fails_after_the_pick_releases_its_request(monkeypatch):
     """A request that never left is no answer that an endpoint failed to give."""
     scene = StreamFixture()
     stream, _ = scene.begin(HEADERS)
@@ -176,7 +176,7 @@ def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
     assert member.account.answered == 0
 
 
-def test_stream_that_fails_after_the_response_began_says_nothing():
+def test_a_stream_that_fails_during_the_response_sends_nothing():
     """Envoy passes the response on by then: no other status can be put in its place."""
     scene = StreamFixture()
     stream, _ = scene.begin(
@@ -188,7 +188,7 @@ def test_stream_that_fails_after_the_response_began_says_nothing():
     assert scene.counters.for_pool("").responses == {(FIRST, "200"): 1}
 
 
-def test_stream_that_outlives_its_endpoint_leaves_no_series():
+def test_a_stream_of_a_removed_endpoint_leaves_no_series():
     """Pods come and go under addresses without end: their last answers count under one name."""
     scene = StreamFixture()
     for number in range(50):

@@ -34,7 +34,7 @@ async def arrived(scene, count, size_bytes):
 @pytest.mark.parametrize(
     ("messages", "size_bytes"), [((), 0), ((ext_proc_script.request_body(b"{"),), 1)]
 )
-async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size_bytes):
+async def test_servicer_answers_a_stalled_body_with_408(messages, size_bytes):
     """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
@@ -56,7 +56,7 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
         assert (shared.body_budget.held_bytes, shared.observer.counters.streams_open) == (0, 0)
 
 
-async def test_servicer_gives_back_all_places_that_stalled_streams_took():
+async def test_servicer_releases_stalled_streams():
     """A crowd of headers without bodies turns others away for seconds, and not for ever."""
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=300) as scene:
@@ -114,7 +114,7 @@ async def test_servicer_hears_a_first_message_that_comes_late():
         assert await stream.end() is grpc.StatusCode.OK
 
 
-async def test_servicer_leaves_streams_alone_that_wait_for_no_body():
+async def test_servicer_ignores_streams_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
@@ -147,7 +147,7 @@ class Stubborn:
         self.written.append(peer.read(data))
 
 
-async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
+async def test_servicer_ends_refused_streams_of_other_peers():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
     house = House({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:

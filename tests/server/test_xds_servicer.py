@@ -153,7 +153,7 @@ async def listening(scene):
     return stream
 
 
-def test_envoy_is_told_of_every_change():
+def test_envoy_receives_every_change():
     """Clusters, then endpoints, then each change of them while the stream is open."""
 
     async def test():
@@ -172,7 +172,7 @@ def test_envoy_is_told_of_every_change():
     run(test())
 
 
-def test_scrapes_are_not_told():
+def test_scrapes_send_no_update():
     """A new load changes the pool and not what Envoy knows of it."""
 
     async def test():
@@ -189,7 +189,7 @@ def test_scrapes_are_not_told():
     run(test())
 
 
-def test_nothing_is_told_before_discovery_has_spoken():
+def test_nothing_is_sent_before_discovery_is_synced():
     """A picker that has just started does not tell Envoys to forget their endpoints."""
 
     async def test():
@@ -207,7 +207,7 @@ def test_nothing_is_told_before_discovery_has_spoken():
     run(test())
 
 
-def test_an_envoy_that_comes_later_is_told_what_is_then():
+def test_a_later_envoy_receives_the_current_snapshot():
     """Nobody looks at pools while nobody listens; the next stream is not told what was."""
 
     async def test():
@@ -223,7 +223,7 @@ def test_an_envoy_that_comes_later_is_told_what_is_then():
     run(test())
 
 
-def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
+def test_a_nack_is_logged_once_and_counted_each_time(caplog):
     """With the name of the Envoy and its own words."""
 
     async def test():
@@ -247,7 +247,7 @@ def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
 
 
 @pytest.mark.parametrize("kind", [SotwStream, DeltaStream])
-def test_garbage_ends_its_stream_and_no_other(kind):
+def test_an_invalid_request_ends_only_its_stream(kind):
     """What cannot be read is a peer that breaks the protocol."""
 
     async def test():
@@ -262,7 +262,7 @@ def test_garbage_ends_its_stream_and_no_other(kind):
     run(test())
 
 
-def test_other_types_are_not_answered():
+def test_other_resource_types_are_not_answered():
     """A request for listeners is passed over; the next one is answered."""
 
     async def test():
@@ -306,7 +306,7 @@ class Writing:
         await self.written
 
 
-def test_an_answer_that_is_being_said_is_said_before_the_end():
+def test_a_write_in_progress_completes_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
 
     async def test():
@@ -325,7 +325,7 @@ def test_an_answer_that_is_being_said_is_said_before_the_end():
     run(test())
 
 
-def test_an_envoy_that_is_killed_leaves_nothing():
+def test_a_killed_envoy_leaves_no_stream():
     """A stream that breaks is over, and the others go on."""
 
     async def test():
@@ -340,7 +340,7 @@ def test_an_envoy_that_is_killed_leaves_nothing():
     run(test())
 
 
-def test_differences():
+def test_delta_streams_are_served():
     """The incremental form: only what changed, and what is gone by name."""
 
     async def test():
@@ -362,14 +362,14 @@ def test_differences():
     run(test())
 
 
-def test_without_the_types_it_says_what_to_install(monkeypatch):
+def test_a_missing_extra_is_named(monkeypatch):
     """The extra is named, before anything listens."""
     monkeypatch.setitem(sys.modules, "envoy_data_plane", None)
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[xds\]'"):
         Scene()
 
 
-def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
+def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):
     """It ends with INTERNAL, what was said is not logged, and the others hear of changes."""
 
     async def test():
@@ -395,7 +395,7 @@ def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
     assert "what an Envoy said" not in caplog.text
 
 
-def test_a_look_that_raises_is_taken_again(monkeypatch):
+def test_a_publish_step_that_raises_is_retried(monkeypatch):
     """The loop goes on after a pause, and tells of what changed meanwhile."""
 
     async def test():

@@ -3,7 +3,7 @@ import pytest
 from tests.style import names
 
 
-def test_no_name_says_nothing():
+def test_names_follow_the_rules():
     """Identifiers, docstrings, imports and class names keep the rules of CONTRIBUTING."""
     assert names.main() == 0
 

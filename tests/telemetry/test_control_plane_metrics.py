@@ -26,7 +26,7 @@ def test_watch_series_show_the_state_and_the_age_of_every_watch():
     assert [sample.value for sample in unsynced.samples] == [0.0, 12.0]
 
 
-def test_watch_series_are_there_without_kubernetes():
+def test_watch_series_exist_without_kubernetes():
     """So that a dashboard finds their names."""
     state, unsynced = control_plane_metrics.watch_families([])
     assert (state.samples, unsynced.samples) == ([], [])

@@ -20,7 +20,7 @@ def decided(candidates=1):
     )
 
 
-def test_the_oldest_leave_first():
+def test_the_oldest_decisions_are_dropped_first():
     """The ring keeps the last ones, newest first in its list."""
     ring = DecisionLog(2)
     for name in "abc":
@@ -30,7 +30,7 @@ def test_the_oldest_leave_first():
     assert ring.find("b").id == "b"
 
 
-def test_of_one_id_the_last_decision_counts():
+def test_the_last_decision_of_an_id_is_returned():
     """A request that is retried is decided again."""
     ring = DecisionLog(2)
     ring.add("a", decided(), 0.0)
@@ -46,7 +46,7 @@ def test_a_long_id_is_cut():
     assert ring.find("x" * 100_000) is not None
 
 
-def test_no_capacity_keeps_nothing():
+def test_zero_capacity_records_nothing():
     """With room for none, adding still hands out an entry that may be written to."""
     ring = DecisionLog(0)
     assert ring.add("a", decided(), 0.0).id == "a"

@@ -43,7 +43,7 @@ def decision(**more):
     return Decision(**facts)
 
 
-def test_decision_is_told_whole():
+def test_decision_is_explained_completely():
     """Steps, survivors, raw and weighted scores, totals and ranks are all there."""
     document = explanation.explain(decision())
     assert document["outcome"] == "decision"
@@ -69,7 +69,7 @@ def test_decision_is_told_whole():
     assert document["candidates"][1]["adapters"] == ["x", "y"]
 
 
-def test_branches_of_a_tree_are_told():
+def test_branches_of_a_tree_are_explained():
     """The way through a tree of filters stands below it, in JSON and in the table."""
     branches = [
         FilterTreeStep("drop-request", [], "either"),
@@ -109,7 +109,7 @@ def test_json_has_no_prompt_no_session_and_no_infinity():
     assert json.loads(document)["candidates"][0]["age_s"] is None
 
 
-def test_whom_a_request_waits_for_is_told():
+def test_the_awaited_endpoint_is_explained():
     """One that waits for an endpoint although others have a place says for which."""
     rejection = Rejection(429, "full", reason="why", retry_after_s=1)
     waiting = Deferral(0.1, rejection, preferred_endpoint="10.0.0.1:8000")
@@ -123,7 +123,7 @@ def test_whom_a_request_waits_for_is_told():
     assert explanation_text.render_table(anywhere).startswith("waits for an endpoint, or is ")
 
 
-def test_rejection_is_told():
+def test_a_rejection_is_explained():
     """A rejection is told with status, reason and when to try again."""
     document = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
     assert document == {
@@ -161,7 +161,7 @@ PRICED = CostResult(
 )
 
 
-def test_costs_are_told_in_milliseconds():
+def test_costs_are_shown_in_milliseconds():
     """A cost model's terms stand beside its costs, seconds as milliseconds."""
     document = explanation.explain(decision(scores=[], cost=PRICED, totals=[-0.5, -0.0123]))
     assert document["cost"] == {
@@ -188,7 +188,7 @@ def test_short_form_fits_a_header():
     )
 
 
-def test_past_decision_is_told_with_what_came_of_it():
+def test_a_recorded_decision_is_explained_with_its_result():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
     ring = decision_log.DecisionLog(10)
     record = ring.add("id-1", decision(block_hashes=[1, 2]), 5.0)
@@ -217,7 +217,7 @@ def fleet():
     return pool
 
 
-def test_pool_state_tells_what_is_known():
+def test_pool_state_contains_known_values():
     """What is known is told with its age; what is not is left out."""
     document = explanation.describe_pool(fleet().pool, 12.5)
     assert document == {
@@ -263,7 +263,7 @@ def test_pool_state_tells_what_is_known():
     }
 
 
-def test_state_comes_back_to_life():
+def test_a_pool_state_round_trips():
     """A pool that was written down and read again gives the same candidates."""
     pool = fleet()
     document = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
@@ -277,7 +277,7 @@ def test_state_comes_back_to_life():
     assert second.age_s == math.inf
 
 
-def test_who_is_put_aside_is_told_with_the_reason():
+def test_excluded_endpoints_are_explained_with_the_reason():
     """Endpoints that fail, and those that wait for their turn, stand before the filters."""
     pool = fleet()
     pool.set_endpoints([Endpoint("a:1"), Endpoint("b:2"), Endpoint("c:3")], 12.0)

@@ -36,7 +36,7 @@ def page(house: House) -> dict[tuple[str, str], float]:
     }
 
 
-def test_who_is_out_and_how_often():
+def test_ejections_and_probes_are_exported():
     """A gauge for each endpoint, ejections by cause, trials by what they came to."""
     house = House({FIRST: None, SECOND: None, THIRD: None})
     member = house.fleet.pool.find(FIRST)

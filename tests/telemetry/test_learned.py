@@ -6,7 +6,7 @@ from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import House
 
 
-def test_what_was_learned_is_on_the_page():
+def test_learned_values_are_on_the_page():
     """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
     house = House({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):

@@ -51,7 +51,7 @@ def test_the_choice_by_model_is_the_first_step():
     assert explanation.explain(decision())["filters"] == []
 
 
-def test_a_rewrite_is_told():
+def test_a_rewrite_is_explained():
     """The name the engine is given, the client's, and whether the body has a place for it."""
     edited = decision(model_rewrite="sql", body_edit=BodyEdit(0, 1, b"x"), client_model="llama")
     document = explanation.explain(edited)
@@ -63,7 +63,7 @@ def test_a_rewrite_is_told():
     assert "the engine is asked for sql, but the body cannot be edited\n" in shown
 
 
-def test_a_priority_is_told():
+def test_a_priority_is_explained():
     """The objective and its priority, where the pool has it."""
     request = InferenceRequest("chat", objective="batch", priority=-1)
     document = explanation.explain(msgspec.structs.replace(decision(), request=request))
@@ -72,7 +72,7 @@ def test_a_priority_is_told():
     assert "priority" not in explanation_text.render_table(explanation.explain(decision()))
 
 
-def test_a_model_nobody_lists_is_told():
+def test_an_unlisted_model_is_explained():
     """A decision that passed it on says so."""
     document = explanation.explain(decision(model_unlisted=True))
     assert document["model_unlisted"] is True
@@ -90,7 +90,7 @@ def test_the_ring_keeps_the_rewrite():
     assert document["excluded_by_model"] == ["10.0.0.2:8000"]
 
 
-def test_models_of_a_state_come_back_to_life():
+def test_models_of_a_pool_state_round_trip():
     """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
     document = json.loads(json.dumps(explanation.describe_pool(TWO.fleet.pool, 1.0)))
     first, second, third = document["endpoints"]

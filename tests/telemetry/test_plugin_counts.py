@@ -16,7 +16,7 @@ class Broken:
         raise ValueError("a bug")
 
 
-def test_plugins_of_others_are_counted_by_role_and_kind():
+def test_external_plugins_are_counted_by_role_and_kind():
     """What guards count is on the metrics page."""
     counters, house = ProcessCounters(), House({"10.0.0.1:8000": None})
     ticks = iter(range(9))

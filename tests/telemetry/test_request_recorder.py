@@ -60,7 +60,7 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     assert not scene.counters.for_pool("default").routed_total
 
 
-def test_recorder_notes_the_end_of_a_request_in_the_decision_log():
+def test_recorder_adds_the_end_of_a_request_to_the_decision_log():
     """Status, duration and usage of a response belong to its decision."""
     scene = RecorderFixture()
     request = scene.route()
@@ -73,7 +73,7 @@ def test_recorder_notes_the_end_of_a_request_in_the_decision_log():
     assert sum(scene.counters.response_headers_s.counts) == 1
 
 
-def test_recorder_counts_endpoints_that_left_under_one_label():
+def test_recorder_counts_removed_endpoints_under_a_common_label():
     """The address of an endpoint that is no longer in the pool makes no series."""
     scene = RecorderFixture()
     scene.route().on_finished(endpoint=None, status="200", duration_s=1.0)

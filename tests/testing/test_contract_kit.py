@@ -37,7 +37,7 @@ def complaint(check, cls):
     return str(raised.value)
 
 
-def test_a_sound_scorer_passes():
+def test_a_valid_scorer_passes():
     """A plugin that keeps the contract passes."""
     contract.check_scorer(scorer(lambda turn, them: [1 / (1 + c.in_flight) for c in them]))
 
@@ -77,13 +77,13 @@ TICKS = itertools.count()
         (lambda turn, them: [next(TICKS) % 7 / 7] * len(them), "the same call (seed 1"),
     ],
 )
-def test_unsound_scorers_are_named(answer, wanted):
+def test_invalid_scorers_are_reported(answer, wanted):
     """An error names the broken rule, the situation and the value."""
     assert wanted in complaint(contract.check_scorer, scorer(answer))
 
 
 @pytest.mark.parametrize("fill", [0.0, 1.0])
-def test_unknown_may_not_be_best_or_worst(fill):
+def test_unknown_values_may_not_score_best_or_worst(fill):
     """A scorer that takes an unknown value for empty or full is refused."""
 
     def answer(turn, them):
@@ -153,7 +153,7 @@ def filtering(answer, needs=NOTHING):
         (lambda turn, them: [c for c in them if turn.rng.random() < 0.5], "same call"),
     ],
 )
-def test_unsound_filters_are_named(answer, wanted):
+def test_invalid_filters_are_reported(answer, wanted):
     """A filter must return candidates of the call, in their order, and the same ones for an equal context."""
     assert wanted in complaint(contract.check_filter, filtering(answer))
 
@@ -214,12 +214,12 @@ def picking(answer):
         ),
     ],
 )
-def test_unsound_pickers_are_named(answer, wanted):
+def test_invalid_pickers_are_reported(answer, wanted):
     """A picker must return different positions, and its shares must not depend on the order."""
     assert wanted in complaint(contract.check_picker, picking(answer))
 
 
-def test_a_picker_may_draw():
+def test_a_picker_may_be_random():
     """The rng of the context may be used, because it is seeded."""
 
     def answer(turn, them, totals, count):
@@ -242,12 +242,12 @@ class Remembers(Plugin, frozen=True):
         self.addresses.add(decision.endpoints[0].address)
 
 
-def test_a_memory_may_change_in_chosen():
+def test_state_may_change_in_on_committed():
     """An observer passes when its answers change with choices only."""
     contract.check_scorer(Remembers)
 
 
-def test_a_memory_takes_any_decision():
+def test_on_committed_accepts_any_decision():
     """An observer that raises on a plain decision is refused."""
 
     class Picky(Remembers, frozen=True):
@@ -277,7 +277,7 @@ def test_keys_and_answer_headers_are_text():
     contract.check_scorer(Sessions)
 
 
-def test_a_memory_is_not_shared():
+def test_state_is_not_shared_between_instances():
     """Instances of a plugin must not share state."""
     decisions = []
 
@@ -291,7 +291,7 @@ def test_a_memory_is_not_shared():
     assert "a second instance: no shared state" in complaint(contract.check_scorer, Shares)
 
 
-def test_a_broken_answer_after_a_choice():
+def test_an_invalid_answer_after_on_committed_is_reported():
     """The answer is checked again after a decision."""
 
     class Grows(Remembers, frozen=True):

@@ -6,7 +6,7 @@ from extproc.endpoint import NO_LOAD, AdapterResidency, StepTimeModel
 from extproc.testing import builders
 
 
-def test_a_candidate_nobody_knows():
+def test_a_candidate_without_fields_is_unknown():
     """Without facts it was never scraped and has nothing to do."""
     candidate = builders.candidate("a")
     assert (candidate.endpoint.address, candidate.endpoint.name) == ("a:8000", "a")
@@ -14,7 +14,7 @@ def test_a_candidate_nobody_knows():
     assert (candidate.age_s, candidate.estimated_requests) == (math.inf, 0.0)
 
 
-def test_facts_go_where_they_belong():
+def test_fields_of_load_and_candidate_are_separated():
     """Facts of the load make a scrape of a second ago; those of the candidate do not."""
     candidate = builders.candidate("a", waiting=3, running=4, adapters=["x"], in_flight=2)
     assert (candidate.load.waiting, candidate.load.adapters) == (3, frozenset({"x"}))
@@ -30,7 +30,7 @@ def test_facts_go_where_they_belong():
     assert builders.candidate("a", waiting=1, age_s=4.0).load.at == 96.0
 
 
-def test_facts_can_be_data():
+def test_fields_can_be_plain_data():
     """What a YAML file can say is enough for every fact."""
     candidate = builders.candidate("a", residency="idle", rates={"prefill_s": 0.5})
     assert (candidate.residency, candidate.rates) == (
@@ -39,13 +39,13 @@ def test_facts_can_be_data():
     )
 
 
-def test_a_misspelt_fact():
+def test_a_misspelled_field_is_refused():
     """A fact nobody knows is an error that lists those there are."""
     with pytest.raises(TypeError, match=r"expected some of .*waiting.*, got waitng"):
         builders.candidate("a", waitng=3)
 
 
-def test_a_turn():
+def test_a_context_is_built():
     """Facts of the turn and of the request; chance by seed."""
     context = builders.context(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
     assert (context.request.model, context.request.api, context.headers) == (
@@ -57,7 +57,7 @@ def test_a_turn():
     assert context.rng.random() == builders.context(5).rng.random()
 
 
-def test_crowds_are_different_and_repeat():
+def test_loaded_candidates_vary_and_repeat():
     """A crowd has something of everything, is the same each time, and can be unknown."""
     crowd = builders.loaded_candidates(1000)
     assert crowd == builders.loaded_candidates(1000)
@@ -67,7 +67,7 @@ def test_crowds_are_different_and_repeat():
     assert all(c.load is NO_LOAD for c in builders.loaded_candidates(20, known=False))
 
 
-def test_alike_differ_in_scrapes_only():
+def test_identical_candidates_differ_in_scrapes_only():
     """Own accounts and dead reckoning say the same of everybody."""
     alike = builders.identical_candidates(50)
     assert {(c.in_flight, c.estimated_requests, c.matched_tokens) for c in alike} == {(0, 4.0, 0)}

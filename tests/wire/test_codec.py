@@ -65,7 +65,7 @@ def decoded(reply: ProcessingResponse) -> DecodedReply:
     view=st.booleans(),
 )
 @calm
-def test_hand_framed_chunks_decode_alike(
+def test_fast_encoded_chunks_decode_equally(
     kind: MessageKind, size: int, *, ends: bool, destination: str, view: bool
 ):
     """A body piece framed by hand parses as that piece, whatever its size, end and destination."""
@@ -78,7 +78,7 @@ def test_hand_framed_chunks_decode_alike(
 
 @given(kind=st.sampled_from(sorted(PARTS)), destination=addresses)
 @calm
-def test_continue_responses_decode_alike(kind: MessageKind, destination: str):
+def test_continue_responses_decode_equally(kind: MessageKind, destination: str):
     """Every kind can be let pass, with or without a destination in the metadata."""
     assert decoded(ContinueResponse(kind, destination)) == DecodedReply(
         PARTS[kind], metadata=metadata_of(destination)
@@ -92,7 +92,7 @@ def test_continue_responses_decode_alike(kind: MessageKind, destination: str):
     removes=st.lists(names, max_size=4).map(tuple),
 )
 @calm
-def test_route_responses_decode_alike(kind, destination, sets, removes):
+def test_route_responses_decode_equally(kind, destination, sets, removes):
     """A pick parses as its header, its metadata and its other mutations, in order."""
     for _ in range(2):  # the second time from the cache, if there is one
         assert decoded(RouteResponse(kind, destination, sets, removes)) == ext_proc_script.route(
@@ -102,7 +102,7 @@ def test_route_responses_decode_alike(kind, destination, sets, removes):
 
 @given(sets=headers, mode=st.sampled_from([None, BodyMode.STREAMED, BodyMode.BUFFERED]))
 @calm
-def test_response_header_mutations_decode_alike(sets, mode):
+def test_response_header_mutations_decode_equally(sets, mode):
     """The answer to response headers parses as its headers and its mode override."""
     override = {"response_header_mode": 1, "response_body_mode": mode, "response_trailer_mode": 1}
     assert decoded(ResponseHeadersMutation(sets, mode)) == DecodedReply(
@@ -117,7 +117,7 @@ def test_response_header_mutations_decode_alike(sets, mode):
     grpc_status=st.one_of(st.none(), st.integers(0, 16)),
 )
 @calm
-def test_immediate_responses_decode_alike(status, sets, error, grpc_status):
+def test_immediate_responses_decode_equally(status, sets, error, grpc_status):
     """An immediate response parses as its status, headers, body and gRPC status."""
     body = json.dumps(error).encode()
     assert decoded(ImmediateResponse(status, sets, body, grpc_status)) == DecodedReply(
@@ -166,7 +166,7 @@ def test_bytes_that_are_no_message_are_garbage():
 
 @given(body=st.binary(max_size=300), ends=st.booleans(), kind=body_kinds)
 @calm
-def test_bodies_decode_alike(body: bytes, ends: bool, kind: MessageKind):  # noqa: FBT001
+def test_bodies_decode_equally(body: bytes, ends: bool, kind: MessageKind):  # noqa: FBT001
     """A body message decodes to its bytes and its end."""
     say = (
         ext_proc_script.request_body

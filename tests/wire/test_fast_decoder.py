@@ -40,14 +40,14 @@ def agree(data: bytes) -> None:
 
 @given(message=messages, modes=modes)
 @calm
-def test_plain_messages_read_as_the_general_parser_reads_them(message, modes):
+def test_common_messages_decode_as_with_protobuf(message, modes):
     """Reading by hand gives what the general parser gives."""
     agree(message.encode(modes))
 
 
 @given(message=messages, modes=modes, data=st.data())
 @calm
-def test_damaged_messages_read_as_the_general_parser_reads_them(message, modes, data):
+def test_damaged_messages_decode_as_with_protobuf(message, modes, data):
     """Also of cut and overwritten messages, whose lengths lie."""
     raw = bytearray(message.encode(modes))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -63,12 +63,12 @@ def test_damaged_messages_read_as_the_general_parser_reads_them(message, modes, 
 @example(b"\x04\x0a\x02\x0a\x00", 0x12)
 @example(b"\x80", 0x22)
 @example(b"\x01\x0a", 0x22)
-def test_any_bytes_behind_a_known_tag_read_alike(data: bytes, tag: int):
+def test_any_bytes_after_a_known_tag_decode_as_with_protobuf(data: bytes, tag: int):
     """Whatever follows the tag of a plain message, both readers agree."""
     agree(bytes((tag,)) + data)
 
 
-def test_fields_behind_the_part_count():
+def test_fields_after_the_message_are_read():
     """Modes and metadata behind the part are read, and a second part replaces the first."""
     first = ext_proc_script.request_body(b"a").encode(("BUFFERED", "NONE"))
     second = ext_proc_script.request_headers(ends=True, metadata=peer.hinted(["a:1"])).encode(None)
@@ -79,7 +79,7 @@ def test_fields_behind_the_part_count():
 
 
 @pytest.mark.parametrize("length", [1, 600])
-def test_headers_of_answers_read_alike_again(length: int):
+def test_cached_response_headers_decode_equally(length: int):
     """Short headers of an answer are remembered, long ones are not; the event is the same."""
     data = ext_proc_script.response_headers({":status": "200", "server": "x" * length}).encode(None)
     agree(data)
@@ -87,7 +87,7 @@ def test_headers_of_answers_read_alike_again(length: int):
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 3_000_000])
-def test_bodies_of_any_size_are_read_by_hand(monkeypatch, size):
+def test_bodies_of_any_size_use_the_fast_decoder(monkeypatch, size):
     """A length takes a byte for every 7 bits; the general parser would copy the body."""
     data = ext_proc_script.request_body(b"x" * size, ends=True).encode(ext_proc_script.DUPLEX)
     expected = protobuf_decoder.decode(data)

@@ -65,20 +65,20 @@ def script():
     return session
 
 
-def test_only_what_changed_is_told(script):
+def test_only_changed_resources_are_sent(script):
     """A pool that stays is not repeated."""
     assert script.pool(a="1", b="2") == [(ASSIGNMENT, "3", {"b": "2"}, set())]
     assert script.envoy(ASSIGNMENT, nonce="3") == []
 
 
-def test_changes_wait_for_the_answer_under_way(script):
+def test_changes_wait_for_the_response_in_flight(script):
     """While Envoy takes one answer, later changes gather."""
     assert script.pool(a="2", b="1") == [(ASSIGNMENT, "3", {"a": "2"}, set())]
     assert script.pool(a="3", b="3") == []
     assert script.envoy(ASSIGNMENT, nonce="3") == [(ASSIGNMENT, "4", {"a": "3", "b": "3"}, set())]
 
 
-def test_what_is_gone_is_said(script):
+def test_removed_resources_are_sent(script):
     """A pool that goes is removed by name, for both types."""
     assert script.pool(a="1") == [
         (CLUSTER, "3", {}, {"b"}),
@@ -88,7 +88,7 @@ def test_what_is_gone_is_said(script):
     assert script.envoy(ASSIGNMENT, nonce="4", unsubscribe=("b",)) == []
 
 
-def test_a_refusal_is_told_and_not_provoked_again(script):
+def test_a_nacked_version_is_not_sent_again(script):
     """What was refused is not sent again; another version of it is."""
     script.pool(a="bad", b="1")
     assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [Nack(ASSIGNMENT, "3", "no")]
@@ -97,7 +97,7 @@ def test_a_refusal_is_told_and_not_provoked_again(script):
     assert script.pool(a="2", b="2") == [(ASSIGNMENT, "5", {"a": "2"}, set())]
 
 
-def test_one_bad_resource_does_not_keep_others_away(script):
+def test_an_invalid_resource_does_not_block_others(script):
     """After a refusal of several, each is sent alone; only the bad one stays away."""
     script.pool(a="bad", b="2")
     refused = Nack(ASSIGNMENT, "3", "no")
@@ -112,12 +112,12 @@ def test_one_bad_resource_does_not_keep_others_away(script):
     assert script.envoy(ASSIGNMENT, nonce="5") == []
 
 
-def test_subscribing_again_tells_again(script):
+def test_a_repeated_subscription_is_sent_again(script):
     """A cluster that warms anew waits for endpoints that it had."""
     assert script.envoy(ASSIGNMENT, "a") == [(ASSIGNMENT, "3", {"a": "1"}, set())]
 
 
-def test_a_name_nobody_knows_is_absent(script):
+def test_an_unknown_name_is_removed(script):
     """Envoy is told that what it asks for does not exist, and told of it when it does."""
     assert script.envoy(ASSIGNMENT, "c") == [(ASSIGNMENT, "3", {}, {"c"})]
     assert script.envoy(ASSIGNMENT, nonce="3") == []
@@ -125,7 +125,7 @@ def test_a_name_nobody_knows_is_absent(script):
     assert responses == [(CLUSTER, "4", {"c": "1"}, set()), (ASSIGNMENT, "5", {"c": "1"}, set())]
 
 
-def test_coming_over_with_what_it_holds():
+def test_a_reconnected_envoy_receives_only_differences():
     """An Envoy from another replica is told only what differs, and always that we are here."""
     script = Script(snapshot(a="1", b="2"))
     held = {"a": "1", "b": "1", "c": "1"}
@@ -135,7 +135,7 @@ def test_coming_over_with_what_it_holds():
     ]
 
 
-def test_nothing_is_told_before_there_is_anything():
+def test_nothing_is_sent_before_the_first_snapshot():
     """A stream that opens before discovery has spoken waits."""
     script = Script()
     assert script.envoy(CLUSTER) == []
@@ -143,7 +143,7 @@ def test_nothing_is_told_before_there_is_anything():
     assert script.pool() == [(CLUSTER, "1", {}, set()), (ASSIGNMENT, "2", {}, {"a"})]
 
 
-def test_an_older_nonce_settles_nothing(script):
+def test_an_older_nonce_is_ignored(script):
     """A late word on an answer that is no longer under way changes nothing."""
     script.pool(a="2", b="1")
     assert script.envoy(ASSIGNMENT, nonce="2", error="late") == []
@@ -151,7 +151,7 @@ def test_an_older_nonce_settles_nothing(script):
     assert script.envoy(ASSIGNMENT, nonce="3") == []
 
 
-def test_other_types_are_not_answered(script):
+def test_other_resource_types_are_not_answered(script):
     """Listeners, routes and secrets are not ours."""
     assert script.envoy("type.googleapis.com/envoy.config.listener.v3.Listener") == []
 
@@ -221,7 +221,7 @@ class Line:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(steps=st.lists(st.one_of(st.sampled_from(["hear", "take"]), POOLS), max_size=60), last=GOOD)
-def test_envoy_comes_to_hold_the_latest(steps, last):
+def test_envoy_converges_to_the_latest_snapshot(steps, last):
     """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""
     line = Line()
     for step in steps:

@@ -44,7 +44,7 @@ def only(policy, kind):
     return kind.parse(config.typed_config.value)
 
 
-def test_a_cluster_takes_endpoints_from_the_same_stream():
+def test_a_cluster_uses_eds_over_ads():
     """Its type is EDS over ADS, which Envoy's bootstrap names already."""
     decoded = cluster()
     assert (decoded.name, decoded.type) == ("engines", clusters.ClusterDiscoveryType.EDS)
@@ -52,7 +52,7 @@ def test_a_cluster_takes_endpoints_from_the_same_stream():
     assert decoded.ignore_health_on_host_removal
 
 
-def test_the_destination_comes_from_header_then_metadata():
+def test_the_destination_is_read_from_header_then_metadata():
     """EPP protocol 004: header and metadata agree; who served is told in the same namespace."""
     override = only(cluster().load_balancing_policy, override_host.OverrideHost)
     header, metadata = override.override_host_sources
@@ -65,7 +65,7 @@ def test_the_destination_comes_from_header_then_metadata():
     assert only(override.fallback_policy, least_request.LeastRequest) is not None
 
 
-def test_connections_are_left_before_engines_close_them():
+def test_idle_timeout_is_below_that_of_engines():
     """VLLM closes idle connections after 5 seconds; HTTP/1.1 is what engines speak."""
     options = cluster().typed_extension_protocol_options
     decoded = upstreams.HttpProtocolOptions.parse(options[HTTP].value)
@@ -73,7 +73,7 @@ def test_connections_are_left_before_engines_close_them():
     assert decoded.explicit_http_config.http_protocol_options is not None
 
 
-def test_engines_that_speak_http2_are_spoken_to_so():
+def test_h2c_pools_have_http2_clusters():
     """Nobody knows what they answer health checks, so there are none; the rest is the same."""
     decoded = clusters.Cluster.parse(ResourceEncoder(ClusterOptions()).cluster("engines", h2c=True))
     options = upstreams.HttpProtocolOptions.parse(
@@ -85,7 +85,7 @@ def test_engines_that_speak_http2_are_spoken_to_so():
     assert decoded.outlier_detection == cluster().outlier_detection
 
 
-def test_retries_are_not_rationed():
+def test_circuit_breakers_allow_retries():
     """A dead engine under load must not use up the default of 3 retries."""
     (limits,) = cluster().circuit_breakers.thresholds
     assert limits.max_retries >= limits.max_requests > 10_000
@@ -106,7 +106,7 @@ def test_health_checks_can_be_off():
     assert cluster(ClusterOptions(health_check=HealthCheck(path=""))).health_checks == []
 
 
-def test_outliers_are_engines_that_are_gone_or_refuse():
+def test_outlier_detection_counts_gateway_failures():
     """Connections and 502 to 504 count; 500, which bad requests cause, does not."""
     outliers = OutlierDetection(connection_failures=2, gateway_failures=7, max_ejection_share=0.25)
     decoded = cluster(ClusterOptions(outliers=outliers)).outlier_detection
@@ -153,7 +153,7 @@ def test_every_endpoint_has_its_address_and_health():
     assert read == [("10.0.0.1", 8000, "HEALTHY"), ("fd00::1", 8001, "UNHEALTHY")]
 
 
-def test_endpoints_of_a_zone_stand_together():
+def test_endpoints_are_grouped_by_zone():
     """Each zone is one group, and those without a label are one of their own."""
     decoded = assigned(
         LbEndpoint("10.0.0.1:8000", zone="a", region="r"),
@@ -171,7 +171,7 @@ def test_endpoints_of_a_zone_stand_together():
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
-def test_what_is_put_together_by_hand_is_what_the_types_write(count):
+def test_hand_encoded_bytes_equal_protobuf(count):
     """Assignments are joined from remembered parts; the bytes are those of one message."""
     renderer = ResourceEncoder(ClusterOptions())
     places = [
@@ -184,7 +184,7 @@ def test_what_is_put_together_by_hand_is_what_the_types_write(count):
     assert renderer.assignment("engines", places) == data
 
 
-def test_endpoints_that_left_are_forgotten():
+def test_removed_endpoints_are_forgotten():
     """What is remembered is bounded by what is there."""
     renderer = ResourceEncoder(ClusterOptions())
     stays, leaves = LbEndpoint("10.0.0.1:8000"), LbEndpoint("10.0.0.2:8000")

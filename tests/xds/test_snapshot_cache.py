@@ -60,7 +60,7 @@ def test_scrapes_change_nothing(board, fleet):
     assert board.snapshot is before
 
 
-def test_an_endpoint_that_joins_is_another_version(board, fleet):
+def test_an_added_endpoint_changes_the_version(board, fleet):
     """The assignment changes, the cluster does not, nor does another pool."""
     other = PoolStore(on_gone=lambda _: None).pool
     board.update({"a": fleet.pool, "b": other})
@@ -85,7 +85,7 @@ def test_the_order_of_endpoints_does_not_matter(board, fleet):
     assert not board.is_stale({"": fleet.pool})
 
 
-def test_a_pool_that_leaves_is_gone(board, fleet):
+def test_a_removed_pool_has_no_resources(board, fleet):
     """Its cluster and its endpoints are no longer there."""
     board.update({"a": fleet.pool, "b": fleet.pool})
     assert board.is_stale({"a": fleet.pool})
@@ -111,7 +111,7 @@ def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
     assert telling.snapshot[ASSIGNMENT]["engines"] == before
 
 
-def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
+def test_health_is_not_sent_where_envoy_checks_health(board, fleet):
     """Nothing that a picker believed stays with an Envoy whose pickers are gone."""
     board.update({"": fleet.pool})
     fail(fleet, SECOND)
@@ -120,7 +120,7 @@ def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
     assert not board.update({"": fleet.pool})
 
 
-def test_who_is_down_may_change_hands(telling, fleet):
+def test_a_swap_of_unhealthy_endpoints_is_a_change(telling, fleet):
     """One down for another is a change, although as many are up."""
     fail(fleet, FIRST)
     telling.update({"": fleet.pool})
@@ -130,7 +130,7 @@ def test_who_is_down_may_change_hands(telling, fleet):
     assert telling.update({"": fleet.pool})
 
 
-def test_a_pool_whose_engines_speak_otherwise_is_another_cluster(board, fleet):
+def test_another_app_protocol_changes_the_cluster(board, fleet):
     """Its endpoints are the same; the other pool is left alone."""
     pools = {"a": fleet.pool, "b": fleet.pool}
     board.update(pools)
@@ -152,7 +152,7 @@ def test_when_all_are_down_all_are_healthy(fleet):
     } == {LbHealth.HEALTHY}
 
 
-def test_labels_tell_where_an_endpoint_is(fleet):
+def test_labels_give_region_and_zone(fleet):
     """Kubernetes' labels and the short ones give region and zone."""
     labels = {"topology.kubernetes.io/region": "north", "zone": "n1"}
     fleet.set_endpoints([Endpoint("10.0.0.9:8000", labels=labels)], 1.0)
@@ -161,7 +161,7 @@ def test_labels_tell_where_an_endpoint_is(fleet):
     )
 
 
-def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
+def test_a_pool_that_raises_hides_no_other_pool(board, fleet, monkeypatch):
     """The others are posted, it stays as it was, and is posted once that ends."""
     other = PoolStore(on_gone=lambda _: None)
     other.set_endpoints([FIRST], 0.0)

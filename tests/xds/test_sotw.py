@@ -64,14 +64,14 @@ def script():
     return session
 
 
-def test_a_change_is_told_once(script):
+def test_a_change_is_sent_once(script):
     """Endpoints that change go out at once, and not again after they were taken."""
     assert script.pool(a="2") == [(ASSIGNMENT, "3", {"a": "2"})]
     assert script.envoy(ASSIGNMENT, "a", nonce="3") == []
     assert script.pool(a="2") == []
 
 
-def test_nothing_is_told_before_there_is_anything():
+def test_nothing_is_sent_before_the_first_snapshot():
     """A stream that opens before discovery has spoken waits, and is not told of an empty pool."""
     script = Script()
     assert script.envoy(CLUSTER) == []
@@ -79,12 +79,12 @@ def test_nothing_is_told_before_there_is_anything():
     assert script.pool(a="1") == [(CLUSTER, "1", {"a": "1"}), (ASSIGNMENT, "2", {"a": "1"})]
 
 
-def test_no_pools_is_an_answer():
+def test_an_empty_snapshot_is_sent():
     """Envoy waits for its clusters even if there are none."""
     assert Script(snapshot()).envoy(CLUSTER) == [(CLUSTER, "1", {})]
 
 
-def test_changes_wait_for_the_answer_under_way(script):
+def test_changes_wait_for_the_response_in_flight(script):
     """While Envoy takes one answer, later changes gather and go out as one."""
     assert script.pool(a="2") == [(ASSIGNMENT, "3", {"a": "2"})]
     assert script.pool(a="3") == []
@@ -93,7 +93,7 @@ def test_changes_wait_for_the_answer_under_way(script):
     assert script.envoy(ASSIGNMENT, "a", nonce="4") == []
 
 
-def test_a_refusal_is_told_and_not_provoked_again(script):
+def test_a_nacked_version_is_not_sent_again(script):
     """What Envoy refused is not sent again; the next change is."""
     assert script.pool(a="bad") == [(ASSIGNMENT, "3", {"a": "bad"})]
     refused = script.envoy(ASSIGNMENT, "a", nonce="3", error="port_value must be positive")
@@ -104,7 +104,7 @@ def test_a_refusal_is_told_and_not_provoked_again(script):
     assert script.pool(a="2") == [(ASSIGNMENT, "4", {"a": "2"})]
 
 
-def test_back_to_what_is_held_after_a_refusal(script):
+def test_returning_to_the_acked_version_sends_nothing(script):
     """Envoy keeps what it had, so going back to that needs no answer."""
     script.pool(a="bad")
     script.envoy(ASSIGNMENT, "a", nonce="3", error="no")
@@ -112,7 +112,7 @@ def test_back_to_what_is_held_after_a_refusal(script):
     assert script.pool(a="2") == [(ASSIGNMENT, "4", {"a": "2"})]
 
 
-def test_a_change_during_a_refusal_goes_out(script):
+def test_a_change_after_a_nack_is_sent(script):
     """A better version that came meanwhile follows the refusal."""
     script.pool(a="bad")
     script.pool(a="2")
@@ -121,7 +121,7 @@ def test_a_change_during_a_refusal_goes_out(script):
     assert responses[1:] == [(ASSIGNMENT, "4", {"a": "2"})]
 
 
-def test_an_older_nonce_says_nothing(script):
+def test_an_older_nonce_is_ignored(script):
     """A request that crosses an answer is passed over."""
     script.pool(a="2")
     assert script.envoy(ASSIGNMENT, "a", "b", nonce="2") == []
@@ -140,20 +140,20 @@ def test_a_new_pool_is_a_cluster_first(script):
     ]
 
 
-def test_a_pool_that_goes_takes_its_cluster(script):
+def test_a_removed_pool_removes_its_cluster(script):
     """The cluster is taken away; its endpoints cannot be and need not be."""
     assert script.pool() == [(CLUSTER, "3", {})]
     assert script.envoy(CLUSTER, nonce="3") == []
     assert script.envoy(ASSIGNMENT, nonce="2") == []
 
 
-def test_a_cluster_warmed_anew_gets_its_endpoints_again(script):
+def test_a_warming_cluster_receives_its_endpoints_again(script):
     """Asked again for what was taken, we say it again: Envoy waits for it."""
     assert script.envoy(ASSIGNMENT, "a", nonce="2") == [(ASSIGNMENT, "3", {"a": "1"})]
     assert script.envoy(ASSIGNMENT, "a", nonce="3") == []
 
 
-def test_a_name_that_was_dropped_is_forgotten(script):
+def test_an_unsubscribed_name_is_forgotten(script):
     """A name taken from the subscription is not told of, and told again when it comes back."""
     script.pool(a="1", b="1")
     script.envoy(CLUSTER, nonce="3")
@@ -165,7 +165,7 @@ def test_a_name_that_was_dropped_is_forgotten(script):
     ]
 
 
-def test_fewer_names_may_mean_that_one_of_them_warms(script):
+def test_fewer_names_are_sent_again(script):
     """A cluster left and another changed: what is asked for is told again."""
     script.pool(a="1", b="1")
     script.envoy(CLUSTER, nonce="3")
@@ -191,7 +191,7 @@ def test_unsubscribing_from_all_clusters_is_not_a_wildcard():
     assert script.pool(a="1", c="1") == []
 
 
-def test_other_types_are_not_answered(script):
+def test_other_resource_types_are_not_answered(script):
     """Listeners, routes and secrets are not ours; their requests leave the others alone."""
     listener = "type.googleapis.com/envoy.config.listener.v3.Listener"
     assert script.envoy(listener) == []
@@ -199,7 +199,7 @@ def test_other_types_are_not_answered(script):
     assert script.pool(a="2") == [(ASSIGNMENT, "3", {"a": "2"})]
 
 
-def test_a_version_is_what_is_in_it():
+def test_a_version_depends_on_the_content_only():
     """Two replicas with the same resources say the same version, in whatever order they have them."""
     versions = set()
     for order in (("a", "b"), ("b", "a")):
@@ -291,7 +291,7 @@ GOOD = st.dictionaries(
     steps=st.lists(st.one_of(st.sampled_from(["hear", "take", "again"]), POOLS), max_size=60),
     last=GOOD,
 )
-def test_envoy_comes_to_hold_the_latest(steps, last):
+def test_envoy_converges_to_the_latest_snapshot(steps, last):
     """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""
     line = Line(Envoy({"bad"}))
     for step in steps:
@@ -311,7 +311,7 @@ def test_envoy_comes_to_hold_the_latest(steps, last):
     assert envoy.warming == set()
 
 
-def test_values_are_values():
+def test_requests_and_responses_compare_by_value():
     """What is said compares by content."""
     request = SotwRequest(CLUSTER, ("a",), "1", "")
     assert request == msgspec.structs.replace(request)

@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("row", ACTUATORS, ids=lambda row: row.key or "advisory")
-def test_every_row_is_selected_by_its_setting_and_has_a_class(row):
+def test_every_actuator_is_selected_by_its_setting_and_has_a_class(row):
     """Each key selects its row, and the class of the row has the members of the protocol."""
     section = msgspec.convert(SETTINGS[row.key], ScalingSection)
     assert actuator_type(section) is row

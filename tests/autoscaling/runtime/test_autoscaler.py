@@ -82,7 +82,7 @@ class Place:
         return sorted(self.subject.loops)
 
 
-def test_found_pools_are_scaled_while_they_are_there():
+def test_discovered_pools_are_scaled_while_they_exist():
     """Those a rule is for, by name, in figures and for KEDA alike."""
     place = Place()
     place.bring("a/x", "b/y", "c/z")
@@ -94,7 +94,7 @@ def test_found_pools_are_scaled_while_they_are_there():
     assert set(place.subject.figures()) == {"b/y"}
 
 
-async def test_a_request_that_waits_wakes_the_loop_of_its_pool():
+async def test_a_queued_request_wakes_the_loop_of_its_pool():
     """And no longer once the pool is left alone."""
     place = Place()
     place.bring("a/x")
@@ -108,7 +108,7 @@ async def test_a_request_that_waits_wakes_the_loop_of_its_pool():
     assert place.scaled == []
 
 
-def test_what_was_learned_outlives_a_change_of_bounds():
+def test_learned_state_survives_a_change_of_bounds():
     """Another loop goes on where the one before stopped; the same wish makes no other loop."""
     place = Place()
     place.bring("a/x", max="2")
@@ -123,7 +123,7 @@ def test_what_was_learned_outlives_a_change_of_bounds():
     assert second.state().scaler == before
 
 
-def test_one_object_is_scaled_for_one_pool(caplog):
+def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
     """The first by name keeps it; the other one has it when the first is gone."""
     place = Place()
     place.bring("a/x", "a/y", target="vllm")
@@ -144,7 +144,7 @@ def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(capl
     assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
 
 
-def test_an_annotation_that_cannot_be_read_scales_nothing(caplog):
+def test_an_invalid_annotation_scales_nothing(caplog):
     """It is said once, and the pool is scaled once it can be."""
     place = Place()
     place.bring("a/x", max="2")
@@ -207,7 +207,7 @@ def remembered(monkeypatch):
     return state
 
 
-async def test_a_found_pool_goes_on_where_another_replica_stopped(remembered):
+async def test_a_discovered_pool_continues_from_the_state_of_another_replica(remembered):
     """Also when it is found later, and until then nothing of it is forgotten."""
     other = Place()
     other.bring("a/x")
@@ -256,7 +256,7 @@ class StateStoreFixture:
         raise OverflowError
 
 
-async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
+async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
     """Every replica reads it: none would start."""
     place = Place()
     place.subject._memory, place.subject._cluster = StateStoreFixture(), None
@@ -265,7 +265,7 @@ async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
     assert "what was kept" not in caplog.text
 
 
-async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
+async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """Its annotations may raise, and so may its loop: the other pool is looked at."""
     place = Place()
     place.subject._memory = StateStoreFixture()
@@ -304,7 +304,7 @@ async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
     assert "a/z" in place.scaled
 
 
-def test_who_is_told_of_a_look_may_raise():
+def test_an_observer_of_steps_may_raise():
     """KEDA's streams are told of every look; what that raises does not stop the looking."""
     place = Place(on_step={}.__getitem__)
     place.bring("a/x")

@@ -39,7 +39,7 @@ def scale(api):
     return scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True)
 
 
-async def test_rivals_are_listed_in_the_namespace_of_the_target():
+async def test_other_autoscalers_are_listed_in_the_namespace_of_the_target():
     """Of both kinds, and only those that name the target."""
     api = ApiFixture(scaledobjects=listed("s"))
     subject = competing_autoscalers.CompetingAutoscalers(TARGET, api)
@@ -65,7 +65,7 @@ async def test_rivals_are_listed_in_the_namespace_of_the_target():
         b"<",
     ],
 )
-async def test_scale_stands_down_while_lists_of_rivals_fail(failure, caplog):
+async def test_scaling_stays_paused_while_lists_of_other_autoscalers_fail(failure, caplog):
     """Beside an HPA nothing is scaled in an outage, however long it lasts and however it ends."""
     caplog.set_level("INFO", "extproc.server")
     api = ApiFixture(horizontalpodautoscalers=listed("h"))
@@ -82,7 +82,7 @@ async def test_scale_stands_down_while_lists_of_rivals_fail(failure, caplog):
     assert "no other autoscaler of Deployment n/vllm is left" in caplog.text
 
 
-async def test_scale_goes_on_while_lists_of_rivals_fail():
+async def test_scaling_continues_while_lists_of_other_autoscalers_fail():
     """Where no other autoscaler was known, scaling goes on."""
     api = ApiFixture()
     subject = scale(api)
@@ -107,7 +107,7 @@ async def test_scale_waits_until_every_kind_was_listed(caplog):
     assert subject.acts
 
 
-async def test_scale_names_a_right_that_was_there_before_after_several_refusals():
+async def test_scale_reports_a_lost_permission_after_several_refusals():
     """The first look of all names it at once."""
     subject = scale(ApiFixture(scale=ApiError(403, "no")))
     assert 'resources: ["deployments/scale"]' in (await subject.current_replicas(1)).message
@@ -119,7 +119,7 @@ async def test_scale_names_a_right_that_was_there_before_after_several_refusals(
     assert advised == [False, False, False, True]
 
 
-async def test_rivals_count_a_missing_right_after_several_refusals(caplog):
+async def test_autoscaler_list_reports_a_missing_permission_after_several_refusals(caplog):
     """An API server that has just started answers 403 for a moment."""
     api = ApiFixture(scaledobjects=ApiError(403, "no"))
     subject = scale(api)
@@ -133,7 +133,7 @@ async def test_rivals_count_a_missing_right_after_several_refusals(caplog):
     assert caplog.text.count("no right to list scaledobjects in n") == 1
 
 
-async def test_rivals_count_an_uninstalled_kind_after_several_refusals():
+async def test_autoscaler_list_reports_an_uninstalled_kind_after_several_refusals():
     """The definitions of an API server that has just started come a moment later."""
     api = ApiFixture(scaledobjects=listed("s"))
     subject = scale(api)
@@ -146,7 +146,7 @@ async def test_rivals_count_an_uninstalled_kind_after_several_refusals():
     assert subject.acts
 
 
-async def test_scale_writes_events_after_one_that_raised():
+async def test_scale_writes_further_events_after_an_event_raised():
     """An Event that raises is counted, and the look for rivals is not begun anew."""
     reasons, written = [], asyncio.Event()
 

@@ -121,14 +121,14 @@ class Place:
             self.now += await self.loop.step()
 
 
-async def test_nothing_is_decided_before_the_pool_is_known():
+async def test_control_loop_decides_nothing_before_the_pool_is_synced():
     """Endpoints that nobody has listed yet are no reason to scale."""
     place = Place(spec=2)
     assert await place.loop.step() < 1.0
     assert (place.loop.desired, place.hands.requested) == (None, [])
 
 
-async def test_a_waiting_request_wakes_the_loop():
+async def test_a_queued_request_wakes_the_loop():
     """At once, without asking others; whoever else may act is told."""
     place = Place()
     place.come()
@@ -153,7 +153,7 @@ async def test_a_waiting_request_wakes_the_loop():
         await running
 
 
-async def test_only_who_may_act_does():
+async def test_only_the_leader_scales():
     """A follower knows the number and asks for nothing, but tells the others that it waits."""
     place = Place()
     place.hands.acts = False
@@ -166,7 +166,7 @@ async def test_only_who_may_act_does():
     assert place.loop._woken.is_set()
 
 
-async def test_a_peer_that_cannot_be_read_keeps_replicas():
+async def test_an_unreadable_peer_prevents_scale_down():
     """Nothing is taken away while it is so, and something is added as ever."""
     place = Place(spec=3)
     place.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
@@ -185,7 +185,7 @@ async def test_a_peer_that_cannot_be_read_keeps_replicas():
 
 
 @pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
-async def test_no_replica_goes_before_a_window_was_watched(policy):
+async def test_scale_down_waits_for_a_complete_window(policy):
     """Whatever the policy, after a start without memory."""
     place = Place(spec=3, policy=policy)
     place.come("127.0.0.1:1")
@@ -194,7 +194,7 @@ async def test_no_replica_goes_before_a_window_was_watched(policy):
 
 
 @pytest.mark.parametrize("scales", [True, False])
-async def test_loop_logs_a_number_for_others_as_no_change(scales, caplog):
+async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
     """Where there is no target, the line does not read as if something was scaled."""
     caplog.set_level("INFO", "extproc.server")
     place = Place(min=2)
@@ -205,7 +205,7 @@ async def test_loop_logs_a_number_for_others_as_no_change(scales, caplog):
     assert ("nothing is scaled, as there is no target" in line) is not scales
 
 
-async def test_what_fails_is_tried_again_and_said_once(caplog):
+async def test_a_failed_action_is_retried_and_logged_once(caplog):
     """With a request waiting after a second; otherwise at the next look."""
     caplog.set_level("INFO", "extproc.server")
     place = Place()
@@ -224,7 +224,7 @@ async def test_what_fails_is_tried_again_and_said_once(caplog):
     assert place.loop.metrics.snapshot().failures == 3
 
 
-async def test_a_loop_goes_on_where_another_stopped():
+async def test_control_loop_continues_from_restored_state():
     """With the same policy; another one's memory is not read."""
     place, other = Place(spec=2), Place(spec=2)
     for scene in (place, other):
@@ -238,7 +238,7 @@ async def test_a_loop_goes_on_where_another_stopped():
     assert not Place(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
 
 
-async def test_counters_tell_what_came_and_what_waits():
+async def test_counters_report_arrivals_and_queued_requests():
     """Requests that wait, are refused or went on count once each, and totals never go down."""
     place = Place(spec=1)
     place.come()

@@ -9,7 +9,7 @@ from extproc.autoscaling.runtime.exec_actuator import ExecActuator
 UP = ScalingDecision(3, ScalingReason.UP)
 
 
-async def test_the_program_is_told_the_number(tmp_path):
+async def test_the_program_receives_the_number_of_replicas(tmp_path):
     """It is run with the number in its place, which is then what is asked for."""
     note = tmp_path / "note"
     hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=300.0)
@@ -20,7 +20,7 @@ async def test_the_program_is_told_the_number(tmp_path):
     assert await hook.current_replicas(1) == 3
 
 
-async def test_who_comes_after_asks_for_what_was_asked_for():
+async def test_the_next_leader_keeps_the_requested_replicas():
     """Engines that are still starting were asked for, though nobody sees them."""
     for subject in (ExecActuator(["true", "{replicas}"], timeout_s=300.0), AdvisoryActuator()):
         subject.restore(3)
@@ -42,13 +42,13 @@ async def test_a_program_that_hangs_is_ended():
     assert "did not end within 0.2 s" in failed.message
 
 
-async def test_a_program_that_is_missing_is_told():
+async def test_a_missing_program_is_reported():
     """With what the system says."""
     failed = await ExecActuator(["/no/such/program", "{replicas}"], timeout_s=300.0).scale(UP, 1)
     assert "No such file" in failed.message
 
 
-async def test_what_was_told_is_what_is_asked_for():
+async def test_advisory_actuator_returns_the_requested_replicas():
     """Where others act; before anything was told, that is what is there."""
     subject = AdvisoryActuator()
     assert (subject.acts, await subject.current_replicas(2)) == (True, 2)

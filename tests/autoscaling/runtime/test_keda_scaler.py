@@ -125,7 +125,7 @@ async def picker():
         await asyncio.gather(loop, return_exceptions=True)
 
 
-async def test_a_waiting_request_is_pushed():
+async def test_a_queued_request_is_pushed_to_keda():
     """KEDA listens, hears that nothing is wanted, and hears otherwise when a request waits."""
     async with picker() as (running, channel):
         keda = Client(channel)
@@ -155,7 +155,7 @@ async def test_a_waiting_request_is_pushed():
         assert await heard.read() is grpc.aio.EOF
 
 
-async def test_whoever_listens_to_a_pool_that_goes_has_to_ask_again():
+async def test_the_stream_of_a_removed_pool_ends():
     """Its stream ends, so that KEDA hears of the loop that comes after."""
     async with picker() as (running, channel):
         heard = Client(channel).stream()
@@ -174,7 +174,7 @@ async def test_whoever_listens_to_a_pool_that_goes_has_to_ask_again():
         ({"metric": "queue-depth", "target": "x"}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(metadata, code):
+async def test_unknown_pools_and_metrics_are_refused(metadata, code):
     """An unknown pool or metric, or a target that is none, has a status of its own."""
     async with picker() as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -182,7 +182,7 @@ async def test_what_cannot_be_answered_is_refused(metadata, code):
         assert refused.value.code() == code
 
 
-async def test_what_is_not_known_is_not_zero():
+async def test_an_unknown_metric_is_not_zero():
     """Before the first look KEDA is told to keep what it has; a strange message is refused."""
     settings = configured(scaling={}, autoscaling={"keda": {"enabled": True, "port": 0}})
     async with (
@@ -199,7 +199,7 @@ async def test_what_is_not_known_is_not_zero():
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_call_that_makes_us_raise_ends_alone(caplog):
+async def test_a_call_that_raises_ends_no_other_call(caplog):
     """It ends with INTERNAL, what was said is not logged, and other calls are answered."""
     async with picker() as (running, channel):
         supervisor = running.picker.counters.supervisor

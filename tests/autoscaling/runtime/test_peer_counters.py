@@ -43,7 +43,7 @@ async def picker(name, *written, held=0, port=0):
         await runner.cleanup()
 
 
-async def test_pickers_tell_each_other_what_they_count():
+async def test_peers_exchange_their_counters():
     """Each reads the others by name, and leaves itself out of the addresses it was given."""
     ports = [stack.free_port() for _ in range(2)]
     written = [f"127.0.0.1:{port}" for port in ports]
@@ -73,7 +73,7 @@ async def test_a_name_that_cannot_be_resolved_is_unknown():
     assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
 
-async def test_others_are_told_when_a_request_waits():
+async def test_peers_are_notified_of_a_queued_request():
     """What is pushed is known without asking, and wakes the pools it says requests wait in."""
     ports = [stack.free_port() for _ in range(2)]
     written = [f"127.0.0.1:{port}" for port in ports]
@@ -90,7 +90,7 @@ async def test_others_are_told_when_a_request_waits():
         assert other.heard == []
 
 
-async def test_what_strangers_push_is_not_believed():
+async def test_counters_pushed_by_unknown_addresses_are_ignored():
     """It is reason to look, and no number."""
     async with picker("a") as subject:
         other = PeerCounterClient(
@@ -105,7 +105,7 @@ async def test_what_strangers_push_is_not_believed():
         other.close()
 
 
-async def test_strange_bodies_are_refused():
+async def test_invalid_bodies_are_refused():
     """With 400, and a page that is none is unknown."""
     async with picker("a") as subject, aiohttp.ClientSession() as http:
         async with http.post(f"http://127.0.0.1:{subject.port}{PATH}", data=b"[1]") as answer:
@@ -136,7 +136,7 @@ def test_addresses_need_a_port(written):
         b'{"picker":"' + b"x" * 257 + b'","pools":{}}',
     ],
 )
-def test_what_no_picker_counts_is_unreadable(page):
+def test_reports_out_of_range_are_unreadable(page):
     """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
     assert read_report(page) is None
 
@@ -161,7 +161,7 @@ async def test_an_address_that_is_no_name_is_unresolved():
     assert await subject.read("p") == {"a..b:9090": None}
 
 
-async def test_connections_to_peers_that_left_are_closed(monkeypatch):
+async def test_connections_to_removed_peers_are_closed(monkeypatch):
     """A rollout leaves nothing behind: what no name stands for any longer is forgotten."""
     async with picker("b") as other:
         addresses = [f"127.0.0.1:{other.port}"]

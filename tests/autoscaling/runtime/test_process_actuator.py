@@ -69,7 +69,7 @@ async def test_the_first_request_starts_an_engine():
         raise AssertionError("the engine outlived the picker")
 
 
-async def test_an_engine_may_say_itself_where_it_listens():
+async def test_an_engine_may_print_its_address():
     """Without `{port}` the address is read from its output."""
     async with picker([sys.executable, "-c", ENGINE, "0"]) as running:
         assert (await pick(running)).startswith("127.0.0.1:")
@@ -103,7 +103,7 @@ async def test_launch_reads_an_engine_that_listens_on_every_address():
         assert (await pick(running)).startswith("127.0.0.1:")
 
 
-async def test_launch_starts_another_engine_where_looking_at_its_health_raises(monkeypatch, caplog):
+async def test_launch_replaces_an_engine_whose_health_check_raises(monkeypatch, caplog):
     """Such an engine gets no request, and the log says why it was ended."""
     monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
     caplog.set_level("INFO", "extproc.server")
@@ -134,7 +134,7 @@ async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
                 await asyncio.sleep(0.02)
 
 
-async def test_a_program_that_is_missing_is_told(caplog):
+async def test_a_missing_program_is_reported(caplog):
     """The picker goes on."""
     async with picker(["/no/such/engine"], min=1) as running:
         async with asyncio.timeout(serving.LIMIT_S):
@@ -145,7 +145,7 @@ async def test_a_program_that_is_missing_is_told(caplog):
         assert not running.picker.sites.pools()[""].members
 
 
-async def test_an_engine_that_goes_finishes_first(caplog):
+async def test_a_stopped_engine_finishes_its_requests(caplog):
     """It gets nothing new, and ends when what it does is done."""
     caplog.set_level("INFO", "extproc.server")
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
@@ -170,7 +170,7 @@ async def test_an_engine_that_goes_finishes_first(caplog):
     assert not any("ended:" in message for message in caplog.messages)
 
 
-async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
+async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch):
     """What looking after one of them raises is counted; the others serve, and another follows."""
     real, wrong = process_actuator.ProcessActuator._serve, [1]
 

@@ -41,7 +41,7 @@ def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespa
 
 
 @given(namespace=SEGMENTS, name=SEGMENTS)
-def test_memory_asks_for_one_config_map(namespace, name):
+def test_state_store_uses_a_single_config_map(namespace, name):
     """Whatever it is called."""
     paths = []
 
@@ -58,7 +58,7 @@ def test_memory_asks_for_one_config_map(namespace, name):
     assert split(path) == (["api", "v1", "namespaces", namespace, "configmaps", name], "")
 
 
-def test_rivals_of_what_is_no_list_are_unknown():
+def test_autoscalers_are_unknown_where_the_answer_is_no_list():
     """An empty list says that there are none."""
     target = ScaleTarget(name="vllm", namespace="n").filled
     assert scale_objects.rivals(b'{"items": []}', target) == ()
@@ -70,7 +70,7 @@ def test_rivals_of_what_is_no_list_are_unknown():
 @pytest.mark.parametrize(
     "answer", [b'{"x": ' * 100_000, b'{"items": [{"metadata": {"name": "\xff"}}]}']
 )
-def test_answers_that_cannot_be_decoded_hold_nothing(answer):
+def test_undecodable_answers_are_empty(answer):
     """Nesting without end and text that is no UTF-8 are no list, no Scale and no ConfigMap."""
     assert scale_objects.rivals(answer, ScaleTarget(name="vllm", namespace="n").filled) is None
     assert scale_objects.replicas(answer.replace(b"items", b"spec")) is None

@@ -33,7 +33,7 @@ class Watched:
         return LoopState(self.scaler.state(), self.meter.state)
 
 
-def test_states_come_back_on_another_clock():
+def test_states_are_restored_on_another_clock():
     """Monotonic clocks differ; the time of day says by how much."""
     watched = Watched()
     text = state_store.write({"p": watched.state}, 60.0, 1000.0)
@@ -47,13 +47,13 @@ def test_states_come_back_on_another_clock():
     assert other.look(7.0) == watched.look(70.0)
 
 
-def test_a_clock_that_was_set_back_puts_nothing_into_the_future():
+def test_a_clock_set_back_gives_no_future_times():
     """What was seen is then as old as if it were just now."""
     text = state_store.write({}, 60.0, 1000.0)
     assert state_store.read(text, 7.0, 900.0) == ({}, -53.0)
 
 
-def test_what_cannot_be_read_is_nothing():
+def test_unreadable_states_are_skipped():
     """Of one pool or of all; another's state is still read."""
     assert state_store.read("", 1.0, 1.0) == ({}, 0.0)
     assert state_store.read("{", 1.0, 1.0) == ({}, 0.0)
@@ -90,7 +90,7 @@ def config_map_store(cluster):
     )
 
 
-async def test_the_map_is_made_when_it_is_missing():
+async def test_a_missing_config_map_is_created():
     """First created, then patched, then read."""
     cluster = Cluster()
     subject = config_map_store(cluster)
@@ -102,7 +102,7 @@ async def test_the_map_is_made_when_it_is_missing():
     assert (list(states), shift_s) == (["p"], 0.0)
 
 
-async def test_missing_rights_are_said_once(caplog):
+async def test_missing_permissions_are_logged_once(caplog):
     """With what to grant."""
     subject = config_map_store(Cluster(("PATCH", 403), ("GET", 403)))
     await subject.save({})
@@ -112,7 +112,7 @@ async def test_missing_rights_are_said_once(caplog):
     assert await subject.load() is None
 
 
-async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
+async def test_state_is_stored_in_a_file_without_a_cluster(tmp_path):
     """Written whole or not at all; nothing is there at first."""
     clock = [60.0, 1000.0]
     path = tmp_path / "state.json"
@@ -126,7 +126,7 @@ async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
-async def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+async def test_an_unwritable_file_is_logged_once(tmp_path, caplog):
     """Scaling goes on without it."""
     subject = state_store.FileStateStore(
         tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0

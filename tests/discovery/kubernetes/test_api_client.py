@@ -106,7 +106,7 @@ async def connected(**wanted):
         await server.close()
 
 
-def test_a_pod_uses_its_service_account(account, monkeypatch):
+def test_api_client_uses_the_service_account_of_the_pod(account, monkeypatch):
     """Address, authority and token come from the pod; a rotated token is read again on 401."""
 
     async def scene():
@@ -127,7 +127,7 @@ def test_a_pod_uses_its_service_account(account, monkeypatch):
     asyncio.run(scene())
 
 
-def test_a_server_somebody_else_vouches_for_is_not_believed(account, monkeypatch):
+def test_a_certificate_of_another_authority_is_refused(account, monkeypatch):
     """Its certificate is not of our authority; a new one of ours is read by renewing."""
 
     async def scene():
@@ -155,7 +155,7 @@ def test_a_service_account_without_a_token_is_refused(account, monkeypatch):
         )
 
 
-def test_a_token_that_vanishes_is_a_refusal(account, monkeypatch):
+def test_a_missing_token_is_a_failed_request(account, monkeypatch):
     """The client reads it again after a minute; what it raises then ends nothing."""
 
     async def scene():
@@ -174,7 +174,7 @@ def test_a_token_that_vanishes_is_a_refusal(account, monkeypatch):
     asyncio.run(scene())
 
 
-def test_renewing_does_not_cut_what_is_being_read(tmp_path):
+def test_renewing_credentials_does_not_end_open_watches(tmp_path):
     """A watch goes on over the old credentials; of many that ask at once the first renews."""
 
     async def scene():
@@ -213,7 +213,7 @@ def test_every_watch_has_a_connection(tmp_path):
     ("header", "seconds"),
     [("3", 3.0), ("100000", 10.0), ("", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-1", 0.0)],
 )
-def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
+def test_retry_after_is_read(tmp_path, header, seconds):
     """Retry-After in seconds, within reason."""
 
     async def scene():
@@ -231,7 +231,7 @@ def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
     asyncio.run(scene())
 
 
-def test_an_error_that_is_no_status_is_passed_on(tmp_path):
+def test_an_error_without_a_status_object_is_reported(tmp_path):
     """A proxy in between answers in its own words."""
 
     async def scene():
@@ -249,7 +249,7 @@ def test_an_error_that_is_no_status_is_passed_on(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_peer_that_vanishes_is_noticed():
+def test_a_lost_peer_is_detected():
     """A watch may be silent for minutes, so its connection is probed."""
     with socket.socket() as link:
         transport = types.SimpleNamespace(get_extra_info=lambda name: link)

@@ -10,7 +10,7 @@ from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
 
 
-def test_a_pool_is_told_of_when_start_returns(tmp_path):
+def test_a_pool_is_reported_when_start_returns(tmp_path):
     """Endpoints, priorities and rewrites are there before the first request is served."""
 
     async def scene():
@@ -31,7 +31,7 @@ def test_a_pool_is_told_of_when_start_returns(tmp_path):
     asyncio.run(scene())
 
 
-def test_changes_are_told_of(tmp_path):
+def test_changes_are_reported(tmp_path):
     """Pods come, turn unready and go; the pool changes its ports and its selector."""
 
     async def scene():
@@ -51,7 +51,7 @@ def test_changes_are_told_of(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_pool_that_is_deleted_is_told_of_and_may_come_back(tmp_path):
+def test_a_deleted_pool_is_reported_and_may_return(tmp_path):
     """Its requests are refused until then."""
 
     async def scene():
@@ -64,7 +64,7 @@ def test_a_pool_that_is_deleted_is_told_of_and_may_come_back(tmp_path):
     asyncio.run(scene())
 
 
-def test_while_the_server_is_away_the_pools_stand(tmp_path):
+def test_pools_stay_while_the_api_server_is_unreachable(tmp_path):
     """One word when it goes, one when it is back; then the changes in between, none twice."""
 
     async def scene():
@@ -83,7 +83,7 @@ def test_while_the_server_is_away_the_pools_stand(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_server_that_is_busy_is_left_alone(tmp_path):
+def test_a_busy_api_server_is_retried_later(tmp_path):
     """429 and 500 are tried again; the start waits for it."""
 
     async def scene():
@@ -104,7 +104,7 @@ def test_a_server_that_is_busy_is_left_alone(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_start_without_a_server_goes_on_unready(tmp_path):
+def test_start_without_an_api_server_continues_unready(tmp_path):
     """After a while start gives up waiting and says for what; run goes on trying."""
 
     async def scene():
@@ -130,7 +130,7 @@ def test_a_start_without_a_server_goes_on_unready(tmp_path):
     asyncio.run(scene())
 
 
-def test_everything_in_a_cluster_is_many_pools(tmp_path):
+def test_all_pools_of_a_cluster_are_discovered(tmp_path):
     """Pools of all namespaces come and go; each is told of alone."""
 
     async def scene():
@@ -156,7 +156,7 @@ def test_everything_in_a_cluster_is_many_pools(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_service_is_a_pool_of_its_slices(tmp_path):
+def test_a_service_is_discovered_from_its_endpoint_slices(tmp_path):
     """Slices alone are asked for: no pods, no CRDs."""
 
     async def scene():
@@ -194,7 +194,7 @@ def test_pods_by_label_need_no_crd(tmp_path):
     asyncio.run(scene())
 
 
-def test_many_changes_make_few_reports(tmp_path):
+def test_changes_are_coalesced(tmp_path):
     """A burst is told of in batches, with the last state."""
 
     async def scene():

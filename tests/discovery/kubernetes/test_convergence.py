@@ -167,7 +167,7 @@ class Play:
 @hypothesis.example(
     [("put", builders.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]
 )
-def test_any_interleaving_ends_where_a_fresh_list_does(script):
+def test_any_interleaving_converges_to_the_listed_state(script):
     """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
     play = Play()
     for step, argument in script:

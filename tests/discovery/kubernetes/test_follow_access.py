@@ -12,7 +12,7 @@ from tests.discovery.kubernetes import builders
 from tests.discovery.kubernetes.follower_scene import KEY, REF, following
 
 
-def test_a_rotated_token_is_read_again(tmp_path):
+def test_a_rotated_token_is_reloaded(tmp_path):
     """401 loads the credentials again, and the watch goes on."""
 
     async def scene():
@@ -34,7 +34,7 @@ def test_a_rotated_token_is_read_again(tmp_path):
     asyncio.run(scene())
 
 
-def test_missing_rights_are_named(tmp_path):
+def test_missing_permissions_are_reported(tmp_path):
     """The fact says what to add to which role; rights given later are noticed."""
 
     async def scene():
@@ -56,7 +56,7 @@ def test_missing_rights_are_named(tmp_path):
     asyncio.run(scene())
 
 
-def test_missing_rights_to_objectives_leave_priority_0(tmp_path):
+def test_without_permission_for_objectives_priority_is_0(tmp_path):
     """A pool does not wait for what only makes it better."""
 
     async def scene():
@@ -72,7 +72,7 @@ def test_missing_rights_to_objectives_leave_priority_0(tmp_path):
     asyncio.run(scene())
 
 
-def test_crds_may_be_absent_and_come_later(tmp_path):
+def test_crds_may_be_installed_later(tmp_path):
     """Without the CRDs priorities are 0 and nobody is told; installed later they count."""
 
     async def scene():
@@ -93,7 +93,7 @@ def test_crds_may_be_absent_and_come_later(tmp_path):
     asyncio.run(scene())
 
 
-def test_without_the_crd_of_pools_there_is_no_pool_until_there_is(tmp_path):
+def test_a_pool_is_discovered_once_its_crd_is_installed(tmp_path):
     """The pool asked for does not exist, says a fact; it is found when the CRD is there."""
 
     async def scene():
@@ -112,7 +112,7 @@ def test_without_the_crd_of_pools_there_is_no_pool_until_there_is(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
+def test_a_short_404_for_a_crd_keeps_the_pools(tmp_path):
     """A server that has just started may answer 404 for CRDs; pools stand."""
 
     async def scene():
@@ -133,7 +133,7 @@ def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_path):
+def test_a_403_of_a_restarted_api_server_is_retried(tmp_path):
     """403 where a list was had before is tried again like a 503, and the version is kept."""
 
     async def scene():
@@ -155,7 +155,7 @@ def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_pat
     asyncio.run(scene())
 
 
-def test_rights_that_are_lost_are_the_last_word(tmp_path, monkeypatch):
+def test_lost_permissions_are_the_last_reported_state(tmp_path, monkeypatch):
     """No word of being connected while pods are forbidden; one once they are not."""
     monkeypatch.setattr(reflector, "_SURELY_FORBIDDEN_S", 0.05)
 
@@ -215,14 +215,14 @@ def test_a_broken_kubeconfig_is_refused(tmp_path, text):
     assert "service account" in str(error.value)
 
 
-def test_a_kubeconfig_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_kubeconfig_is_refused(tmp_path):
     """So is one that cannot be read."""
     wanted = settings.KubernetesSettings(sources=(REF,), kubeconfig=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none"):
         asyncio.run(controller.connect(wanted))
 
 
-def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
+def test_broken_credentials_are_reported_and_reloaded(tmp_path):
     """A kubeconfig that is being rewritten is no end."""
 
     async def scene():

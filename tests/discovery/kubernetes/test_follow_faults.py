@@ -13,7 +13,7 @@ from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
 
 
-def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
+def test_an_invalid_object_is_reported_once_and_skipped(tmp_path):
     """It is no endpoint until somebody mends it."""
 
     async def scene():
@@ -35,7 +35,7 @@ def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
+def test_any_sequence_of_faults_ends_in_the_correct_pools(tmp_path, seed):
     """Broken watches, forgotten versions, garbage and errors at any moment, and a restart."""
 
     async def scene():
@@ -101,7 +101,7 @@ def poison(monkeypatch, place, name, hits):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, caplog, before):
+def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, caplog, before):
     """Listed at the start or brought by an event, it is counted, and what follows is told of."""
     poison(
         monkeypatch,
@@ -124,7 +124,7 @@ def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, cap
     assert "OverflowError" in caplog.text
 
 
-def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
+def test_a_pool_that_raises_hides_no_other_pool(tmp_path, monkeypatch):
     """The others are told of, and so is it once that ends."""
     wrong = [True]
     poison(
@@ -148,7 +148,7 @@ def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
     asyncio.run(scene())
 
 
-def test_pools_that_could_not_be_taken_are_told_of_again(tmp_path, monkeypatch):
+def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatch):
     """Whoever is told may raise, at the start and later: nothing that changed is lost."""
 
     async def scene():
@@ -174,7 +174,7 @@ def test_pools_that_could_not_be_taken_are_told_of_again(tmp_path, monkeypatch):
     asyncio.run(scene())
 
 
-def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
+def test_a_reflector_that_raises_stops_no_other(tmp_path, monkeypatch):
     """Its collection is followed again after a pause, from what was known."""
 
     async def scene():

@@ -9,7 +9,7 @@ from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import following
 
 
-def test_a_watch_that_breaks_goes_on_where_it_was(tmp_path):
+def test_a_broken_watch_resumes_at_its_version(tmp_path):
     """Whether the connection ends or breaks within a line, nothing is lost and nothing listed."""
 
     async def scene():
@@ -26,7 +26,7 @@ def test_a_watch_that_breaks_goes_on_where_it_was(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_version_the_server_has_forgotten_is_listed_again(tmp_path):
+def test_an_expired_version_is_listed_again(tmp_path):
     """410 as an answer and 410 as an event both end in a fresh list."""
 
     async def scene():
@@ -68,7 +68,7 @@ def test_a_bookmark_moves_the_version(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_line_that_is_no_event_is_listed_again(tmp_path):
+def test_an_invalid_event_is_followed_by_a_list(tmp_path):
     """What was missed cannot be known, so everything is asked for."""
 
     async def scene():
@@ -82,7 +82,7 @@ def test_a_line_that_is_no_event_is_listed_again(tmp_path):
     asyncio.run(scene())
 
 
-def test_long_lists_come_in_pages(tmp_path):
+def test_long_lists_are_read_in_pages(tmp_path):
     """A list of many pages is complete, and one whose token expires begins again."""
 
     async def scene():
@@ -115,7 +115,7 @@ def test_long_lists_come_in_pages(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_server_that_does_not_answer_is_given_up(tmp_path):
+def test_a_request_without_an_answer_times_out(tmp_path):
     """A list that hangs is asked for again, and so is a watch that never ends."""
 
     async def scene():
@@ -144,7 +144,7 @@ def test_a_server_that_does_not_answer_is_given_up(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
+def test_a_watch_without_a_first_byte_times_out(tmp_path):
     """It may last for minutes, but its first word comes at once."""
 
     async def scene():
@@ -166,7 +166,7 @@ def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
     asyncio.run(scene())
 
 
-def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
+def test_repeated_watch_failures_are_followed_by_a_list(tmp_path):
     """A store that was restored from a copy may not know our version, and not say 410."""
 
     async def scene():

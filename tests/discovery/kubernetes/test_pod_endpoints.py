@@ -18,7 +18,7 @@ def addresses(endpoints):
     return [endpoint.address for endpoint in endpoints]
 
 
-def test_one_port_is_called_like_the_pod():
+def test_an_endpoint_of_a_single_port_has_the_name_of_the_pod():
     """Its labels are the pod's, and where it runs."""
     (endpoint,) = pod_endpoints.pod_endpoints(pod(name="a", node="n1"), (8000,))
     assert (endpoint.address, endpoint.name, endpoint.uid) == ("10.0.0.1:8000", "a", "uid-a")
@@ -29,7 +29,7 @@ def test_one_port_is_called_like_the_pod():
     }
 
 
-def test_every_port_is_a_rank():
+def test_every_port_is_a_data_parallel_rank():
     """Pods times ports, in the order of the ports.
 
     Source: docs/reference/protocol-conformance.md#point-61.
@@ -65,7 +65,7 @@ def test_062_active_ports_limit_ranks(annotation, ports):
     assert [endpoint.name for endpoint in endpoints] == [f"a-rank-{port - 8000}" for port in ports]
 
 
-def test_ipv6_stands_in_brackets():
+def test_ipv6_addresses_have_brackets():
     """As EPP protocol 004 writes it."""
     assert addresses(pod_endpoints.pod_endpoints(pod(ip="FD00::0:1"), (8000,))) == [
         "[fd00::1]:8000"
@@ -78,7 +78,7 @@ def test_a_pod_without_an_address_is_no_endpoint(ip):
     assert pod_endpoints.pod_endpoints(pod(ip=ip), (8000,)) == ()
 
 
-def test_a_pod_of_kubeai_names_its_port_and_models():
+def test_a_kubeai_pod_states_its_port_and_models():
     """The model is the base, every adapter label an adapter.
 
     Source: docs/spec/prior-systems.md#adapter-names.
@@ -90,7 +90,7 @@ def test_a_pod_of_kubeai_names_its_port_and_models():
     assert (endpoint.models.bases, endpoint.models.adapters) == ({"llama"}, {"sql", "wiki"})
 
 
-def test_a_label_called_model_alone_says_nothing():
+def test_the_model_label_alone_is_ignored():
     """Anybody may use that name; KubeAI's pods carry their port as well."""
     (endpoint,) = pod_endpoints.pod_endpoints(pod(labels={"model": "llama"}), (8000,))
     assert endpoint.models is None
@@ -121,7 +121,7 @@ def test_endpoints_come_in_the_order_of_pod_names():
     assert [endpoint.name for endpoint in merged] == ["a", "b", "c"]
 
 
-def test_of_two_pods_with_one_address_the_younger_has_it():
+def test_the_younger_of_two_pods_has_a_shared_address():
     """The IP went on before the last word of the older was heard."""
     old = pod(name="z", created="2026-01-01T00:00:00Z")
     new = pod(name="a", created="2026-01-01T00:00:01Z")
@@ -162,7 +162,7 @@ def test_endpoints_of_slices():
     ("port", "number"),
     [("http", 8000), ("8000", 8000), ("metrics", 9090), ("9090", 9090), ("grpc", 0), ("", 0)],
 )
-def test_the_port_of_a_service_goes_by_name_or_number(port, number):
+def test_the_port_of_a_service_is_selected_by_name_or_number(port, number):
     """With several ports, none named is none."""
     endpoint_slice = slice_of(ports={"http": 8000, "metrics": 9090}, backends=[builders.backend()])
     endpoints = pod_endpoints.slice_endpoints([endpoint_slice], port)
@@ -184,7 +184,7 @@ def test_a_pod_in_several_slices_is_one_endpoint():
     assert addresses(pod_endpoints.slice_endpoints([six], "http")) == ["[fd00::1]:8000"]
 
 
-def test_what_a_service_says_of_its_protocol_is_passed_on():
+def test_the_app_protocol_of_a_service_is_passed_on():
     """The port's appProtocol."""
     port = objects.SlicePort("http", 8000, "kubernetes.io/h2c")
     endpoint_slice = objects.EndpointSlice(
@@ -198,7 +198,7 @@ def test_what_a_service_says_of_its_protocol_is_passed_on():
     ("port", "number"),
     [("65535", 65535), ("65536", 0), ("99999", 0), ("0", 0), ("-1", 0), ("٣", 0), ("9" * 400, 0)],
 )
-def test_a_port_that_is_none_makes_no_endpoint(port, number):
+def test_an_invalid_port_gives_no_endpoint(port, number):
     """KubeAI's annotation is free text: only 1 to 65535 is a port."""
     subject = objects.Pod(
         namespace="n", name="p", uid="u", ip="127.0.0.1", ready=True, model_port=port

@@ -74,7 +74,7 @@ class FeedFixture:
         return pauses
 
 
-def test_feed_asks_a_server_that_is_back_at_once():
+def test_reflector_lists_at_once_when_the_api_server_returns():
     """A long outage makes long pauses, which end with the first answer whatever it is."""
     feeding = FeedFixture()
     assert feeding.pauses(LIST, 1) == [0.0]
@@ -82,7 +82,7 @@ def test_feed_asks_a_server_that_is_back_at_once():
     assert feeding.pauses(BUSY, 2) == [0.25, 0.5]
 
 
-def test_feed_keeps_its_version_through_refusals_after_a_restart():
+def test_reflector_keeps_its_version_through_403_after_a_restart():
     """For 10 s; then the right is missing, and is looked for every 10 s at most."""
     feeding = FeedFixture()
     feeding.pauses(LIST, 1)
@@ -97,7 +97,7 @@ def test_feed_keeps_its_version_through_refusals_after_a_restart():
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_feed_looks_for_what_was_never_there_every_10_s_at_most(status):
+def test_reflector_retries_a_missing_collection_every_10_s(status):
     """A Role or a definition that is applied after the picker is noticed soon."""
     feeding = FeedFixture()
     assert feeding.pauses(api_errors.ApiError(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]

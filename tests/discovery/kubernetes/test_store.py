@@ -66,7 +66,7 @@ class World:
         return [endpoint.address for endpoint in self.pools[key].endpoints]
 
 
-def test_a_pool_asked_for_that_is_not_there_is_told_of():
+def test_a_configured_pool_that_is_missing_is_reported():
     """It does not exist, which is another thing than having no endpoints."""
     world = World()
     assert world.pools == {"default/pool": DiscoveredPool(exists=False)}
@@ -74,7 +74,7 @@ def test_a_pool_asked_for_that_is_not_there_is_told_of():
     assert world.pools == {"default/pool": DiscoveredPool()}
 
 
-def test_nothing_is_told_before_everything_is_listed():
+def test_nothing_is_reported_before_all_collections_are_listed():
     """A pool without its pods, or without its priorities, would be wrong."""
     world = World(listed=False)
     for collection in world.subject.collections:
@@ -94,7 +94,7 @@ def test_nothing_is_told_before_everything_is_listed():
         (store.CollectionStatus.FORBIDDEN, False, False),
     ],
 )
-def test_what_counts_as_an_answer(presence, optional, synced):
+def test_forbidden_policies_count_as_listed_and_pods_do_not(presence, optional, synced):
     """Nobody can pick from pods nobody may see; priorities may stay unknown."""
     world = World(listed=False)
     for collection in world.subject.collections:
@@ -105,7 +105,7 @@ def test_what_counts_as_an_answer(presence, optional, synced):
     assert world.subject.synced is synced
 
 
-def test_only_pools_that_changed_are_told_of():
+def test_only_changed_pools_are_reported():
     """A pod of one pool is nothing to the other; nor is a change nothing depends on."""
     other = settings.InferencePoolRef("default", "other")
     world = World(REF, other)
@@ -135,7 +135,7 @@ def test_all_labels_must_match():
     assert world.addresses() == ["10.0.0.1:8000"]
 
 
-def test_a_list_replaces_what_was_known():
+def test_a_list_replaces_earlier_objects():
     """What is not in it is gone."""
     world = World()
     world.list(builders.pool(), builders.pod("a"), builders.pod("b", ip="10.0.0.2"))
@@ -144,7 +144,7 @@ def test_a_list_replaces_what_was_known():
     assert world.addresses() == ["10.0.0.2:8000"]
 
 
-def test_a_pod_that_takes_over_an_address_is_another_endpoint():
+def test_a_pod_with_a_reused_address_is_another_endpoint():
     """Name and address may be the same; the uid is not."""
     world = World()
     world.list(builders.pool(), builders.pod("a", uid="one"))
@@ -152,7 +152,7 @@ def test_a_pod_that_takes_over_an_address_is_another_endpoint():
     assert [endpoint.uid for endpoint in world.pools["default/pool"].endpoints] == ["two"]
 
 
-def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
+def test_a_deleted_pool_is_removed_and_may_return():
     """A shared picker forgets it."""
     world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
@@ -163,7 +163,7 @@ def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
     assert world.addresses() == ["10.0.0.1:1"]
 
 
-def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
+def test_a_recreated_pool_is_not_removed():
     """Between two reports only the last state counts."""
     world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
@@ -173,7 +173,7 @@ def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
     assert world.addresses() == ["10.0.0.1:8000"]
 
 
-def test_a_pool_of_both_groups_is_that_of_the_new_one():
+def test_the_new_group_of_a_pool_wins():
     """While both are there, as in a migration."""
     old = settings.AllPools(group=builders.OLD_GROUP)
     world = World(settings.AllPools(), old)
@@ -185,7 +185,7 @@ def test_a_pool_of_both_groups_is_that_of_the_new_one():
     assert world.addresses() == ["10.0.0.1:1"]
 
 
-def test_a_pool_of_the_other_group_is_not_the_one_asked_for():
+def test_a_pool_of_another_group_is_ignored():
     """The group is part of the question."""
     world = World(settings.InferencePoolRef("default", "pool", builders.OLD_GROUP))
     world.put(builders.pod("a"))
@@ -202,7 +202,7 @@ def test_pods_by_label_and_a_pool_side_by_side():
     assert world.addresses() == ["10.0.0.1:1"]
 
 
-def test_what_a_pool_says_of_itself_is_passed_on():
+def test_protocol_and_annotations_of_a_pool_are_passed_on():
     """Its protocol and annotations."""
     value = builders.pool(appProtocol="kubernetes.io/h2c")
     value["metadata"]["annotations"] = {"a": "b"}
@@ -254,7 +254,7 @@ def test_older_rewrites_come_first():
     assert [(target.model, target.weight) for target in rules[2].targets] == [("x", 70), ("y", 30)]
 
 
-def test_where_both_groups_are_installed_the_new_one_counts_alone():
+def test_where_both_groups_are_installed_only_the_new_one_is_read():
     """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
     world = World(listed=False)
     for collection in world.subject.collections:
@@ -277,7 +277,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
     assert world.pools["default/pool"].policy.priorities == {"high": 7}
 
 
-def test_without_policies_nothing_of_them_is_watched():
+def test_policies_are_watched_only_where_enabled():
     """They take rights of their own."""
     world = World(policies=False)
     assert {collection.resource.plural for collection in world.subject.collections} == {
@@ -351,7 +351,7 @@ def test_no_more_is_watched_than_needed(sources, paths):
         [settings.PodSelector("default", {"a": "b"}, tuple(range(1, 10)), "sel")],
     ],
 )
-def test_sources_that_contradict_themselves_are_refused(sources):
+def test_contradictory_sources_are_refused(sources):
     """Before anything is asked of a server."""
     with pytest.raises(ConfigError, match=r"kubernetes\.sources\[[01]\]"):
         store.ObjectStore(settings.KubernetesSettings(sources=sources))

@@ -84,7 +84,7 @@ def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
     assert read == ["1", "2", "", None]
 
 
-def test_the_other_kinds_of_lines():
+def test_deletions_bookmarks_and_errors_are_read():
     """Deletions, bookmarks and errors carry what is needed to go on."""
     gone = {"kind": "Status", "status": "Failure", "metadata": {}, "code": 410, "message": "old"}
     assert PODS.line(builders.line("DELETED", builders.pod("a"), "8")) == watch_events.Deleted(
@@ -102,7 +102,7 @@ def test_a_bookmark_of_a_resource_with_required_fields():
     assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
 
 
-def test_a_broken_object_is_known_by_name():
+def test_an_invalid_object_has_a_name():
     """So that it can count as gone, and its version to go on from."""
     value = builders.pod("a") | {"status": {"podIP": 5}}
     event = PODS.line(builders.line("MODIFIED", value, "7"))
@@ -110,7 +110,7 @@ def test_a_broken_object_is_known_by_name():
     assert "podIP" in event.reason
 
 
-def test_a_broken_object_is_deleted_like_any_other():
+def test_an_invalid_object_can_be_deleted():
     """Its deletion names it."""
     value = builders.pod("a") | {"status": 5}
     assert PODS.line(builders.line("DELETED", value, "7")) == watch_events.Deleted(
@@ -118,7 +118,7 @@ def test_a_broken_object_is_deleted_like_any_other():
     )
 
 
-def test_one_broken_object_does_not_hide_the_others_of_a_list():
+def test_an_invalid_object_hides_no_other_of_a_list():
     """The page holds what can be read, and says what cannot."""
     broken = builders.pod("b") | {"metadata": builders.meta("b", labels=["x"])}
     page = PODS.page(builders.page(builders.pod("a"), broken, 5, builders.pod("c"), more="t"))
@@ -162,7 +162,7 @@ def test_both_groups_of_pools_are_read():
     assert (new.group, old.group) == (builders.POOL_GROUP, builders.OLD_GROUP)
 
 
-def test_what_kubectl_leaves_behind_is_no_annotation():
+def test_the_last_applied_annotation_is_dropped():
     """It is the whole object once more."""
     value = builders.pool()
     noise = "kubectl.kubernetes.io/last-applied-configuration"
@@ -171,7 +171,7 @@ def test_what_kubectl_leaves_behind_is_no_annotation():
     assert pool.annotations == {"a": "b"}
 
 
-def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
+def test_a_rule_with_an_unknown_match_is_skipped():
     """It must not become one that matches everything."""
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
@@ -208,7 +208,7 @@ def test_deep_nesting_is_a_value():
     assert isinstance(PODS.line(line), watch_events.UndecodableMessage)
 
 
-def test_an_object_that_makes_the_reader_raise_is_broken_alone():
+def test_an_object_that_raises_is_the_only_invalid_one():
     """In a list and in an event: the others are read, and its key and kind of error are told."""
     reader = watch_events.WatchReader(watch_plan.PODS)
     real = reader._value

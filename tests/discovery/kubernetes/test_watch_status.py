@@ -76,7 +76,7 @@ def test_watches_report_a_missing_kind_unless_it_is_optional():
     assert board.kinds == ["not-installed"]
 
 
-def test_watches_keep_the_moment_that_was_in_step():
+def test_watches_keep_the_time_of_the_last_sync():
     """Through every change of the reason; a list ends it."""
     board = BoardFixture()
     assert board.status(PODS).unsynced_since == 0.0
@@ -91,7 +91,7 @@ def test_watches_keep_the_moment_that_was_in_step():
     assert list(watch_status.lines(board.subject.statuses, 50.0)) == []
 
 
-def test_watches_without_an_optional_kind_stand_for_nothing():
+def test_watches_of_an_absent_optional_kind_have_no_state():
     """Its objects would be read if it came."""
     board = BoardFixture()
     board.update("connected", PODS, POOLS)
@@ -105,7 +105,7 @@ def test_watches_without_an_optional_kind_stand_for_nothing():
         max_size=30,
     )
 )
-def test_watches_end_on_a_true_word(steps):
+def test_watches_report_the_final_state(steps):
     """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
     board = BoardFixture()
     faults = {*watch_status.AWAY, "forbidden", "unreadable"}

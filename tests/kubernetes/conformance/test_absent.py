@@ -96,7 +96,7 @@ async def test_065_reference_to_a_missing_pool(stand, port):
     assert await probe(stand, "later") == "SERVING"
 
 
-async def test_065_status_is_nobody_s_business(stand, port):
+async def test_065_status_of_the_pool_is_ignored(stand, port):
     """8: conditions that a controller writes on the pool change nothing, and we write none.
 
     Accepted=True itself is the controller's; a picker has no right to write a status.
@@ -134,7 +134,7 @@ async def test_060_a_pool_without_a_reference(stand):
     assert (answer.status, answer.pod) == (200, stand.pods[ONE][1].name)
 
 
-async def test_065_gateways_leave_and_the_pool_goes(stand):
+async def test_065_gateways_and_pool_are_deleted(stand):
     """14: two gateways share a pool; routes go one by one, then the pool: 503, and only that one.
 
     404 for routes that are gone, and the parents in the pool's status, are the gateway's part.

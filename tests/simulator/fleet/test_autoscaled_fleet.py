@@ -180,7 +180,7 @@ def test_a_variant_has_its_own_policy():
     assert run.scaling.to_least_s > 600
 
 
-def test_a_wrong_policy_is_refused():
+def test_an_unknown_policy_is_refused():
     """Before anything runs, with the place in the file."""
     with pytest.raises(ConfigError, match="queue-depth"):
         scenario.check(scaled(policy="queue"), where="s.yaml")

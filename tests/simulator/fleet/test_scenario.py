@@ -72,7 +72,7 @@ def test_what_is_wrong_is_named_with_its_place(text, message):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(facts, message):
+def test_contradictory_fields_are_refused(facts, message):
     """Numbers that are right one by one and cannot be meant together."""
     with pytest.raises(ConfigError, match=message):
         scenario.check(a_scenario(**facts), where="s")
