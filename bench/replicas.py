@@ -121,7 +121,7 @@ async def behind_envoy(
             agreement.settings_text("adaptive", seed=seed, addresses=addresses)
         )
         if talking:
-            tree["sharing"] = {"url": await _server(children)}
+            tree["peer_sync"] = {"url": await _server(children)}
         for n, port in enumerate(grpc):
             # As `world.World` seeds them: pickers that share a seed herd.
             text = msgspec.json.encode(tree | {"seed": tree["seed"] + n}).decode()

@@ -33,11 +33,11 @@ LoopName = Literal[
     "election",
     "keda",
     "kubernetes",
+    "peer_sync",
     "pools",
     "readiness",
     "reload",
     "scrape",
-    "sharing",
     "uploads",
     "xds",
 ]

@@ -75,8 +75,8 @@ def test_a_repeated_failure_is_logged_rarely(scene, caplog):
         raise KeyError
 
     async def scenario():
-        await scene.subject.keep("sharing", run)
-        await scene.subject.attempt("sharing", other())
+        await scene.subject.keep("peer_sync", run)
+        await scene.subject.attempt("peer_sync", other())
 
     asyncio.run(scenario())
     assert scene.now > REPEAT_S
@@ -84,7 +84,7 @@ def test_a_repeated_failure_is_logged_rarely(scene, caplog):
     assert len([line for line in failed if "OSError" in line]) <= 2 + scene.now / REPEAT_S
     assert "times since it was last logged" in caplog.text
     assert len([line for line in failed if "KeyError" in line]) == 1
-    assert scene.subject.failures["sharing"] == 201
+    assert scene.subject.failures["peer_sync"] == 201
 
 
 def test_degraded_until_a_step_works(scene, caplog):
@@ -172,20 +172,20 @@ def test_only_a_real_cancellation_ends_a_loop(scene):
     again = asyncio.Event()
 
     async def run():
-        if not scene.subject.failures["sharing"]:
+        if not scene.subject.failures["peer_sync"]:
             raise asyncio.CancelledError
         again.set()
         await asyncio.Event().wait()
 
     async def scenario():
-        task = asyncio.ensure_future(scene.subject.keep("sharing", run))
+        task = asyncio.ensure_future(scene.subject.keep("peer_sync", run))
         await again.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
 
     asyncio.run(scenario())
-    assert scene.subject.failures["sharing"] == 1
+    assert scene.subject.failures["peer_sync"] == 1
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RecursionError, AssertionError, ExceptionGroup])

@@ -315,7 +315,7 @@ def _limits(settings: Settings) -> Iterator[str]:
     last = prefix.schedule.tokens[min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)]
     yield (
         f"prefix      {prefix.capacity_blocks} blocks for each endpoint, {_size(prefix.max_bytes)} "
-        f"for all; the longest prompt believed whole has {last} tokens"
+        f"for all; prompts are matched up to {last} tokens"
     )
 
 

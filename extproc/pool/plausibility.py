@@ -52,10 +52,10 @@ _FEWEST_SETTLED: Final = 4
 
 
 def reason(flaws: int) -> str:
-    """Name of the reason to distrust a page: `stands-still`, `claims-too-little`, or empty."""
+    """Name of the reason to distrust a page: `frozen`, `understated`, or empty."""
     if flaws & VOID:
-        return "stands-still"
-    return "claims-too-little" if flaws & TOO_LITTLE else ""
+        return "frozen"
+    return "understated" if flaws & TOO_LITTLE else ""
 
 
 class ServiceProgress(msgspec.Struct, frozen=True, gc=False):

@@ -28,10 +28,10 @@ class Signal(Enum):
     QUEUED = "queued"
     RATES = "rates"
     RESIDENCY = "residency"
-    FIRST_USER_MESSAGE = "opening"
+    FIRST_USER_MESSAGE = "first_user_message"
     HEADERS = "headers"
     LABELS = "labels"
-    CONVERSATIONS = "homes"
+    CONVERSATIONS = "conversations"
     EXTRA = "extra"
 
 

@@ -308,7 +308,7 @@ class EndpointPickerProcess:
         if self._elector is not None:
             loops["election"] = self._elector.run
         if self._line is not None:
-            loops["sharing"] = self._line.run
+            loops["peer_sync"] = self._line.run
         return loops
 
     def adopt(self, settings: Settings) -> None:

@@ -82,11 +82,13 @@ class RedisPeerChannel:
         try:
             async with asyncio.TaskGroup() as tasks:
                 keep = self._supervisor.keep
-                tasks.create_task(keep("sharing", self._beat, instance="beat"), name="sharing beat")
+                tasks.create_task(
+                    keep("peer_sync", self._beat, instance="beat"), name="peer sync heartbeat"
+                )
                 for what, once in (("tell", self._tell), ("listen", self._listen)):
                     lasting = functools.partial(self._keep, what, once)
                     tasks.create_task(
-                        keep("sharing", lasting, instance=what), name=f"sharing {what}"
+                        keep("peer_sync", lasting, instance=what), name=f"peer sync {what}"
                     )
         finally:
             self._outbox.publish_left()
@@ -106,7 +108,7 @@ class RedisPeerChannel:
             peer_sync.connect([(name, site.parts.director) for name, site in sites], self._outbox)
             self._outbox.publish_open()
             self._freed(self.replica.drop_silent(self._clock()))
-            self._supervisor.works("sharing", "beat")
+            self._supervisor.works("peer_sync", "beat")
             await asyncio.sleep(self._settings.beat_s)
 
     async def _keep(self, what: str, once: Callable[[], Any]) -> None:
@@ -119,17 +121,17 @@ class RedisPeerChannel:
             except _failures() as error:
                 if what not in self._away:
                     self._away.add(what)
-                    _log.warning("sharing: cannot %s: %s", what, type(error).__name__)
+                    _log.warning("peer sync: cannot %s: %s", what, type(error).__name__)
                 if self._clock() - began > _MOST_BACK_OFF_S:
                     wait_s = _BACK_OFF_S
                 await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
                 wait_s = min(2.0 * wait_s, _MOST_BACK_OFF_S)
 
     def _log_recovery(self, what: str) -> None:
-        self._supervisor.works("sharing", what)
+        self._supervisor.works("peer_sync", what)
         if what in self._away:
             self._away.remove(what)
-            _log.info("sharing: can %s again", what)
+            _log.info("peer sync: can %s again", what)
 
     async def _tell(self) -> None:
         """Write queued events, until that fails; events of a failed write are lost.
@@ -168,7 +170,7 @@ class RedisPeerChannel:
                 for entry, fields in entries:
                     heard = functools.partial(self._on_messages, fields.get(_FIELD, b""))
                     # Any client with access to the stream may have written these bytes.
-                    self._supervisor.call("sharing", heard, instance="an entry of the stream")
+                    self._supervisor.call("peer_sync", heard, instance="an entry of the stream")
                     last = entry
 
     def _on_messages(self, carried: bytes) -> None:
@@ -233,7 +235,7 @@ def _client(settings: PeerSyncSection) -> Redis:
             "peer_sync.url",
             wanted="the Python package redis",
             got="it is not installed",
-            fix=f"{distribution.install_command('sharing')}, or leave peer_sync.url empty",
+            fix=f"{distribution.install_command('redis')}, or leave peer_sync.url empty",
         ) from None
     try:
         url, provider = _credentials(settings)

@@ -44,7 +44,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.
         ejections: Times in a row (count).
-        distrusted: Reason to ignore its page: `stands-still` or `claims-too-little`; empty for
+        distrusted: Reason to ignore its page: `frozen` or `understated`; empty for
             none.
         in_flight: Open requests of this replica on it (count).
         prompt_tokens: Estimated prompt tokens of these.

@@ -38,7 +38,7 @@ def test_a_page_is_frozen_when_answers_do_not_change_it():
     engine = Engine()
     engine.scrape(1.0)
     engine.serve(2.0)
-    assert engine.scrape(4.0) == "stands-still"
+    assert engine.scrape(4.0) == "frozen"
     assert engine.scrape(5.0, generated=1.0) == ""
 
 
@@ -64,7 +64,7 @@ def test_a_page_may_lag():
     engine.scrape(1.0)
     engine.serve(2.0, times=50)
     assert engine.scrape(2.9) == ""
-    assert engine.scrape(3.0) == "stands-still"
+    assert engine.scrape(3.0) == "frozen"
 
 
 def test_requests_open_at_the_first_page_explain_answers():
@@ -76,7 +76,7 @@ def test_requests_open_at_the_first_page_explain_answers():
         ticket.close(2.0)
     assert engine.scrape(9.0) == ""
     engine.serve(9.5)
-    assert engine.scrape(10.0) == "stands-still"
+    assert engine.scrape(10.0) == "frozen"
 
 
 def test_a_page_without_counters_is_never_frozen():
@@ -92,7 +92,7 @@ def test_a_page_without_counters_is_never_frozen():
 @pytest.mark.parametrize(
     ("count", "facts", "running", "reason"),
     [
-        (4, {}, 1.0, "claims-too-little"),
+        (4, {}, 1.0, "understated"),
         (4, {}, 2.0, ""),
         (3, {}, 0.0, ""),
         (9, {"tokens": 0}, 0.0, ""),

@@ -318,7 +318,7 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
     with pytest.raises(ConnectionResetError):
         await line._listen()
     assert line.heard == [b"a", b"b"]
-    assert supervisor.failures["sharing"] == 1
+    assert supervisor.failures["peer_sync"] == 1
     assert SECRET not in caplog.text
 
 

@@ -328,7 +328,7 @@ async def test_a_missing_redis_package_is_named(monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[sharing\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[redis\]'"):
         redis_peer_channel.build_peer_channel(
             PeerSyncSection(url="redis://x"), sites(), time.monotonic
         )
