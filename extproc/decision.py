@@ -15,7 +15,7 @@ from typing import TypeVar, overload
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import InferenceRequest
+from extproc.request import InferenceRequest, RequestBody
 
 Item = TypeVar("Item")
 
@@ -137,8 +137,13 @@ class BodyEdit(msgspec.Struct, frozen=True, gc=False):
     stop: int
     content: bytes
 
-    def apply(self, body: bytes) -> bytes:
-        """The body with the replacement in it."""
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes by which the body grows; negative where it shrinks."""
+        return len(self.content) - (self.stop - self.start)
+
+    def apply(self, body: RequestBody) -> bytes:
+        """A copy of the body with the replacement in it."""
         view = memoryview(body)  # one copy of a body, not two
         return b"".join((view[: self.start], self.content, view[self.stop :]))
 

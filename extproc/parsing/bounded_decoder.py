@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from extproc.parsing import canonical_prompt
+from extproc.request import RequestBody
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
@@ -117,7 +118,7 @@ def num_values(json: bytes, most: int) -> int:
     return _num_marks(json, most, expected=_estimate_marks(json))
 
 
-def _num_marks(json: bytes, most: int, *, expected: float) -> int:
+def _num_marks(json: RequestBody, most: int, *, expected: float) -> int:
     """Count the marks of JSON text; counting stops soon after `most`.
 
     Args:
@@ -143,7 +144,7 @@ def _num_marks(json: bytes, most: int, *, expected: float) -> int:
     return counted
 
 
-def _estimate_marks(json: bytes) -> float:
+def _estimate_marks(json: RequestBody) -> float:
     """Estimate the marks of JSON text by those in the middle of its first chunk."""
     middle = min(len(json), _CHUNK_BYTES) // 2
     sample = json[middle : middle + _SAMPLE_BYTES]
@@ -151,7 +152,7 @@ def _estimate_marks(json: bytes) -> float:
     return marks * len(json) / max(1, len(sample))
 
 
-def is_light(body: bytes) -> bool:
+def is_light(body: RequestBody) -> bool:
     """True if a body can be decoded at once; short bodies always can."""
     if len(body) <= _SHORT_BYTES:
         return True
@@ -174,7 +175,7 @@ def is_light(body: bytes) -> bool:
     return not is_text_first and _is_mostly_text(body, most)
 
 
-def _is_mostly_text(json: bytes, most: int) -> bool:
+def _is_mostly_text(json: RequestBody, most: int) -> bool:
     """True if all but so many bytes are strings, none of them long with wide characters.
 
     No more values than bytes are outside of strings, and commas in prose are not gone through. False
@@ -201,16 +202,16 @@ def _is_mostly_text(json: bytes, most: int) -> bool:
     return False
 
 
-def _is_escaping(text: bytes) -> bool:
+def _is_escaping(text: RequestBody) -> bool:
     """True if a piece of a string ends in an odd number of backslashes."""
     return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
 
 
-def _budget(body: bytes) -> int:
+def _budget(body: RequestBody) -> int:
     return MAX_VALUES + len(body) // _BYTES_PER_VALUE
 
 
-def _is_wide(json: bytes) -> bool:
+def _is_wide(json: RequestBody) -> bool:
     if len(json) <= _WIDE_BYTES:
         return False
     if not json.isascii() and any(lead in json for lead in _WIDE_LEADS):
@@ -219,7 +220,7 @@ def _is_wide(json: bytes) -> bool:
     return len(json) > _WIDE_ESCAPED_BYTES and b"\\" in json and b"\\u" in json
 
 
-def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
+def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded:
     """Decode a body into the struct of a surface.
 
     Args:
@@ -240,11 +241,11 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
 class _Reading:
     """The decoding of one body, and what is left of its budget of values."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: RequestBody) -> None:
         self._left = _budget(body)
         self._elements_left = 2 * MAX_ELEMENTS + self._left
 
-    def struct(self, kind: Any, json: bytes | msgspec.Raw) -> Any:
+    def struct(self, kind: Any, json: RequestBody | msgspec.Raw) -> Any:
         """A struct of a surface from its object."""
         twin, elements = _twin(kind)
         raws = twin.decode(json)

@@ -29,7 +29,13 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import bounded_decoder, canonical_prompt
-from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, shorten_id
+from extproc.request import (
+    MAX_NAME_BYTES,
+    HttpRequest,
+    InferenceRequest,
+    RequestBody,
+    shorten_id,
+)
 
 SESSION_HEADERS = (
     "x-session-id",
@@ -185,7 +191,7 @@ def decode_loose(
         return too_deep()
 
 
-def mend_surrogates(body: bytes) -> bytes:
+def mend_surrogates(body: RequestBody) -> RequestBody:
     r"""Replace lone surrogates, which JSON permits and Unicode does not, by U+FFFD.
 
     JavaScript clients that cut a string inside an emoji send them as `\ud83d`; json.loads in the

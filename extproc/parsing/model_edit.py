@@ -18,7 +18,7 @@ import msgspec
 from extproc.decision import BodyEdit
 from extproc.parsing import preparsed, surfaces
 from extproc.parsing.preparsed import ModelPlace
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, RequestBody
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
 MAX_TRIES: Final = 3
@@ -88,7 +88,7 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
     return _locate_by_search(raw.body, model) or _locate_by_walk(raw.body, is_complete=True)
 
 
-def _locate_by_search(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
+def _locate_by_search(body: RequestBody, model: msgspec.Raw) -> ModelPlace | None:
     """Edit the candidate bytes, and check that a decoder reads the edit.
 
     A decoder and a copy take a tenth of the time of the walk.
@@ -111,7 +111,7 @@ def _locate_by_search(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
     return None
 
 
-def _model_of(body: bytes) -> msgspec.Raw | None:
+def _model_of(body: RequestBody) -> msgspec.Raw | None:
     """The JSON of the model that a decoder reads; None where the body is no JSON object."""
     try:
         return _MODEL_DECODER.decode(body).model
@@ -119,7 +119,7 @@ def _model_of(body: bytes) -> msgspec.Raw | None:
         return None
 
 
-def _locate_insertion(body: bytes) -> ModelPlace | None:
+def _locate_insertion(body: RequestBody) -> ModelPlace | None:
     """Place of a missing model: first in the object; None if no object begins the body."""
     opened = _OPENED.match(body)
     if opened is None:
@@ -129,7 +129,7 @@ def _locate_insertion(body: bytes) -> ModelPlace | None:
     return ModelPlace(start, start, before=_KEY + b":", after=after)
 
 
-def _locate_by_walk(body: bytes, *, is_complete: bool) -> ModelPlace | None:
+def _locate_by_walk(body: RequestBody, *, is_complete: bool) -> ModelPlace | None:
     """Locate the value by depth; also for a cut body and an escaped or missing key."""
     opened = _OPENED.match(body)
     if opened is None:
@@ -165,7 +165,7 @@ def _locate_by_walk(body: bytes, *, is_complete: bool) -> ModelPlace | None:
     return _locate_insertion(body)
 
 
-def _is_model(string: bytes) -> bool:
+def _is_model(string: RequestBody) -> bool:
     """True if a JSON string decodes to `model`."""
     if string == _KEY:
         return True

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from extproc.parsing import canonical_prompt, envelope, opaque
-from extproc.request import HttpRequest, InferenceRequest, shorten_id
+from extproc.request import HttpRequest, InferenceRequest, RequestBody, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
 MAX_PARTS: Final = 64
@@ -48,7 +48,7 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest:
     )
 
 
-def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
+def read(body: RequestBody, boundary: bytes) -> Mapping[str, str]:
     """The last value of each wanted text field; malformed fields are absent.
 
     Args:
@@ -69,7 +69,7 @@ def model_span(raw: HttpRequest) -> tuple[int, int] | None:
     return _spans(raw.body, (match[1] or match[2]).encode()).get("model")
 
 
-def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
+def _spans(body: RequestBody, boundary: bytes) -> Mapping[str, tuple[int, int]]:
     """Start and end of the values of the wanted fields."""
     fields: dict[str, tuple[int, int]] = {}
     delimiter = b"--" + boundary
@@ -84,7 +84,9 @@ def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
     return fields
 
 
-def _read_part(fields: dict[str, tuple[int, int]], body: bytes, span: tuple[int, int]) -> None:
+def _read_part(
+    fields: dict[str, tuple[int, int]], body: RequestBody, span: tuple[int, int]
+) -> None:
     start, end = span
     blank = body.find(b"\r\n\r\n", start, min(end, start + MAX_FIELD_BYTES))
     if blank < 0 or end - blank - 4 > MAX_FIELD_BYTES:

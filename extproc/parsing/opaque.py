@@ -87,7 +87,7 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     return InferenceRequest(
         api,
         model=model or envelope.model_header(raw.headers),
-        prompt=raw.body,
+        prompt=bytes(raw.body),
         prompt_tokens=canonical_prompt.estimate(length),
         stream=_STREAM.search(raw.body) is not None,
         session=envelope.session_of_headers(raw.headers),

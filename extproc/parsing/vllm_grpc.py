@@ -30,7 +30,7 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope
-from extproc.request import HttpRequest, InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest, RequestBody
 
 HEADER_BYTES = 5
 
@@ -45,7 +45,7 @@ _FIXED = {1: 8, 5: 4}
 MAX_FIELDS: Final = 4096
 
 
-def message_of(body: bytes) -> memoryview | None:
+def message_of(body: RequestBody) -> memoryview | None:
     """The first message of a body; None when it is compressed or short."""
     if len(body) < HEADER_BYTES or body[0] != 0:
         return None

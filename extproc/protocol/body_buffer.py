@@ -8,6 +8,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from extproc.decision import BodyEdit, Rejection
+from extproc.request import RequestBody
 
 #: Bodies up to this size are taken whatever others hold (bytes): most requests are smaller, and
 #: 10,000 streams cannot hold more than 640 MiB of them.
@@ -16,6 +17,9 @@ ALWAYS_TAKEN_BYTES: Final = 64 * 1024
 #: A larger body has at most a quarter of what others leave of the budget. However many uploads
 #: stall, each leaves room for one more of its size.
 SHARES: Final = 4
+
+#: Chunks of a body are joined when it is complete; beyond this size, as they arrive (bytes).
+JOIN_BYTES: Final = 1024 * 1024
 
 
 class BufferBudget:
@@ -48,7 +52,7 @@ class BodyBuffer(msgspec.Struct):
 
     _budget: BufferBudget
     _limit_bytes: int
-    _chunks: list[bytes] = []
+    _chunks: list[RequestBody] = []
     size_bytes: int = 0
 
     def add(self, chunk: bytes) -> Rejection | None:
@@ -71,16 +75,27 @@ class BodyBuffer(msgspec.Struct):
                 )
         budget.held_bytes += size
         self.size_bytes = after
-        self._chunks.append(chunk)
+        if after <= JOIN_BYTES or after == size:
+            self._chunks.append(chunk)
+        else:
+            self._append_in_place(chunk)
         return None
 
-    def joined(self) -> bytes:
+    def _append_in_place(self, chunk: bytes) -> None:
+        """Append to a single bytearray, so that no later step copies a large body at once."""
+        body = self._chunks[0]
+        if not isinstance(body, bytearray):
+            body = bytearray().join(self._chunks)
+            self._chunks = [body]
+        body += chunk
+
+    def joined(self) -> RequestBody:
         """The complete body, stored in place of its chunks; no copy for a single chunk."""
         if len(self._chunks) != 1:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
-    def apply_edit(self, edit: BodyEdit) -> bytes:
+    def apply_edit(self, edit: BodyEdit) -> RequestBody:
         """Replace a part of the complete body, and account for the difference in size.
 
         Args:
@@ -89,7 +104,12 @@ class BodyBuffer(msgspec.Struct):
         Returns:
             The body as it is now.
         """
-        edited = edit.apply(self.joined())
+        body = self.joined()
+        if isinstance(body, bytearray):
+            edited: RequestBody = body
+            body[edit.start : edit.stop] = edit.content
+        else:
+            edited = edit.apply(body)
         self._chunks = [edited]
         self._budget.held_bytes += len(edited) - self.size_bytes
         self.size_bytes = len(edited)

@@ -112,7 +112,7 @@ class DeferredResponses(msgspec.Struct):
             buffer.release()
             return (
                 *first,
-                StreamedBodyResponse(_REQUEST_BODY, body, ends, destination),
+                StreamedBodyResponse(_REQUEST_BODY, bytes(body), ends, destination),
                 *self._trailing_replies(""),
             )
         pieces = chunks(_REQUEST_BODY, body, end_of_stream=ends, destination=destination)
@@ -265,11 +265,11 @@ class Exchange(msgspec.Struct):
         mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]
         body = None
         if outcome.body_edit is not None and buffer is not None and mode.awaits_body:
+            set_headers += edited_length(pending, outcome.body_edit)
             body = buffer.apply_edit(outcome.body_edit)
             self.edited = True
             if self._settings.restore_model:
                 self._model_names = (outcome.model_rewrite, outcome.client_model)
-            set_headers += edited_length(pending, body)
         if self._settings.scores:
             self._deferred.scores = _endpoint_scores(outcome)
         if buffer is not None and mode.is_returned:
@@ -282,7 +282,7 @@ class Exchange(msgspec.Struct):
             set_headers,
             remove_headers=removed,
             body_shown=buffer is not None,
-            body=body,
+            body=None if body is None else bytes(body),
         )
 
     def reject(self, rejection: Rejection) -> ImmediateResponse:

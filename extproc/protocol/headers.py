@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from extproc.decision import BodyEdit
 from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
@@ -50,19 +51,19 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
 )
 
 
-def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
+def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ...]:
     """The `content-length` of an edited body (docs/spec/protocol.md#request-flow).
 
     Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is
     nothing to correct.
 
     Args:
-        raw: The request as it came.
-        body: The edited body, or the edited part of it that was received.
+        raw: The request before the edit.
+        edit: Its edit.
     """
     if raw.truncated:
-        return changed_length(raw.headers.get("content-length", ""), len(body) - len(raw.body))
-    return (("content-length", str(len(body))),)
+        return changed_length(raw.headers.get("content-length", ""), edit.growth_bytes)
+    return (("content-length", str(len(raw.body) + edit.growth_bytes)),)
 
 
 def changed_length(length: str, growth_bytes: int) -> tuple[tuple[str, str], ...]:

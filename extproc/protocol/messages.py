@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
+from extproc.request import RequestBody
+
 
 class MessageKind(enum.IntEnum):
     """Kind of a message of an exchange.
@@ -250,7 +252,7 @@ ProcessingResponse = (
 
 
 def chunks(
-    answers: MessageKind, body: bytes, *, end_of_stream: bool, destination: str = ""
+    answers: MessageKind, body: RequestBody, *, end_of_stream: bool, destination: str = ""
 ) -> Iterator[StreamedBodyResponse]:
     """Split a body into chunks of `CHUNK_BYTES`; an empty body is one empty chunk.
 
@@ -262,7 +264,7 @@ def chunks(
     """
     size = len(body)
     if size <= CHUNK_BYTES:
-        yield StreamedBodyResponse(answers, body, end_of_stream, destination)
+        yield StreamedBodyResponse(answers, bytes(body), end_of_stream, destination)
         return
     view = memoryview(body)
     for at in range(0, size, CHUNK_BYTES):

@@ -19,7 +19,7 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import parse_job, preparsed
-from extproc.request import HttpRequest
+from extproc.request import HttpRequest, RequestBody
 from extproc.server import parser_worker
 from extproc.telemetry.counters import ProcessCounters
 
@@ -72,7 +72,7 @@ class ParserProcess:
         """Process id; None while no process runs."""
         return None if self._process is None else self._process.pid
 
-    def read(self, job: parse_job.ParseJob, body: bytes) -> preparsed.ParseResult:
+    def read(self, job: parse_job.ParseJob, body: RequestBody) -> preparsed.ParseResult:
         """Parse a body.
 
         Raises:
@@ -121,7 +121,9 @@ class ParserProcess:
         return process
 
 
-def _exchange(process: subprocess.Popen[bytes], job: bytes, body: bytes) -> preparsed.ParseResult:
+def _exchange(
+    process: subprocess.Popen[bytes], job: bytes, body: RequestBody
+) -> preparsed.ParseResult:
     """Send a job and its body, and receive the result.
 
     Raises:

@@ -1,5 +1,6 @@
 """Queries of the documentation and of manifests parse, and name metrics that exist."""
 
+import json
 import re
 
 import pytest
@@ -31,7 +32,9 @@ def queries():
                 yield pytest.param(block.text, id=f"{path.name}: {block.text.splitlines()[0]}")
     for path in sorted((console.ROOT / "manifests").rglob("*")):
         if path.suffix in {".yaml", ".json"} and "templates" not in path.parts:
-            for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            text = path.read_text(encoding="utf-8")
+            documents = [json.loads(text)] if path.suffix == ".json" else yaml.safe_load_all(text)
+            for document in documents:
                 for query in expressions(document):
                     yield pytest.param(query, id=f"{path.name}: {query}")
 

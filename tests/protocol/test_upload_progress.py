@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.decision import BodyEdit
 from extproc.protocol import body_buffer
 from extproc.protocol.body_buffer import (
+    JOIN_BYTES,
     MIN_UPLOAD_BYTES_PER_S,
     BodyBuffer,
     BufferBudget,
@@ -98,13 +100,13 @@ def test_stalled_bodies_end_sooner_under_load(crowd):
 
 
 @given(
-    hogs=st.lists(st.integers(0, 600 * MIB), max_size=40),
+    hogs=st.lists(st.integers(0, 20 * MIB), max_size=40),
     size=st.integers(1, body_buffer.ALWAYS_TAKEN_BYTES),
 )
 @settings(deadline=None, max_examples=examples(100))
 def test_small_bodies_are_accepted_while_the_budget_is_used(hogs: list[int], size: int):
     """However much others send: a small body gets in, and large ones leave room for another."""
-    budget = BufferBudget(512 * MIB)
+    budget = BufferBudget(16 * MIB)
     piece = memoryview(bytes(MIB))
     for total in hogs:
         hog = BodyBuffer(budget, 1 << 40)
@@ -121,3 +123,30 @@ def test_body_buffer_accepts_the_largest_allowed_body():
     body = BodyBuffer(budget, MIB)
     assert body.add(bytes(MIB)) is None
     assert body.add(b"x").status == 413
+
+
+@given(
+    sizes=st.lists(st.integers(1, 700_000), min_size=1, max_size=6),
+    span=st.tuples(st.integers(0, 1000), st.integers(0, 1000)),
+    content=st.binary(max_size=64),
+    seed=st.binary(min_size=1, max_size=8),
+)
+@settings(deadline=None, max_examples=examples(40))
+def test_a_body_is_the_same_however_its_chunks_are_stored(sizes, span, content, seed):
+    """Above and below `JOIN_BYTES` a body is all of its chunks, and an edit replaces its span."""
+    budget = BufferBudget(512 * MIB)
+    buffer = BodyBuffer(budget, 64 * MIB)
+    expected = b""
+    for number, size in enumerate(sizes):
+        chunk = (seed + bytes([number])) * (size // (len(seed) + 1)) or seed
+        assert buffer.add(chunk) is None
+        expected += chunk
+    body = buffer.joined()
+    assert body == expected
+    assert isinstance(body, bytearray) == (len(sizes) > 1 and len(expected) > JOIN_BYTES)
+    edit = BodyEdit(min(span), max(span), content)
+    edited = buffer.apply_edit(edit)
+    assert edited == expected[: min(span)] + content + expected[max(span) :]
+    assert budget.held_bytes == buffer.size_bytes == len(edited)
+    buffer.release()
+    assert budget.held_bytes == 0

@@ -7,10 +7,10 @@ import builtins
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from redis import asyncio as redis
@@ -63,6 +63,11 @@ class Server:
             ],
             stdout=subprocess.DEVNULL,
         )
+
+    def is_listening(self) -> bool:
+        """True once a client can connect: the file of the socket is there a moment earlier."""
+        with socket.socket(socket.AF_UNIX) as client_socket:
+            return client_socket.connect_ex(f"{self.place}/s") == 0
 
     def stop(self) -> None:
         if self._process is not None:
@@ -223,7 +228,7 @@ async def test_a_cancellation_swallowed_by_the_client_still_ends_the_task(tmp_pa
 async def test_events_are_written_at_once_and_batched_under_load(server):
     """However long facts are gathered, the first one after a pause does not wait."""
     first = Replica(server.url, flush_s=3600.0)
-    await until(Path(server.url.removeprefix("unix://")).exists)
+    await until(server.is_listening)
     async with redis.Redis.from_url(server.url) as reader, talking(first), asyncio.timeout(300):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
@@ -238,7 +243,7 @@ async def test_foreign_entries_are_ignored(server):
     """Others may write to the stream; a reader goes on."""
     first = Replica(server.url)
     async with talking(first), redis.Redis.from_url(server.url) as strange:
-        await until(Path(server.url.removeprefix("unix://")).exists)
+        await until(server.is_listening)
         message = peer_sync.encode(
             peer_sync.PeerMessage("other", [fact(address="127.0.0.13:9", pool="b")])
         )
