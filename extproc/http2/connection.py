@@ -1,0 +1,466 @@
+"""Server side of an HTTP/2 connection that carries gRPC calls (RFC 9113)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final
+
+from extproc.http2 import frames
+from extproc.http2.events import (
+    CallHalfClosed,
+    CallStarted,
+    CallTerminated,
+    ConnectionTerminated,
+    Http2Event,
+    MessageReceived,
+)
+from extproc.http2.frame_reader import FrameReader
+from extproc.http2.frames import ErrorCode, Http2Error
+from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
+from extproc.http2.messages import MessageAssembler, MessageError
+from extproc.http2.request_head import HeaderDecoder
+from extproc.http2.responses import GrpcStatus
+from extproc.http2.sender import ResponseSender
+from extproc.http2.stream import Http2Stream, StreamTable
+
+#: Payloads of pings: what is answered to the second confirms that the peer read GOAWAY.
+_KEEPALIVE_PING: Final = b"extprocK"
+_DRAIN_PING: Final = b"extprocD"
+
+#: Settings of the peer: least and greatest value, and error outside of them.
+_SETTING_RANGES: Final = {
+    frames.ENABLE_PUSH: (0, 1, ErrorCode.PROTOCOL_ERROR),
+    frames.INITIAL_WINDOW_SIZE: (0, frames.MAX_WINDOW_BYTES, ErrorCode.FLOW_CONTROL_ERROR),
+    frames.MAX_FRAME_SIZE: (
+        frames.DEFAULT_FRAME_BYTES,
+        frames.LARGEST_FRAME_BYTES,
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+}
+
+
+class Http2Connection(FrameReader):
+    """Takes the bytes of a peer and returns events; takes answers and returns bytes.
+
+    Methods that take a stream identifier do nothing once the call ended.
+
+    Args:
+        limits: What the peer may cost.
+        budget: Limit on incomplete messages, shared by connections.
+        counts: Streams and connections that ended by a limit or a violation, by its name; shared.
+        now: Monotonic seconds.
+
+    Attributes:
+        is_terminated: True once nothing more is read; the connection is to be closed.
+    """
+
+    def __init__(
+        self, limits: Http2Limits, budget: ReceiveBudget, counts: Counter[str], *, now: float
+    ) -> None:
+        super().__init__(limits)
+        self.is_terminated = False
+        self._budget = budget
+        self._counts = counts
+        self._guard = FloodGuard(now)
+        self._sender = ResponseSender(self._guard)
+        self._decoder = HeaderDecoder(limits)
+        self._streams = StreamTable()
+        self._final_stream_id = frames.MAX_STREAM_ID
+        self._received_bytes = 0
+        self._now = now
+        self._events: list[Http2Event] = []
+        self._start()
+
+    def _start(self) -> None:
+        limits = self._limits
+        more_bytes = limits.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
+        self._sender.output += (
+            frames.build_settings(
+                (
+                    (frames.HEADER_TABLE_SIZE, 0),
+                    (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
+                    (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
+                    (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
+                )
+            ),
+            frames.build_window_update(0, more_bytes),
+        )
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams."""
+        return len(self._streams.open)
+
+    @property
+    def has_preface(self) -> bool:
+        """True once the peer began as HTTP/2 does."""
+        return self._has_settings
+
+    def receive(self, data: bytes, now: float) -> list[Http2Event]:
+        """Handle bytes of the peer; what it must be answered is output.
+
+        Args:
+            data: Any part of what the peer sent.
+            now: Monotonic seconds.
+        """
+        if self.is_terminated:
+            return []
+        self._now = now
+        events = self._events = []
+        try:
+            self._read(data)
+        except Http2Error as error:
+            self._terminate(error)
+        return events
+
+    def take_output(self) -> bytes:
+        """Return the bytes to write since the last call."""
+        return self._sender.take_output()
+
+    def send_messages(self, stream_id: int, messages: Sequence[bytes]) -> None:
+        """Send messages of a call."""
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is not None:
+            self._sender.send(open_stream, messages)
+
+    def end_call(
+        self, stream_id: int, status: GrpcStatus = GrpcStatus.OK, message: str = ""
+    ) -> None:
+        """End a call after the messages that were sent; no event follows for it."""
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is None or open_stream.trailers:
+            return
+        open_stream.assembler.release()
+        if self._sender.finish(open_stream, status, message):
+            self._close(open_stream)
+
+    def reset_call(self, stream_id: int, code: ErrorCode) -> None:
+        """End a call at once, without what waits to be sent."""
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is not None:
+            self._abandon(open_stream, code)
+
+    def pause_call(self, stream_id: int) -> None:
+        """Give the peer no more window for a call: its messages wait."""
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is not None:
+            open_stream.is_paused = True
+
+    def resume_call(self, stream_id: int) -> None:
+        """Take messages of a call again."""
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is not None and open_stream.is_paused:
+            open_stream.is_paused = False
+            if open_stream.assembler.is_between_messages:
+                open_stream.assembler.release()
+            self._open_window(open_stream)
+
+    def reset_stalled(self) -> list[CallTerminated]:
+        """Reset calls whose answers did not move since the last call of this method."""
+        terminated = []
+        for open_stream in self._sender.find_stalled():
+            self._counts["stalled_answer"] += 1
+            is_ended = bool(open_stream.trailers)
+            self._abandon(open_stream, ErrorCode.CANCEL)
+            if not is_ended:
+                terminated.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
+        return terminated
+
+    def ping(self) -> None:
+        """Send a PING; whatever the peer sends next shows that it lives."""
+        self._sender.output.append(frames.build_frame(frames.PING, 0, 0, _KEEPALIVE_PING))
+
+    def start_drain(self) -> None:
+        """Announce the end: calls on their way are served until the peer confirmed it."""
+        self._sender.output += (
+            frames.build_goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR),
+            frames.build_frame(frames.PING, 0, 0, _DRAIN_PING),
+        )
+
+    def finish_drain(self) -> None:
+        """Refuse calls from now on; idempotent. Follows by itself once the peer confirmed."""
+        if self._final_stream_id == frames.MAX_STREAM_ID and not self.is_terminated:
+            self._final_stream_id = self._streams.last_id
+            goaway = frames.build_goaway(self._streams.last_id, ErrorCode.NO_ERROR)
+            self._sender.output.append(goaway)
+
+    def close(self) -> None:
+        """Return what the connection holds of shared limits; nothing is read any more."""
+        self.is_terminated = True
+        self._drop_partial()
+        for open_stream in self._streams.open.values():
+            open_stream.assembler.release()
+        self._streams.open.clear()
+
+    # Frames
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        handler = self._HANDLERS.get(kind)
+        if handler is None:
+            self._guard.spend("unknown_frame_flood", self._now)
+            return
+        frames.check_head(kind, stream_id, len(payload))
+        handler(self, flags, stream_id, payload)
+
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        size = len(payload)
+        self._received_bytes += size
+        self._open_connection_window()
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is None or open_stream.is_remote_closed:
+            self._check_late_data(stream_id)
+            return
+        is_end = bool(flags & frames.END_STREAM)
+        open_stream.received_bytes += size
+        if flags & frames.PADDED:
+            payload = frames.without_padding(payload, flags)
+        if not payload and not is_end:
+            self._guard.spend("empty_frame_flood", self._now)
+        if open_stream.received_bytes > self._limits.stream_window_bytes:
+            raise Http2Error(
+                ErrorCode.FLOW_CONTROL_ERROR, "more data than window", stream_id=stream_id
+            )
+        if open_stream.content_left_bytes is not None:
+            open_stream.count_content(len(payload), is_end=is_end)
+        if open_stream.trailers:
+            # Its answer is complete but for what waits for window; nothing more is read.
+            open_stream.is_remote_closed = is_end
+        else:
+            self._take_payload(open_stream, payload, is_end=is_end)
+
+    def _take_payload(self, open_stream: Http2Stream, payload: bytes, *, is_end: bool) -> None:
+        """Read the messages in a payload, and open the window of their stream."""
+        try:
+            messages = open_stream.assembler.feed(payload)
+            if open_stream.is_paused:
+                open_stream.assembler.hold(len(payload))
+        except MessageError as error:
+            open_stream.is_remote_closed = is_end
+            self._reject_messages(open_stream, error)
+            return
+        for message in messages:
+            self._events.append(MessageReceived(open_stream.stream_id, message))
+        if is_end:
+            self._on_half_close(open_stream)
+        elif open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
+            self._open_window(open_stream)
+
+    def _check_late_data(self, stream_id: int) -> None:
+        """Check DATA on a stream from which none is expected."""
+        frames.check_head(frames.DATA, stream_id, 0)
+        self._streams.check(frames.DATA, stream_id)
+        self._guard.spend("closed_stream_flood", self._now)
+
+    def _on_half_close(self, open_stream: Http2Stream) -> None:
+        stream_id = open_stream.stream_id
+        open_stream.is_remote_closed = True
+        if open_stream.trailers:
+            return
+        if not open_stream.assembler.is_between_messages:
+            self._reject_messages(
+                open_stream, MessageError(GrpcStatus.INTERNAL, "the last message is incomplete")
+            )
+            return
+        self._events.append(CallHalfClosed(stream_id))
+
+    def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
+        """Handle a complete header block; it is decoded whatever becomes of its stream."""
+        if stream_id > self._streams.last_id:
+            self._on_request(stream_id, block, is_end_of_stream=is_end_of_stream)
+            return
+        malformed = self._decoder.read_trailers(block)
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is None or open_stream.is_remote_closed:
+            self._streams.check(frames.HEADERS, stream_id)
+            self._guard.spend("closed_stream_flood", self._now)
+            return
+        if malformed or not is_end_of_stream:
+            raise Http2Error(
+                ErrorCode.PROTOCOL_ERROR, malformed or "trailers go on", stream_id=stream_id
+            )
+        open_stream.count_content(0, is_end=True)
+        self._on_half_close(open_stream)
+
+    def _on_request(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
+        if not stream_id % 2:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "stream of a client with an even number")
+        self._streams.last_id = stream_id
+        head, limits = self._decoder.read_request(block), self._limits
+        if stream_id > self._final_stream_id:
+            raise Http2Error(ErrorCode.REFUSED_STREAM, "draining", stream_id=stream_id)
+        if len(self._streams.open) >= limits.max_streams:
+            raise Http2Error(
+                ErrorCode.REFUSED_STREAM, "too many streams", stream_id=stream_id, limit="streams"
+            )
+        if head.malformed:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, head.malformed, stream_id=stream_id)
+        open_stream = self._streams.open[stream_id] = Http2Stream(
+            stream_id,
+            send_window_bytes=self._sender.initial_window_bytes,
+            assembler=MessageAssembler(limits.max_message_bytes, self._budget),
+            content_bytes=head.content_bytes,
+        )
+        rejection = head.rejection
+        if rejection is not None:
+            self._guard.spend("stream_error_flood", self._now)
+            open_stream.is_remote_closed = is_end_of_stream
+            self._sender.reject(
+                open_stream,
+                rejection.grpc_status,
+                rejection.message,
+                http_status=rejection.http_status,
+            )
+            self._close(open_stream)
+            return
+        self._events.append(CallStarted(stream_id, head.path, head.timeout_s))
+        if is_end_of_stream:
+            open_stream.count_content(0, is_end=True)
+            self._on_half_close(open_stream)
+
+    def _on_priority(self, _: int, stream_id: int, payload: bytes) -> None:
+        self._guard.spend("priority_flood", self._now)
+        frames.check_dependency(stream_id, payload)
+
+    def _on_rst_stream(self, _: int, stream_id: int, __: bytes) -> None:
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is None:
+            self._streams.check(frames.RST_STREAM, stream_id)
+            self._guard.spend("closed_stream_flood", self._now)
+            return
+        if not open_stream.has_responded:
+            self._guard.spend("rapid_reset", self._now)
+        self._forget(open_stream)
+        self._open_connection_window()
+        if not open_stream.trailers:
+            self._events.append(CallTerminated(stream_id, is_by_peer=True))
+
+    def _on_settings(self, flags: int, _: int, payload: bytes) -> None:
+        self._guard.spend("settings_flood", self._now)
+        if flags & frames.ACK:
+            if payload:
+                raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "acknowledgement with settings")
+            self._decoder.forbid_table()
+            return
+        sender = self._sender
+        for name, value in frames.read_settings(payload):
+            least, greatest, code = _SETTING_RANGES.get(name, (0, value, ErrorCode.NO_ERROR))
+            if not least <= value <= greatest:
+                raise Http2Error(code, f"setting {name} is {value}")
+            if name == frames.INITIAL_WINDOW_SIZE:
+                self._close_all(sender.resize_windows(self._streams.open.values(), value))
+            elif name == frames.MAX_FRAME_SIZE:
+                sender.max_frame_bytes = value
+        sender.output.append(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
+
+    def _on_push_promise(self, _: int, __: int, ___: bytes) -> None:
+        raise Http2Error(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+
+    def _on_ping(self, flags: int, _: int, payload: bytes) -> None:
+        self._guard.spend("ping_flood", self._now)
+        if not flags & frames.ACK:
+            self._sender.output.append(frames.build_frame(frames.PING, frames.ACK, 0, payload))
+        elif payload == _DRAIN_PING:
+            self.finish_drain()
+
+    def _on_goaway(self, _: int, __: int, payload: bytes) -> None:
+        self._guard.spend("settings_flood", self._now)
+        if len(payload) < 8:
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY cut short")
+
+    def _on_window_update(self, _: int, stream_id: int, payload: bytes) -> None:
+        more_bytes = frames.read_number(payload) & frames.MAX_WINDOW_BYTES
+        self._guard.spend("window_update_flood", self._now)
+        if not more_bytes:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "window of 0", stream_id=stream_id)
+        if not stream_id:
+            self._close_all(self._sender.open_connection_window(more_bytes))
+            return
+        open_stream = self._streams.open.get(stream_id)
+        if open_stream is None:
+            self._streams.check(frames.WINDOW_UPDATE, stream_id)
+        else:
+            is_ended = self._sender.open_stream_window(open_stream, more_bytes)
+            self._close_all((open_stream,) if is_ended else ())
+
+    # Windows and ends
+
+    def _open_connection_window(self) -> None:
+        """Let the peer send more, unless it does not take what it is answered."""
+        limit = self._limits.connection_window_bytes
+        if self._received_bytes < limit // 2:
+            return
+        if self._received_bytes > limit:
+            raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "more data than window")
+        if self._sender.unsent_bytes <= self._limits.max_unsent_bytes:
+            self._sender.output.append(frames.build_window_update(0, self._received_bytes))
+            self._received_bytes = 0
+
+    def _open_window(self, open_stream: Http2Stream) -> None:
+        """Let the peer send more on a stream."""
+        if not open_stream.is_paused and open_stream.received_bytes:
+            self._sender.output.append(
+                frames.build_window_update(open_stream.stream_id, open_stream.received_bytes)
+            )
+            open_stream.received_bytes = 0
+
+    def _close_all(self, ended: Sequence[Http2Stream]) -> None:
+        for open_stream in ended:
+            self._close(open_stream)
+        self._open_connection_window()
+
+    def _close(self, open_stream: Http2Stream) -> None:
+        """Close a stream whose response is complete; the peer need not send the rest."""
+        self._forget(open_stream)
+        if not open_stream.is_remote_closed:
+            self._reset_stream(open_stream.stream_id, ErrorCode.NO_ERROR)
+
+    def _abandon(self, open_stream: Http2Stream, code: ErrorCode) -> None:
+        self._forget(open_stream)
+        self._reset_stream(open_stream.stream_id, code)
+
+    def _forget(self, open_stream: Http2Stream) -> None:
+        del self._streams.open[open_stream.stream_id]
+        open_stream.assembler.release()
+        self._sender.drop(open_stream)
+
+    def _reset_stream(self, stream_id: int, code: ErrorCode) -> None:
+        self._sender.output.append(frames.build_rst_stream(stream_id, code))
+        self._streams.note_reset(stream_id)
+
+    def _reject_messages(self, open_stream: Http2Stream, error: MessageError) -> None:
+        """End a call whose messages the server does not take."""
+        self._counts[error.limit or "grpc_message"] += 1
+        self._guard.spend("stream_error_flood", self._now)
+        self._events.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
+        self.end_call(open_stream.stream_id, error.status, error.message)
+
+    def _on_stream_error(self, error: Http2Error) -> None:
+        self._counts[error.limit or "stream_error"] += 1
+        self._guard.spend("stream_error_flood", self._now)
+        open_stream = self._streams.open.get(error.stream_id)
+        if open_stream is None:
+            self._reset_stream(error.stream_id, error.code)
+            return
+        if not open_stream.trailers:
+            self._events.append(CallTerminated(error.stream_id, is_by_peer=False))
+        self._abandon(open_stream, error.code)
+
+    def _terminate(self, error: Http2Error) -> None:
+        self._counts[error.limit or "connection_error"] += 1
+        self._sender.output.append(
+            frames.build_goaway(self._streams.last_id, error.code, error.detail)
+        )
+        self._events.append(ConnectionTerminated(error.code, error.detail))
+        self.is_terminated = True
+
+    #: By frame type; `FrameReader` handles the others.
+    _HANDLERS: ClassVar[Mapping[int, Callable[[Http2Connection, int, int, bytes], None]]] = {
+        frames.PRIORITY: _on_priority,
+        frames.RST_STREAM: _on_rst_stream,
+        frames.SETTINGS: _on_settings,
+        frames.PUSH_PROMISE: _on_push_promise,
+        frames.PING: _on_ping,
+        frames.GOAWAY: _on_goaway,
+        frames.WINDOW_UPDATE: _on_window_update,
+    }

@@ -1,0 +1,128 @@
+"""Cuts the bytes of a client into frames and header blocks (RFC 9113, sections 3.4, 4 and 6.10)."""
+
+from __future__ import annotations
+
+from extproc.http2 import frames
+from extproc.http2.frames import ErrorCode, Http2Error
+from extproc.http2.limits import Http2Limits
+from extproc.http2.request_head import PartialHeaderBlock, strip_head_fields
+
+
+class FrameReader:
+    """Reads frames, for a connection to inherit and handle.
+
+    It checks what holds between frames: the preface, SETTINGS as the first frame, and that no
+    other frame is inside of a header block.
+
+    Args:
+        limits: For the size of header blocks.
+    """
+
+    def __init__(self, limits: Http2Limits) -> None:
+        self._limits = limits
+        self._buffer = b""
+        self._has_preface = self._has_settings = False
+        self._is_plain = False  # settings came, and no header block is incomplete
+        self._block: PartialHeaderBlock | None = None
+
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        """Handle a DATA frame, whose head is not checked."""
+        raise NotImplementedError
+
+    def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
+        """Handle a complete header block."""
+        raise NotImplementedError
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Handle a frame that is neither DATA nor part of a header block; its type may be unknown."""
+        raise NotImplementedError
+
+    def _on_stream_error(self, error: Http2Error) -> None:
+        """Handle an error that ends one stream."""
+        raise NotImplementedError
+
+    def _read(self, data: bytes) -> None:
+        """Handle the frames that bytes complete.
+
+        Raises:
+            Http2Error: The connection ends.
+        """
+        if self._buffer:
+            data = self._buffer + data
+        at, end = 0, len(data)
+        if not self._has_preface:
+            at = self._read_preface(data)
+            if not at:
+                self._buffer = data
+                return
+        while end - at >= frames.HEAD_BYTES:
+            high, low, kind, flags, stream_id = frames.unpack_head(data, at)
+            start = at + frames.HEAD_BYTES
+            at = start + (high << 8 | low)
+            if at - start > frames.DEFAULT_FRAME_BYTES:
+                raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "frame too large")
+            if at > end:
+                at = start - frames.HEAD_BYTES
+                break
+            stream_id &= frames.MAX_STREAM_ID
+            try:
+                if kind == frames.DATA and self._is_plain:
+                    self._on_data(flags, stream_id, data[start:at])
+                else:
+                    self._read_frame(kind, flags, stream_id, data[start:at])
+            except Http2Error as error:
+                if not error.stream_id:
+                    raise
+                self._on_stream_error(error)
+        self._buffer = data[at:] if at < end else b""
+
+    def _drop_partial(self) -> None:
+        """Drop the bytes of an incomplete frame."""
+        self._buffer = b""
+
+    def _read_preface(self, data: bytes) -> int:
+        """Check the preface; returns the offset of what follows it."""
+        preface = frames.PREFACE
+        if data[: len(preface)] != preface[: len(data)]:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "no preface of HTTP/2")
+        if len(data) < len(preface):
+            return 0
+        self._has_preface = True
+        return len(preface)
+
+    def _read_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Check a frame against those before it, and handle it."""
+        if self._block is not None and (
+            kind != frames.CONTINUATION or stream_id != self._block.stream_id
+        ):
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "frame inside of a header block")
+        if not self._has_settings:
+            if kind != frames.SETTINGS or flags & frames.ACK:
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "no settings after the preface")
+            self._has_settings = self._is_plain = True
+        if kind == frames.HEADERS:
+            self._read_headers(flags, stream_id, payload)
+        elif kind == frames.CONTINUATION:
+            self._read_continuation(flags, stream_id, payload)
+        else:
+            self._on_frame(kind, flags, stream_id, payload)
+
+    def _read_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.check_head(frames.HEADERS, stream_id, len(payload))
+        fragment = strip_head_fields(payload, flags, stream_id)
+        is_end_of_stream = bool(flags & frames.END_STREAM)
+        if flags & frames.END_HEADERS:
+            self._on_block(stream_id, fragment, is_end_of_stream=is_end_of_stream)
+        else:
+            self._is_plain = False
+            self._block = PartialHeaderBlock(stream_id, fragment, is_end_of_stream=is_end_of_stream)
+
+    def _read_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+        frames.check_head(frames.CONTINUATION, stream_id, len(payload))
+        block = self._block
+        if block is None:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        block.add(payload, self._limits)
+        if flags & frames.END_HEADERS:
+            self._block, self._is_plain = None, True
+            self._on_block(block.stream_id, block.join(), is_end_of_stream=block.is_end_of_stream)

@@ -1,0 +1,145 @@
+"""Messages of gRPC on a stream: length-prefixed, cut over frames anyhow.
+
+gRPC over HTTP/2 (grpc/grpc, doc/PROTOCOL-HTTP2.md), section "Length-Prefixed-Message".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.http2.limits import ReceiveBudget
+from extproc.http2.responses import GrpcStatus
+
+#: Bytes in front of a message: whether it is compressed, and its length.
+PREFIX_BYTES: Final = 5
+
+#: What a piece of a message costs beside its bytes; a peer may send pieces of one byte.
+_PIECE_OVERHEAD: Final = 64
+
+_PREFIX = struct.Struct(">BI")
+_pack_prefix = _PREFIX.pack
+_unpack_prefix = _PREFIX.unpack_from
+
+
+class MessageError(Exception):
+    """Message that the server does not take.
+
+    Args:
+        status: Ends the stream.
+        message: Text for the client.
+        limit: Name of the limit that was exceeded; empty for a violation.
+    """
+
+    def __init__(self, status: GrpcStatus, message: str, *, limit: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.limit = limit
+
+
+def frame_messages(messages: Sequence[bytes]) -> bytes:
+    """Prefix messages with their lengths, and join them."""
+    if len(messages) == 1:
+        return _pack_prefix(0, len(messages[0])) + messages[0]
+    return b"".join(
+        [part for message in messages for part in (_pack_prefix(0, len(message)), message)]
+    )
+
+
+class MessageAssembler:
+    """Joins the payloads of DATA frames of a stream to messages.
+
+    Args:
+        max_bytes: Largest message.
+        budget: Limit on incomplete messages of all streams.
+    """
+
+    __slots__ = ("_budget", "_held_bytes", "_max_bytes", "_missing_bytes", "_pieces", "_prefix")
+
+    def __init__(self, max_bytes: int, budget: ReceiveBudget) -> None:
+        self._max_bytes = max_bytes
+        self._budget = budget
+        self._prefix = b""
+        self._pieces: list[bytes] = []
+        self._missing_bytes = 0
+        self._held_bytes = 0
+
+    @property
+    def is_between_messages(self) -> bool:
+        """True if no message is incomplete."""
+        return not self._missing_bytes and not self._prefix
+
+    def feed(self, payload: bytes) -> list[bytes]:
+        """Add a payload, and return the messages that it completes.
+
+        Raises:
+            MessageError: A message is too large, or compressed, or the budget is used up.
+        """
+        messages: list[bytes] = []
+        at, end = 0, len(payload)
+        if self._missing_bytes:
+            if end < self._missing_bytes:
+                self._hold(payload)
+                self._missing_bytes -= end
+                return messages
+            at, self._missing_bytes = self._missing_bytes, 0
+            self._pieces.append(payload[:at])
+            messages.append(b"".join(self._pieces))
+            self.release()
+        elif self._prefix:
+            payload = self._prefix + payload
+            self._prefix, end = b"", len(payload)
+        while at < end:
+            start = at + PREFIX_BYTES
+            if start > end:
+                self._prefix = payload[at:]
+                break
+            flag, size = _unpack_prefix(payload, at)
+            if flag or size > self._max_bytes:
+                raise self._rejection(flag, size)
+            at = start + size
+            if at > end:
+                self._hold(payload[start:])
+                self._missing_bytes = at - end
+                break
+            messages.append(payload[start:at])
+        return messages
+
+    def hold(self, size: int) -> None:
+        """Count bytes of complete messages that wait for their stream.
+
+        Raises:
+            MessageError: The budget is used up.
+        """
+        self._held_bytes += size
+        self._budget.held_bytes += size
+        if self._budget.held_bytes > self._budget.limit_bytes:
+            raise MessageError(
+                GrpcStatus.RESOURCE_EXHAUSTED,
+                "too many bytes of messages are on their way",
+                limit="receive_budget",
+            )
+
+    def release(self) -> None:
+        """Drop what is incomplete, and return what it holds of the budget; idempotent."""
+        self._pieces = []
+        self._budget.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    def _hold(self, piece: bytes) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self.hold(len(piece) + _PIECE_OVERHEAD)
+
+    def _rejection(self, flag: int, size: int) -> MessageError:
+        if flag:
+            return MessageError(
+                GrpcStatus.INTERNAL, "the message is compressed, but grpc-encoding is identity"
+            )
+        return MessageError(
+            GrpcStatus.RESOURCE_EXHAUSTED,
+            f"received message larger than max ({size} vs. {self._max_bytes})",
+            limit="message_bytes",
+        )

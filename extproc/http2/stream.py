@@ -1,0 +1,200 @@
+"""State of a stream, and the frames that it allows (RFC 9113, section 5.1)."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.http2 import frames
+from extproc.http2.frames import ErrorCode, Http2Error
+from extproc.http2.messages import MessageAssembler
+
+#: Streams that we ended before the peer did, whose late frames are ignored (count).
+_MAX_RESET: Final = 4096
+
+
+class Http2Stream:
+    """Open stream.
+
+    Args:
+        stream_id: Its identifier.
+        send_window_bytes: What the peer takes of it at first.
+        assembler: Joins its payloads to messages.
+        content_bytes: Bytes that its request announced; None if it did not.
+
+    Attributes:
+        is_remote_closed: True once the peer sent END_STREAM.
+        is_paused: True while its messages wait, so that it gets no more window.
+        received_bytes: Received since its window was opened the last time.
+        has_responded: True once the head of the response was sent.
+        unsent: Data that waits for a window.
+        unsent_at: Offset in the first of them.
+        trailers: Frame that ends the response after the data; empty while it goes on.
+        has_moved: True if data was sent since the last check for stalled streams.
+    """
+
+    __slots__ = (
+        "assembler",
+        "content_left_bytes",
+        "has_moved",
+        "has_responded",
+        "is_paused",
+        "is_remote_closed",
+        "received_bytes",
+        "send_window_bytes",
+        "stream_id",
+        "trailers",
+        "unsent",
+        "unsent_at",
+    )
+
+    def __init__(
+        self,
+        stream_id: int,
+        *,
+        send_window_bytes: int,
+        assembler: MessageAssembler,
+        content_bytes: int | None,
+    ) -> None:
+        self.stream_id = stream_id
+        self.is_remote_closed = False
+        self.is_paused = False
+        self.received_bytes = 0
+        self.assembler = assembler
+        self.content_left_bytes = content_bytes
+        self.send_window_bytes = send_window_bytes
+        self.has_responded = False
+        self.unsent: deque[bytes] | None = None
+        self.unsent_at = 0
+        self.trailers = b""
+        self.has_moved = True
+
+    def count_content(self, size: int, *, is_end: bool) -> None:
+        """Compare what arrived with `content-length` (RFC 9113, section 8.1.1).
+
+        Raises:
+            Http2Error: It is more, or less at the end.
+        """
+        left = self.content_left_bytes
+        if left is None:
+            return
+        self.content_left_bytes = left = left - size
+        if left < 0 or (is_end and left):
+            raise Http2Error(
+                ErrorCode.PROTOCOL_ERROR,
+                "data differs from content-length",
+                stream_id=self.stream_id,
+            )
+
+
+class StreamState(enum.IntEnum):
+    """State of a stream that is not open both ways.
+
+    RESET is closed by us, possibly before the peer noticed: its frames are ignored for a while.
+    """
+
+    IDLE = 0
+    HALF_CLOSED_REMOTE = 1
+    RESET = 2
+    CLOSED = 3
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Treatment of a frame.
+
+    Attributes:
+        is_accepted: True if it is handled.
+        code: Ends the stream or the connection; None where the frame is accepted or ignored.
+        ends_stream: True if the code ends only the stream.
+    """
+
+    is_accepted: bool = False
+    code: ErrorCode | None = None
+    ends_stream: bool = False
+
+
+_ACCEPT: Final = Verdict(is_accepted=True)
+_IGNORE: Final = Verdict()
+_ENDS_STREAM: Final = Verdict(code=ErrorCode.STREAM_CLOSED, ends_stream=True)
+_ENDS_CONNECTION: Final = Verdict(code=ErrorCode.STREAM_CLOSED)
+_NOT_IDLE: Final = Verdict(code=ErrorCode.PROTOCOL_ERROR)
+
+#: By state and type of frame.
+_VERDICTS: Final[Sequence[Mapping[int, Verdict]]] = (
+    {  # IDLE
+        frames.DATA: _NOT_IDLE,
+        frames.HEADERS: _ACCEPT,
+        frames.RST_STREAM: _NOT_IDLE,
+        frames.WINDOW_UPDATE: _NOT_IDLE,
+    },
+    {  # HALF_CLOSED_REMOTE
+        frames.DATA: _ENDS_STREAM,
+        frames.HEADERS: _ENDS_STREAM,
+        frames.RST_STREAM: _ACCEPT,
+        frames.WINDOW_UPDATE: _ACCEPT,
+    },
+    {  # RESET
+        frames.DATA: _IGNORE,
+        frames.HEADERS: _IGNORE,
+        frames.RST_STREAM: _IGNORE,
+        frames.WINDOW_UPDATE: _IGNORE,
+    },
+    {  # CLOSED
+        frames.DATA: _ENDS_CONNECTION,
+        frames.HEADERS: _ENDS_CONNECTION,
+        frames.RST_STREAM: _IGNORE,
+        frames.WINDOW_UPDATE: _IGNORE,
+    },
+)
+
+
+class StreamTable:
+    """Streams of a connection: those that are open, and how the others ended.
+
+    Attributes:
+        open: Open streams by identifier.
+        last_id: The highest identifier that the peer used.
+    """
+
+    __slots__ = ("_reset", "last_id", "open")
+
+    def __init__(self) -> None:
+        self.open: dict[int, Http2Stream] = {}
+        self.last_id = 0
+        self._reset: dict[int, None] = {}
+
+    def note_reset(self, stream_id: int) -> None:
+        """Record that we ended a stream, possibly before the peer notices."""
+        reset = self._reset
+        reset[stream_id] = None
+        if len(reset) > _MAX_RESET:
+            del reset[next(iter(reset))]
+
+    def check(self, kind: int, stream_id: int) -> bool:
+        """Check if a frame is to be handled; False if it is to be ignored.
+
+        For frames on streams that are not open both ways.
+
+        Raises:
+            Http2Error: The frame is not allowed in this state.
+        """
+        state = self._state(stream_id)
+        verdict = _VERDICTS[state][kind]
+        if verdict.code is not None:
+            raise Http2Error(
+                verdict.code,
+                f"frame of type {kind} in state {state.name}",
+                stream_id=stream_id if verdict.ends_stream else 0,
+            )
+        return verdict.is_accepted
+
+    def _state(self, stream_id: int) -> StreamState:
+        if stream_id in self.open:
+            return StreamState.HALF_CLOSED_REMOTE
+        if stream_id > self.last_id or not stream_id % 2:
+            return StreamState.IDLE
+        return StreamState.RESET if stream_id in self._reset else StreamState.CLOSED
