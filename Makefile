@@ -22,10 +22,14 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 # Files with tests marked `proof`; each worker of a run imports all files that it is given.
 PROOFS = $(shell grep -rl --include='*.py' 'mark[.]proof' tests)
 
+# Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
+NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
+  lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py grpc.py)
+
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -52,6 +56,10 @@ demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and 
 
 test: $(VENV)/.dev ## All tests that need nothing else
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions and not proof' $(ARGS)
+
+test-native: $(VENV)/.dev ## The tests of the stream and of servers once more, on the native transport
+	EXTPROC_TEST_TRANSPORT=native $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
+	  -m 'not versions and not proof' $(NATIVE) $(ARGS)
 
 proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
 	$(BIN)/python -m pytest -q -n auto --dist loadfile -m proof $(PROOFS) $(ARGS)

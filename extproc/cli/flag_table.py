@@ -122,6 +122,7 @@ FLAGS: Sequence[Flag] = (
         "gRPC health on the ext_proc port too",
         "BOOL",
     ),
+    Flag("transport", (*_SERVER, "transport"), _text, "gRPC by: grpcio, native", "NAME"),
     Flag(
         "drain-timeout",
         (*_SERVER, "drain_timeout_s"),

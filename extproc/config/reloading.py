@@ -55,6 +55,7 @@ TABLE: Final = (
             "enable_cert_reload",
             "health_checking",
             "drain_timeout_s",
+            "transport",
         ),
     ),
     ReloadRow(

@@ -8,12 +8,12 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import grpc
 import msgspec
 from aiohttp import web
 
-from extproc.autoscaling.runtime import autoscaler, keda_scaler
+from extproc.autoscaling.runtime import autoscaler
 from extproc.config import factory, kubernetes_plan
 from extproc.config.settings import ServerSection, Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
@@ -26,13 +26,12 @@ from extproc.scrape import client, scraper
 from extproc.server import (
     admin,
     admin_access,
-    ext_proc_servicer,
     health,
     lease_client,
     listeners,
     reload,
     stream_handler,
-    xds_servicer,
+    transport,
 )
 from extproc.server.large_bodies import LargeBodies
 from extproc.server.loop_stalls import StallMeter
@@ -46,7 +45,9 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.request_recorder import StreamRecorder
-from extproc.xds.cluster_options import ClusterOptions
+
+if TYPE_CHECKING:
+    from extproc.server.control_plane_servers import ControlPlaneServers
 
 _log = logging.getLogger("extproc.server")
 
@@ -101,19 +102,15 @@ class EndpointPickerProcess:
             settings, able=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
         self._admin_token = _admin_token(settings)
-        self._keda = (
-            keda_scaler.KedaExternalScaler(lambda: self._autoscaler.loops)
-            if settings.autoscaling.keda.enabled
-            else None
-        )
+        self._control_planes = self._build_control_planes()
         self._autoscaler = self._build_autoscaler()
         self._large_bodies = LargeBodies(
             self.counters, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
         )
-        self.servicer = self._build_servicer()
+        self._transport = self._build_transport()
+        self.servicer = self._transport.servicer
         self._line = build_peer_channel(settings.peer_sync, self.sites, clock)
-        self._xds = self._build_xds()
-        self._grpc: list[grpc.aio.Server] = []
+        self._servers: list[transport.RpcServer] = []
         self._pages: web.AppRunner | None = None
 
     def _build_follower(
@@ -149,7 +146,7 @@ class EndpointPickerProcess:
         self._autoscaler.sync_pools()
 
     def _build_autoscaler(self) -> autoscaler.Autoscaler:
-        keda = self._keda
+        keda = None if self._control_planes is None else self._control_planes.keda
         listeners = {} if keda is None else {"on_step": keda.notify, "on_removed": keda.gone}
         return autoscaler.Autoscaler(
             self._settings,
@@ -161,7 +158,7 @@ class EndpointPickerProcess:
             **listeners,
         )
 
-    def _build_servicer(self) -> ext_proc_servicer.ExternalProcessorServicer:
+    def _build_transport(self) -> transport.Transport:
         shared = stream_handler.StreamContext(
             pool_selector=self.sites.pool_selector,
             exchange_settings=factory.build_exchange_settings(self._settings),
@@ -174,20 +171,19 @@ class EndpointPickerProcess:
             large_bodies=self._large_bodies,
             on_opened=self._stalls.wake,
         )
-        return ext_proc_servicer.ExternalProcessorServicer(shared)
+        return transport.build_transport(
+            self._settings.server.transport, shared, self.counters.http2_limits
+        )
 
-    def _build_xds(self) -> xds_servicer.AggregatedDiscoveryServicer | None:
-        """Build the xDS servicer; None where it is disabled."""
-        settings = self._settings.xds
-        if not settings.enabled:
+    def _build_control_planes(self) -> ControlPlaneServers | None:
+        """Build the servers of xDS and KEDA; None where both are disabled."""
+        settings = self._settings
+        if not (settings.xds.enabled or settings.autoscaling.keda.enabled):
             return None
-        return xds_servicer.AggregatedDiscoveryServicer(
-            self.sites.pools,
-            h2c=lambda: self.sites.h2c,
-            synced=lambda: self.sites.synced,
-            traits=ClusterOptions(settings.health_check, settings.outliers),
-            counters=self.counters.xds,
-            supervisor=self.counters.supervisor,
+        from extproc.server.control_plane_servers import ControlPlaneServers  # noqa: PLC0415 - loads grpcio
+
+        return ControlPlaneServers(
+            settings, self.sites, self.counters, loops=lambda: self._autoscaler.loops
         )
 
     async def start(self) -> listeners.ListenAddresses:
@@ -197,49 +193,27 @@ class EndpointPickerProcess:
             ConfigError: A port is taken, or a certificate cannot be read.
         """
         server = self._settings.server
-        main = listeners.listener(self._settings.limits.max_message_bytes)
-        ext_proc_servicer.register(main, self.servicer)
-        if server.health_checking:
-            health.register(main, self.readiness)
-        probes = listeners.listener(self._settings.limits.max_message_bytes)
-        health.register(probes, self.readiness)
-        self._grpc = [main, probes]
-        identity = listeners.credentials(server)
-        grpc_port = listeners.bind(
-            main, server.grpc_address(server.grpc_port), flag="--grpc-port", identity=identity
-        )
-        health_port = listeners.bind(
-            probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
-        )
-        xds_port = 0
-        if self._xds is not None:
-            telling = listeners.listener(self._settings.limits.max_message_bytes)
-            xds_servicer.register(telling, self._xds)
-            health.register(telling, self.readiness)
-            self._grpc.append(telling)
-            xds_port = listeners.bind(
-                telling,
-                server.grpc_address(self._settings.xds.port),
-                flag="--xds-port",
-                identity=identity,
-            )
-        keda_port = 0
-        if self._keda is not None:
-            scaling = listeners.listener(self._settings.limits.max_message_bytes)
-            keda_scaler.register(scaling, self._keda, self.counters.supervisor)
-            health.register(scaling, self.readiness)
-            self._grpc.append(scaling)
-            wanted = self._settings.autoscaling.keda
-            keda_port = listeners.bind(
-                scaling,
-                server.grpc_address(wanted.port),
-                flag="autoscaling.keda.port",
-                identity=identity or listeners.credentials(server) if wanted.tls else None,
-            )
+        bound = self._transport.bind(self._settings, self.readiness)
+        self._servers = [*bound.servers]
+        xds_port = keda_port = 0
+        planes = self._control_planes
+        if planes is not None:
+            try:
+                planes.bind(self.readiness)
+            finally:
+                self._servers += planes.servers
+            xds_port, keda_port = planes.xds_port, planes.keda_port
         pages_port = await self._start_pages(server)
-        for grpc_server in self._grpc:
-            await grpc_server.start()
-        return listeners.ListenAddresses(grpc_port, health_port, pages_port, xds_port, keda_port)
+        for rpc_server in self._servers:
+            await rpc_server.start()
+        return listeners.ListenAddresses(
+            bound.grpc_port,
+            bound.health_port,
+            pages_port,
+            xds_port,
+            keda_port,
+            transport=server.transport,
+        )
 
     async def sync(self) -> None:
         """Load endpoints, and start discovery, election and autoscaling.
@@ -303,8 +277,8 @@ class EndpointPickerProcess:
         }
         if self._follower is not None:
             loops["kubernetes"] = self._follower.run
-        if self._xds is not None:
-            loops["xds"] = self._xds.run
+        if self._control_planes is not None:
+            loops.update(self._control_planes.loops())
         if self._elector is not None:
             loops["election"] = self._elector.run
         if self._line is not None:
@@ -354,11 +328,8 @@ class EndpointPickerProcess:
         if self._elector is not None:
             # Another replica is to be ready while this one serves what is left.
             supervisor.call("drain", self._elector.resign)
-        if self._keda is not None:
-            supervisor.call("drain", self._keda.release)
-        if self._xds is not None:
-            # At once: Envoy goes to another picker for news, and keeps what it holds.
-            await supervisor.attempt("drain", self._xds.release())
+        if self._control_planes is not None:
+            await self._control_planes.release()
         _log.info("draining, %d streams are open", self.counters.streams_open)
         # Where no stream ever came, no data plane knows of this picker.
         is_used = self.counters.streams_open or self.counters.streams
@@ -369,7 +340,7 @@ class EndpointPickerProcess:
             _log.info("drain time is over, %d streams are open", self.counters.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [
-            asyncio.ensure_future(grpc_server.stop(_RELEASE_S)) for grpc_server in self._grpc
+            asyncio.ensure_future(rpc_server.stop(_RELEASE_S)) for rpc_server in self._servers
         ]
         await asyncio.sleep(0)
         for name, gate in self.sites.flow_controllers.items():
@@ -384,8 +355,8 @@ class EndpointPickerProcess:
         """Close everything."""
         self._stalls.stop()
         attempt = self.counters.supervisor.attempt
-        for grpc_server in self._grpc:
-            await attempt("drain", grpc_server.stop(_RELEASE_S))
+        for rpc_server in self._servers:
+            await attempt("drain", rpc_server.stop(_RELEASE_S))
         if self._pages is not None:
             await attempt("drain", self._pages.cleanup())
         self._http.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
-import grpc
 from grpc_health.v1 import health_pb2
 
 from extproc.pool.snapshot import Pool
 from extproc.wire import codec
+
+#: Name of the service.
+SERVICE: Final = "grpc.health.v1.Health"
 
 #: Always serving while the process answers (EPP protocol 004, health).
 LIVENESS = "liveness"
@@ -139,15 +142,11 @@ class HealthServicer:
     def __init__(self, readiness: Readiness) -> None:
         self._readiness = readiness
 
-    async def check(
-        self, request: health_pb2.HealthCheckRequest, _: object
-    ) -> health_pb2.HealthCheckResponse:
+    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Answer the status of a service name."""
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
-    async def list(
-        self, _: health_pb2.HealthListRequest, __: object
-    ) -> health_pb2.HealthListResponse:
+    def list(self) -> health_pb2.HealthListResponse:
         """Answer the status of all known service names."""
         names = ["", LIVENESS, "readiness", codec.SERVICE]
         if not self._readiness.electing:
@@ -169,23 +168,3 @@ class HealthServicer:
         else:
             serving = readiness.live
         return int(status.SERVING if serving else status.NOT_SERVING)
-
-
-def register(server: grpc.aio.Server, readiness: Readiness) -> None:
-    """Register the health service on a gRPC server."""
-    health = HealthServicer(readiness)
-    methods = {
-        "Check": grpc.unary_unary_rpc_method_handler(
-            health.check,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-        ),
-        "List": grpc.unary_unary_rpc_method_handler(
-            health.list,
-            request_deserializer=health_pb2.HealthListRequest.FromString,
-            response_serializer=health_pb2.HealthListResponse.SerializeToString,
-        ),
-    }
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods),)
-    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
+import os
+import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -16,14 +17,19 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from extproc.errors import ConfigError
 
+_log = logging.getLogger("extproc.server")
+
+#: Suites of TLS 1.2; RFC 9113, appendix A forbids the others with HTTP/2.
+_CIPHER_SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
 #: As the reference picker: data planes do not verify it, so its life is not a safety bound.
 _VALID_DAYS = 3650
 
 
-def self_signed() -> grpc.ServerCredentials:
-    """Create a self-signed certificate, for data planes that do not verify.
+def self_signed_pair() -> tuple[bytes, bytes]:
+    """Create the key and certificate of a self-signed certificate, PEM.
 
-    Source: docs/spec/protocol.md#serving-certificate.
+    For data planes that do not verify. Source: docs/spec/protocol.md#serving-certificate.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Inference Ext")])
@@ -46,34 +52,62 @@ def self_signed() -> grpc.ServerCredentials:
         serialization.NoEncryption(),
     )
     public = certificate.public_bytes(serialization.Encoding.PEM)
-    return grpc.ssl_server_credentials([(private, public)])
+    return private, public
 
 
-def from_files(
-    folder: Path, *, reload: bool, on_reload: Callable[[str], None]
-) -> grpc.ServerCredentials:
-    """The certificate `tls.crt` and key `tls.key` of a folder (a mounted Kubernetes Secret).
-
-    With `reload`, the files are looked at on each new connection; a pair that cannot be read
-    leaves the old one in place.
+def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
+    """Build the TLS context of a server of HTTP/2.
 
     Args:
-        folder: Holds `tls.crt` and `tls.key`.
-        reload: Reload the files when they change.
-        on_reload: Called with the result of a reload: `reloaded`, or the error.
+        pair: Key and certificate, PEM.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHER_SUITES)
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["h2"])
+    private, public = pair
+    # The ssl module reads files only, and no folder may be writable.
+    descriptor = os.memfd_create("extproc-certificate")
+    try:
+        os.write(descriptor, private.rstrip() + b"\n" + public)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    return context
+
+
+def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:
+    """Load the TLS context of `tls.crt` and `tls.key` in a folder (a mounted Kubernetes Secret).
+
+    Args:
+        folder: Holds the files.
+        reload: Check the files on each new connection; a pair that cannot be read leaves the old
+            one in place.
 
     Raises:
         ConfigError: The files are missing or no key pair.
     """
-    files = KeyPair(folder)
-    first = files.read()
-    if not reload:
-        return grpc.ssl_server_credentials([first])
-    # gRPC takes None for "no change"; its stubs do not say so.
-    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", files.fetcher(on_reload))
-    return grpc.dynamic_ssl_server_credentials(
-        grpc.ssl_server_certificate_configuration([first]), fetch
-    )
+    files = KeyPair(Path(folder))
+    first = build_context(files.read())
+    if reload:
+        latest = first
+
+        def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            nonlocal latest
+            pair = files.changed(log_reload)
+            if pair is not None:
+                latest = build_context(pair)
+            connection.context = latest
+
+        # OpenSSL calls this with every ClientHello, also of clients that name no server.
+        first.sni_callback = choose
+    return first
+
+
+def log_reload(result: str) -> None:
+    """Log the result of reading a certificate again: `reloaded`, or the error."""
+    _log.info("certificate: %s", result)
 
 
 class KeyPair:
@@ -116,25 +150,17 @@ class KeyPair:
         self._stamp = stamp
         return private, public
 
-    def fetcher(
-        self, on_reload: Callable[[str], None]
-    ) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-        """Build the callback that gRPC calls on each new connection."""
-        return lambda: self.changed(on_reload)
-
-    def changed(
-        self, on_reload: Callable[[str], None]
-    ) -> grpc.ServerCertificateConfiguration | None:
+    def changed(self, on_reload: Callable[[str], None]) -> tuple[bytes, bytes] | None:
         """Read the files again if they changed; None if they did not or are invalid."""
         if self._look() == self._stamp:
             return None
         try:
             pair = self.read()
-        except Exception as error:  # noqa: BLE001 - gRPC calls this; the old pair must go on serving
+        except Exception as error:  # noqa: BLE001 - a new connection calls this; the old pair must go on serving
             on_reload(str(error) if isinstance(error, ConfigError) else type(error).__name__)
             return None
         on_reload("reloaded")
-        return grpc.ssl_server_certificate_configuration([pair])
+        return pair
 
     def _look(self) -> object:
         stamps = []

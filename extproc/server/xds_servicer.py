@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
 
-from extproc import distribution
-from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
+from extproc.server import preflight
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import resources
@@ -84,21 +82,6 @@ class _Stream:
             self.inbox.put_nowait(None)
 
 
-def require() -> None:
-    """Refuse to serve xDS without its extra.
-
-    Raises:
-        ConfigError: The types of Envoy are not installed.
-    """
-    if importlib.util.find_spec("envoy_data_plane") is None:
-        raise ConfigError(
-            "xds.enabled",
-            wanted="the types of Envoy's xDS (envoy-data-plane)",
-            got="no such package",
-            fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
-        )
-
-
 class AggregatedDiscoveryServicer:
     """Servicer of the Aggregated Discovery Service (ADS).
 
@@ -127,7 +110,7 @@ class AggregatedDiscoveryServicer:
         counters: XdsCounters,
         supervisor: Supervisor | None = None,
     ) -> None:
-        require()
+        preflight.require_xds()
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         snapshot_cache = importlib.import_module("extproc.xds.snapshot_cache")
         self._messages = importlib.import_module("extproc.xds.messages")

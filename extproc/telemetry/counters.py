@@ -140,6 +140,7 @@ class ProcessCounters:
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         streams_open: Open streams now.
+        http2_limits: Calls and connections that the native transport ended, by limit or violation.
         direct_responses: Requests answered without an endpoint, such as GET /v1/models.
         reloads: Reloads of the configuration by result: `ok`, `error`.
         reload_failed: True if the last reload failed, and an older configuration is in force.
@@ -164,6 +165,7 @@ class ProcessCounters:
     def __init__(self) -> None:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
+        self.http2_limits: Counter[str] = Counter()
         self.direct_responses = 0
         self.exceptions: Counter[tuple[str, str]] = Counter()
         self.plugins = plugin_guard.PluginCounters()

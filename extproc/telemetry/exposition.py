@@ -104,6 +104,14 @@ class Exposition(Collector):
         yield GaugeMetricFamily(
             "extproc_streams_open", "ext_proc streams that are open.", value=counters.streams_open
         )
+        limits = CounterMetricFamily(
+            "extproc_http2_limits",
+            "Calls and connections that the native transport ended, by limit or violation.",
+            labels=["limit"],
+        )
+        for limit, count in counters.http2_limits.items():
+            limits.add_metric([limit], count)
+        yield limits
         yield CounterMetricFamily(
             "extproc_direct_responses",
             "Requests answered without an endpoint, such as GET /v1/models.",

@@ -63,6 +63,23 @@ def test_check_takes_the_flags_of_serve(capsys):
     assert "warning: conformance is on" in output
 
 
+def test_check_names_the_native_transport(capsys):
+    """It stands beside the port that it serves."""
+    assert main.main(["check", "--endpoints", "10.0.0.1:8000", "--transport", "native"]) == 0
+    assert "ext_proc on 9002 (self-signed, native transport)" in capsys.readouterr().out
+
+
+def test_check_refuses_cipher_suites_that_native_does_not_read(monkeypatch, capsys):
+    """A choice that would have no effect is an error, unless TLS is off."""
+    monkeypatch.setenv("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES128-GCM-SHA256")
+    words = ["check", "--endpoints", "10.0.0.1:8000"]
+    assert main.main(words) == 0
+    assert main.main([*words, "--transport", "native", "--secure-serving=false"]) == 0
+    capsys.readouterr()
+    assert main.main([*words, "--transport", "native"]) == 2
+    assert "unset it, or set server.transport to grpcio" in capsys.readouterr().err
+
+
 def test_check_warns_of_no_endpoints(capsys):
     """The defaults are in order, and of no use alone."""
     assert main.main(["check"]) == 0

@@ -38,6 +38,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "layers": layers.block,
     "llm-d metrics": llmd_metrics.block,
     "metrics": metrics_reference.block,
+    "native walk": request_walk.native_block,
     "plugin api": plugin_reference.api_block,
     "plugins": plugin_reference.plugins_block,
     "points": table.reference_block,

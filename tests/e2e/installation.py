@@ -12,6 +12,7 @@ from typing import Any
 
 from extproc.demo import stack
 from tests.e2e import http1
+from tests.support import transport
 
 SHIPPED = Path(__file__).resolve().parents[2] / "envoy"
 
@@ -71,7 +72,8 @@ class Installation:
         flags = ("--grpc-port", "--grpc-health-port", "--metrics-port")
         where = [word for pair in zip(flags, map(str, numbers), strict=True) for word in pair]
         self.extproc = await self.children.extproc(
-            *("--host", "127.0.0.1", "--drain-timeout", "0s"), *self._arguments, *where
+            *("--host", "127.0.0.1", "--drain-timeout", "0s", *transport.FLAGS),
+            *(*self._arguments, *where),
         )
 
     async def start_envoy(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from extproc.demo import stack
 from tests.e2e import backend, http1, installation
+from tests.support import transport
 
 PATH = "/v1/chat/completions"
 CHAT = json.dumps(
@@ -94,6 +95,7 @@ class Site:
         """Start everything, until Envoy finds both pickers healthy."""
         self._words = ["--endpoints", ",".join(addresses), "--drain-timeout", drain]
         self._words += ["--config-text", installation.UNSCRAPED, "--secure-serving=false"]
+        self._words += transport.FLAGS
         self.pickers = await asyncio.gather(self.picker(0), self.picker(1))
         config = stack.envoy_config(
             installation.SHIPPED / template, self.ports, engines=addresses, plaintext=True

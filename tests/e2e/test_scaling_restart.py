@@ -14,6 +14,7 @@ import pytest
 
 from extproc.demo import stack
 from tests.e2e import http1, installation
+from tests.support import transport
 
 #: One answer takes some 0.3 s of an engine at this speed.
 ASK = json.dumps({"model": "demo", "prompt": "hello", "max_tokens": 60}).encode()
@@ -130,6 +131,7 @@ class Place:
         return await self._children.extproc(
             *("--config-text", json.dumps(settings), "--secure-serving=false", *ports),
             *("--grpc-health-port", "0", "--host", "127.0.0.1", "--drain-timeout", "1s"),
+            *transport.FLAGS,
         )
 
     async def stat(self, name):

@@ -10,6 +10,7 @@ import signal
 import aiohttp
 
 from extproc.demo import stack
+from tests.support import transport
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 PAGE = (
@@ -18,7 +19,10 @@ PAGE = (
     "# TYPE vllm:cache_config_info gauge\n"
     'vllm:cache_config_info{{block_size="{0}",num_gpu_blocks="{0}"}} 1\n'
 )
-ARGUMENTS = ("--secure-serving=false", "--grpc-port=0", "--grpc-health-port=0", "--metrics-port=0")
+ARGUMENTS = (
+    *("--secure-serving=false", "--grpc-port=0", "--grpc-health-port=0", "--metrics-port=0"),
+    *transport.FLAGS,
+)
 
 
 class Engine:

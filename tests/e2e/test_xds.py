@@ -13,6 +13,7 @@ import pytest
 
 from extproc.demo import stack
 from tests.e2e import backend, http1, installation
+from tests.support import transport
 
 PATH = "/v1/chat/completions"
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -69,7 +70,7 @@ class Site:
             *(word for flag, port in pairs for word in (flag, str(port))),
             *("--host", "127.0.0.1", "--drain-timeout", "0s"),
             *("--config-text", CONFIG, "--endpoints-file", str(self._file)),
-            *("--fallback-endpoints", "2"),
+            *("--fallback-endpoints", "2", *transport.FLAGS),
         )
 
     async def start(self) -> None:

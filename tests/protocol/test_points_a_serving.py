@@ -262,17 +262,16 @@ def test_013_unknown_names_with_leader_election():
     """With an election, a name that nobody defined is unknown in the reply, not as an error."""
 
     async def test() -> None:
-        server = grpc.aio.server()
-        health.register(server, health.Readiness(lambda: True, leader=lambda: False))
-        port = server.add_insecure_port(f"{LOCAL}:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
+        readiness = health.Readiness(lambda: True, leader=lambda: False)
+        async with (
+            serving.serving_health(readiness) as port,
+            grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel,
+        ):
             stub = health_pb2_grpc.HealthStub(channel)
             statuses = {}
             for name in (*NAMES, "liveness"):
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
                 statuses[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        await server.stop(None)
         assert statuses.pop("inference-extension") == "SERVICE_UNKNOWN"
         assert statuses.pop("liveness") == "SERVING"
         assert set(statuses.values()) == {"NOT_SERVING"}

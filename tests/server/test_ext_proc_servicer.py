@@ -47,11 +47,11 @@ class Writing(Context):
 
 async def test_a_write_in_progress_completes_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
-    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
+    async with serving.serving(House({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
-        released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=0.0))
+        released = asyncio.ensure_future(scene.drain(5.0, apart_s=0.0))
         await asyncio.wait([handler, released], timeout=0.01)
         assert not context.written.cancelled()
         context.written.set_result(None)
@@ -63,7 +63,7 @@ async def test_a_write_in_progress_completes_before_the_end():
 
 async def test_a_write_in_progress_is_not_cancelled():
     """When the client leaves, gRPC would lose memory for good with each write that is cancelled."""
-    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
+    async with serving.serving(House({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
@@ -80,7 +80,7 @@ async def test_a_write_in_progress_is_not_cancelled():
 
 async def test_a_reset_after_the_last_message_cancels_the_handler():
     """A status that is sent to a client that left would cost memory in gRPC for good."""
-    async with serving.serving(House({})) as scene:
+    async with serving.serving(House({}), transport="grpcio") as scene:
         context = Context()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
@@ -95,7 +95,7 @@ async def test_a_reset_after_the_last_message_cancels_the_handler():
 
 async def test_a_read_in_progress_is_not_cancelled():
     """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
-    async with serving.serving(House({})) as scene:
+    async with serving.serving(House({}), transport="grpcio") as scene:
         context = Context()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
@@ -121,10 +121,11 @@ async def open_streams(scene, count):
 
 
 async def test_the_last_stream_of_a_connection_ends_last():
-    """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
-    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
+    """After GOAWAY gRPC ends the connection with its last stream, and with it what is unread."""
+    house = House({ext_proc_script.ADDRESS: None})
+    async with serving.serving(house, transport="grpcio") as scene:
         undecided, *others = await open_streams(scene, 3)
-        released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=3600.0))
+        released = asyncio.ensure_future(scene.drain(5.0, apart_s=3600.0))
         for stream in others:
             assert await stream.call.code() is grpc.StatusCode.OK
         await undecided.say(ext_proc_script.response_headers())
@@ -138,7 +139,7 @@ async def test_the_last_stream_of_a_connection_ends_last():
 async def test_all_streams_are_released(count):
     async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
         streams = await open_streams(scene, count)
-        await scene.servicer.drain_streams(5.0, apart_s=0.0 if count > 1 else 3600.0)
+        await scene.drain(5.0, apart_s=0.0 if count > 1 else 3600.0)
         for stream in streams:
             assert await stream.call.code() is grpc.StatusCode.OK
         assert scene.servicer.shared.observer.counters.streams_open == 0

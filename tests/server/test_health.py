@@ -5,8 +5,6 @@ Source: docs/spec/protocol.md#health-service.
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -40,9 +38,7 @@ def check_health(
     )
     if draining:
         readiness.start_draining()
-    answer = asyncio.run(
-        HealthServicer(readiness).check(health_pb2.HealthCheckRequest(service=name), None)
-    )
+    answer = HealthServicer(readiness).check(health_pb2.HealthCheckRequest(service=name))
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
@@ -111,9 +107,7 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
     readiness = Readiness(
         lambda: True, measured=lambda: False, leader=None if elected is None else lambda: elected
     )
-    statuses = asyncio.run(
-        HealthServicer(readiness).list(health_pb2.HealthListRequest(), None)
-    ).statuses
+    statuses = HealthServicer(readiness).list().statuses
     names = {"", "liveness", "readiness", EXT_PROC}
     assert set(statuses) == (names if elected else names | {"inference-extension"})
     for name, response in statuses.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from extproc.server import listeners
+from extproc.server import health, listeners
+from tests.support import serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY = 4, 6, 7
@@ -42,16 +43,14 @@ class Peer:
 @contextlib.asynccontextmanager
 async def connected(keepalive):
     """A client of a listener, and nothing said but the preface."""
-    server = listeners.listener(1 << 20, keepalive=keepalive)
-    port = listeners.bind(server, f"{LOCAL}:0", flag="--grpc-port")
-    await server.start()
-    reader, writer = await asyncio.open_connection(LOCAL, port)
-    writer.write(PREFACE + frame(SETTINGS, 0))
-    try:
-        yield Peer(reader, writer)
-    finally:
-        writer.close()
-        await server.stop(None)
+    readiness = health.Readiness(lambda: True)
+    async with serving.serving_health(readiness, keepalive) as port:
+        reader, writer = await asyncio.open_connection(LOCAL, port)
+        writer.write(PREFACE + frame(SETTINGS, 0))
+        try:
+            yield Peer(reader, writer)
+        finally:
+            writer.close()
 
 
 async def test_listener_ends_the_connection_of_a_lost_peer():

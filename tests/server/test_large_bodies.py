@@ -359,7 +359,7 @@ async def test_stream_that_drains_waits_for_its_large_body():
     async with serving_large(process) as (scene, _):
         stream = await send_large(scene)
         await process.begun()
-        released = asyncio.ensure_future(scene.servicer.drain_streams(LIMIT_S, apart_s=0.0))
+        released = asyncio.ensure_future(scene.drain(LIMIT_S, apart_s=0.0))
         process.go.release()
         _, body = await hear_body(stream)
         assert body == TEXT

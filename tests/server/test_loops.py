@@ -54,7 +54,7 @@ class Serving:
 
     def announce(self, line):
         named = {what: int(port) for what, port in re.findall(r"(\w+) on (\d+)", line)}
-        self.addresses = ListenAddresses(grpc=0, health=named["health"], pages=named["pages"])
+        self.addresses = ListenAddresses(grpc=0, health=named["health"], pages=named["metrics"])
         if " is ready" in line:
             self.ready.set()
 

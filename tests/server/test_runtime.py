@@ -10,7 +10,7 @@ COMMAND = """
 import os, sys
 from extproc.cli import main, serve
 from extproc.config import lint
-from extproc.server import runtime
+from extproc.server import preflight, runtime
 print(runtime.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 """
 

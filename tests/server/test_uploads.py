@@ -25,8 +25,7 @@ async def begun(scene, *messages, count=1):
 async def arrived(scene, count, size_bytes):
     """Wait until so many bodies are on their way, each with so many bytes."""
     while True:
-        open_ones = list(scene.servicer._streams.values())
-        if [stream.arriving_bytes for stream in open_ones] == [size_bytes] * count:
+        if scene.arriving() == [size_bytes] * count:
             return
         await asyncio.sleep(0)
 
@@ -76,7 +75,7 @@ async def test_servicer_releases_stalled_streams():
 
 async def silent(scene, count):
     """Wait until so many streams are open without a message."""
-    while [entry.is_silent for entry in scene.servicer._streams.values()] != [True] * count:
+    while scene.silent() != [True] * count:
         await asyncio.sleep(0)
 
 
@@ -150,7 +149,7 @@ class Stubborn:
 async def test_servicer_ends_refused_streams_of_other_peers():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
     house = House({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    async with serving.serving(house, transport="grpcio") as scene:
         context = Stubborn()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await arrived(scene, 1, 0)

@@ -13,7 +13,7 @@ import pytest
 from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
-from extproc.server import listeners, xds_servicer
+from extproc.server import grpcio_server, xds_servicer
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
 from extproc.xds.cluster_options import ClusterOptions
@@ -63,9 +63,9 @@ class Scene:
 async def serving():
     """A scene whose discovery looks at its pools."""
     scene = Scene()
-    server = listeners.listener(1 << 24)
+    server = grpcio_server.build_server(1 << 24)
     xds_servicer.register(server, scene.discovery)
-    port = listeners.bind(server, f"{LOCAL}:0", flag="--xds-port")
+    port = grpcio_server.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
     subject = scene.discovery
     supervised = subject._supervisor.keep("xds", subject.run)

@@ -20,7 +20,17 @@ ALLOWED = (
         "connection_pool_maxsize",
         "the client of Kubernetes is not ours",
     ),
+    ("extproc/http2/request_head.py", "max_allowed_table_size", "hpack is not ours"),
+    (
+        "extproc/http2/*.py",
+        (
+            "has_moved has_responded held_bytes is_paused is_remote_closed last_id max_frame_bytes "
+            "output received_bytes send_window_bytes trailers unsent unsent_at writes"
+        ),
+        "a stream is plain data of the package, which both directions write for every frame",
+    ),
     ("extproc/server/admin.py", "request_factory", "aiohttp is not ours"),
+    ("extproc/server/tls.py", "context minimum_version options sni_callback", "ssl is not ours"),
     (
         "extproc/wire/codec.py",
         (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 import msgspec
@@ -14,27 +15,39 @@ from grpc_health.v1 import health_pb2
 
 from extproc.config.pool_schema import PoolSource
 from extproc.config.scheduling_schema import SchedulingSection
-from extproc.config.settings import ScrapeSection, ServerSection, Settings
+from extproc.config.settings import LimitsSection, ScrapeSection, ServerSection, Settings
 from extproc.decision import Decision
+from extproc.http2.limits import ReceiveBudget
 from extproc.parsing import usage
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import ext_proc_servicer, stream_handler
+from extproc.server import (
+    ext_proc_servicer,
+    grpcio_server,
+    health,
+    native_ext_proc,
+    native_server,
+    stream_handler,
+)
 from extproc.server.app import EndpointPickerProcess
-from extproc.server.listeners import ListenAddresses
+from extproc.server.http2_server import CallFactory, Http2Server
+from extproc.server.listeners import Keepalive, ListenAddresses
+from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.request_recorder import StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import House
+from tests.support.transport import NAME as TRANSPORT
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 CHECK = "/grpc.health.v1.Health/Check"
 LOCAL = "127.0.0.1"
 
+USUAL = Keepalive()
 
 #: Seconds anything may take on a busy machine.
 LIMIT_S = 300.0
@@ -96,9 +109,7 @@ class Serving:
         channel: A client's channel to it.
     """
 
-    def __init__(
-        self, servicer: ext_proc_servicer.ExternalProcessorServicer, channel: grpc.aio.Channel
-    ) -> None:
+    def __init__(self, servicer: ExtProcServicer, channel: grpc.aio.Channel) -> None:
         self.servicer = servicer
         self.channel = channel
 
@@ -106,8 +117,31 @@ class Serving:
         """Open a stream."""
         return Stream(self.channel, modes)
 
+    async def drain(self, within_s: float, *, apart_s: float = 0.0) -> None:
+        """Drain all streams; the native transport has no pause before the last of them."""
+        if isinstance(self.servicer, native_ext_proc.NativeExternalProcessor):
+            await self.servicer.drain_streams(within_s)
+        else:
+            await self.servicer.drain_streams(within_s, apart_s=apart_s)
+
+    def arriving(self) -> list[int | None]:
+        """Bytes of the body that each open stream receives."""
+        if isinstance(self.servicer, native_ext_proc.NativeExternalProcessor):
+            return [call.arriving_bytes for call in self.servicer._calls]
+        return [entry.arriving_bytes for entry in self.servicer._streams.values()]
+
+    def silent(self) -> list[bool]:
+        """Whether each open stream waits for its first message."""
+        if isinstance(self.servicer, native_ext_proc.NativeExternalProcessor):
+            return [not call.has_begun for call in self.servicer._calls]
+        return [entry.is_silent for entry in self.servicer._streams.values()]
+
     async def idle(self) -> None:
         """Wait until every handler has ended."""
+        if isinstance(self.servicer, native_ext_proc.NativeExternalProcessor):
+            while self.servicer._calls:
+                await asyncio.sleep(0)
+            return
         while tasks := list(self.servicer._streams):
             await asyncio.wait(tasks)
 
@@ -121,8 +155,9 @@ async def serving(
     max_streams: int = 10_000,
     format_decision: Callable[[Decision], str] | None = None,
     request_cost: Mapping[usage.UsageKind, float] = {},
+    transport: Literal["grpcio", "native"] = TRANSPORT,
 ) -> AsyncIterator[Serving]:
-    """Serve a house."""
+    """Serve a house, on the transport that tests run on unless another is named."""
     shared = stream_handler.StreamContext(
         pool_selector=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
@@ -134,10 +169,7 @@ async def serving(
             max_streams=max_streams, format_decision=format_decision, request_cost=request_cost
         ),
     )
-    servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
-    server = grpc.aio.server()
-    ext_proc_servicer.register(server, servicer)
-    port = server.add_insecure_port(f"{LOCAL}:0")
+    servicer, server, port = _bind_grpcio(shared) if transport == "grpcio" else _bind_native(shared)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
@@ -146,11 +178,66 @@ async def serving(
         await server.stop(None)
 
 
+def _bind_grpcio(
+    shared: stream_handler.StreamContext,
+) -> tuple[ExtProcServicer, RpcServer, int]:
+    servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
+    server = grpc.aio.server()
+    ext_proc_servicer.register(server, servicer)
+    return servicer, server, server.add_insecure_port(f"{LOCAL}:0")
+
+
+def _bind_native(
+    shared: stream_handler.StreamContext,
+) -> tuple[ExtProcServicer, RpcServer, int]:
+    servicer = native_ext_proc.NativeExternalProcessor(shared)
+    server = _build_native(servicer.routes())
+    return servicer, server, native_server.bind(server, f"{LOCAL}:0", flag="--grpc-port")
+
+
+def _build_native(routes: Mapping[str, CallFactory], keepalive: Keepalive = USUAL) -> Http2Server:
+    return native_server.build_server(
+        routes,
+        LimitsSection(),
+        budget=ReceiveBudget(1 << 28),
+        counts=Counter(),
+        keepalive=keepalive,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving_health(
+    readiness: health.Readiness, keepalive: Keepalive = USUAL
+) -> AsyncIterator[int]:
+    """Serve nothing but health, on the transport that tests run on; the port."""
+    server: RpcServer
+    if TRANSPORT == "native":
+        native = _build_native(native_server.health_routes(readiness), keepalive)
+        server, port = native, native_server.bind(native, f"{LOCAL}:0", flag="--grpc-port")
+    else:
+        plain = grpcio_server.build_server(1 << 20, keepalive=keepalive)
+        grpcio_server.register_health(plain, readiness)
+        server, port = plain, grpcio_server.bind(plain, f"{LOCAL}:0", flag="--grpc-port")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
 def settings(*endpoints: str, **server: Any) -> Settings:
     """A configuration on free loopback ports, over a static list that nobody scrapes."""
     ports = {"grpc_port": 0, "grpc_health_port": 0, "metrics_port": 0}
     return Settings(
-        server=ServerSection(**{"host": LOCAL, "secure_serving": False, **ports, **server}),
+        server=ServerSection(
+            **{
+                "host": LOCAL,
+                "secure_serving": False,
+                "transport": TRANSPORT,
+                **ports,
+                **server,
+            }
+        ),
         pool=PoolSource(endpoints=endpoints),
         scrape=ScrapeSection(enabled=False),
         scheduling=SchedulingSection(strategy="least-request"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from extproc.decision import Rejection
-from extproc.server import listeners
+from extproc.server import grpcio_server
 from extproc.telemetry.counters import LEFT, ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.request_recorder import ExceptionLog, StreamRecorder
@@ -102,11 +102,13 @@ def test_exception_log_counts_by_the_line_of_the_package():
     """An exception of a library counts under the line of the package that called it."""
     counts: Counter[tuple[str, str]] = Counter()
     with pytest.raises(BrokenError) as caught:
-        listeners.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
+        grpcio_server.bind(
+            SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
+        )
     ExceptionLog(counts, lambda: 0.0).record(caught.value)
     ((kind, place),) = counts
     assert kind == "BrokenError"
-    assert place.startswith("extproc/server/listeners.py:")
+    assert place.startswith("extproc/server/grpcio_server.py:")
 
 
 def test_exception_log_bounds_its_places():

@@ -151,7 +151,7 @@ async def test_a_queued_request_is_pushed_to_keda():
             )
             await stream.hear()
             stream.call.cancel()
-        running.picker._keda.release()
+        await running.picker._control_planes.release()
         assert await heard.read() is grpc.aio.EOF
 
 
@@ -161,7 +161,7 @@ async def test_the_stream_of_a_removed_pool_ends():
         heard = Client(channel).stream()
         await heard.read()
         scaler = running.picker._autoscaler
-        running.picker._keda.gone(scaler.loops[""])
+        running.picker._control_planes.keda.gone(scaler.loops[""])
         assert await heard.read() is grpc.aio.EOF
 
 

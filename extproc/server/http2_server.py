@@ -1,0 +1,411 @@
+"""The native gRPC server: asyncio protocols around `Http2Connection`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from extproc.http2.connection import Http2Connection
+from extproc.http2.events import (
+    CallHalfClosed,
+    CallStarted,
+    CallTerminated,
+    Http2Event,
+    MessageReceived,
+)
+from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.responses import GrpcStatus
+from extproc.server.listeners import Keepalive
+
+#: Bytes that the kernel has not taken, above which a peer is not read any more.
+_WRITE_BUFFER_BYTES = 1024 * 1024
+
+#: Seconds after which an answer that the peer gives no window for is dropped; Envoy gives none
+#: while an engine does not read its request.
+_STALL_S = 300.0
+
+#: Connections that wait to be accepted (count).
+_BACKLOG = 1024
+
+
+class ServerCall:
+    """Call of a client, for handlers to inherit: what a server may do with it.
+
+    Args:
+        connection: Its connection.
+        stream_id: Its stream.
+    """
+
+    __slots__ = ("_connection", "_stream_id", "deadline")
+
+    def __init__(self, connection: Http2Protocol, stream_id: int) -> None:
+        self._connection = connection
+        self._stream_id = stream_id
+        self.deadline: asyncio.TimerHandle | None = None
+
+    def on_message(self, message: bytes) -> None:
+        """Take a message of the client."""
+        raise NotImplementedError
+
+    def on_half_close(self) -> None:
+        """Learn that the client sends no further message."""
+        raise NotImplementedError
+
+    def on_terminated(self) -> None:
+        """Learn that the call is over: canceled, late, or its connection is lost."""
+        raise NotImplementedError
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """Send messages to the client."""
+        self._connection.send(self._stream_id, messages)
+
+    def end(self, status: GrpcStatus = GrpcStatus.OK, message: str = "") -> None:
+        """End the call; nothing more is heard of it."""
+        self._connection.end(self._stream_id, status, message)
+
+    def pause(self) -> None:
+        """Let further messages wait at the client."""
+        self._connection.core.pause_call(self._stream_id)
+
+    def resume(self) -> None:
+        """Take messages again."""
+        self._connection.core.resume_call(self._stream_id)
+        self._connection.flush_soon()
+
+
+#: Creates the handler of a call.
+CallFactory: TypeAlias = "Callable[[Http2Protocol, int], ServerCall]"
+
+
+class UnaryCall(ServerCall):
+    """Call with one message each way.
+
+    Args:
+        connection: Its connection.
+        stream_id: Its stream.
+        answer: Message to answer; what it raises ends the call with INTERNAL.
+    """
+
+    __slots__ = ("_answer", "_messages")
+
+    def __init__(
+        self, connection: Http2Protocol, stream_id: int, answer: Callable[[bytes], bytes]
+    ) -> None:
+        super().__init__(connection, stream_id)
+        self._answer = answer
+        self._messages: list[bytes] = []
+
+    def on_message(self, message: bytes) -> None:
+        """Keep the message until the client is done."""
+        self._messages.append(message)
+        if len(self._messages) > 1:
+            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
+
+    def on_half_close(self) -> None:
+        """Answer."""
+        if not self._messages:
+            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
+            return
+        try:
+            answer = self._answer(self._messages[0])
+        except Exception:  # noqa: BLE001 - what came is no message, for all that is known
+            self.end(GrpcStatus.INTERNAL, "the message cannot be read")
+            return
+        self.send((answer,))
+        self.end()
+
+    def on_terminated(self) -> None:
+        """Nothing is open."""
+
+
+class Http2Protocol(asyncio.Protocol):
+    """One connection: calls handlers as bytes arrive, and writes their answers together.
+
+    Args:
+        server: Its server.
+    """
+
+    def __init__(self, server: Http2Server) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
+        self.core = Http2Connection(server.limits, server.budget, server.counts, now=now)
+        self._calls: dict[int, ServerCall] = {}
+        self._transport: asyncio.Transport
+        self._will_flush = True  # nothing before `connection_made` does
+        self._is_pinged = self._is_write_paused = False
+        self._read_at = self._pinged_at = self._stalls_at = now
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin with our settings."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self._server.connections.add(self)
+        if self._server.is_stopping:
+            self.core.start_drain()
+        self._flush()
+        self._timer = self._loop.call_later(self._server.keepalive.time_s, self._keep_alive)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle bytes of the peer; all answers leave in one write."""
+        self._will_flush, self._is_pinged = True, False
+        self._read_at = now = self._loop.time()
+        calls = self._calls
+        for event in self.core.receive(data, now):
+            if type(event) is MessageReceived:
+                call = calls.get(event.stream_id)
+                if call is not None:
+                    call.on_message(event.message)
+            else:
+                self._on_event(event)
+        self._flush()
+
+    def eof_received(self) -> bool:
+        """Close the connection: a peer that sends nothing more can give no window either."""
+        return False
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """End all calls."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._will_flush = True
+        self.core.close()
+        for stream_id in list(self._calls):
+            self._terminate(stream_id)
+        self._server.on_lost(self)
+
+    def pause_writing(self) -> None:
+        """Read nothing from a peer that does not read."""
+        self._is_write_paused = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Read again."""
+        self._is_write_paused = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # What calls do
+
+    def send(self, stream_id: int, messages: Sequence[bytes]) -> None:
+        """Send messages of a call."""
+        self.core.send_messages(stream_id, messages)
+        if not self._will_flush:
+            self.flush_soon()
+
+    def end(self, stream_id: int, status: GrpcStatus, message: str) -> None:
+        """End a call."""
+        call = self._calls.pop(stream_id, None)
+        if call is None:
+            return
+        if call.deadline is not None:
+            call.deadline.cancel()
+        self.core.end_call(stream_id, status, message)
+        if not self._will_flush:
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Write what was sent once all that is ready now has been handled."""
+        if not self._will_flush:
+            self._will_flush = True
+            self._loop.call_soon(self._flush)
+
+    # What the server does
+
+    def start_drain(self) -> None:
+        """Tell the peer to open no further streams."""
+        self.core.start_drain()
+        self.flush_soon()
+
+    def close(self) -> None:
+        """Close the connection after what is written already."""
+        self.core.finish_drain()
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        output = self.core.take_output()
+        if output:
+            self._transport.write(output)
+        if self.core.is_terminated and not self._transport.is_closing():
+            self._transport.close()
+
+    def _on_event(self, event: Http2Event) -> None:
+        if isinstance(event, CallStarted):
+            self._start_call(event)
+        elif isinstance(event, CallHalfClosed):
+            call = self._calls.get(event.stream_id)
+            if call is not None:
+                call.on_half_close()
+        elif isinstance(event, CallTerminated):
+            self._terminate(event.stream_id)
+
+    def _start_call(self, event: CallStarted) -> None:
+        stream_id, factory = event.stream_id, self._server.routes.get(event.path)
+        if factory is None:
+            self.core.end_call(stream_id, GrpcStatus.UNIMPLEMENTED, "Method not found!")
+            return
+        call = self._calls[stream_id] = factory(self, stream_id)
+        if event.timeout_s is not None:
+            call.deadline = self._loop.call_later(event.timeout_s, self._on_deadline, stream_id)
+
+    def _on_deadline(self, stream_id: int) -> None:
+        self.core.end_call(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        self._terminate(stream_id)
+        self.flush_soon()
+
+    def _terminate(self, stream_id: int) -> None:
+        call = self._calls.pop(stream_id, None)
+        if call is None:
+            return
+        if call.deadline is not None:
+            call.deadline.cancel()
+        call.on_terminated()
+
+    def _keep_alive(self) -> None:
+        """Ping a silent peer, and close the connection of one that does not answer."""
+        now, keepalive, counts = self._loop.time(), self._server.keepalive, self._server.counts
+        if now - self._stalls_at >= _STALL_S:
+            self._stalls_at = now
+            for event in self.core.reset_stalled():
+                self._terminate(event.stream_id)
+        if self._is_pinged:
+            wait_s = self._pinged_at + keepalive.timeout_s - now
+            if wait_s <= 0.0:
+                counts["slow_reader" if self._is_write_paused else "keepalive"] += 1
+                self.abort()
+                return
+        else:
+            wait_s = self._read_at + keepalive.time_s - now
+            if wait_s <= 0.0:
+                if not self.core.has_preface:
+                    counts["no_preface"] += 1
+                    self.abort()
+                    return
+                self._is_pinged, self._pinged_at = True, now
+                self.core.ping()
+                wait_s = keepalive.timeout_s
+        self.flush_soon()
+        # Not later than the next ping is due if this one is answered.
+        self._timer = self._loop.call_later(min(wait_s, keepalive.time_s), self._keep_alive)
+
+
+class Http2Server:
+    """Native gRPC server on any number of addresses.
+
+    Args:
+        routes: Handlers by path of the method.
+        limits: Limits of each connection.
+        budget: Limit on incomplete messages.
+        counts: Calls and connections that ended by a limit or a violation; updated here.
+        keepalive: When silent connections are pinged and closed.
+
+    Attributes:
+        connections: Open connections.
+        is_stopping: True once `stop` was called.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, CallFactory],
+        *,
+        limits: Http2Limits,
+        budget: ReceiveBudget,
+        counts: Counter[str],
+        keepalive: Keepalive,
+    ) -> None:
+        self.routes = routes
+        self.limits = limits
+        self.budget = budget
+        self.counts = counts
+        self.keepalive = keepalive
+        self.connections: set[Http2Protocol] = set()
+        self.is_stopping = False
+        self._sockets: list[tuple[socket.socket, ssl.SSLContext | None]] = []
+        self._listeners: list[asyncio.Server] = []
+        self._gone: asyncio.Event = asyncio.Event()
+
+    def bind(self, address: str, tls: ssl.SSLContext | None) -> int:
+        """Bind to a further address; returns the port.
+
+        Args:
+            address: `host:port` or `[host]:port`; `[::]` is every address of both families.
+            tls: None serves plaintext.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        host, _, port = address.rpartition(":")
+        bound = _bind(host.strip("[]"), int(port))
+        self._sockets.append((bound, tls))
+        return int(bound.getsockname()[1])
+
+    async def start(self) -> None:
+        """Accept connections."""
+        loop = asyncio.get_running_loop()
+        for bound, tls in self._sockets:
+            self._listeners.append(
+                await loop.create_server(
+                    lambda: Http2Protocol(self), sock=bound, ssl=tls, backlog=_BACKLOG
+                )
+            )
+        self._sockets = []
+
+    def release_sockets(self) -> None:
+        """Close the sockets of a server that was not started."""
+        for bound, _ in self._sockets:
+            bound.close()
+        self._sockets = []
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Stop accepting, announce the end, and close connections that are open after `grace_s`.
+
+        Peers close their connections once their streams ended: closing them from here could cut
+        what they have not read.
+
+        Args:
+            grace_s: None closes them at once.
+        """
+        self.is_stopping = True
+        self.release_sockets()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+        for connection in self.connections:
+            connection.start_drain()
+        if self.connections:
+            try:
+                await asyncio.wait_for(self._gone.wait(), grace_s or 0.0)
+            except TimeoutError:
+                for connection in list(self.connections):
+                    connection.close()
+
+    def on_lost(self, connection: Http2Protocol) -> None:
+        """Forget a connection."""
+        self.connections.discard(connection)
+        if self.is_stopping and not self.connections:
+            self._gone.set()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket; `::` takes both families, and is IPv4 where there is no IPv6."""
+    if host in ("", "::") and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # noqa: S104 - every address, as configured
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" not in host:
+        family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(
+        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=host == "::"
+    )

@@ -1,0 +1,306 @@
+"""ext_proc on the native gRPC server: a message is answered where it arrives, without tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from extproc.decision import Rejection
+from extproc.errors import ProtocolError
+from extproc.http2.responses import GrpcStatus
+from extproc.protocol.body_buffer import UploadMonitor
+from extproc.protocol.messages import ProcessingResponse
+from extproc.request import HttpRequest
+from extproc.server import grpc_workarounds
+from extproc.server.flow_control_shell import Admission
+from extproc.server.http2_server import CallFactory, Http2Protocol, ServerCall
+from extproc.server.request_observer import StreamResult
+from extproc.server.stream_handler import StreamContext, open_stream
+from extproc.wire import codec
+
+_log = logging.getLogger("extproc.server")
+
+_encode, _decode = codec.encode, codec.decode
+
+#: Path of the method.
+PATH = f"/{codec.SERVICE}/{codec.METHOD}"
+
+#: Share of `body_idle_s` between two looks at the bodies on their way.
+_LOOK = 1 / 12
+
+#: Refusals between which other streams are served (count).
+_BATCH = 100
+
+ArgumentT = TypeVar("ArgumentT")
+
+
+class ExtProcCall(ServerCall):
+    """Stream of ext_proc: runs a `StreamHandler`.
+
+    Args:
+        connection: Its connection.
+        stream_id: Its stream.
+        servicer: Counts it.
+
+    Attributes:
+        stream: Handler of the exchange.
+        is_waiting: True while its request waits for admission or for the parse of its body.
+        has_begun: True once a message arrived.
+    """
+
+    __slots__ = (
+        "_backlog",
+        "_handle",
+        "_is_closed",
+        "_is_half_closed",
+        "_servicer",
+        "has_begun",
+        "is_waiting",
+        "stream",
+    )
+
+    def __init__(
+        self, connection: Http2Protocol, stream_id: int, servicer: NativeExternalProcessor
+    ) -> None:
+        super().__init__(connection, stream_id)
+        shared = servicer.shared
+        self._servicer = servicer
+        self.stream = open_stream(shared)
+        overloaded = servicer.num_streams >= shared.settings.max_streams
+        self._handle = self.stream.reject_overload if overloaded else self.stream.handle
+        self._backlog: list[bytes] = []
+        self.is_waiting = self.has_begun = False
+        self._is_half_closed = self._is_closed = False
+
+    @property
+    def arriving_bytes(self) -> int | None:
+        """Bytes received of a request that is still arriving; None where none is."""
+        if self.is_waiting:
+            return None
+        return self.stream.exchange.arriving_bytes if self.has_begun else 0
+
+    def on_message(self, message: bytes) -> None:
+        """Answer a message, after those that wait."""
+        if self.is_waiting:
+            self._backlog.append(message)
+            return
+        self.has_begun = True
+        try:
+            event = _decode(message)
+        except Exception as error:  # noqa: BLE001 - a bug of ours must not end other streams
+            self._fail(error)
+            return
+        self._run(self._handle, event)
+
+    def on_half_close(self) -> None:
+        """End the stream, unless its request is still to be answered."""
+        self._is_half_closed = True
+        if not self.is_waiting:
+            self.finish()
+
+    def on_terminated(self) -> None:
+        """Release all resources: the client left."""
+        self._release("cancelled")
+
+    def finish(self, result: StreamResult = "ok") -> None:
+        """End the stream with OK."""
+        if self._release(result):
+            self.end()
+
+    def stall(self) -> None:
+        """Reject the request, because it stopped arriving."""
+        if self.arriving_bytes is None or self._is_closed:
+            return  # the rest came meanwhile
+        if self.has_begun:
+            self._run(_stall, self)
+        elif self._release("cancelled"):
+            self.end(GrpcStatus.DEADLINE_EXCEEDED, "no message arrived")
+
+    def _run(
+        self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
+    ) -> None:
+        """Send what a step of the stream answers, and go on with what it demands."""
+        try:
+            replies = [_encode(reply) for reply in turn(argument)]
+        except ProtocolError as error:
+            _log.warning("stream ended: %s", error)
+            if self._release("protocol"):
+                self.end(GrpcStatus.INVALID_ARGUMENT, str(error))
+            return
+        except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
+            self._fail(error)
+            return
+        if replies:
+            self.send(replies)
+        stream = self.stream
+        if stream.unparsed is not None:
+            self._wait()
+            self._servicer.parse(self, stream.unparsed)
+        elif stream.queued is not None:
+            self._wait()
+            stream.queued.answer.add_done_callback(self._on_admission)
+        elif stream.is_over:
+            self.finish()
+
+    def _wait(self) -> None:
+        self.is_waiting = True
+        self.pause()
+
+    def _fail(self, error: Exception) -> None:
+        """Answer an unexpected exception: 500, or INTERNAL once the response began."""
+        self._servicer.shared.observer.on_exception(error)
+        replies = [_encode(reply) for reply in self.stream.fail()]
+        if not self._release("error"):
+            return
+        if replies:
+            self.send(replies)
+            self.end()
+        else:
+            self.end(GrpcStatus.INTERNAL, "the picker ran into a bug")
+
+    def _on_admission(self, answer: asyncio.Future[Admission | Rejection]) -> None:
+        """Answer a queued request."""
+        if not self._is_closed:
+            self._resume(self.stream.resume, answer.result())
+
+    def on_parsed(self, read: HttpRequest | Rejection | Exception) -> None:
+        """Answer a request whose large body was parsed, or could not be."""
+        if self._is_closed:
+            return
+        if isinstance(read, Exception):
+            self._resume(self.stream.resume_unparsed, read)
+        else:
+            self._resume(self.stream.resume_parsed, read)
+
+    def _resume(
+        self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
+    ) -> None:
+        """Answer a request that waited, then the messages that came meanwhile."""
+        self.is_waiting = False
+        self._run(turn, argument)
+        while self._backlog and not (self.is_waiting or self._is_closed):
+            self.on_message(self._backlog.pop(0))
+        if self.is_waiting or self._is_closed:
+            return
+        self.resume()
+        if self._is_half_closed:
+            self.finish()
+
+    def _release(self, result: StreamResult) -> bool:
+        """Release all resources; False if that was done before."""
+        if self._is_closed:
+            return False
+        self._is_closed = True
+        self._backlog = []
+        self._servicer.on_end(self, result)
+        self.stream.finish()
+        return True
+
+
+def _stall(call: ExtProcCall) -> Iterable[ProcessingResponse]:
+    return call.stream.stall()
+
+
+class NativeExternalProcessor:
+    """Servicer of ext_proc on the native server.
+
+    Args:
+        shared: Dependencies of all streams.
+    """
+
+    def __init__(self, shared: StreamContext) -> None:
+        self.shared = shared
+        self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
+        self._calls: dict[ExtProcCall, None] = {}
+        self._parses: dict[ExtProcCall, asyncio.Task[None]] = {}
+        self._uploads: UploadMonitor[ExtProcCall] = UploadMonitor()
+        self._all_ended: asyncio.Event | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams."""
+        return len(self._calls)
+
+    def open(self, connection: Http2Protocol, stream_id: int) -> ExtProcCall:
+        """Create the handler of a stream."""
+        self.shared.observer.on_stream_opened()
+        self.shared.on_opened()
+        call = ExtProcCall(connection, stream_id, self)
+        self._calls[call] = None
+        self._memory_trimmer.count(len(self._calls))
+        return call
+
+    def routes(self) -> dict[str, CallFactory]:
+        """Handlers by path, for the server."""
+        return {PATH: self.open}
+
+    def parse(self, call: ExtProcCall, raw: HttpRequest) -> None:
+        """Parse a large body in the worker."""
+        self._parses[call] = asyncio.ensure_future(self._parse(call, raw))
+
+    async def _parse(self, call: ExtProcCall, raw: HttpRequest) -> None:
+        large_bodies = self.shared.large_bodies
+        if large_bodies is None:
+            raise RuntimeError("a body is unread only where there is a worker")
+        read: HttpRequest | Rejection | Exception
+        try:
+            read = await large_bodies.read(raw)
+        except Exception as error:  # noqa: BLE001 - counted and logged, and the request is answered
+            read = error
+        del raw  # its prompt must not wait for the peer
+        self._parses.pop(call, None)
+        call.on_parsed(read)
+
+    def on_end(self, call: ExtProcCall, result: StreamResult) -> None:
+        """Count the end of a stream."""
+        del self._calls[call]
+        parse = self._parses.pop(call, None)
+        if parse is not None:
+            parse.cancel()
+        self._memory_trimmer.count(len(self._calls))
+        self.shared.observer.on_stream_ended(result)
+        if self._all_ended is not None and not self._calls:
+            self._all_ended.set()
+
+    async def follow_uploads(self) -> None:
+        """Reject requests whose body stopped arriving, until cancelled."""
+        while True:
+            await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
+            await self.refuse_stalled()
+
+    async def refuse_stalled(self) -> None:
+        """Check all arriving bodies, and answer stalled requests with 408."""
+        shared = self.shared
+        sizes = {call: call.arriving_bytes for call in self._calls}
+        stalled = self._uploads.find_stalled(
+            {call: size for call, size in sizes.items() if size is not None},
+            shared.clock(),
+            idle_s=shared.settings.body_idle_s,
+            max_streams=shared.settings.max_streams,
+            max_bytes=shared.body_budget.limit_bytes,
+        )
+        for number, call in enumerate(stalled, 1):
+            call.stall()
+            if not number % _BATCH:
+                await asyncio.sleep(0)
+
+    async def drain_streams(self, within_s: float) -> None:
+        """End every open stream with OK: Envoy goes on without the processor.
+
+        A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
+        would go on without an endpoint.
+
+        Args:
+            within_s: Seconds that requests have to become complete.
+        """
+        self.shared.start_draining()
+        for call in list(self._calls):
+            if call.stream.is_routed:
+                call.finish("cancelled")
+        if self._calls:
+            self._all_ended = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), within_s)

@@ -1,0 +1,143 @@
+"""ext_proc and health on the native HTTP/2 server, without grpcio."""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from collections import Counter
+from collections.abc import Mapping
+
+from grpc_health.v1 import health_pb2
+
+from extproc.config.settings import LimitsSection, ServerSection, Settings
+from extproc.errors import ConfigError
+from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.server import health, listeners
+from extproc.server.http2_server import CallFactory, Http2Server, UnaryCall
+from extproc.server.listeners import Keepalive
+from extproc.server.native_ext_proc import NativeExternalProcessor
+from extproc.server.stream_handler import StreamContext
+from extproc.server.transport import BoundServers
+
+#: Streams of a connection beyond those that are answered with 429, so that many can be at once.
+_SPARE_STREAMS = 10_000
+
+_KEEPALIVE = Keepalive()
+
+
+class NativeTransport:
+    """Serves ext_proc and gRPC health on the native server.
+
+    Args:
+        shared: Dependencies of all streams.
+        counts: Calls and connections that ended by a limit or a violation, by its name; updated.
+    """
+
+    def __init__(self, shared: StreamContext, counts: Counter[str]) -> None:
+        self.servicer = NativeExternalProcessor(shared)
+        self._counts = counts
+
+    def bind(self, settings: Settings, readiness: health.Readiness) -> BoundServers:
+        """Bind the servers of ext_proc and of health.
+
+        Raises:
+            ConfigError: A port is taken, or a certificate cannot be read.
+        """
+        server = settings.server
+        checks = health_routes(readiness)
+        budget = ReceiveBudget(settings.limits.max_assembly_bytes)
+        routes = {**self.servicer.routes(), **(checks if server.health_checking else {})}
+        main = build_server(routes, settings.limits, budget=budget, counts=self._counts)
+        probes = build_server(checks, settings.limits, budget=budget, counts=self._counts)
+        try:
+            grpc_port = bind(
+                main,
+                server.grpc_address(server.grpc_port),
+                flag="--grpc-port",
+                tls=load_tls_context(server),
+            )
+            health_port = bind(
+                probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
+            )
+        except ConfigError:
+            main.release_sockets()
+            raise
+        return BoundServers((main, probes), grpc_port, health_port)
+
+
+def build_server(
+    routes: Mapping[str, CallFactory],
+    limits: LimitsSection,
+    *,
+    budget: ReceiveBudget,
+    counts: Counter[str],
+    keepalive: Keepalive = _KEEPALIVE,
+) -> Http2Server:
+    """Build a server that does not listen anywhere yet."""
+    return Http2Server(
+        routes,
+        limits=Http2Limits(
+            max_message_bytes=limits.max_message_bytes,
+            max_streams=2 * limits.max_streams + _SPARE_STREAMS,
+        ),
+        budget=budget,
+        counts=counts,
+        keepalive=keepalive,
+    )
+
+
+def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | None = None) -> int:
+    """Bind a server to a further address.
+
+    Args:
+        server: The server.
+        address: `host:port`; port 0 takes a free one.
+        flag: Name of the option that set the port, for errors.
+        tls: None serves plaintext.
+
+    Returns:
+        The port.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    try:
+        return server.bind(address, tls)
+    except OSError as error:
+        port = int(address.rpartition(":")[2])
+        why = error.strerror or str(error)
+        raise listeners.port_in_use_error(flag, port, why=why) from error
+
+
+def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:
+    """Load the TLS context by `secure_serving` and `cert_path`; None serves plaintext.
+
+    Raises:
+        ConfigError: A certificate cannot be read.
+    """
+    if not server.secure_serving:
+        return None
+    from extproc.server import tls  # noqa: PLC0415 - what it signs with is heavy, and not for everybody
+
+    if not server.cert_path:
+        return tls.build_context(tls.self_signed_pair())
+    return tls.load_context(server.cert_path, reload=server.enable_cert_reload)
+
+
+def health_routes(readiness: health.Readiness) -> Mapping[str, CallFactory]:
+    """Handlers of the health service by path."""
+    servicer = health.HealthServicer(readiness)
+
+    def check(message: bytes) -> bytes:
+        request = health_pb2.HealthCheckRequest.FromString(message)
+        encoded: bytes = servicer.check(request).SerializeToString()
+        return encoded
+
+    def list_all(_: bytes) -> bytes:
+        encoded: bytes = servicer.list().SerializeToString()
+        return encoded
+
+    return {
+        f"/{health.SERVICE}/{method}": functools.partial(UnaryCall, answer=answer)
+        for method, answer in (("Check", check), ("List", list_all))
+    }

@@ -1,0 +1,81 @@
+"""Transports of ext_proc: what they have in common, and their choice by `server.transport`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from extproc.config.settings import Settings
+from extproc.server.health import Readiness
+from extproc.server.stream_handler import StreamContext
+
+
+class RpcServer(Protocol):
+    """Bound server of gRPC."""
+
+    async def start(self) -> None:
+        """Accept connections."""
+
+    async def stop(self, grace: float | None, /) -> None:
+        """Accept no more, and end what is open after so many seconds."""
+
+
+class ExtProcServicer(Protocol):
+    """Servicer of ext_proc streams.
+
+    Attributes:
+        shared: Dependencies of all streams.
+    """
+
+    shared: StreamContext
+
+    async def follow_uploads(self) -> None:
+        """Reject requests whose body stopped arriving, until cancelled."""
+
+    async def drain_streams(self, within_s: float) -> None:
+        """End every open stream with OK, those that are not decided yet once they are."""
+
+
+class BoundServers(msgspec.Struct, frozen=True):
+    """Servers that are bound but not started, and their ports."""
+
+    servers: Sequence[RpcServer]
+    grpc_port: int
+    health_port: int
+
+
+class Transport(Protocol):
+    """Implementation of gRPC on the ports of ext_proc and of health."""
+
+    @property
+    def servicer(self) -> ExtProcServicer:
+        """The servicer of ext_proc."""
+
+    def bind(self, settings: Settings, readiness: Readiness) -> BoundServers:
+        """Bind the servers of ext_proc and of health.
+
+        Raises:
+            ConfigError: A port is taken, or a certificate cannot be read.
+        """
+
+
+def build_transport(
+    name: Literal["native", "grpcio"], shared: StreamContext, counts: Counter[str]
+) -> Transport:
+    """Build a transport; only its own libraries are loaded.
+
+    Args:
+        name: The value of `server.transport`.
+        shared: Dependencies of all streams.
+        counts: Calls and connections that the native transport ended, by limit or violation.
+    """
+    if name == "native":
+        from extproc.server import native_server  # noqa: PLC0415 - see above
+
+        return native_server.NativeTransport(shared, counts)
+    from extproc.server import grpcio_server  # noqa: PLC0415 - see above
+
+    return grpcio_server.GrpcioTransport(shared)

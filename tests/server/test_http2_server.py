@@ -1,0 +1,200 @@
+"""The native server around the connection: deadlines, peers that do not read, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import hpack
+
+from extproc.config.settings import LimitsSection
+from extproc.http2.limits import ReceiveBudget
+from extproc.server import native_server
+from extproc.server.http2_server import ServerCall
+from extproc.server.listeners import Keepalive
+from tests.support import http2_frames, serving
+from tests.support.http2_frames import (
+    ACK,
+    CALL,
+    DATA,
+    END_HEADERS,
+    GOAWAY,
+    HEADERS,
+    PATH,
+    PING,
+    PREFACE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
+
+#: More than the kernel and the server buffer for a peer that reads nothing.
+LARGE = bytes(32 << 20)
+
+#: Settings and a window by which a peer takes everything.
+WIDE = frame(SETTINGS, 0, 0, http2_frames.setting(4, 0x7FFF_FFFF)) + frame(
+    WINDOW_UPDATE, 0, 0, http2_frames.number(0x7FFF_0000)
+)
+
+USUAL = Keepalive()
+
+
+class Call(ServerCall):
+    """A call that notes what it hears, and answers each message with what `answer` holds."""
+
+    answer = b""
+
+    def __init__(self, connection, stream_id):
+        super().__init__(connection, stream_id)
+        self.heard = []
+        self.over = asyncio.Event()
+
+    def on_message(self, message):
+        self.heard.append(message)
+        self.send((self.answer,))
+
+    def on_half_close(self):
+        self.end()
+
+    def on_terminated(self):
+        self.over.set()
+
+
+class Scene:
+    """A server of one method, and raw clients of it."""
+
+    def __init__(self, keepalive):
+        self.calls = []
+        self.writers = []
+        self.counts = Counter()
+        self.server = native_server.build_server(
+            {PATH: self.open},
+            LimitsSection(max_message_bytes=64 << 20),
+            budget=ReceiveBudget(1 << 28),
+            counts=self.counts,
+            keepalive=keepalive,
+        )
+        self.port = native_server.bind(self.server, f"{serving.LOCAL}:0", flag="--grpc-port")
+        self.encoder = hpack.Encoder()
+        self.decoder = hpack.Decoder()
+
+    def open(self, connection, stream_id):
+        self.calls.append(Call(connection, stream_id))
+        return self.calls[-1]
+
+    async def connect(self):
+        """A connection that sent its preface and settings."""
+        reader, writer = await asyncio.open_connection(serving.LOCAL, self.port)
+        writer.write(PREFACE + WIDE)
+        self.writers.append(writer)
+        return reader, writer
+
+    def head(self, stream_id=1, *fields):
+        """The frame that begins a call."""
+        block = self.encoder.encode([*CALL, *fields])
+        return frame(HEADERS, END_HEADERS, stream_id, block)
+
+    async def read(self, reader, kind):
+        """The next frame of a type: its flags and payload."""
+        while True:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == kind:
+                return head[4], payload
+
+
+@contextlib.asynccontextmanager
+async def serving_calls(keepalive=USUAL):
+    """A started server."""
+    scene = Scene(keepalive)
+    await scene.server.start()
+    try:
+        yield scene
+    finally:
+        for writer in scene.writers:
+            writer.close()
+        await scene.server.stop(None)
+
+
+async def test_deadline_of_a_client_ends_its_call():
+    """`grpc-timeout` holds on the server too, with the status of gRPC."""
+    async with serving_calls() as scene:
+        reader, writer = await scene.connect()
+        writer.write(scene.head(1, ("grpc-timeout", "20m")))
+        _, trailers = await scene.read(reader, HEADERS)
+        fields = dict(scene.decoder.decode(trailers))
+        assert fields["grpc-status"] == "4"
+        assert scene.calls[0].over.is_set()
+
+
+async def test_unknown_method_is_unimplemented():
+    """Its call ends; the connection goes on."""
+    async with serving_calls() as scene:
+        reader, writer = await scene.connect()
+        block = scene.encoder.encode([*CALL[:2], (":path", "/no.Such/Method"), *CALL[3:]])
+        writer.write(frame(HEADERS, END_HEADERS, 1, block) + scene.head(3))
+        _, trailers = await scene.read(reader, HEADERS)
+        assert dict(scene.decoder.decode(trailers))["grpc-status"] == "12"
+        writer.write(frame(DATA, 0, 3, http2_frames.message(b"x")))
+        await scene.read(reader, DATA)
+        assert scene.calls[0].heard == [b"x"]
+
+
+async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
+    """It cannot make the process hold its answers for ever."""
+    async with serving_calls(Keepalive(0.05, 0.05)) as scene:
+        Call.answer = LARGE
+        _, writer = await scene.connect()
+        writer.write(scene.head(1) + frame(DATA, 0, 1, http2_frames.message(b"x")))
+        while not scene.calls:
+            await asyncio.sleep(0.01)
+        await scene.calls[0].over.wait()
+        assert scene.counts["slow_reader"] == 1
+        Call.answer = b""
+
+
+async def test_lost_connection_ends_its_calls():
+    """Each learns of it once."""
+    async with serving_calls() as scene:
+        _, writer = await scene.connect()
+        writer.write(scene.head(1) + scene.head(3))
+        while len(scene.calls) < 2:
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+        for call in scene.calls:
+            await call.over.wait()
+        assert not scene.server.connections
+
+
+async def test_stop_announces_the_end_and_serves_what_is_open():
+    """GOAWAY with every stream, then, once the peer confirmed it, with the last that is served."""
+    async with serving_calls() as scene:
+        reader, writer = await scene.connect()
+        writer.write(scene.head(1))
+        while not scene.calls:
+            await asyncio.sleep(0.01)
+        stopping = asyncio.ensure_future(scene.server.stop(300.0))
+        _, goaway = await scene.read(reader, GOAWAY)
+        assert goaway[:4] == b"\x7f\xff\xff\xff"
+        _, ping = await scene.read(reader, PING)
+        # Under way before the client knew.
+        writer.write(scene.head(3) + frame(PING, ACK, 0, ping))
+        _, goaway = await scene.read(reader, GOAWAY)
+        assert goaway[:4] == http2_frames.number(3)
+        for stream_id in (1, 3):
+            writer.write(frame(DATA, 1, stream_id, http2_frames.message(b"x")))
+            await scene.read(reader, DATA)
+        assert not stopping.done()
+        writer.close()
+        await stopping
+
+
+async def test_stop_closes_a_connection_that_stays():
+    """After the grace nobody is waited for."""
+    async with serving_calls() as scene:
+        reader, _ = await scene.connect()
+        await scene.read(reader, SETTINGS)
+        await scene.server.stop(0.01)
+        while await reader.read(1 << 16):
+            pass

@@ -1,0 +1,128 @@
+"""The choice of the transport: what it loads, how it names itself, and ports that are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import ssl
+import sys
+from collections import Counter
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.config.settings import LimitsSection
+from extproc.demo import stack
+from extproc.errors import ConfigError
+from extproc.http2.limits import ReceiveBudget
+from extproc.server import listeners, native_server
+from tests.support import serving
+
+FIRST = "127.0.0.11:9"
+
+UNSCRAPED = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}}"
+
+#: `extproc` where grpcio cannot be imported, and a last line with the modules of it that were.
+WITHOUT_GRPCIO = """
+import sys
+
+class Absence:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "grpc":
+            raise ImportError("grpcio is imported")
+
+sys.meta_path.insert(0, Absence())
+from extproc.cli.main import main
+status = main()
+print("loaded:", [name for name in sys.modules if name.partition(".")[0] == "grpc"])
+sys.exit(status)
+"""
+
+
+async def test_serve_on_native_does_not_load_grpcio():
+    """Neither to start nor to answer: `extproc serve` with TLS and a certificate of its own."""
+    lines = []
+    async with stack.stack(log=lines.append) as children:
+        child = await children.start(
+            "extproc",
+            [
+                *(sys.executable, "-c", WITHOUT_GRPCIO, "serve", "--transport", "native"),
+                *("--endpoints", FIRST, "--host", serving.LOCAL, "--drain-timeout", "0s"),
+                *("--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"),
+                *("--config-text", UNSCRAPED, "--strategy", "least-request"),
+            ],
+            ready="extproc is ready",
+        )
+        assert "native transport" in child.ready_line
+        (port,) = re.findall(r"health on (\d+)", child.ready_line)
+        async with grpc.aio.insecure_channel(f"{serving.LOCAL}:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
+            assert answer.status == answer.SERVING
+            assert "readiness" in (await stub.List(health_pb2.HealthListRequest())).statuses
+        child.process.send_signal(signal.SIGINT)
+        assert await child.process.wait() == 0
+    assert any(line.endswith("loaded: []") for line in lines), lines
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::]"])
+async def test_native_names_a_taken_port(host):
+    """With the flag that set it, as on grpcio."""
+    server = native_server.build_server(
+        {}, LimitsSection(), budget=ReceiveBudget(1), counts=Counter()
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port: .*port {port} to be free"):
+            native_server.bind(server, f"{host}:{port}", flag="--grpc-port")
+
+
+async def test_a_port_taken_by_health_releases_that_of_ext_proc():
+    """A start that fails half-way listens on nothing."""
+    port = stack.free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = serving.settings(
+            FIRST, transport="native", grpc_port=port, grpc_health_port=taken.getsockname()[1]
+        )
+        with pytest.raises(ConfigError, match="--grpc-health-port"):
+            async with serving.running(settings):
+                pass
+    assert not listeners.is_taken(serving.LOCAL, port)
+
+
+async def test_native_serves_a_client_of_tls_without_alpn():
+    """HTTP/2 by prior knowledge; a client that offers another protocol only is not answered."""
+    settings = serving.settings(FIRST, transport="native", secure_serving=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    async with serving.running(settings) as picker:
+        reader, writer = await asyncio.open_connection(
+            serving.LOCAL, picker.ports.grpc, ssl=context
+        )
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() is None
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        received = await reader.read()
+        writer.close()
+    assert received[3:4] == b"\x04"  # SETTINGS, then GOAWAY and the end
+    assert received[-64:].endswith(b"no preface of HTTP/2")
+
+
+async def test_native_keeps_connections_over_a_reload_of_the_certificate(tmp_path):
+    """A connection that stands goes on with the certificate it began with."""
+    from tests.protocol import test_points_a_serving as points  # noqa: PLC0415 - its helpers only
+
+    first = points.write_pair(tmp_path)
+    settings = serving.settings(
+        FIRST, transport="native", secure_serving=True, cert_path=str(tmp_path)
+    )
+    async with serving.running(settings) as picker:
+        await picker.sync()
+        async with points.trusting(first, picker.ports.grpc) as channel:
+            assert await points.routed(channel) == FIRST
+            second = points.write_pair(tmp_path)
+            assert (await points.shown(picker.ports.grpc))[0] == second
+            assert await points.routed(channel) == FIRST
