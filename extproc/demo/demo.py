@@ -92,8 +92,22 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME|FILE",
         help="the Envoy configuration to run (%(default)s)",
     )
+    parser.add_argument(
+        "--conversations",
+        type=_positive,
+        default=_CONVERSATIONS,
+        metavar="N",
+        help="how many of five turns to hold; fewer fit into the caches of any engine (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
     parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
+    return count
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         template = envoy_files.find(args.envoy_config, where="--envoy-config")
-        return uvloop.run(_demo(template, keep=args.keep, seed=args.seed))
+        talks = traffic.conversations(
+            args.conversations, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=args.seed
+        )
+        return uvloop.run(_demo(template, talks, keep=args.keep))
     except ConfigError as error:
         main.print_error(error)
         return 2
@@ -110,11 +127,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-async def _demo(template: Path, *, keep: bool, seed: int) -> int:
+async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, keep: bool) -> int:
     _stop_on_sigterm()
-    total = _CONVERSATIONS * _TURNS
+    total = len(talks) * _TURNS
     print(
-        f"{_ENGINES} simulated vLLM engines, {_CONVERSATIONS} conversations of {_TURNS} turns, "
+        f"{_ENGINES} simulated vLLM engines, {len(talks)} conversations of {_TURNS} turns, "
         f"{_AT_ONCE} at once, a quarter on {len(_ADAPTERS)} LoRA adapters."
     )
     runs = []
@@ -122,10 +139,10 @@ async def _demo(template: Path, *, keep: bool, seed: int) -> int:
         last = strategy == _STRATEGIES[-1]
         async with stack.stack() as children:
             place = await _install(children, template, strategy, Ports(usual=keep and last))
-            runs.append(await _measure(place, strategy, seed=seed, show=_progress(strategy, total)))
+            runs.append(await _measure(place, strategy, talks, show=_progress(strategy, total)))
             if last:
                 print(_table(runs))
-                print(await _decision(place))
+                print(await _decision(place, total))
                 print(_hints(place, keep=keep))
             if last and keep:
                 await asyncio.Event().wait()
@@ -175,13 +192,10 @@ async def _install(
 async def _measure(
     place: DemoInstallation,
     strategy: str,
+    talks: Sequence[traffic.ChatConversation],
     *,
-    seed: int,
     show: Callable[[traffic.AnswerSample], None],
 ) -> StrategyRun:
-    talks = traffic.conversations(
-        _CONVERSATIONS, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=seed
-    )
     url = f"http://127.0.0.1:{place.envoy}"
     samples = await traffic.play(url, talks, at_once=_AT_ONCE, on_answer=show)
     hits = queries = 0.0
@@ -244,11 +258,11 @@ def _healthy(runs: Sequence[StrategyRun]) -> bool:
     return all(sample.status == 200 for run in runs for sample in run.samples)
 
 
-async def _decision(place: DemoInstallation) -> str:
-    """The decision that saved the most prompt tokens, in words."""
+async def _decision(place: DemoInstallation, most: int) -> str:
+    """The decision that saved the most prompt tokens of the last ones, in words."""
     base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{base}?limit={_CONVERSATIONS * _TURNS}") as response:
+        async with session.get(f"{base}?limit={most}") as response:
             listed = (await response.json())["decisions"]
         decisions = []
         for summary in listed:
