@@ -87,6 +87,11 @@ def verdicts(*scenarios: str) -> str:
     return "\n".join(rows)
 
 
+def _short(value: float) -> str:
+    """Four digits, or all in front of the point; without an exponent."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
 def l4() -> str:
     """KubeAI's twelve runs, published and simulated."""
     rows = [
@@ -104,7 +109,7 @@ def l4() -> str:
                 for key in ("ttft_mean_s", "tpot_mean_s", "itl_p50_s", "itl_p99_s")
             ),
         ]
-        cells = [f"{a:.4g} → {b:.4g}" for a, b in zip(measured, simulated, strict=True)]
+        cells = [f"{_short(a)} → {_short(b)}" for a, b in zip(measured, simulated, strict=True)]
         rows.append(f"| {most} | {strategy} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -120,7 +125,9 @@ def k6() -> str:
         row = _column(scenario, strategy)
         if row is None:
             continue
-        cells = [f"{a:.4g} → {row[key][0]:.4g}" for a, key in zip(measured, keys, strict=True)]
+        cells = [
+            f"{_short(a)} → {_short(row[key][0])}" for a, key in zip(measured, keys, strict=True)
+        ]
         rows.append(f"| {scenario} | {strategy} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
