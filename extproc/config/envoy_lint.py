@@ -3,12 +3,11 @@
 Input is the static part of an Envoy file, or a config dump: every HTTP connection manager with an
 ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
 (docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
-
-Queries over an Envoy configuration as nested mappings and lists.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -106,6 +105,11 @@ def is_a(message: YamlTree, kind: str) -> bool:
     return str(message.get("@type", "")).endswith(kind)
 
 
+def find_processors(tree: object) -> Iterator[YamlTree]:
+    """Yield the ext_proc filters in a tree."""
+    return (message for message in walk(tree) if is_a(message, _PROCESSOR))
+
+
 def cluster_name(message: YamlTree) -> str:
     """Return the name of a cluster; empty if the mapping is no cluster."""
     return str(message["name"]) if "name" in message and _CLUSTERS & set(message) else ""
@@ -194,6 +198,11 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
+_cut = functools.partial(Finding, "cut")
+_warning = functools.partial(Finding, "warning")
+_fine = functools.partial(Finding, "fine")
+
+
 def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Lint an Envoy configuration.
 
@@ -209,8 +218,7 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     managers = [message for message in walk(tree) if is_a(message, _MANAGER)]
     has_processor = False
     for at, manager in enumerate(managers):
-        processors = [message for message in walk(manager) if is_a(message, _PROCESSOR)]
-        for processor in processors:
+        for processor in find_processors(manager):
             has_processor = True
             place = f"connection manager {manager.get('stat_prefix', at)}"
             yield from _manager(manager, processor, settings, place=place, where=where)
@@ -236,19 +244,16 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 
 def _picker_clusters(managers: list[YamlTree]) -> Iterator[str]:
     """Names of the clusters to which the ext_proc filters connect."""
-    for manager in managers:
-        for processor in walk(manager):
-            if is_a(processor, _PROCESSOR):
-                service = processor.get("grpc_service") or {}
-                name = (service.get("envoy_grpc") or {}).get("cluster_name")
-                if name:
-                    yield str(name)
+    for processor in find_processors(managers):
+        service = processor.get("grpc_service") or {}
+        name = (service.get("envoy_grpc") or {}).get("cluster_name")
+        if name:
+            yield str(name)
 
 
 def _missing_clusters(names: list[str]) -> Iterator[Finding]:
     for name in names:
-        yield Finding(
-            "cut",
+        yield _cut(
             f"cluster {name}",
             "no cluster has this name, and there is no cds_config that could bring it: what goes "
             "there is answered with 503; add it",
@@ -277,59 +282,54 @@ def _manager(
             "and answers that say nothing for that long; write 3600s",
         )
     else:
-        yield Finding("fine", place, f"stream_idle_timeout is {_format_seconds(idle_s)}")
+        yield _fine(place, f"stream_idle_timeout is {_format_seconds(idle_s)}")
     common = manager.get("common_http_protocol_options") or {}
     duration_s = seconds(common, "max_stream_duration", 0.0, where=where)
     if duration_s:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             f"max_stream_duration is {duration_s:g} s: every response that takes longer is cut",
         )
     body = mode(processor, "request_body_mode")
     message_s = seconds(processor, "message_timeout", _MESSAGE_S, where=where)
     if body in _TIMED and message_s <= hold_s:
-        yield Finding(
-            "cut",
+        yield _cut(
             place,
             f"message_timeout is {message_s:g} s: with request_body_mode {body} a request that "
             f"waits longer gets 504, and requests may wait {hold_s:g} s; write "
             f"{hold_s + 60:g}s, at most 3600s",
         )
     elif body in _TIMED and message_s <= 1.0:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             f"message_timeout is {message_s:g} s: extproc being busy for that long costs a 504",
         )
     else:
-        yield Finding("fine", place, f"message_timeout is {message_s:g} s, body mode {body}")
+        yield _fine(place, f"message_timeout is {message_s:g} s, body mode {body}")
 
 
 def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
     """Check the time limits of uploads; the time in our queue does not count towards them."""
     head_s = seconds(manager, "request_headers_timeout", 0.0, where=where)
     if not head_s:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "request_headers_timeout is off: a client that never ends its headers keeps its "
             "connection; write 10s",
         )
     upload_s = seconds(manager, "request_timeout", 0.0, where=where)
     if not upload_s:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "request_timeout is off: nothing but stream_idle_timeout ends a body that comes in "
             "drops; write 600s",
         )
     elif upload_s < _UPLOAD_S:
-        yield Finding(
-            "warning", place, f"request_timeout is {upload_s:g} s: slow uploads are cut; write 600s"
+        yield _warning(
+            place, f"request_timeout is {upload_s:g} s: slow uploads are cut; write 600s"
         )
     else:
-        yield Finding("fine", place, f"request_timeout is {upload_s:g} s")
+        yield _fine(place, f"request_timeout is {upload_s:g} s")
 
 
 def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
@@ -337,21 +337,18 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     removed = removed_headers(manager)
     steering = sorted(_STEERING - removed)
     if steering:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             f"nothing removes {', '.join(steering)} of clients before ext_proc: they decide where "
             "requests go; remove them in a header_mutation filter in front of it",
         )
     turns = sorted(_TURNS - removed)
     if turns:
-        yield Finding(
-            "fine",
-            place,
-            f"clients are trusted to choose tenant and objective: {', '.join(turns)} pass",
+        yield _fine(
+            place, f"clients are trusted to choose tenant and objective: {', '.join(turns)} pass"
         )
     else:
-        yield Finding("fine", place, "clients cannot choose tenant and objective")
+        yield _fine(place, "clients cannot choose tenant and objective")
 
 
 def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) -> Iterator[Finding]:
@@ -360,19 +357,17 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
         spot = f"{place}, route {number}"
         answer_s = seconds(route, "timeout", _ROUTE_S, where=where)
         if answer_s:
-            yield Finding(
-                "cut",
+            yield _cut(
                 spot,
                 f"timeout is {answer_s:g} s from the end of the request to the end of the response, "
                 f"waiting included: long responses are cut; write 0s",
             )
         else:
-            yield Finding("fine", spot, "timeout is off")
+            yield _fine(spot, "timeout is off")
         if "idle_timeout" in route:
             idle_s = seconds(route, "idle_timeout", 0.0, where=where)
             if idle_s and idle_s <= hold_s:
-                yield Finding(
-                    "cut",
+                yield _cut(
                     spot,
                     f"idle_timeout is {idle_s:g} s, before stream_idle_timeout: it ends requests "
                     f"that wait up to {hold_s:g} s",
@@ -380,10 +375,8 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
         longest = route.get("max_stream_duration") or {}
         duration_s = seconds(longest, "max_stream_duration", 0.0, where=where)
         if duration_s:
-            yield Finding(
-                "warning",
-                spot,
-                f"max_stream_duration is {duration_s:g} s: longer responses are cut",
+            yield _warning(
+                spot, f"max_stream_duration is {duration_s:g} s: longer responses are cut"
             )
 
 
@@ -394,22 +387,19 @@ def _processor(
     service = processor.get("grpc_service") or {}
     timeout_s = seconds(service, "timeout", 0.0, where=where)
     if timeout_s:
-        yield Finding(
-            "cut",
+        yield _cut(
             place,
             f"grpc_service.timeout is {timeout_s:g} s: the stream to extproc ends then, and with "
             "it the account of the request; remove it",
         )
     if mode(processor, "request_body_mode") == "NONE":
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "request_body_mode is NONE: extproc sees neither model nor prompt; write BUFFERED "
             "or FULL_DUPLEX_STREAMED",
         )
     if mode(processor, "response_header_mode") == "SKIP":
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "response_header_mode is SKIP: extproc sees no status, so failing endpoints stay in "
             "use; write SEND",
@@ -418,8 +408,7 @@ def _processor(
     options = processor.get("metadata_options") or {}
     received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
     if "envoy.lb" not in received:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
             "header only",
@@ -435,17 +424,15 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     for way in ("request", "response"):
         trailers = mode(processor, f"{way}_trailer_mode")
         if mode(processor, f"{way}_body_mode") == duplex and trailers != "SEND":
-            yield Finding("cut", place, f"{way}_body_mode {duplex} needs {way}_trailer_mode SEND")
+            yield _cut(place, f"{way}_body_mode {duplex} needs {way}_trailer_mode SEND")
     if mode(processor, "response_trailer_mode") != "SEND":
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             "response_trailer_mode is not SEND: extproc cannot tell when a response ends, so its "
             "account of open requests is too low",
         )
     if processor.get("failure_mode_allow") and mode(processor, "request_body_mode") == duplex:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             f"failure_mode_allow has no effect on requests with a body in {duplex}: once a piece "
             "was sent, a lost replica of extproc is a 500",
@@ -469,10 +456,8 @@ def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[
 def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
     place = f"cluster {name}"
     if open_requests(cluster) <= REQUESTS:
-        yield Finding(
-            "warning",
-            place,
-            f"circuit_breakers let {open_requests(cluster)} requests be open at once",
+        yield _warning(
+            place, f"circuit_breakers let {open_requests(cluster)} requests be open at once"
         )
     options: YamlTree = next(
         (
@@ -484,8 +469,7 @@ def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
     )
     idle_s = seconds(options, "idle_timeout", 3600.0, where=where)
     if idle_s >= _ENGINE_KEEPS_S or not idle_s:
-        yield Finding(
-            "warning",
+        yield _warning(
             place,
             f"idle_timeout of upstream connections is {_format_seconds(idle_s)}: vLLM closes them after "
             f"{_ENGINE_KEEPS_S:g} s, and a request on its way then is a 503; write 2s",
@@ -495,12 +479,7 @@ def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
 def _buffers(
     limits: list[YamlTree], managers: list[YamlTree], settings: Settings
 ) -> Iterator[Finding]:
-    modes = {
-        mode(processor, "request_body_mode")
-        for manager in managers
-        for processor in walk(manager)
-        if is_a(processor, _PROCESSOR)
-    }
+    modes = {mode(processor, "request_body_mode") for processor in find_processors(managers)}
     if not modes & _BUFFERED:
         return
     listeners = [listener for listener in limits if "filter_chains" in listener]
@@ -510,15 +489,13 @@ def _buffers(
     )
     wanted = settings.limits.max_body_bytes
     if size < wanted:
-        yield Finding(
-            "warning",
+        yield _warning(
             "listener",
             f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and extproc "
             f"would take {wanted}",
         )
     if size > settings.limits.max_message_bytes:
-        yield Finding(
-            "cut",
+        yield _cut(
             "listener",
             f"per_connection_buffer_limit_bytes is {size}, above limits.max_message_bytes "
             f"({settings.limits.max_message_bytes}): a larger body breaks the stream",
