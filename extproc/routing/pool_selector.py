@@ -1,10 +1,12 @@
-"""Pool selection: finds the pool of a request and routes it there."""
+"""Pool selection: finds the pool of a request and routes it there; answers `GET /v1/models`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -17,8 +19,9 @@ from extproc.decision import (
     no_endpoints,
 )
 from extproc.parsing import envelope, surfaces
+from extproc.protocol import error_response
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.routing import models_endpoint, pool_match
+from extproc.routing import pool_match
 from extproc.routing.director import Director
 from extproc.routing.pool_match import ClaimIndex
 from extproc.routing.request_preparer import PreparedRequest
@@ -158,9 +161,7 @@ class PoolSelector:
         if best is ModelFit.EMPTY:
             return RoutingResult(no_endpoints())
         if best is ModelFit.NO:
-            known = frozenset().union(
-                *(models_endpoint.names(route.director) for route in candidates)
-            )
+            known = frozenset().union(*(model_names(route.director) for route in candidates))
             return RoutingResult(
                 model_not_found(model, known) if model and known else _no_pool_rejection()
             )
@@ -204,12 +205,12 @@ class PoolSelector:
 
     def _models_response(self, raw: HttpRequest) -> DirectResponse | None:
         """The list of models, if the request asks for it and any endpoint listed models."""
-        model = models_endpoint.requested_model(pool_match.path_of(raw.headers))
+        model = requested_model(pool_match.path_of(raw.headers))
         if model is None:
             return None
         routes = self._index.find_routes(raw.headers)
         may = [route.director for route in self._matching_routes(raw, routes)]
-        return models_endpoint.answer(may, model)
+        return build_models_response(may, model)
 
 
 def fit(route: PoolRoute, model: str) -> ModelFit:
@@ -243,3 +244,86 @@ def _no_pool_rejection() -> Rejection:
         "no pool takes this request; see `pools` in the configuration for the hosts, paths, "
         "headers and models that are taken",
     )
+
+
+#: Where engines list their models.
+MODELS_PATH: Final = "/v1/models"
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """An entry of the list of models.
+
+    Attributes:
+        id: Model name in requests.
+        object: Always `model`.
+        created: Unix seconds; 0, because engines do not agree.
+        owned_by: Always the name of this server.
+        root: The base model.
+        parent: The base model of an adapter; None for a base model.
+    """
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "extproc"
+    root: str = ""
+    parent: str | None = None
+
+
+def requested_model(path: str) -> str | None:
+    """The model that a path names: empty for the list, None for any other path."""
+    path = path.rstrip("/")
+    if path == MODELS_PATH:
+        return ""
+    # The OpenAI SDK writes a slash in a name as %2F.
+    return (
+        unquote(path.removeprefix(MODELS_PATH + "/"))
+        if path.startswith(MODELS_PATH + "/")
+        else None
+    )
+
+
+def build_models_response(directors: Sequence[Director], name: str) -> DirectResponse | None:
+    """Build the response to a request for the list of models or for a single model.
+
+    Args:
+        directors: Whose endpoints count.
+        name: From `requested_model`.
+
+    Returns:
+        None while no endpoint listed anything: an engine is asked then.
+    """
+    entries = _model_cards(directors)
+    if not entries:
+        return None
+    if not name:
+        return _json(200, {"object": "list", "data": [entries[model] for model in sorted(entries)]})
+    if name in entries:
+        return _json(200, entries[name])
+    return DirectResponse(404, error_response.error_body(model_not_found(name, entries)))
+
+
+def model_names(director: Director) -> frozenset[str]:
+    """Model names that requests to a pool may use: served models and rewritten models."""
+    return director.pool.serving.names | director.rewritten_models
+
+
+def _model_cards(directors: Iterable[Director]) -> dict[str, ModelCard]:
+    entries: dict[str, ModelCard] = {}
+    for director in directors:
+        for member in director.pool.members:
+            models = member.serves
+            if models is None:
+                continue
+            for base in models.bases:
+                entries.setdefault(base, ModelCard(base, root=base))
+            parent = min(models.bases, default=None)
+            for adapter in models.adapters:
+                entries.setdefault(adapter, ModelCard(adapter, root=adapter, parent=parent))
+        for other in model_names(director):
+            entries.setdefault(other, ModelCard(other, root=other))
+    return entries
+
+
+def _json(status: int, content: object) -> DirectResponse:
+    return DirectResponse(status, msgspec.json.encode(content))

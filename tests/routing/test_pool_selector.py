@@ -9,7 +9,7 @@ from extproc.decision import Decision, DirectResponse, Rejection
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import inference_policy
 from extproc.request import HttpRequest
-from extproc.routing import models_endpoint, pool_match
+from extproc.routing import pool_match, pool_selector
 from extproc.routing.pool_match import PoolMatch
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from tests.support.pool_fixture import House
@@ -219,7 +219,7 @@ def test_model_lists_go_to_an_engine_for_a_single_pool():
 )
 def test_paths_of_the_model_list(path, expected):
     """The list, one of its entries, or something else."""
-    assert models_endpoint.requested_model(path) == expected
+    assert pool_selector.requested_model(path) == expected
 
 
 def test_pools_can_be_replaced():
