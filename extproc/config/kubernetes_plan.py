@@ -24,7 +24,7 @@ from extproc.discovery.kubernetes.settings import (
     ServiceRef,
 )
 from extproc.election import lease
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
 
 #: File with the namespace of a pod.

@@ -11,7 +11,7 @@ from extproc.config import constraints, policy_schema, scheduling_schema
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.discovered_matches import MatchRule
 from extproc.discovery.kubernetes.settings import MOST_PORTS
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings
 from extproc.routing import pool_match
 
 #: A port number of an engine (TCP).

@@ -39,7 +39,7 @@ from extproc.parsing import usage
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
-from extproc.xds import cluster_options
+from extproc.xds import resources
 
 API_VERSION: Final = "extproc/v1alpha1"
 KIND: Final = "ExtProcConfig"
@@ -273,8 +273,8 @@ class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     enabled: bool = False
     port: constraints.Port = 18000
-    health_check: cluster_options.HealthCheck = cluster_options.HealthCheck()
-    outliers: cluster_options.OutlierDetection = cluster_options.OutlierDetection()
+    health_check: resources.HealthCheck = resources.HealthCheck()
+    outliers: resources.OutlierDetection = resources.OutlierDetection()
 
 
 class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

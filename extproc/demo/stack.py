@@ -27,7 +27,7 @@ import msgspec
 import yaml
 
 from extproc import distribution
-from extproc.autoscaling.runtime import parent_death_signal
+from extproc.autoscaling.runtime import process_actuator
 from extproc.errors import ConfigError
 
 #: Seconds a child has to become ready, and to end after a signal. An idle machine needs one for the
@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 5.0
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 
-_leashed = parent_death_signal.with_parent_death_signal
+_leashed = process_actuator.with_parent_death_signal
 
 
 #: Where ports are drawn from: below the range that outgoing connections are given, so that none

@@ -15,8 +15,9 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import NO_LABELS
+from extproc.endpoint import NO_LABELS, Endpoint
 from extproc.errors import ConfigError
+from extproc.pool import inference_policy
 
 _KEYS = ("address", "host", "port", "name", "namespace", "labels")
 #: Endpoints of one list (count).
@@ -233,3 +234,26 @@ def _shown(value: object) -> str:
         text = repr(value) if isinstance(value, str) else str(value)
         return text if len(text) <= 80 else text[:77] + "..."
     return f"a {type(value).__name__}"
+
+
+class DiscoveredPool(msgspec.Struct, frozen=True):
+    """State of one pool as discovered.
+
+    Attributes:
+        endpoints: All of it, each address once.
+        exists: Whether the object that defines the pool is there; without it there are no
+            endpoints, and requests are answered with 503
+            (docs/reference/protocol-conformance.md#point-65).
+        policy: Priorities and rewrites.
+        app_protocol: Protocol of the engines: `http`, `kubernetes.io/h2c`, or empty when not
+            set.
+        annotations: Of the object that defines the pool.
+        created: Creation time of that object, RFC 3339 in UTC; empty when unknown.
+    """
+
+    endpoints: tuple[Endpoint, ...] = ()
+    exists: bool = True
+    policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
+    app_protocol: str = ""
+    annotations: Mapping[str, str] = {}
+    created: str = ""

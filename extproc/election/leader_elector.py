@@ -10,8 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.election.lease_state import LeaseRecord, LeaseState, LeaseWrite
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
 from extproc.supervision import Supervisor
 
 #: Attempts to release a Lease: one of them may meet a renewal that was still on its way.

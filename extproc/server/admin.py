@@ -20,8 +20,8 @@ from extproc.request import HttpRequest
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
-from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.request_recorder import DecisionLog
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"

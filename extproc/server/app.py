@@ -42,9 +42,8 @@ from extproc.supervision import LoopName
 from extproc.telemetry import explanation
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 
 if TYPE_CHECKING:
     from extproc.server.control_plane_servers import ControlPlaneServers

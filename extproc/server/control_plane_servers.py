@@ -13,7 +13,7 @@ from extproc.server import grpcio_server, health, xds_servicer
 from extproc.server.pool_registry import PoolRegistry
 from extproc.supervision import LoopName
 from extproc.telemetry.counters import ProcessCounters
-from extproc.xds.cluster_options import ClusterOptions
+from extproc.xds.resources import ClusterOptions
 
 
 class ControlPlaneServers:

@@ -11,7 +11,7 @@ from typing import Final
 
 from extproc.config import discovered_matches, pools
 from extproc.config.settings import Settings
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.routing import pool_match

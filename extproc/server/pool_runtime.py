@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.config import discovered_matches, factory, pools
 from extproc.discovery import static_discovery
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard

@@ -16,8 +16,7 @@ from extproc.server import preflight
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import resources
-from extproc.xds.cluster_options import ClusterOptions
-from extproc.xds.resources import XdsSnapshot
+from extproc.xds.resources import ClusterOptions, XdsSnapshot
 
 if TYPE_CHECKING:
     from extproc.xds.messages import Incoming, Outgoing, SessionCodec

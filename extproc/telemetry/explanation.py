@@ -24,7 +24,7 @@ from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
 from extproc.telemetry import pool_state
-from extproc.telemetry.decision_log import DecisionRecord
+from extproc.telemetry.request_recorder import DecisionRecord
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"

@@ -13,8 +13,7 @@ from datetime import timedelta
 
 import betterproto2
 
-from extproc.xds.cluster_options import ClusterOptions, HealthCheck, OutlierDetection
-from extproc.xds.resources import LbEndpoint
+from extproc.xds.resources import ClusterOptions, HealthCheck, LbEndpoint, OutlierDetection
 
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.

@@ -9,9 +9,8 @@ import xxhash
 
 from extproc.pool.snapshot import Pool
 from extproc.xds import resources
-from extproc.xds.cluster_options import ClusterOptions
 from extproc.xds.encoder import ResourceEncoder
-from extproc.xds.resources import LbEndpoint, XdsResource, XdsSnapshot
+from extproc.xds.resources import ClusterOptions, LbEndpoint, XdsResource, XdsSnapshot
 
 
 class _CacheEntry(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
-from extproc.telemetry import counters, decision_log, exposition, pool_metrics
+from extproc.telemetry import counters, exposition, pool_metrics, request_recorder
 
 SECRET = "the-secret-prompt"
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
@@ -185,7 +185,7 @@ def server():
         [Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0
     )
     parts.store.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
-    log = decision_log.DecisionLog(10)
+    log = request_recorder.DecisionLog(10)
     raw = HttpRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.director.route(raw, 0.5)
     log.add("id/0", decision, 0.2)

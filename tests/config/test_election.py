@@ -5,7 +5,7 @@ import pytest
 from extproc.config import kubernetes_plan
 from extproc.config.pool_schema import ClusterSection, KubernetesSection, PoolSection, PoolSource
 from extproc.config.settings import Settings
-from extproc.election.settings import ElectionSettings as Lease
+from extproc.election.lease_state import ElectionSettings as Lease
 from extproc.errors import ConfigError
 
 INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}

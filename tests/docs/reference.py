@@ -22,13 +22,13 @@ from extproc.config import (
     settings,
     validation,
 )
-from extproc.election import settings as election
+from extproc.election import lease_state
 from extproc.flow_control import rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.routing import pool_match
 from extproc.simulator.fleet import client, length_distributions, scenario, workloads
-from extproc.xds import cluster_options
+from extproc.xds import resources
 
 SECTIONS = (
     ("server", settings.ServerSection),
@@ -38,7 +38,7 @@ SECTIONS = (
     ("pools.match", pool_match.PoolMatch),
     ("cluster", pool_schema.ClusterSection),
     ("cluster.claims[]", discovered_matches.MatchRule),
-    ("cluster.lease", election.ElectionSettings),
+    ("cluster.lease", lease_state.ElectionSettings),
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),
     ("scheduling", scheduling_schema.SchedulingSection),
@@ -60,8 +60,8 @@ SECTIONS = (
     ("responses", settings.ResponsesSection),
     ("decisions", settings.DecisionsSection),
     ("xds", settings.XdsSection),
-    ("xds.health_check", cluster_options.HealthCheck),
-    ("xds.outliers", cluster_options.OutlierDetection),
+    ("xds.health_check", resources.HealthCheck),
+    ("xds.outliers", resources.OutlierDetection),
     ("peer_sync", settings.PeerSyncSection),
     ("log", settings.LogSection),
 )

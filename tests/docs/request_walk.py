@@ -31,8 +31,7 @@ from extproc.server import native_ext_proc, native_server, stream_handler
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer
 from extproc.server.http2_server import Http2Protocol
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference

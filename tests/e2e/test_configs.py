@@ -11,8 +11,8 @@ import yaml
 
 from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
-from extproc.xds.cluster_options import ClusterOptions
 from extproc.xds.encoder import ResourceEncoder, cluster_v3
+from extproc.xds.resources import ClusterOptions
 from tests.e2e import installation
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))

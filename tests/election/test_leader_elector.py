@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.election import leader_elector
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings
 from tests.election.world import Fate, Store, World
 from tests.support.seeded import examples
 

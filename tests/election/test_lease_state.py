@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from extproc.election.lease_state import LeaseRecord, LeaseState, LeaseWrite
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings, LeaseRecord, LeaseState, LeaseWrite
 
 PATIENCE = ElectionSettings(duration_s=15, renew_s=10.0, retry_s=2.0)
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import flags
 from extproc.config.settings import LimitsSection, ServerSection, Settings
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.server import health
 from tests.support import ext_proc_script, serving

@@ -14,7 +14,7 @@ from extproc.config import kubernetes_plan
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import leader_elector, lease_state
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
 from extproc.server import lease_client
 

@@ -17,8 +17,7 @@ from extproc import supervision
 from extproc.config.settings import XdsSection
 from extproc.discovery import static_discovery
 from extproc.election import leader_elector
-from extproc.election.lease_state import LeaseRecord
-from extproc.election.settings import ElectionSettings
+from extproc.election.lease_state import ElectionSettings, LeaseRecord
 from extproc.errors import ConfigError
 from extproc.server import app, lifecycle, redis_peer_channel, reload
 from extproc.server.listeners import ListenAddresses

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from extproc.config import loader
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.config import reloading
 from extproc.decision import Deferral, Rejection
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from tests.support.reloading import PLUGIN, Scene, read

@@ -23,8 +23,7 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import House
 
 A = "10.0.0.1:8000"

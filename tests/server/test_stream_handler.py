@@ -22,8 +22,7 @@ from extproc.protocol.messages import (
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.telemetry.counters import LEFT, ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import House
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"

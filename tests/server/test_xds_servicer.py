@@ -16,8 +16,7 @@ from extproc.errors import ConfigError
 from extproc.server import grpcio_server, xds_servicer
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
-from extproc.xds.cluster_options import ClusterOptions
-from extproc.xds.resources import ASSIGNMENT, CLUSTER
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
 from tests.support.pool_fixture import House
 from tests.support.serving import LOCAL, run
 

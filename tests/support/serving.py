@@ -36,8 +36,7 @@ from extproc.server.http2_server import CallFactory, Http2Server
 from extproc.server.listeners import Keepalive, ListenAddresses
 from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.decision_log import DecisionLog
-from extproc.telemetry.request_recorder import StreamRecorder
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import House

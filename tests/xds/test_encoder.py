@@ -6,9 +6,14 @@ import datetime as dt
 
 import pytest
 
-from extproc.xds.cluster_options import ClusterOptions, HealthCheck, OutlierDetection
 from extproc.xds.encoder import ResourceEncoder
-from extproc.xds.resources import LbEndpoint, LbHealth
+from extproc.xds.resources import (
+    ClusterOptions,
+    HealthCheck,
+    LbEndpoint,
+    LbHealth,
+    OutlierDetection,
+)
 
 # isort: split
 from envoy_data_plane.envoy.config.cluster import v3 as clusters

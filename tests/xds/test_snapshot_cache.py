@@ -7,8 +7,14 @@ import pytest
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.store import PoolStore
 from extproc.xds import resources
-from extproc.xds.cluster_options import ClusterOptions, HealthCheck
-from extproc.xds.resources import ASSIGNMENT, CLUSTER, LbEndpoint, LbHealth
+from extproc.xds.resources import (
+    ASSIGNMENT,
+    CLUSTER,
+    ClusterOptions,
+    HealthCheck,
+    LbEndpoint,
+    LbHealth,
+)
 from extproc.xds.snapshot_cache import SnapshotCache
 
 FIRST, SECOND = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")

@@ -1,7 +1,7 @@
 """Runtime of autoscaling: control loops, their inputs, and the actuators.
 
-Lives here: the loops (`autoscaler`, `scaled_pool`, `control_loop`) with their metrics
-(`loop_metrics`), counters of this process (`demand_counters`) and of its peers (`peer_counters`), and the actuators (`actuator`): the scale
+Lives here: the loops (`autoscaler`, `scaled_pool`, `control_loop`), counters of this process
+(`demand_counters`) and of its peers (`peer_counters`), and the actuators (`actuator`): the scale
 subresource of Kubernetes (`scale_subresource`, with `scale_objects` for paths and JSON and
 `competing_autoscalers`), child processes (`process_actuator`), a program (`exec_actuator`). State
 that outlives the process is in a ConfigMap or a file (`state_store`); `keda_scaler` serves KEDA.

@@ -7,17 +7,18 @@ import collections
 import contextlib
 import ipaddress
 import logging
+import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
-from extproc.autoscaling.runtime.parent_death_signal import with_parent_death_signal
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
 from extproc.server.pool_runtime import PoolRuntime
@@ -328,3 +329,20 @@ def _free_port(host: str) -> int:
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+#: Has the kernel kill the process with its parent, then becomes the program. A program of its own,
+#: because Python code between fork and exec can hang where other threads hold locks (gRPC's do).
+_LEASH = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def with_parent_death_signal(argv: Sequence[str]) -> Sequence[str]:
+    """Wrap a command line so that it dies with this process, on Linux only."""
+    if sys.platform != "linux":
+        return argv
+    return (sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv)

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_status
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.discovery.static_discovery import DiscoveryEvent

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from extproc.discovery import discovered_pool
+from extproc.discovery import endpoint_list
 from extproc.discovery.kubernetes import objects, pod_endpoints
 from extproc.endpoint import NO_LABELS, Endpoint
 from extproc.pool import inference_policy
@@ -103,11 +103,11 @@ class PodView:
         self._members[name] = (pod, endpoints)
         return before is not None or bool(endpoints)
 
-    def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
+    def to_discovered_pool(self) -> endpoint_list.DiscoveredPool:
         """Returns the pool as discovered."""
         if self.spec is None:
-            return discovered_pool.DiscoveredPool(exists=False)
-        return discovered_pool.DiscoveredPool(
+            return endpoint_list.DiscoveredPool(exists=False)
+        return endpoint_list.DiscoveredPool(
             pod_endpoints.merge(self._members.values()),
             policy=self.policy,
             app_protocol=self.spec.app_protocol,
@@ -133,10 +133,10 @@ class SliceView:
         self.slices: dict[str, objects.EndpointSlice] = {}
         self._port = port
 
-    def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
+    def to_discovered_pool(self) -> endpoint_list.DiscoveredPool:
         """Returns the pool as discovered; a Service without pods has a slice as well."""
         slices = self.slices.values()
-        return discovered_pool.DiscoveredPool(
+        return endpoint_list.DiscoveredPool(
             pod_endpoints.slice_endpoints(slices, self._port),
             exists=bool(slices),
             app_protocol=pod_endpoints.app_protocol(slices, self._port),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from extproc.discovery import discovered_pool
+from extproc.discovery import endpoint_list
 from extproc.discovery.kubernetes import objects, pool_views, settings, watch_plan
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.pool import inference_policy
@@ -40,7 +40,7 @@ class PoolChanges(msgspec.Struct, frozen=True):
         faults: What making a pool raised, by key; it is tried again at the next call.
     """
 
-    discovered: Mapping[str, discovered_pool.DiscoveredPool]
+    discovered: Mapping[str, endpoint_list.DiscoveredPool]
     removed: frozenset[str]
     faults: Mapping[str, Exception] = {}
 
@@ -81,7 +81,7 @@ class ObjectStore:
         #: One label of every selector, to find the pools a pod may belong to.
         self._anchors: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = defaultdict(dict)
         self._settled: set[str] = set()
-        self._published: dict[str, discovered_pool.DiscoveredPool] = {}
+        self._published: dict[str, endpoint_list.DiscoveredPool] = {}
         self._dirty: set[str] = set()
         self._redecreed: set[str] = set()
         for source in wanted.sources:
@@ -171,7 +171,7 @@ class ObjectStore:
 
     def collect(self) -> PoolChanges:
         """Returns the pools that changed since the last call, without those not yet complete."""
-        changed: dict[str, discovered_pool.DiscoveredPool] = {}
+        changed: dict[str, endpoint_list.DiscoveredPool] = {}
         removed: set[str] = set()
         waiting: set[str] = set()
         faults: dict[str, Exception] = {}
@@ -195,7 +195,7 @@ class ObjectStore:
         self._dirty = waiting
         return PoolChanges(changed, frozenset(removed), faults)
 
-    def _build_pool(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
+    def _build_pool(self, key: str, view: pool_views.View) -> endpoint_list.DiscoveredPool:
         """Builds the current state of a pool."""
         if key in self._redecreed and isinstance(view, pool_views.PodView):
             view.set_policy(self._policy(view))

@@ -10,7 +10,7 @@ from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.autoscaling.runtime.state_store import ConfigMapStateStore
 from extproc.config import loader
 from extproc.decision import Rejection, all_busy
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory

@@ -6,12 +6,12 @@ import contextlib
 import pytest
 
 from extproc.autoscaling.demand_estimator import PickerCounters
-from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.interface import Demand, ScalingDecision, ScalingReason
 from extproc.autoscaling.runtime.actuator import ActuatorError
-from extproc.autoscaling.runtime.control_loop import ControlLoop
+from extproc.autoscaling.runtime.control_loop import ControlLoop, LoopMetrics
 from extproc.autoscaling.runtime.demand_counters import DemandCounters
 from extproc.config.autoscaling import ScalingSection
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
@@ -260,3 +260,32 @@ async def test_counters_report_arrivals_and_queued_requests():
     # A streamed answer says nothing of its length: the engines' mean stands for it.
     tallies.finished("127.0.0.1:1", "200")
     assert counting.read().answer_tokens > 40.0
+
+
+def test_a_loop_without_a_step_has_no_gauges():
+    """Before the first step only failures are counted."""
+    metrics = LoopMetrics(60.0)
+    metrics.failures += 1
+    assert metrics.snapshot().gauges == {}
+    assert metrics.snapshot().failures == 1
+
+
+def test_metrics_show_demand_decision_and_changes():
+    """Queue depth, request rate, replicas by state, and changes by reason are reported."""
+    metrics = LoopMetrics(60.0)
+    for now, held in ((0.0, 0), (30.0, 6), (60.0, 12)):
+        demand = Demand(now=now, spec=3, available=2, held=held)
+        counters = {
+            "a": PickerCounters(arrived=now * 2),
+            "b": PickerCounters(arrived=now),
+            "c": None,
+        }
+        metrics.record(demand, ScalingDecision(3, ScalingReason.UP), counters)
+    metrics.changed(ScalingReason.UP)
+    shown = metrics.snapshot()
+    assert shown.gauges["queue_depth"] == 6.0
+    assert shown.gauges["queue_depth_mean"] == pytest.approx((3.0 + 6.0) / 2)
+    assert shown.gauges["requests_per_second"] == pytest.approx(3.0)
+    assert shown.gauges["desired_replicas"] == 3.0
+    assert shown.replicas == {"spec": 3, "available": 2, "starting": 1}
+    assert shown.changes == {"up": 1}

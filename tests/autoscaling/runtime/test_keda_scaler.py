@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from tests.support import ext_proc_script, serving
 from tests.support.scaling import configured

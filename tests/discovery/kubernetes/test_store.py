@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.discovery.discovered_pool import DiscoveredPool
+from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.discovery.kubernetes import settings, store, watch_events, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
