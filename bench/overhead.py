@@ -20,7 +20,7 @@ import uvloop
 
 from bench import rig
 from bench.wire_load import load, post
-from extproc.server import runtime
+from extproc.cli import serve
 
 CONNECTIONS = 32
 PROMPT_BYTES = 2000
@@ -46,7 +46,7 @@ async def compare(
     request = post("/v1/chat/completions", body)
     async with (
         rig.rig(mode, floor=floor) as plain,
-        rig.rig(mode, floor=floor, experiments=runtime.EXPERIMENTS) as alike,
+        rig.rig(mode, floor=floor, experiments=serve.EXPERIMENTS) as alike,
         rig.rig(mode) as high,
     ):
         rigs = {"plain": plain, "alike": alike, "extproc": high}

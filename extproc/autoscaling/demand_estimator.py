@@ -8,7 +8,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-from extproc.autoscaling import capacity
 from extproc.autoscaling.interface import Demand
 from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
 
@@ -147,6 +146,41 @@ class _PickerTotals(msgspec.Struct):
     complete: bool = True
 
 
+def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf) -> float:
+    """Number of concurrent requests at which tokens come `slowdown` times slower than alone.
+
+    From `step_s + k B = slowdown (step_s + k)` with `k = decode_s + context_s context_tokens`:
+    `B = slowdown + (slowdown - 1) step_s / k`.
+
+    Args:
+        rates: How fast the engine is.
+        slowdown: At least 1.
+        most: Largest number of concurrent requests.
+    """
+    each_s = rates.decode_s + rates.context_s * rates.context_tokens
+    if each_s <= 0:
+        return max(1.0, most)
+    return max(1.0, min(most, slowdown + (slowdown - 1) * rates.step_s / each_s))
+
+
+def work(
+    prompt_tokens: float, output_tokens: float, rates: StepTimeModel, *, at_once: float
+) -> float:
+    """Token seconds of a request: `prefill_s P + O iteration_s(B) / B`.
+
+    Prefill has an iteration's time for itself; of an iteration that decodes, each of B sequences
+    takes its share.
+
+    Args:
+        prompt_tokens: P, the uncached ones.
+        output_tokens: O.
+        rates: How fast the engine is.
+        at_once: B, requests the engine has.
+    """
+    shared_s = rates.iteration_s(at_once) / at_once
+    return prompt_tokens * rates.prefill_s + output_tokens * shared_s
+
+
 class DemandEstimator:
     """Estimates the demand of a scale target. Mutable; owned by its control loop.
 
@@ -192,16 +226,16 @@ class DemandEstimator:
         total, counters = self._summed(now, pickers)
         rates = observation.rates or before.rates
         most = self._settings.concurrency or math.inf
-        at_once = capacity.concurrency(rates, slowdown=self._settings.slowdown, most=most)
+        at_once = concurrency(rates, slowdown=self._settings.slowdown, most=most)
         answers, answer_tokens = self._answers(total, rates, at_once=at_once)
         output = answer_tokens / answers if answers else 0.0
         prompt = before.prompt_tokens
         if total.arrived:
             share = _KEEP**total.arrived
             prompt = share * prompt + (1 - share) * total.prompt_tokens / total.arrived
-        request_work = capacity.work(prompt, output, rates, at_once=at_once)
+        request_work = work(prompt, output, rates, at_once=at_once)
         since = 0.0 if before.at is None else now - before.at
-        came = capacity.work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
+        came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
         done, busy_s = self._throughput(total, since, observation, request_work=request_work)
         cold_start_s, raised_at = self._cold_start(now, observation)
         queued = total.held + observation.waiting

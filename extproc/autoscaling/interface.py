@@ -45,7 +45,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Demand of a scale target at one step. Counts are sums over all endpoint pickers.
 
     Work is in token seconds: what the tokens of a request take of an engine's time while it has as
-    many requests as it should (`concurrency`), under learned rates; see `capacity`.
+    many requests as it should (`concurrency`), under learned rates; see `demand_estimator`.
 
     Attributes:
         now: Monotonic seconds.

@@ -1,7 +1,8 @@
-"""Runs the policy of a scale target step by step, within bounds."""
+"""Table of the scaling policies, and the runner of the policy of a scale target, within bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from extproc.autoscaling.interface import (
     ScalingPolicy,
     ScalingReason,
 )
+from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
+from extproc.errors import ConfigError
 
 #: Time between two steps after which the time between counts as unwatched: as a share of what a
 #: policy must have watched, and in its intervals; the longer one counts.
@@ -118,3 +121,39 @@ class PolicyRunner:
         if replicas != spec and (replicas != wanted.replicas or stays != spec):
             why = ScalingReason.BOUNDS
         return ScalingDecision(replicas, why, wanted.explanation)
+
+
+POLICIES: Mapping[str, type[ScalingPolicy]] = {
+    "adaptive": adaptive.AdaptivePolicy,
+    "kubeai": kubeai.KubeAIPolicy,
+    "queue-depth": queue_depth.QueueDepthPolicy,
+}
+
+#: The policy where none is named.
+DEFAULT = "adaptive"
+
+
+def make_policy(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
+    """Build a policy from its name and parameters.
+
+    Raises:
+        ConfigError: There is no such policy or parameter, or a value is out of range.
+    """
+    if kind not in POLICIES:
+        raise ConfigError(
+            f"{where}.policy",
+            wanted=f"one of {', '.join(POLICIES)}",
+            got=repr(kind),
+            fix="name a listed policy",
+        )
+    cls = POLICIES[kind]
+    try:
+        return msgspec.convert(params, cls)
+    except msgspec.ValidationError as error:
+        fields = [field.name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{where}.params",
+            wanted=f"parameters of {kind}: {', '.join(fields)}",
+            got=str(error),
+            fix="correct the parameter",
+        ) from None

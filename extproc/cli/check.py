@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,24 @@ from typing import Any
 
 import msgspec
 
-from extproc.cli import check_diff, check_pools, color, flags, main
-from extproc.config import all_errors, envoy_lint, lint, loader, pool_schema, reloading, validation
+from extproc.cli import flags, main
+from extproc.config import (
+    autoscaling,
+    discovered_matches,
+    discovered_scaling,
+    discovery_sources,
+    envoy_lint,
+    kubernetes_plan,
+    lint,
+    loader,
+    pool_schema,
+    pools,
+    reloading,
+    validation,
+)
 from extproc.config.settings import ServerSection, Settings, XdsSection
 from extproc.errors import ConfigError
+from extproc.routing import pool_match
 from extproc.scheduling import presets, registry
 from extproc.scheduling.framework import Plugin, Signal
 from extproc.scheduling.profile import SchedulerProfile
@@ -103,7 +118,7 @@ def _examine(args: argparse.Namespace) -> CheckReport:
         document = flags.read_document(args)
     except ConfigError as error:
         return CheckReport(args.config_file or "--config-text", errors=(error,))
-    resolved, problems = all_errors.collect(document, lambda read: flags.resolve(args, read))
+    resolved, problems = loader.collect(document, lambda read: flags.resolve(args, read))
     errors = list(problems)
     if resolved is None:
         return CheckReport(document.where, errors=tuple(errors))
@@ -126,11 +141,11 @@ def _examine(args: argparse.Namespace) -> CheckReport:
     return msgspec.structs.replace(report, errors=tuple(errors))
 
 
-def _compare(args: argparse.Namespace, wanted: Settings) -> check_diff.Comparison:
+def _compare(args: argparse.Namespace, wanted: Settings) -> reloading.Comparison:
     """Compare with another file, under the same flags."""
     other = {**vars(args), "config_file": args.diff, "config_text": None}
     running = flags.resolve(argparse.Namespace(**other)).settings
-    return check_diff.compare(running, wanted, where=args.diff)
+    return reloading.compare(running, wanted, where=args.diff)
 
 
 def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
@@ -184,7 +199,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     meaning: tuple[str, ...] = ()
     envoy: EnvoyReport | None = None
-    diff: check_diff.Comparison | None = None
+    diff: reloading.Comparison | None = None
 
     def status(self, *, strict_warnings: bool) -> int:
         """The exit status."""
@@ -196,12 +211,12 @@ class CheckReport(msgspec.Struct, frozen=True):
 
     def to_lines(self) -> Iterator[str]:
         """The report for people."""
-        yield color.paint(f"{self.where} is in order", "green", sys.stdout)
+        yield main.paint(f"{self.where} is in order", "green", sys.stdout)
         yield ""
         yield from self.meaning
         if self.warnings or self.notes:
             yield ""
-        marked = color.paint("warning:", "yellow", sys.stdout)
+        marked = main.paint("warning:", "yellow", sys.stdout)
         yield from (f"{marked} {warning}" for warning in self.warnings)
         yield from (f"note: {note}" for note in self.notes)
         for part in (self.envoy, self.diff):
@@ -237,7 +252,7 @@ class CheckReport(msgspec.Struct, frozen=True):
 def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
     yield from _server(settings.server, settings.xds)
-    yield from check_pools.lines(settings)
+    yield from describe_pools(settings)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
     changes = _changed(settings)
@@ -386,3 +401,50 @@ def _params(plugin: object) -> Iterable[tuple[str, Any]]:
 
 def _size(count: int) -> str:
     return f"{count / _MIB:g} MiB" if count >= _MIB else f"{count} bytes"
+
+
+def describe_pools(settings: Settings) -> Iterator[str]:
+    """One paragraph for each pool, and one for those that Kubernetes brings.
+
+    Raises:
+        ConfigError: An endpoints file cannot be read, or an election is not possible.
+    """
+    before: list[pools.PoolPlan] = []
+    for plan in pools.pool_plans(settings):
+        if settings.pools:
+            yield f"pool        {plan.name}, for {pool_match.describe(plan.claim)}"
+            earlier = next(
+                (other for other in before if pool_match.overlap(other.claim, plan.claim)), None
+            )
+            if earlier is not None and not plan.claim.empty:
+                yield f"            pool {earlier.name} comes first where both claim a request"
+            before += [plan] if not plan.claim.empty else []
+            own = plan.settings.scheduling
+            if own is not settings.scheduling:
+                yield "            scheduled by rules of its own"
+        pool = plan.settings.pool
+        yield from _describe_source(pool)
+        yield from pool_schema.describe_policy(pool.objectives, pool.rewrites)
+        if pool.autoscaling is not None:
+            yield from autoscaling.describe_section(pool.autoscaling)
+    cluster = settings.cluster
+    if cluster.discover_pools != "none":
+        place = "the cluster"
+        if cluster.discover_pools == "namespace":
+            place = f"namespace {cluster.namespace or 'of this process'}"
+        yield f"pools       every InferencePool of {place}, as they come and go"
+        yield from discovered_matches.describe_rules(cluster.claims)
+        for rule in settings.autoscaling.discovered_pools:
+            yield from discovered_scaling.describe_rule(rule)
+    elected = kubernetes_plan.plan_election(settings, where="cluster", environment=os.environ)
+    if elected is not None and cluster.leader_election:
+        lease = elected.lease
+        yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"
+
+
+def _describe_source(pool: pool_schema.PoolSource) -> Iterator[str]:
+    sources = discovery_sources.configured_sources(pool) or discovery_sources.SOURCES[:1]
+    for source in sources:
+        first, *endpoints = source.describe(pool)
+        yield f"endpoints   {first}"
+        yield from (f"            {line}" for line in endpoints)

@@ -6,10 +6,12 @@ extproc envoy-config override-host-eds > envoy.yaml
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from extproc.cli import envoy_files
+from extproc.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,16 +34,54 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: No configuration has the name.
     """
     if args.name:
-        path = envoy_files.find(args.name, where="NAME")
+        path = find(args.name, where="NAME")
         print(path.read_text(encoding="utf-8"), end="")
         return 0
-    shipped = envoy_files.names()
+    shipped = names()
     width = max(map(len, shipped), default=0)
     for name in shipped:
-        print(f"{name:<{width}}  {_title(envoy_files.find(name, where='NAME'))}")
+        print(f"{name:<{width}}  {_title(find(name, where='NAME'))}")
     return 0
 
 
 def _title(path: Path) -> str:
     """The first line of a configuration, which is a comment."""
     return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").rstrip(".")
+
+
+_SUFFIX = ".yaml"
+
+
+def folder() -> Path:
+    """The folder that holds them."""
+    package = Path(str(resources.files("extproc")))
+    in_wheel = package / "envoy_files"
+    return in_wheel if in_wheel.is_dir() else package.parent / "envoy"
+
+
+def names() -> Sequence[str]:
+    """Names of the shipped configurations, without the suffix of their files, sorted."""
+    return sorted(path.stem for path in folder().glob(f"*{_SUFFIX}"))
+
+
+def find(name: str, *, where: str) -> Path:
+    """The file of a shipped configuration, or any other file.
+
+    Args:
+        name: A shipped name, or the path of a file.
+        where: The flag that names it, for errors.
+
+    Raises:
+        ConfigError: Neither is there.
+    """
+    if name in names():
+        return folder() / f"{name}{_SUFFIX}"
+    path = Path(name)
+    if path.is_file():
+        return path
+    raise ConfigError(
+        where,
+        wanted=f"{', '.join(names())} or a file",
+        got=repr(name),
+        fix="`extproc envoy-config` lists the shipped configurations",
+    )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from extproc.cli import color, main
+from extproc.cli import main
 from extproc.errors import ConfigError, ExtprocError
 
 #: What a server takes to answer; a dry run takes under a millisecond.
@@ -172,7 +172,7 @@ def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
             is_result = line.startswith(
                 ("chosen by ", "refused with ", "waits for ", "all endpoints are failing")
             )
-            print(color.paint(line, "bold", sys.stdout) if is_result else line)
+            print(main.paint(line, "bold", sys.stdout) if is_result else line)
         if args.legend:
             print(f"\n{explanation_text.render_legend()}", end="")
     return 0 if explanation["outcome"] == "decision" else _REFUSED

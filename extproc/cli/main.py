@@ -13,9 +13,8 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TextIO, cast
 
-from extproc.cli import color
 from extproc.errors import ConfigError, ExtprocError
 
 #: Command to module and the line in --help.
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_error(error: ExtprocError) -> None:
     """Show an error on standard error."""
-    print(f"{color.paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
+    print(f"{paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
 
 
 def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
@@ -151,3 +150,14 @@ def _no_command(word: str) -> ConfigError:
         got="none of them",
         fix=f"did you mean {near[0]}?" if near else "see extproc --help",
     )
+
+
+_CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
+
+
+def paint(text: str, style: str, stream: TextIO) -> str:
+    """Text in a style, `red`, `green`, `yellow` or `bold`, if the stream shows any."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if plain or not stream.isatty():
+        return text
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m"

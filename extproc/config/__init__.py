@@ -1,8 +1,8 @@
 """Reads configuration files and flags, checks them, and builds the parts of an endpoint picker.
 
-- `settings` and the `*_schema` modules hold the frozen sections, with units and defaults;
-  `constraints` has the ranges of fields.
-- `validation` converts plain trees to structs, with errors that name the path; `loader` reads files
+- `settings` and the `*_schema` modules hold the frozen sections, with units and defaults.
+- `validation` has the ranges of fields, and converts plain trees to structs, with errors that name
+  the path; `loader` reads files
   and flags; `lint` warns of settings that are allowed and probably a mistake.
 - `epp_config` reads the file of the upstream EPP; `epp_plugin_types` is the table of its plugins.
   Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator, registry
+from extproc.autoscaling import demand_estimator, policy_runner
 from extproc.autoscaling.interface import ReplicaBounds, ScalingPolicy
-from extproc.config import constraints
+from extproc.config import validation
 from extproc.errors import ConfigError
 
 #: Scale targets by kind: API group, version and resource.
@@ -59,8 +59,8 @@ class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         resource: Plural name in URLs. Empty: that of the kind.
     """
 
-    name: constraints.Name
-    kind: constraints.Name = "Deployment"
+    name: validation.Name
+    kind: validation.Name = "Deployment"
     namespace: str = ""
     group: str = ""
     version: str = ""
@@ -109,11 +109,11 @@ class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     host: str = "127.0.0.1"
-    listening: constraints.Name = "listening on "
+    listening: validation.Name = "listening on "
     health: Annotated[str, msgspec.Meta(pattern="^/")] = "/health"
-    start_s: constraints.PositiveSeconds = 600.0
-    drain_s: constraints.Seconds = 300.0
-    stop_s: constraints.Seconds = 10.0
+    start_s: validation.PositiveSeconds = 600.0
+    drain_s: validation.Seconds = 300.0
+    stop_s: validation.Seconds = 10.0
 
 
 class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -138,15 +138,15 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         exec_s: Time limit of that program (seconds). 60: APIs of clouds are slow.
     """
 
-    policy: str = registry.DEFAULT
+    policy: str = policy_runner.DEFAULT
     params: Mapping[str, Any] = {}
-    min: constraints.Count = 0
-    max: constraints.Positive = 1
+    min: validation.Count = 0
+    max: validation.Positive = 1
     meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     target: ScaleTarget | None = None
     launch: LaunchSection | None = None
-    exec: tuple[constraints.Name, ...] = ()
-    exec_s: constraints.PositiveSeconds = 60.0
+    exec: tuple[validation.Name, ...] = ()
+    exec_s: validation.PositiveSeconds = 60.0
 
     @property
     def bounds(self) -> ReplicaBounds:
@@ -159,7 +159,7 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             ConfigError: There is no such policy or parameter.
         """
-        return registry.make(self.policy, self.params, where=where)
+        return policy_runner.make_policy(self.policy, self.params, where=where)
 
 
 class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -185,11 +185,11 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             InferencePool does not suffice to choose the object that is scaled.
     """
 
-    pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
-    policy: str = registry.DEFAULT
+    pools: Annotated[tuple[validation.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
+    policy: str = policy_runner.DEFAULT
     params: Mapping[str, Any] = {}
-    min: constraints.Count = 0
-    max: constraints.Positive = 1
+    min: validation.Count = 0
+    max: validation.Positive = 1
     meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     target: ScaleTarget | None = None
     annotations: bool = True
@@ -206,7 +206,7 @@ class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     enabled: bool = False
-    port: constraints.Port = 9005
+    port: validation.Port = 9005
     tls: bool = False
 
 
@@ -232,11 +232,11 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         keda: The external scaler; each field has the reason of its default.
     """
 
-    peers: tuple[constraints.Name, ...] = ()
-    peer_timeout_s: constraints.PositiveSeconds = 1.0
+    peers: tuple[validation.Name, ...] = ()
+    peer_timeout_s: validation.PositiveSeconds = 1.0
     state: str = "extproc-autoscaling"
     state_file: str = ""
-    save_s: constraints.PositiveSeconds = 30.0
+    save_s: validation.PositiveSeconds = 30.0
     discovered_pools: tuple[ScalingRule, ...] = ()
     keda: KedaSection = KedaSection()
 

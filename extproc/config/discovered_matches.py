@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from extproc.config import constraints
+from extproc.config import validation
 from extproc.routing import pool_match
 from extproc.routing.pool_match import PoolMatch
 
@@ -44,11 +44,11 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         models: Models that a claim may name, by the same rule as hosts.
     """
 
-    pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)]
-    hosts: tuple[constraints.Name, ...] = ()
-    paths: tuple[constraints.Name, ...] = ()
+    pools: Annotated[tuple[validation.Name, ...], msgspec.Meta(min_length=1)]
+    hosts: tuple[validation.Name, ...] = ()
+    paths: tuple[validation.Name, ...] = ()
     headers: Mapping[str, str] = {}
-    models: tuple[constraints.Name, ...] = ()
+    models: tuple[validation.Name, ...] = ()
 
     def limit(self, key: str) -> PoolMatch:
         """Return the widest match of a pool, its namespace and name filled in.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import discovery_sources, policy_schema, profile_builder
+from extproc.config import discovery_sources, pool_schema, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
@@ -184,7 +184,7 @@ def build_routing_config(
             kubeai_names=settings.scheduling.kubeai_names,
             busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
         ),
-        policy=policy_schema.build_policy(settings.pool.objectives, settings.pool.rewrites),
+        policy=pool_schema.build_policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 

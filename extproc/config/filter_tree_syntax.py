@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from extproc.config import constraints, scheduling_schema, validation
+from extproc.config import scheduling_schema, validation
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree
 from extproc.scheduling.framework import Filter
@@ -47,7 +47,7 @@ BuildFilter = Callable[[scheduling_schema.PluginEntry, validation.Path], Filter]
 class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node in this project's spelling; successors are nodes again."""
 
-    kind: constraints.Name
+    kind: validation.Name
     params: Mapping[str, object] = {}
     on_success: object = None
     on_failure: object = None
@@ -59,7 +59,7 @@ class _GatewayNode(
 ):
     """A node in the first gateway's spelling."""
 
-    name: constraints.Name
+    name: validation.Name
     filter_option: Mapping[str, object] | None = None
     next_on_success: object = None
     next_on_failure: object = None
@@ -165,7 +165,7 @@ class _DecisionTreeEntry(
 ):
     """A plugin by name, or a tree; one of the two."""
 
-    plugin_ref: constraints.Name | None = None
+    plugin_ref: validation.Name | None = None
     decision_tree: Mapping[str, object] | None = None
 
 

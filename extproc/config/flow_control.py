@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from extproc.config import constraints
+from extproc.config import validation
 from extproc.flow_control.flow_queue import Order
 from extproc.flow_control.priority_band import Fairness
 from extproc.flow_control.queue import FlowControlSettings
@@ -54,21 +54,21 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """
 
     enabled: bool = False
-    timeout_s: constraints.Seconds = 60.0
-    empty_timeout_s: constraints.Seconds = 300.0
-    max_timeout_s: constraints.PositiveSeconds = 3600.0
-    by_objective: Mapping[constraints.Name, constraints.Seconds] = {}
+    timeout_s: validation.Seconds = 60.0
+    empty_timeout_s: validation.Seconds = 300.0
+    max_timeout_s: validation.PositiveSeconds = 3600.0
+    by_objective: Mapping[validation.Name, validation.Seconds] = {}
     timeout_header: str = "x-extproc-queue-timeout-ms"
-    busy_s: constraints.PositiveSeconds = 0.1
-    max_requests: constraints.Positive = 10_000
-    max_bytes: constraints.Positive = 256 * _MIB
+    busy_s: validation.PositiveSeconds = 0.1
+    max_requests: validation.Positive = 10_000
+    max_bytes: validation.Positive = 256 * _MIB
     order: Order = "fcfs"
     fairness: Fairness = "least-served"
-    half_life_s: constraints.PositiveSeconds = 60.0
+    half_life_s: validation.PositiveSeconds = 60.0
     tenant_header: str = ""
     by_adapter: bool = False
     limit: RateLimit | None = None
-    limits: Mapping[constraints.Name, RateLimit] = {}
+    limits: Mapping[validation.Name, RateLimit] = {}
 
     @property
     def queue(self) -> FlowControlSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config import epp_config, policy_schema, pools
+from extproc.config import epp_config, pool_schema, pools
 from extproc.config.settings import Settings
 
 
@@ -42,9 +42,9 @@ def find_warnings(settings: Settings) -> Iterator[str]:
 
 
 def _rewrites(settings: Settings) -> Iterator[str]:
-    yield from policy_schema.warnings(settings.pool.rewrites, "pool.rewrites")
+    yield from pool_schema.warnings(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
-        yield from policy_schema.warnings(pool.rewrites, f"pools[{at}].rewrites")
+        yield from pool_schema.warnings(pool.rewrites, f"pools[{at}].rewrites")
 
 
 def _scaling(settings: Settings) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from extproc.config import constraints, validation
+from extproc.config import validation
 
 #: The table of kinds a plugin is looked up in.
 Role = Literal["filters", "scorers", "costs", "pickers"]
@@ -24,7 +24,7 @@ class PluginEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         params: Parameters of the plugin. None: its defaults.
     """
 
-    kind: constraints.Name
+    kind: validation.Name
     params: Mapping[str, object] = {}
 
 
@@ -53,7 +53,7 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         cost: Cost model in place of the sum of scores. Null: the scorers count.
     """
 
-    name: constraints.Name = "custom"
+    name: validation.Name = "custom"
     filters: tuple[PluginEntry, ...] = ()
     scorers: tuple[WeightedScorer, ...] = ()
     picker: PluginEntry = MAX_SCORE
@@ -69,7 +69,7 @@ class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         parameters: Its parameters; none takes the defaults of the plugin.
     """
 
-    type: constraints.Name
+    type: validation.Name
     name: str = ""
     parameters: Mapping[str, object] = {}
 
@@ -84,7 +84,7 @@ class PluginRef(
         weight: Factor of a scorer's score; null is 1, as upstream.
     """
 
-    plugin_ref: constraints.Name
+    plugin_ref: validation.Name
     weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
@@ -96,7 +96,7 @@ class EppProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         plugins: Filters in order, scorers with weights, at most one picker.
     """
 
-    name: constraints.Name
+    name: validation.Name
     plugins: tuple[PluginRef, ...] = ()
 
 
@@ -124,7 +124,7 @@ class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         profile: Profile that lists its plugins by roles. Null: the strategy.
     """
 
-    strategy: constraints.Name = "adaptive"
+    strategy: validation.Name = "adaptive"
     profile: ProfileEntry | None = None
 
 
@@ -163,8 +163,8 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     respect_subset: bool = True
     unknown_model: Literal["pass", "reject"] = "pass"
     kubeai_names: bool = True
-    plugin_files: tuple[constraints.Name, ...] = ()
-    plugin_budget_ms: constraints.PositiveMilliseconds = 2.0
+    plugin_files: tuple[validation.Name, ...] = ()
+    plugin_budget_ms: validation.PositiveMilliseconds = 2.0
     epp: EppPlugins | None = msgspec.field(name="_epp", default=None)
 
 

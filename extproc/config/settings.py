@@ -32,7 +32,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from extproc.config import constraints, pool_schema, scheduling_schema
+from extproc.config import pool_schema, scheduling_schema, validation
 from extproc.config.autoscaling import AutoscalingSection
 from extproc.config.flow_control import FlowControlSection
 from extproc.parsing import usage
@@ -79,14 +79,14 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     host: str = ""
-    grpc_port: constraints.Port = 9002
-    grpc_health_port: constraints.Port = 9003
-    metrics_port: constraints.Port = 9090
+    grpc_port: validation.Port = 9002
+    grpc_health_port: validation.Port = 9003
+    metrics_port: validation.Port = 9090
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = True
     health_checking: bool = True
-    drain_timeout_s: constraints.Seconds = 30.0
+    drain_timeout_s: validation.Seconds = 30.0
     transport: Literal["native", "grpcio"] = "grpcio"
     admin_token_file: str = ""
 
@@ -141,18 +141,18 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
     scheme: Literal["http", "https"] = "http"
     verify_tls: bool = False
-    busy_interval_s: constraints.PositiveSeconds = 0.2
-    idle_interval_s: constraints.PositiveSeconds = 2.0
-    timeout_s: constraints.PositiveSeconds = 1.0
-    stale_after_s: constraints.PositiveSeconds = 6.0
-    backoff_cap_s: constraints.PositiveSeconds = 10.0
-    max_scrapes_per_s: constraints.PositiveRate = 100.0
-    max_page_bytes: constraints.Positive = 4 * _MIB
-    initial_scrape_timeout_s: constraints.Seconds = 3.0
+    busy_interval_s: validation.PositiveSeconds = 0.2
+    idle_interval_s: validation.PositiveSeconds = 2.0
+    timeout_s: validation.PositiveSeconds = 1.0
+    stale_after_s: validation.PositiveSeconds = 6.0
+    backoff_cap_s: validation.PositiveSeconds = 10.0
+    max_scrapes_per_s: validation.PositiveRate = 100.0
+    max_page_bytes: validation.Positive = 4 * _MIB
+    initial_scrape_timeout_s: validation.Seconds = 3.0
     models: bool = True
-    models_interval_s: constraints.PositiveSeconds = 30.0
+    models_interval_s: validation.PositiveSeconds = 30.0
     extra_metrics: Annotated[
-        Mapping[constraints.MetricName, constraints.Name], msgspec.Meta(max_length=16)
+        Mapping[validation.MetricName, validation.Name], msgspec.Meta(max_length=16)
     ] = {}
 
 
@@ -173,8 +173,8 @@ class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT
-    capacity_blocks: constraints.Count = 32768
-    max_bytes: constraints.Positive = DEFAULT_MAX_BYTES
+    capacity_blocks: validation.Count = 32768
+    max_bytes: validation.Positive = DEFAULT_MAX_BYTES
 
 
 class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -199,11 +199,11 @@ class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             message, with headers and attributes.
     """
 
-    max_body_bytes: constraints.Positive = 32 * _MIB
-    max_streams: constraints.Positive = 10_000
-    max_assembly_bytes: constraints.Positive = 512 * _MIB
-    body_idle_s: constraints.PositiveSeconds = 60.0
-    max_message_bytes: constraints.Positive = 36 * _MIB
+    max_body_bytes: validation.Positive = 32 * _MIB
+    max_streams: validation.Positive = 10_000
+    max_assembly_bytes: validation.Positive = 512 * _MIB
+    body_idle_s: validation.PositiveSeconds = 60.0
+    max_message_bytes: validation.Positive = 36 * _MIB
 
 
 class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -229,7 +229,7 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     marker: bool = True
     feedback: bool = True
-    stream_sample_ratio: constraints.Share = 0.0
+    stream_sample_ratio: validation.Share = 0.0
     restore_model: bool = True
     request_cost: Mapping[usage.UsageKind, float] = {}
     list_models: bool | None = None
@@ -249,7 +249,7 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             for it reads them.
     """
 
-    decisions: constraints.Count = 1000
+    decisions: validation.Count = 1000
     header: bool = False
     scores: bool = False
 
@@ -272,7 +272,7 @@ class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     enabled: bool = False
-    port: constraints.Port = 18000
+    port: validation.Port = 18000
     health_check: resources.HealthCheck = resources.HealthCheck()
     outliers: resources.OutlierDetection = resources.OutlierDetection()
 
@@ -300,11 +300,11 @@ class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     url: str = ""
     password_file: str = ""
-    stream: constraints.Name = "extproc"
-    flush_s: constraints.Seconds = 0.002
-    beat_s: constraints.PositiveSeconds = 1.0
-    silent_s: constraints.PositiveSeconds = 5.0
-    max_entries: constraints.Positive = 10_000
+    stream: validation.Name = "extproc"
+    flush_s: validation.Seconds = 0.002
+    beat_s: validation.PositiveSeconds = 1.0
+    silent_s: validation.PositiveSeconds = 5.0
+    max_entries: validation.Positive = 10_000
 
 
 class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

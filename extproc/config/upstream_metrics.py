@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.config import constraints, validation
+from extproc.config import validation
 from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
 from extproc.scrape import engines
 
@@ -38,8 +38,8 @@ class CustomMetric(
         metric_spec: Selector of its samples.
     """
 
-    attribute_key: constraints.MetricName
-    metric_spec: constraints.Name
+    attribute_key: validation.MetricName
+    metric_spec: validation.Name
 
 
 class EngineMetrics(

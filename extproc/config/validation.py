@@ -10,12 +10,13 @@ import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
 
 from extproc.errors import ConfigError
+from extproc.request import MAX_NAME_BYTES
 
 #: A step into a tree: a key or an index.
 Step = str | int
@@ -298,3 +299,18 @@ def _struct_of(info: inspect.UnionType, tree: object) -> inspect.Type:
     if tagged and isinstance(tree, dict):
         return next((member for member in tagged if member.tag == tree.get(member.tag_field)), info)
     return next((member for member in info.types if isinstance(member, inspect.StructType)), info)
+
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveMilliseconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+#: Name of a model, an adapter or an objective; requests with longer ones are refused.
+BoundedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+#: Name of an extra metric.
+MetricName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_./-]{0,63}$")]

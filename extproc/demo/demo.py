@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.cli import envoy_files, main
+from extproc.cli import envoy_config, main
 from extproc.demo import stack, traffic
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     try:
-        template = envoy_files.find(args.envoy_config, where="--envoy-config")
+        template = envoy_config.find(args.envoy_config, where="--envoy-config")
         talks = traffic.conversations(
             args.conversations, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=args.seed
         )

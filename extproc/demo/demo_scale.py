@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from extproc.autoscaling.scaling_history import HistoryRow
-from extproc.cli import envoy_files
+from extproc.cli import envoy_config
 from extproc.demo import scaling_plot, stack
 
 _MODEL = "demo-model"
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     import uvloop
 
-    template = envoy_files.find(args.envoy_config, where="--envoy-config")
+    template = envoy_config.find(args.envoy_config, where="--envoy-config")
     try:
         return uvloop.run(_demo(template, Path(args.plot), short=args.short))
     except (KeyboardInterrupt, asyncio.CancelledError):

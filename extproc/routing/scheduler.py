@@ -27,8 +27,7 @@ from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import admission, eligibility
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Observer, Signal
+from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
 
 

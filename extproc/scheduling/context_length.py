@@ -12,8 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: Label of endpoints with a range of prompt tokens, such as `0-2048`.
 LABEL = "llm-d.ai/context-length-range"

@@ -13,7 +13,6 @@ import msgspec
 
 from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.filters.adapters import (
     AdapterActive,
     AdapterSoftAffinity,
@@ -33,6 +32,7 @@ from extproc.scheduling.framework import (
     Observer,
     RequestKeyProvider,
     ResponseHeaderProvider,
+    SchedulingContext,
     Signal,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import SchedulingContext
 
 #: Before the name of an adapter that is loaded (docs/spec/prior-systems.md#adapter-names).
 PREFIX = "adapter.kubeai.org/"

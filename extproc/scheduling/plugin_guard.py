@@ -18,8 +18,7 @@ import msgspec
 
 from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import BypassedError, Signal
+from extproc.scheduling.framework import BypassedError, SchedulingContext, Signal
 
 ArgumentT = TypeVar("ArgumentT")
 

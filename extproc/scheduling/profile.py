@@ -24,7 +24,6 @@ from extproc.decision import (
 )
 from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
-from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import (
     BypassedError,
     CostModel,
@@ -35,6 +34,7 @@ from extproc.scheduling.framework import (
     RequestKeyProvider,
     ResponseHeaderProvider,
     SaturationDetector,
+    SchedulingContext,
     Scorer,
     Signal,
     TracedFilter,

@@ -19,8 +19,7 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import shorten_id
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.

@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.request import InferenceRequest
-from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import SchedulingContext
 
 #: `now` of every context, in seconds; scrapes are a second old.
 NOW = 100.0

@@ -13,8 +13,16 @@ from typing import Any
 
 from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import CostModel, Filter, Observer, Picker, Plugin, Scorer, Signal
+from extproc.scheduling.framework import (
+    CostModel,
+    Filter,
+    Observer,
+    Picker,
+    Plugin,
+    SchedulingContext,
+    Scorer,
+    Signal,
+)
 from extproc.testing import builders, probes
 from extproc.testing.probes import demand, probe_context, short
 

@@ -10,12 +10,12 @@ import msgspec
 
 from extproc.decision import NO_KEYS, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import (
     Observer,
     Plugin,
     RequestKeyProvider,
     ResponseHeaderProvider,
+    SchedulingContext,
     Signal,
 )
 from extproc.testing import builders

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from extproc.cli import color, main
+from extproc.cli import main
 
 
 def test_help_names_every_command(capsys):
@@ -118,13 +118,13 @@ def test_color_is_for_terminals(monkeypatch):
     """Pipes, NO_COLOR and dumb terminals get plain text."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert color.paint("a", "red", Screen()) == "\x1b[31ma\x1b[0m"
-    assert color.paint("a", "red", io.StringIO()) == "a"
+    assert main.paint("a", "red", Screen()) == "\x1b[31ma\x1b[0m"
+    assert main.paint("a", "red", io.StringIO()) == "a"
     monkeypatch.setenv("TERM", "dumb")
-    assert color.paint("a", "red", Screen()) == "a"
+    assert main.paint("a", "red", Screen()) == "a"
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert color.paint("a", "red", Screen()) == "a"
+    assert main.paint("a", "red", Screen()) == "a"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

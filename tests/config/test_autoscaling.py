@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.cli import check_pools
+from extproc.cli import check
 from extproc.config import lint, loader
 from extproc.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_scale_to_zero_without_a_queue_is_a_warning():
 )
 def test_check_names_the_actuator(text, line):
     """One line for each pool that is scaled."""
-    lines = list(check_pools.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
+    lines = list(check.describe_pools(read(f"pool: {{autoscaling: {{{text}}}}}")))
     assert f"replicas    {line}" in lines
 
 
@@ -110,6 +110,6 @@ def test_check_names_the_scaled_object(monkeypatch):
     """And by whom, without saying that readiness is the leader's."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"
-    lines = "\n".join(check_pools.lines(read(text)))
+    lines = "\n".join(check.describe_pools(read(text)))
     assert "patches statefulsets/scale of x in namespace n, by the holder of a Lease" in lines
     assert "ready " not in lines

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.cli import check_pools
+from extproc.cli import check
 from extproc.config import discovered_matches, loader
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
@@ -129,11 +129,11 @@ def test_no_request_escapes_a_limit(claim, limit, request):
 
 def test_rules_are_described():
     """`extproc check` says what annotations may claim."""
-    assert list(check_pools.lines(read("[]")))[-1] == (
+    assert list(check.describe_pools(read("[]")))[-1] == (
         "claims      none: annotations of InferencePools are ignored (cluster.claims)"
     )
     rules = "[{pools: ['a/*', b/c], hosts: ['{namespace}.x'], headers: {t: v}}, {pools: [d/e]}]"
-    assert list(check_pools.lines(read(rules)))[-2:] == [
+    assert list(check.describe_pools(read(rules)))[-2:] == [
         "claims      of a/*, b/c, by annotations: host {namespace}.x and header t=v",
         "claims      of d/e, by annotations: anything",
     ]
@@ -152,7 +152,7 @@ def test_overlapping_matches_of_configured_pools_are_described():
         "- {name: b, endpoints: ['10.0.0.1:1'], match: {models: [m]}}\n"
         "- {name: c, endpoints: ['10.0.0.1:1'], match: {hosts: [y], models: [n]}}\n"
     )
-    shown = list(check_pools.lines(loader.settings(loader.parse(text, where="f.yaml"))))
+    shown = list(check.describe_pools(loader.settings(loader.parse(text, where="f.yaml"))))
     assert [line for line in shown if "comes first" in line] == [
         "            pool a comes first where both claim a request"
     ]

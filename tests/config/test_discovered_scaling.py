@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.autoscaling.runtime import scale_objects
-from extproc.cli import check_pools
+from extproc.cli import check
 from extproc.config import discovered_scaling, loader, pools
 from extproc.errors import ConfigError
 
@@ -202,7 +202,7 @@ def test_scaling_of_objects_requires_leader_election():
 def test_check_describes_scaling_of_discovered_pools(monkeypatch):
     """The line names pools, bounds, policy and scale target."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    lines = list(check_pools.lines(read("[{max: 4, target: {name: '{name}'}}]")))
+    lines = list(check.describe_pools(read("[{max: 4, target: {name: '{name}'}}]")))
     line = next(line for line in lines if line.startswith("replicas"))
     assert "of *: 0 to 4 by adaptive" in line
     assert "deployments/scale of {name}" in line

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from extproc.config import loader, pools
+from extproc.config import factory, lint, loader, pool_schema, pools, reloading
+from extproc.config import settings as sections
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
+from extproc.pool import inference_policy
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
+from extproc.request import HttpRequest
 from extproc.routing.pool_match import PoolMatch
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -123,3 +131,143 @@ def test_contradictory_fields_are_refused(text, where, wanted, actual):
     assert wanted in refused.value.wanted + str(refused.value)
     assert actual in str(refused.value)
     assert refused.value.fix
+
+
+POOL = """
+pool:
+  endpoints: ['10.0.0.1:8000']
+  objectives: {gold: 10, batch: -1}
+  rewrites:
+    - models: [big, large]
+      targets: [{model: big-v1, weight: 90}, {model: big-v2, weight: 10}]
+    - targets: [{model: small}]
+"""
+OBJECTIVE = "x-llm-d-inference-objective"
+
+
+def settings(text: str) -> sections.Settings:
+    return loader.settings(loader.parse(HEAD + text, where="pool.yaml"))
+
+
+def decision(parts: factory.PoolParts, model: str) -> Decision:
+    body = json.dumps({"model": model, "prompt": "x"}).encode()
+    headers = {":method": "POST", ":path": "/v1/completions", OBJECTIVE: "gold"}
+    outcome = parts.director.route(HttpRequest(headers, body), 1.0)
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def built(text: str) -> factory.PoolParts:
+    parts = factory.build(settings(text))
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+    return parts
+
+
+def test_the_sections_become_a_policy():
+    """As they are written, and in that order."""
+    assert built(POOL).director.routing.policy == InferencePolicy(
+        {"gold": 10, "batch": -1},
+        (
+            RewriteRule(("big", "large"), (TargetModel("big-v1", 90), TargetModel("big-v2", 10))),
+            RewriteRule((), (TargetModel("small"),)),
+        ),
+    )
+    assert built("pool: {}").director.routing.policy is inference_policy.EMPTY_POLICY
+
+
+def test_requests_are_routed_by_the_policy():
+    """Priority and name, without Kubernetes."""
+    outcome = decision(built(POOL), "other")
+    assert (outcome.request.priority, outcome.model_rewrite) == (10, "small")
+
+
+def test_every_pool_has_its_own_policy():
+    """A section of `pools` says it for that pool alone."""
+    configured = settings(
+        "pools:\n"
+        "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
+        "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
+    )
+    first, second = (
+        factory.build(pool_plan.settings) for pool_plan in pools.pool_plans(configured)
+    )
+    assert first.director.routing.policy == InferencePolicy({"gold": 1})
+    assert second.director.routing.policy == InferencePolicy(
+        rules=(RewriteRule((), (TargetModel("m"),)),)
+    )
+
+
+def test_the_policy_changes_without_a_restart():
+    """What a file says now is in force from the next request on; nothing needs a restart."""
+    parts = built(POOL)
+    wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
+    routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
+    parts.director.reconfigure(routing)
+    outcome = decision(parts, "other")
+    assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")
+    assert list(reloading.pending(settings(POOL), wanted)) == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "place"),
+    [
+        ("{objectives: {gold: high}}", "pool.objectives"),
+        ("{objectives: {gold: 2147483648}}", "pool.objectives"),
+        ("{rewrites: [{models: [m]}]}", "pool.rewrites[0]"),
+        ("{rewrites: [{targets: []}]}", "pool.rewrites[0].targets"),
+        ("{rewrites: [{targets: [{weight: 1}]}]}", "pool.rewrites[0].targets[0]"),
+        ("{rewrites: [{targets: [{model: m, weight: -1}]}]}", "targets[0].weight"),
+        ("{rewrites: [{models: [''], targets: [{model: m}]}]}", "pool.rewrites[0].models[0]"),
+        ("{rewrites: [{model: m, targets: [{model: m}]}]}", "pool.rewrites[0].model"),
+    ],
+)
+def test_policy_errors_name_their_path(pool: str, place: str):
+    """A wrong type or bound, no target, a name without letters, an unknown key."""
+    with pytest.raises(ConfigError) as raised:
+        settings(f"pool: {pool}")
+    assert place in raised.value.where
+
+
+def test_the_policy_is_described():
+    """As `extproc check` prints it."""
+    pool = settings(POOL).pool
+    assert list(pool_schema.describe_policy(pool.objectives, pool.rewrites)) == [
+        "objectives  gold 10, batch -1",
+        "rewrites    big, large to big-v1 (90), big-v2 (10)",
+        "            every other model to small",
+    ]
+    assert list(pool_schema.describe_policy({}, ())) == []
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "remark"),
+    [
+        (
+            "[{models: [a, b], targets: [{model: c}]}, {models: [b], targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for b: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c}]}, {targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for every other model: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c, weight: 1}, {model: d}]}]",
+            "pool.rewrites[0] never draws d: others have a weight",
+        ),
+        (
+            "[{targets: [{model: c, weight: 0}, {model: d}]}]",
+            "pool.rewrites[0] has only weights of 0: its targets are drawn alike",
+        ),
+    ],
+)
+def test_ineffective_rules_are_warnings(rewrites: str, remark: str):
+    """Rules that never count, and targets that are never drawn; in `pools` as well."""
+    assert remark in lint.find_warnings(settings(f"pool: {{rewrites: {rewrites}}}"))
+    pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
+    assert remark.replace("pool.", "pools[0].") in lint.find_warnings(settings(pools))
+
+
+def test_effective_rules_give_no_warning():
+    """A usual canary, and one that is switched off."""
+    warnings = list(lint.find_warnings(settings(POOL.replace("weight: 10", "weight: 0"))))
+    assert not [warning for warning in warnings if "rewrites" in warning]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from extproc import endpoint, request
-from extproc.scheduling import context, framework, presets, registry
+from extproc.scheduling import framework, presets, registry
 from extproc.testing import builders, contract
 from tests.docs import reference
 
@@ -27,7 +27,7 @@ ROLES: Mapping[str, Mapping[str, type[Any]]] = {
 
 #: What a plugin reads, or is.
 VALUES = (
-    context.SchedulingContext,
+    framework.SchedulingContext,
     endpoint.Candidate,
     endpoint.Endpoint,
     endpoint.Load,

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 from extproc import distribution
-from extproc.cli import envoy_files
+from extproc.cli import envoy_config
 from tests.manifests import tools
 
 PROJECT = tomllib.loads((tools.ROOT / "pyproject.toml").read_text())["project"]
@@ -73,11 +73,11 @@ def test_the_wheel_has_a_version_and_the_command(unpacked, tmp_path):
 def test_the_wheel_holds_the_envoy_files(unpacked, tmp_path):
     """Each file of `envoy/` is listed and printed byte for byte."""
     listed = run(unpacked, tmp_path, "envoy-config")
-    assert [line.split()[0] for line in listed.splitlines()] == envoy_files.names()
-    for name in envoy_files.names():
+    assert [line.split()[0] for line in listed.splitlines()] == envoy_config.names()
+    for name in envoy_config.names():
         text = (tools.ROOT / "envoy" / f"{name}.yaml").read_text()
         assert run(unpacked, tmp_path, "envoy-config", name) == text
-    assert {path.stem for path in (tools.ROOT / "envoy").iterdir()} == set(envoy_files.names())
+    assert {path.stem for path in (tools.ROOT / "envoy").iterdir()} == set(envoy_config.names())
 
 
 @pytest.mark.e2e

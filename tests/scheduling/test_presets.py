@@ -10,7 +10,7 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.scheduling import presets
-from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import SchedulingContext
 
 
 class Fleet:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.autoscaling.interface import Demand, ReplicaBounds, ScalingDecision, ScalingReason
-from extproc.autoscaling.time_window import shift_time
+from extproc.autoscaling.scaling_history import shift_time
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -2,7 +2,7 @@
 
 Contents, without I/O: the pool sources (`settings`), the collections that they require
 (`watch_plan`, `resources`), API objects and their decoders (`objects`, `decode`), list pages and
-watch lines (`watch_events`), pods and slices to endpoints (`pod_endpoints`), objectives and
+watch lines (`watch_events`), pods and slices to endpoints (`pool_views`), objectives and
 rewrites to a policy (`decrees`), and the caches (`store`) with the pools over them (`pool_views`).
 With I/O: the official client (`api_client`, behind the protocol in `api_errors`), one list and
 watch (`reflector`), and all of them together (`controller`).

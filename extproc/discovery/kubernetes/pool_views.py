@@ -5,14 +5,190 @@ Merging of InferenceObjectives and InferenceModelRewrites into a policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from extproc.discovery import endpoint_list
-from extproc.discovery.kubernetes import objects, pod_endpoints
-from extproc.endpoint import NO_LABELS, Endpoint
+from extproc.discovery.kubernetes import objects
+from extproc.endpoint import NO_LABELS, Endpoint, ServedModels
 from extproc.pool import inference_policy
+
+#: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
+MODEL_LABEL = "model"
+ADAPTER_PREFIX = "adapter.kubeai.org/"
+
+#: The largest TCP port.
+MAX_PORT: Final = 65_535
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Returns True if a pod carries all labels of a selector."""
+    return selector.items() <= labels.items()
+
+
+def pod_endpoints(
+    pod: objects.Pod, ports: Sequence[int], *, override_ip: bool = False
+) -> tuple[Endpoint, ...]:
+    """Returns the endpoints of a pool's pod; none while it is not ready.
+
+    Args:
+        pod: Which one.
+        ports: Target ports in their order: with several, each is a rank of its own, called
+            `<pod>-rank-<index>` (docs/spec/protocol.md#endpoints-of-a-pod). None: the pod names its
+            port.
+        override_ip: Whether `model-pod-ip` may replace the IP.
+    """
+    ip = pod.model_ip if override_ip and pod.model_ip else pod.ip
+    if not pod.ready or not ip:
+        return ()
+    if not ports:
+        port = _number(pod.model_port)
+        ports = (port,) if port else ()
+    wanted = _active(pod.active_ports, ports)
+    labels = {"namespace": pod.namespace, **pod.labels}
+    if pod.node:
+        labels.setdefault("kubernetes.io/hostname", pod.node)
+    models = _models(pod)
+    return tuple(
+        Endpoint(
+            _joined(ip, port),
+            name=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
+            labels=labels,
+            models=models,
+            uid=pod.uid,
+        )
+        for rank, port in enumerate(ports)
+        if port in wanted
+    )
+
+
+def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
+    """Returns the active ports; a port that is no target port is ignored.
+
+    Source: docs/reference/protocol-conformance.md#point-62.
+    """
+    if annotation is None:
+        return ports
+    return {_number(text.strip()) for text in annotation.split(",")}
+
+
+def _number(text: str) -> int:
+    """Parses a port from 1 to 65535; 0 for any other text."""
+    port = int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
+    return port if port <= MAX_PORT else 0
+
+
+def _models(pod: objects.Pod) -> ServedModels | None:
+    """Returns the models in the KubeAI labels of a pod; None without them.
+
+    `model` alone is a label anybody may use; KubeAI's pods all carry the port as well.
+    """
+    model = pod.labels.get(MODEL_LABEL)
+    if not model:
+        return None
+    adapters = frozenset(
+        key[len(ADAPTER_PREFIX) :] for key in pod.labels if key.startswith(ADAPTER_PREFIX)
+    )
+    if not adapters and not pod.model_port:
+        return None
+    return ServedModels(frozenset({model}), adapters)
+
+
+def _joined(ip: str, port: int) -> str:
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[Endpoint, ...]:
+    """Merges the endpoints of a pool by pod name, without duplicate addresses.
+
+    Every replica of extproc lists them in this order. Of pods that claim one address the
+    youngest has it: an IP goes to the next pod before the last word of the one before is heard.
+    """
+    listed = [pair for pair in pods if pair[1]]
+    listed.sort(key=lambda pair: pair[0].name)
+    merged = tuple([endpoint for _, endpoints in listed for endpoint in endpoints])
+    if len({endpoint.address for endpoint in merged}) == len(merged):
+        return merged
+    owners: dict[str, tuple[str, str, str]] = {}
+    for pod, endpoints in listed:
+        for endpoint in endpoints:
+            claim = _claim(pod)
+            owners[endpoint.address] = max(owners.get(endpoint.address, claim), claim)
+    return tuple(
+        endpoint
+        for pod, endpoints in listed
+        for endpoint in endpoints
+        if owners[endpoint.address] == _claim(pod)
+    )
+
+
+def _claim(pod: objects.Pod) -> tuple[str, str, str]:
+    """Sort key by age, greatest for the youngest; replicas agree among pods of one second."""
+    return pod.created, pod.uid, pod.name
+
+
+def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple[Endpoint, ...]:
+    """Returns the endpoints of a Service by name, without duplicate pods.
+
+    Args:
+        slices: All of it.
+        port: Name or number; see `settings.ServiceRef`.
+    """
+    by_owner: dict[tuple[str, int], Endpoint] = {}
+    # A Service of two families has every pod twice; IPv4 comes first in text order.
+    for endpoint_slice in sorted(
+        slices, key=lambda endpoint_slice: (endpoint_slice.family, endpoint_slice.name)
+    ):
+        number = _chosen(endpoint_slice.ports, port)
+        for backend in endpoint_slice.backends if number else ():
+            if backend.ready and backend.ip:
+                owner = backend.uid or backend.name or backend.ip
+                by_owner.setdefault((owner, number), _of_backend(endpoint_slice, backend, number))
+    by_address = {endpoint.address: endpoint for endpoint in by_owner.values()}
+    return tuple(
+        sorted(by_address.values(), key=lambda endpoint: (endpoint.name, endpoint.address))
+    )
+
+
+def app_protocol(slices: Iterable[objects.EndpointSlice], port: str) -> str:
+    """Returns the appProtocol of the Service port; empty when not set."""
+    return next(
+        (
+            slice_port.app_protocol
+            for endpoint_slice in slices
+            for slice_port in endpoint_slice.ports
+            if slice_port.number == _chosen(endpoint_slice.ports, port) and slice_port.app_protocol
+        ),
+        "",
+    )
+
+
+def _chosen(ports: Sequence[objects.SlicePort], port: str) -> int:
+    """Returns the number of the port by name or number; 0 when absent or ambiguous."""
+    if not port:
+        return ports[0].number if len(ports) == 1 else 0
+    return next(
+        (
+            candidate.number
+            for candidate in ports
+            if port in (candidate.name, str(candidate.number))
+        ),
+        0,
+    )
+
+
+def _of_backend(
+    endpoint_slice: objects.EndpointSlice, backend: objects.SliceBackend, port: int
+) -> Endpoint:
+    labels = {"namespace": endpoint_slice.namespace}
+    if backend.node:
+        labels["kubernetes.io/hostname"] = backend.node
+    if backend.zone:
+        labels["topology.kubernetes.io/zone"] = backend.zone
+    address = _joined(backend.ip, port)
+    return Endpoint(address, name=backend.name or address, labels=labels, uid=backend.uid)
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,10 +268,10 @@ class PodView:
         """
         spec = self.spec
         before = self._members.get(name)
-        if pod is None or spec is None or not pod_endpoints.selects(spec.selector, pod.labels):
+        if pod is None or spec is None or not selects(spec.selector, pod.labels):
             self._members.pop(name, None)
             return before is not None and bool(before[1])
-        endpoints = pod_endpoints.pod_endpoints(pod, spec.ports, override_ip=self._override_ip)
+        endpoints = pod_endpoints(pod, spec.ports, override_ip=self._override_ip)
         if before is not None and before[1] == endpoints:
             # The endpoints known are kept, so that most comparisons of pools end at identity.
             self._members[name] = (pod, before[1])
@@ -108,7 +284,7 @@ class PodView:
         if self.spec is None:
             return endpoint_list.DiscoveredPool(exists=False)
         return endpoint_list.DiscoveredPool(
-            pod_endpoints.merge(self._members.values()),
+            merge(self._members.values()),
             policy=self.policy,
             app_protocol=self.spec.app_protocol,
             annotations=self.spec.annotations,
@@ -137,9 +313,9 @@ class SliceView:
         """Returns the pool as discovered; a Service without pods has a slice as well."""
         slices = self.slices.values()
         return endpoint_list.DiscoveredPool(
-            pod_endpoints.slice_endpoints(slices, self._port),
+            slice_endpoints(slices, self._port),
             exists=bool(slices),
-            app_protocol=pod_endpoints.app_protocol(slices, self._port),
+            app_protocol=app_protocol(slices, self._port),
         )
 
 

@@ -10,8 +10,7 @@ import msgspec
 
 from extproc.decision import CostResult, Decision, LazySequence
 from extproc.endpoint import AdapterResidency, Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: What costs are made of, in the order they are added up.
 _TERMS = (

@@ -11,8 +11,7 @@ import msgspec
 
 from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class _HotPrefixes:

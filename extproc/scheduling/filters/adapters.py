@@ -9,8 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels, normalization
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,8 +10,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "LessThan": operator.lt,

@@ -9,8 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 _READ: Mapping[str, attributes.Attribute] = {
     "active-requests": attributes.find("in_flight"),

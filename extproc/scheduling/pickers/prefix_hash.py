@@ -14,8 +14,7 @@ import xxhash
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: Size of the ring.
 _RING_SIZE = 1 << 64

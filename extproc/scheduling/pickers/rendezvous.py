@@ -9,8 +9,7 @@ import mmh3
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 #: Open requests of an endpoint that still counts as equal, as a share of the mean: as KubeAI's
 #: consistent hashing bounds loads.

@@ -9,8 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling import labels
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class HeaderLabelAffinityScorer(

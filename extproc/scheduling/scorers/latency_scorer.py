@@ -10,8 +10,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 

@@ -9,8 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate, Load
 from extproc.scheduling import normalization
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 ACTIVE = 1.0
 ROOM = 0.8

@@ -12,8 +12,7 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class PrefixCacheScorer(

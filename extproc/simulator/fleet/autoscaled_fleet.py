@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator, registry
+from extproc.autoscaling import demand_estimator, policy_runner
 from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
@@ -188,7 +188,7 @@ class AutoscaledFleet:
 
     def _fresh(self) -> None:
         config = self._config
-        policy = registry.make(config.policy, config.params, where="autoscaling")
+        policy = policy_runner.make_policy(config.policy, config.params, where="autoscaling")
         self._scaler = PolicyRunner(policy, ReplicaBounds(min=config.min, max=len(self._nodes)))
         self._meter = demand_estimator.DemandEstimator(config.meter)
 

@@ -18,8 +18,7 @@ import msgspec
 
 from extproc.decision import CostResult
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class MyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

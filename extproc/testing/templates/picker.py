@@ -20,8 +20,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import SchedulingContext
-from extproc.scheduling.framework import Signal
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):

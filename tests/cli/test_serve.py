@@ -4,24 +4,24 @@ import sys
 
 import pytest
 
-from extproc.server import runtime
+from extproc.cli import serve
 
 COMMAND = """
 import os, sys
 from extproc.cli import main, serve
 from extproc.config import lint
-from extproc.server import preflight, runtime
-print(runtime.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
+from extproc.server import preflight
+print(serve.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 """
 
 
-@pytest.mark.parametrize(("preset", "then"), [(None, runtime.EXPERIMENTS), ("tcp_x", "tcp_x")])
+@pytest.mark.parametrize(("preset", "then"), [(None, serve.EXPERIMENTS), ("tcp_x", "tcp_x")])
 def test_environment_variables_override_grpc_experiments(monkeypatch, preset, then):
     """How gRPC runs is chosen where the environment says nothing of it."""
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     if preset:
         monkeypatch.setenv("GRPC_EXPERIMENTS", preset)
-    runtime.configure_grpc_core()
+    serve.configure_grpc_core()
     chosen = os.environ["GRPC_EXPERIMENTS"]
     monkeypatch.delenv("GRPC_EXPERIMENTS")
     assert chosen == then
@@ -31,7 +31,7 @@ def test_a_late_configuration_is_reported(monkeypatch):
     """A choice after gRPC was loaded says that it came too late."""
     monkeypatch.setenv("GRPC_EXPERIMENTS", "")
     monkeypatch.setitem(sys.modules, "grpc", sys)
-    assert not runtime.configure_grpc_core()
+    assert not serve.configure_grpc_core()
 
 
 def test_the_command_configures_grpc_before_import():
