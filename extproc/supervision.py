@@ -80,7 +80,6 @@ class Supervisor:
     """Runs loops again after they fail.
 
     Args:
-        clock: Monotonic seconds.
         rng: Random jitter, so that loops that fail together do not retry together.
         sleep: Waits for so many seconds.
 

@@ -274,13 +274,7 @@ class DemandEstimator:
     def _answers(
         self, total: _PickerTotals, rates: StepTimeModel, *, at_once: float
     ) -> tuple[float, float]:
-        """Count answers and their tokens, with exponentially decaying weights.
-
-        Args:
-            total: What pickers counted since the last reading.
-            rates: How fast an engine is.
-            at_once: Requests that an engine serves at once (count).
-        """
+        """Count answers and their tokens, with exponentially decaying weights."""
         before, keep = self._learned, _KEEP**total.answered
         known = before.answer_tokens
         if known is None:

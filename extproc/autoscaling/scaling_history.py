@@ -61,7 +61,6 @@ class TimeWindow(msgspec.Struct, frozen=True):
 
         Args:
             now: Time of the sample; not before the last sample.
-            value: The quantity.
             span_s: Length of the window.
         """
         samples = self.samples

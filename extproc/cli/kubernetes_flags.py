@@ -45,7 +45,6 @@ def overrides(
     """Overrides of settings from the flags.
 
     Args:
-        args: Parsed words.
         tree: The configuration file as it was written.
 
     Raises:
@@ -101,7 +100,6 @@ def ineffective(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
     """A warning for each of these flags that changes nothing.
 
     Args:
-        args: Parsed words.
         followed: Whether anything is followed in Kubernetes.
     """
     if followed:

@@ -25,7 +25,6 @@ def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str)
     Args:
         settings: Of the server.
         pool: What it would know.
-        raw: The request.
         where: The state's file, for errors.
 
     Raises:

@@ -80,7 +80,6 @@ def check_rule(rule: ScalingRule, *, where: str) -> None:
     """Reject a rule that contradicts itself.
 
     Args:
-        rule: The rule.
         where: The file and path it came from, for errors.
 
     Raises:

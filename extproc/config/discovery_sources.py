@@ -210,7 +210,6 @@ def entries(
     """Parse the endpoints listed in a pool section, as those of an endpoints file.
 
     Args:
-        pool: The section.
         where: The place of the list, for errors.
 
     Raises:

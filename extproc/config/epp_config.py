@@ -98,7 +98,6 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
     """Convert an EndpointPickerConfig to our own settings.
 
     Args:
-        tree: The file.
         where: Its name, for errors.
 
     Raises:

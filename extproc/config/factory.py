@@ -80,7 +80,6 @@ def build(
     """Build the parts of a picker.
 
     Args:
-        settings: All sections.
         where: The file or flags the settings came from, for errors.
         on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
@@ -199,7 +198,6 @@ def build_discovery(
 
     Args:
         parts: The picker whose store is updated.
-        clock: Monotonic seconds.
         on_fact: Called with every discovery event.
         supervisor: Receives successes and failures of steps.
     """

@@ -53,7 +53,6 @@ def plan_kubernetes(
     """Resolve the objects to watch; None if the settings name none.
 
     Args:
-        settings: All sections.
         where: The file or flags they came from, for errors.
         environment: Environment variables of the process.
 
@@ -146,7 +145,6 @@ def plan_election(
     """Resolve the election; None if the settings need none.
 
     Args:
-        settings: All sections.
         where: The file or flags they came from, for errors.
         environment: Environment variables of the process.
 

@@ -244,7 +244,6 @@ def check_compatible(merged: Settings, *, where: str) -> None:
     """Reject settings that are valid separately and contradict each other.
 
     Args:
-        merged: All sections.
         where: The file or flags they came from, for errors.
 
     Raises:

@@ -152,7 +152,6 @@ def from_file(path: Path, *, where: str) -> ExternalPlugins:
     """Load the plugins of a Python file; it runs only if its content changed since the last run.
 
     Args:
-        path: The file.
         where: The place that names it, for errors.
 
     Raises:

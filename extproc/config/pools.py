@@ -94,7 +94,6 @@ def check_compatible(settings: Settings, *, where: str) -> None:
     """Reject sections that are valid separately and contradict each other.
 
     Args:
-        settings: All sections.
         where: The file or flags they came from, for errors.
 
     Raises:

@@ -177,7 +177,6 @@ def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Pr
     """Return the specification of a profile that lists its plugins by roles.
 
     Args:
-        entry: The profile.
         path: Its path in the file.
     """
     return ProfileSpec(entry.name, tuple(_parts(entry, path)), path)

@@ -61,10 +61,8 @@ class _Section:
     """Reads a mapping of the section; errors name its path.
 
     Args:
-        tree: The mapping.
         keys: Its allowed keys.
         path: Its path in the file.
-        where: The file.
 
     Raises:
         ConfigError: It is no mapping, or has an unknown key.
@@ -139,7 +137,6 @@ def section_of(
     """Convert `flowControl` of an upstream file, and warn of settings without a counterpart.
 
     Args:
-        tree: The file.
         where: Its name, for errors.
 
     Returns:

@@ -114,7 +114,6 @@ class Child:
 
     Args:
         name: For messages.
-        process: The running process.
         log: Where its lines go as well, if anywhere.
     """
 

@@ -58,7 +58,6 @@ def conversations(
     """Generate conversations; equal seeds generate equal ones.
 
     Args:
-        count: How many.
         turns: Turns of each.
         model: Base model of three quarters of them.
         adapters: The rest are spread over these.
@@ -91,7 +90,6 @@ async def play(
 
     Args:
         url: Base URL of Envoy.
-        talks: The conversations.
         at_once: How many are held at the same time.
         on_answer: Called with every answer.
     """

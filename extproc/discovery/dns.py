@@ -87,7 +87,6 @@ def merge_answers(
     """Merges entries and answers into endpoints with unique addresses, up to `MAX_ENDPOINTS`.
 
     Args:
-        listed: The entries.
         fresh: Answers of this round; a name that is not in it did not resolve.
         last: `DnsResolution.answers` of the round before.
     """

@@ -52,7 +52,6 @@ def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.Endpoin
     """Loads a YAML or JSON file.
 
     Args:
-        path: The file.
         limit_bytes: Longest file taken.
 
     Raises:

@@ -63,7 +63,6 @@ class StaticDiscovery:
         store: Receiver of the endpoints.
         listed: Entries from flags; they come before those of the file.
         resolver: Resolver of host names.
-        clock: Monotonic seconds.
         rng: Chance, for spreading refreshes.
         on_fact: Called when something happened.
         supervisor: Hears of steps that went well; None for one of its own.

@@ -73,7 +73,6 @@ class LeaderElector:
         identity: Unique per process start.
         settings: Name and times of the Lease.
         leases: Storage of the Lease.
-        clock: Monotonic seconds.
         rng: Seeded randomness that spreads attempts.
         stands: Returns True if this replica may take a free Lease. A replica that could not do the
             work must not; a holder keeps the Lease regardless.

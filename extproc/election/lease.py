@@ -85,7 +85,6 @@ def write(
     """Build the object that a write stores.
 
     Args:
-        put: The write.
         namespace: Namespace of the Lease.
         name: Name of the Lease.
         at: Time of day, with its zone; read by people and by other implementations only.

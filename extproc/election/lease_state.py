@@ -76,11 +76,7 @@ class LeaseState:
         self._resigned = False
 
     def leads(self, now: float) -> bool:
-        """Return True while no other candidate can hold the Lease.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Return True while no other candidate can hold the Lease."""
         return now < self._until
 
     @property
@@ -111,11 +107,7 @@ class LeaseState:
             self._free = now + record.duration_s if others else -math.inf
 
     def claim(self, now: float) -> LeaseWrite | None:
-        """Return the write that takes or renews the Lease; None while we may do neither.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Return the write that takes or renews the Lease; None while we may do neither."""
         if self._resigned or not self._known:
             return None
         if self.mine:
@@ -126,8 +118,6 @@ class LeaseState:
         """Record a confirmed write.
 
         Args:
-            put: The write.
-            version: The new version.
             sent_at_s: Monotonic seconds at which it was sent.
         """
         self._stored = LeaseRecord(put.holder, put.duration_s, put.transitions, version)
@@ -156,7 +146,6 @@ class LeaseState:
         """Return the pause until the next attempt (seconds), at most `retry_s`.
 
         Args:
-            now: Monotonic seconds.
             rng: Seeded randomness, which keeps candidates that started together apart.
         """
         pause = self._settings.retry_s * rng.uniform(0.5, 1.0)

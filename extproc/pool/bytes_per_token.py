@@ -126,7 +126,6 @@ class BytesPerTokenEstimator:
 
         Args:
             account: Our requests there; its `texts` are taken when a window ends.
-            load: The scrape.
         """
         finished, tokens = load.counters.finished, load.counters.finished_prompt_tokens
         if finished is None or tokens is None:
@@ -152,11 +151,6 @@ class BytesPerTokenEstimator:
 
         What several models share is split as their ratios so far foretell: the factor by which all
         of them together were wrong is every one's.
-
-        Args:
-            texts: Requests and bytes of text by model.
-            mean_tokens: Prompt tokens of a finished request by the engine.
-            answered: Our requests answered, tokenized ones included.
         """
         requests = sum(count for count, _ in texts.values())
         if requests < (1 - _STRANGERS) * answered or not mean_tokens:

@@ -101,7 +101,6 @@ class ConversationTracker:
             chain: Its block hashes, root first.
             account: Of the endpoint it was sent to.
             prompt_tokens: Of the prompt.
-            now: Monotonic seconds.
 
         Returns:
             The turn, to be marked when the request ends; None where no later prompt can match it.
@@ -142,7 +141,6 @@ class PendingLoad:
     """Adds the load of queued requests to the endpoints of a pool, and removes it.
 
     Args:
-        store: The endpoints.
         tracker: How conversations grow.
         tokens: Prompt tokens by depth of a chain.
 

@@ -32,7 +32,6 @@ class AdapterSlotTracker:
         """Take in a scrape; nothing happens while the engine names neither slots nor adapters.
 
         Args:
-            load: The scrape.
             ran: Adapters of requests that ended since the one before.
         """
         running, size = load.adapters, load.adapter_slots
@@ -93,7 +92,6 @@ class CounterReader:
         """Take in the next scrape.
 
         Args:
-            load: The scrape.
             ran: Adapters of requests that ended since the last one.
             idled: How often nothing of ours was left on the engine (count, ever).
             shared: Tokens of context that the cache holds once for several running requests.

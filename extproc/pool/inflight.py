@@ -149,7 +149,6 @@ class InflightLoad:
             target: Adapter or model name of the request.
             prompt_tokens: Estimated prompt tokens, 0 or more.
             cached_tokens: Of these, believed to be in the engine's prefix cache.
-            now: Monotonic seconds.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
             blocks: The prompt's chain of block hashes, root first.
             last_turn: Marked when the request ends; None for none.
@@ -194,7 +193,6 @@ class InflightLoad:
             requests: Open requests (count).
             prompt_tokens: Of all of them.
             queued_tokens: Uncached prompt tokens that are not yet computed.
-            now: Monotonic seconds.
         """
         for at in range(requests):
             tokens = 0 if at else prompt_tokens
@@ -283,7 +281,6 @@ class InflightLoad:
             sent: `sent` when the scrape was requested.
             written: `kv_tokens_sent` then.
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
-            now: Monotonic seconds.
         """
         self.kv_tokens_scraped = written
         self._drain(now)
@@ -426,7 +423,6 @@ class Reservation(msgspec.Struct, eq=False):
         """Give back what was charged.
 
         Args:
-            now: Monotonic seconds.
             answered: Whether the engine began to answer; False when it was never reached or the
                 client left before.
 
@@ -446,7 +442,6 @@ class Reservation(msgspec.Struct, eq=False):
 
         Args:
             to: Its account.
-            now: Monotonic seconds.
 
         Raises:
             RuntimeError: The ticket was closed before.

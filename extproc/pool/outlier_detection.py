@@ -175,7 +175,6 @@ class OutlierDetector:
         """An endpoint came; `update_ejections` when all did.
 
         Args:
-            incarnation: Which one.
             now: Monotonic seconds; as everywhere.
             late: Whether others were there before it.
         """
@@ -216,7 +215,6 @@ class OutlierDetector:
             incarnation: Of the endpoint when the request was sent.
             outcome: What it says.
             sent_at: When it was sent.
-            now: Monotonic seconds.
             cause: Why it failed.
             sole: Whether no other endpoint can have answered in its place.
         """
@@ -241,7 +239,6 @@ class OutlierDetector:
 
         Args:
             incarnation: Whose.
-            now: Monotonic seconds.
             restarted: The engine is another process than at the scrape before.
             moved: Whether its counters moved; None when it has none.
             idle: Whether it has nothing to do.
@@ -279,7 +276,6 @@ class OutlierDetector:
 
         Args:
             incarnation: Whose.
-            now: Monotonic seconds.
             connected: Something answered, only not with a page: that says nothing.
             refused: The endpoint's own port refused the connection.
         """

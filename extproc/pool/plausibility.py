@@ -97,7 +97,6 @@ def flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, serve
     """Flaws of a page, as a bit mask.
 
     Args:
-        load: The page.
         account: Our requests there.
         progress: With this page.
         served: `InflightLoad.served` when the page was requested.

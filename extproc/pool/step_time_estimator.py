@@ -360,7 +360,6 @@ class PoolStepTimeEstimators:
 
         Args:
             incarnation: Of the endpoint.
-            now: Monotonic seconds.
         """
         if now - self._at >= _STANDS_S:
             self._at, self._pooled = now, self._now()

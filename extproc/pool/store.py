@@ -152,7 +152,6 @@ class PoolStore:
 
         Args:
             endpoints: All endpoints, at most one per address; of duplicates the first counts.
-            now: Monotonic seconds.
         """
         old = {member.endpoint.address: member for member in self._pool.members}
         members: dict[str, EndpointSnapshot] = {}
@@ -295,7 +294,6 @@ class PoolStore:
             endpoint: In its life when the request was sent.
             outcome: What it says.
             sent_at: Monotonic seconds when it was sent.
-            now: Monotonic seconds.
             cause: Why it failed.
             sole: Whether no other endpoint can have answered in its place.
         """
@@ -342,8 +340,6 @@ class PoolStore:
 
         Args:
             member: With the load until then.
-            load: The page.
-            now: Monotonic seconds.
             restarted: Whether the engine is another process now.
         """
         self.outlier_detector.record_scrape(

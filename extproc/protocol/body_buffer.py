@@ -166,7 +166,6 @@ class UploadMonitor(Generic[UploadKeyT]):
 
         Args:
             arriving: All bodies on their way, with their bytes so far.
-            now: Monotonic seconds.
             idle_s: Seconds that a body may stand still.
             max_streams: Arriving bodies beyond half of which `idle_s` is shortened (count).
             max_bytes: Bytes of them beyond half of which it is shortened.

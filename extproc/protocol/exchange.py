@@ -93,7 +93,6 @@ class DeferredResponses(msgspec.Struct):
         """All withheld replies and the body, which is held until its chunks are written.
 
         Args:
-            buffer: The body.
             destination: Address of the chosen endpoint.
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.

@@ -89,7 +89,6 @@ class ModelNameRestorer:
         """Rewrite the next bytes of the response; empty while they may begin a match.
 
         Args:
-            chunk: The bytes.
             last: Whether none follow.
         """
         text = self._held + chunk if self._held else chunk

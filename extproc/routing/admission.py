@@ -60,7 +60,6 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     scrape is late counts as the mean of the others, and while none has a scrape w is 0.
 
     Args:
-        candidate: The endpoint.
         ceiling: Share of the KV cache that may be filled, 0..1.
     """
     # Without calls where nothing waits: it runs for every endpoint of every request that waits.

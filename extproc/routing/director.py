@@ -48,7 +48,6 @@ class Director:
         index: Predicted prefix blocks per endpoint.
         cache_model: Keeps the index near what engines hold.
         schedule: How prompts are cut into blocks.
-        rng: All chance there is.
         counts: Where exceptions of plugins that remember go; None keeps them to the director.
 
     Attributes:
@@ -144,12 +143,7 @@ class Director:
         return self._preparer.parsed(request, raw)
 
     def route(self, raw: HttpRequest, now: float) -> Outcome:
-        """Choose an endpoint without charging it.
-
-        Args:
-            raw: A complete request.
-            now: Monotonic seconds.
-        """
+        """Choose an endpoint without charging it."""
         prepared = self._preparer.prepare(raw)
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
@@ -158,7 +152,6 @@ class Director:
 
         Args:
             prepared: From `prepare`, now or a while ago.
-            now: Monotonic seconds.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
@@ -190,8 +183,6 @@ class Director:
         """Choose an endpoint for a parsed and hashed request, without charging it.
 
         Args:
-            request: The parsed request.
-            now: Monotonic seconds.
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
             may_defer: Whether it may wait for an endpoint while another one has a place.
@@ -204,8 +195,6 @@ class Director:
         """Choose the endpoint with least requests in flight, after `route` failed with a bug.
 
         Args:
-            raw: The request.
-            now: Monotonic seconds.
             why: Name of what was raised; put into the decision.
         """
         del now
@@ -229,7 +218,6 @@ class Director:
 
         Args:
             decision: From `route` or `route_fallback`, in the same turn.
-            now: Monotonic seconds.
 
         Raises:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
@@ -282,7 +270,6 @@ class Director:
             prompt_tokens: Estimated prompt tokens.
             cached_tokens: Of these, predicted as cached there.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
-            now: Monotonic seconds.
             from_peers: Whether another picker sent it.
         """
         endpoint, account = member.endpoint, member.account
@@ -365,7 +352,6 @@ class Director:
         Args:
             ticket: From `reserve`.
             status: `:status` as text.
-            now: Monotonic seconds.
             served: Address of the endpoint that answered, where the data plane says so.
         """
         chosen, blocks = ticket.endpoint, ticket.blocks
@@ -445,7 +431,6 @@ class Director:
 
         Args:
             ticket: From `reserve`.
-            now: Monotonic seconds.
         """
         try:
             ticket.close(now, answered=False)
@@ -460,7 +445,6 @@ class Director:
 
         Args:
             ticket: From `reserve`.
-            now: Monotonic seconds.
             answered: Whether response headers were seen.
         """
         ran = not ticket.refused

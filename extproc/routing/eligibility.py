@@ -71,13 +71,11 @@ def find_eligible(
     """Find the endpoints that a request may be sent to.
 
     Args:
-        pool: The snapshot.
         request: Model, adapter and subset count.
         respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Reject models that no endpoint serves, if all served models are known.
         may_defer: Whether a request may wait for the first endpoint.
         health: How endpoints are tried again and eased in.
-        now: Monotonic seconds.
         rng: Chance, for slow start.
 
     Returns:
@@ -176,7 +174,6 @@ class ModelBitsets:
     It stands for as long as neither the endpoints nor their lists of models change.
 
     Args:
-        pool: The snapshot.
         respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Whether requests for models that no endpoint serves are rejected.
 

@@ -286,7 +286,6 @@ class PeerReplica:
 
         Args:
             message: As it was carried.
-            now: Monotonic seconds.
 
         Returns:
             Names of the pools in which requests ended.
@@ -315,9 +314,6 @@ class PeerReplica:
 
     def drop_silent(self, now: float) -> set[str]:
         """Forget replicas without recent messages, and release their requests.
-
-        Args:
-            now: Monotonic seconds.
 
         Returns:
             Names of the pools in which requests stood.

@@ -102,12 +102,7 @@ class PoolSelector:
         self._listing = not is_single if list_models is None else list_models
 
     def route(self, raw: HttpRequest, now: float) -> RoutingResult:
-        """Choose a pool and an endpoint, without charging it.
-
-        Args:
-            raw: A complete request.
-            now: Monotonic seconds.
-        """
+        """Choose a pool and an endpoint, without charging it."""
         if self._listing and raw.headers.get(":method") == "GET":
             response = self._models_response(raw)
             if response is not None:
@@ -125,8 +120,6 @@ class PoolSelector:
         """Use the first pool whose headers match, after `route` failed with a bug.
 
         Args:
-            raw: The request.
-            now: Monotonic seconds.
             why: Name of what was raised; put into the decision.
         """
         for route in self._matching_routes(raw, self._index.find_routes(raw.headers)):

@@ -78,7 +78,6 @@ class PolicyResolver:
         """The request with the priority of its objective; unchanged without an objective.
 
         Args:
-            request: As parsed.
             headers: Of the request, names in lower case.
         """
         if not self._priorities:
@@ -96,7 +95,6 @@ class PolicyResolver:
         it, in every replica alike, and moves only when the weights do.
 
         Args:
-            request: As parsed.
             rng: Draws for requests without a session.
         """
         rule = self._exact.get(request.model, self._generic)
@@ -223,7 +221,6 @@ def resolve_model(
     KubeAI's `model_adapter`.
 
     Args:
-        request: As parsed.
         headers: Of the request, names in lower case.
         serving: Endpoints by model.
         rewrite_target: Model of a rewrite; empty where there is none.
@@ -255,8 +252,6 @@ def attach_model_rewrite(
 
     Args:
         outcome: Of the renamed request.
-        raw: The request as it came.
-        request: As parsed.
         sent: See `ModelRewrite`.
     """
     if not sent or not isinstance(outcome, Decision):
@@ -326,7 +321,6 @@ class RequestPreparer:
         store: Pool with its models and its inference policy.
         routing: Settings and configured policy; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
-        rng: All chance there is.
     """
 
     def __init__(

@@ -240,7 +240,6 @@ class Scheduler:
         conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
         schedule: How prompts are cut into blocks.
-        rng: All chance there is.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ def adapter(context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
     the context knows it or some candidate is labelled with that name.
 
     Args:
-        context: The request.
         candidates: Whose labels count.
     """
     if context.adapter:

@@ -48,7 +48,6 @@ class ModelListPoller:
         endpoint: Endpoint to poll.
         store: Receiver of model lists.
         client: Fetches pages.
-        clock: Monotonic seconds.
         rng: Chance, for the jitter.
         settings: Polling intervals.
         missed: Requests so far for models that no endpoint lists (count).

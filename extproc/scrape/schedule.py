@@ -60,7 +60,6 @@ def wait_s(
     shorter, min(2 s, slow_s) * stretch, jitter and tick included.
 
     Args:
-        pace: The settings.
         busy: Whether requests are or were on the endpoint since its last scrape.
         busy_endpoints: How many endpoints are busy, this one included.
         idle_endpoints: How many are not.
@@ -107,8 +106,6 @@ def align_to_tick(now: float, wait: float, *, pace: ScrapeSchedule) -> float:
     """Extends a wait so that it ends on the next multiple of `tick_s`.
 
     Args:
-        now: Monotonic seconds.
         wait: Seconds from now, 0 or more.
-        pace: The settings.
     """
     return wait + -(now + wait) % pace.tick_s

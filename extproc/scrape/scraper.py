@@ -205,7 +205,6 @@ class Scraper:
         settings: How pages are fetched.
         store: Source of endpoints, receiver of loads and model lists.
         client: Fetches pages.
-        clock: Monotonic seconds.
         rng: Chance, for spreading.
         on_fact: Called after every scrape.
         missed: Requests so far for models that no endpoint lists (count); a rise makes the

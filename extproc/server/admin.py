@@ -37,7 +37,6 @@ class Pages:
         pools: Returns the current pools by name.
         dry_run: Routes a request without a reservation.
         decisions: The last decisions.
-        clock: Monotonic seconds.
         access: Authorizes requests.
         max_body_bytes: Returns the largest body that `/debug/explain` accepts.
     """

@@ -61,12 +61,7 @@ _RELEASE_S = 2.0
 
 
 class EndpointPickerProcess:
-    """Servers, loops and shared parts of the process.
-
-    Args:
-        settings: The whole configuration.
-        clock: Monotonic seconds.
-    """
+    """Servers, loops and shared parts of the process."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

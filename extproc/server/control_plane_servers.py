@@ -20,7 +20,6 @@ class ControlPlaneServers:
     """Servers of xDS and of KEDA's external scaler, where they are enabled.
 
     Args:
-        settings: The whole configuration.
         sites: Pools that xDS serves.
         counters: Counts requests and failures.
         loops: Returns the control loops that KEDA scales by, by name of the pool.

@@ -27,11 +27,7 @@ _MOST_S = 0.005
 
 
 class LoopTimer:
-    """Timer of flow control on the running event loop.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Timer of flow control on the running event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.now = clock
@@ -101,7 +97,6 @@ class AsyncFlowController:
     Args:
         dispatcher: Routes again, and reserves.
         holding: Queue and rate limits.
-        clock: Monotonic seconds.
         on_exception: Called with unexpected exceptions.
 
     Attributes:
@@ -200,9 +195,7 @@ class AsyncFlowController:
         """Admit, queue or reject a new request.
 
         Args:
-            prepared: The request.
             outcome: Result of routing it with an empty queue.
-            now: Monotonic seconds.
             tenant: Tenant of its reservation.
 
         Returns:
@@ -223,9 +216,7 @@ class AsyncFlowController:
         """Add a request to the queue.
 
         Args:
-            prepared: The request.
             why: Its outcome without capacity.
-            now: Monotonic seconds.
             tenant: Its tenant; None to read that from the request.
 
         Returns:

@@ -142,7 +142,6 @@ def build_elector(
     """Build the leader elector; None where election is disabled.
 
     Args:
-        settings: The whole configuration.
         able: Returns True while this replica could serve; otherwise it does not take the Lease.
         supervisor: Counts exceptions.
 

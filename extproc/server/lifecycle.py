@@ -25,7 +25,6 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Args:
-        settings: The whole configuration.
         source: Source of the configuration, for reloads.
 
     Raises:
@@ -51,7 +50,6 @@ async def serve(
     does not wait.
 
     Args:
-        settings: The whole configuration.
         source: Source of the configuration, reloaded on SIGHUP and when files change.
         announce: Called with a line for supervisors and people: once everything listens, and once
             this picker wants traffic for the first time.

@@ -34,7 +34,6 @@ class PoolRegistry:
     """All pools, and the pool selector over them.
 
     Args:
-        settings: The whole configuration.
         shared: Dependencies of all pools.
         written: Names of configured pools by their keys in Kubernetes discovery.
         heard: Returns True once Kubernetes discovery is complete, or is not used.

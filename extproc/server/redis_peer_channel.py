@@ -54,7 +54,6 @@ class RedisPeerChannel:
     Args:
         settings: Server and intervals.
         sites: Pools of this process.
-        clock: Monotonic seconds.
 
     Raises:
         ConfigError: The client is not installed, or the URL is none.

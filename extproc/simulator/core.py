@@ -103,7 +103,6 @@ class SimulatedEngine:
 
         Args:
             new: The job; its id must not be in the engine.
-            now: Monotonic seconds.
 
         Returns:
             Why it was not taken; None if it was.

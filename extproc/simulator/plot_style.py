@@ -84,7 +84,6 @@ def new_figure(width_in: float, height_in: float, *, salt: str = "extproc") -> I
 
     Args:
         width_in: 96 pixels of an SVG to the inch.
-        height_in: The same.
         salt: Makes ids differ from those of another SVG on the same page.
     """
     import matplotlib as mpl

@@ -69,7 +69,6 @@ def plan(
     """Read a scenario.
 
     Args:
-        path: The file.
         strategies: Strategies or variants of the scenario to run, by name.
         configs: Configuration files to run besides. With neither, all strategies of the scenario.
         seeds: In place of the scenario's; empty for those.

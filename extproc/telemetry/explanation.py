@@ -37,10 +37,6 @@ def describe_pool(pool: Pool, now: float) -> Json:
     """The pool state as JSON, for /debug/pool and `extproc explain --state`.
 
     Unknown values are omitted, and so is `matched_tokens`, which belongs to a request.
-
-    Args:
-        pool: The snapshot.
-        now: Monotonic seconds.
     """
     description: Json = msgspec.json.decode(msgspec.json.encode(pool_state.of_pool(pool, now)))
     description["endpoints"] = [
@@ -135,7 +131,6 @@ def recorded(record: DecisionRecord, now: float) -> Json:
 
     Args:
         record: From the ring.
-        now: Monotonic seconds.
     """
     return {
         "id": record.id,
@@ -152,7 +147,6 @@ def summary(record: DecisionRecord, now: float) -> Json:
 
     Args:
         record: From the ring.
-        now: Monotonic seconds.
     """
     decision = record.decision
     return {

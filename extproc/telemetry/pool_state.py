@@ -111,7 +111,6 @@ def of_pool(pool: Pool, now: float) -> PoolState:
     """Converts a pool snapshot.
 
     Args:
-        pool: The snapshot.
         now: Monotonic seconds, for ages.
     """
     return PoolState(endpoints=tuple(_of_member(member, now) for member in pool.members))

@@ -34,7 +34,6 @@ class ExceptionLog:
 
     Args:
         counts: Exceptions by type and place; updated here.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, counts: Counter[tuple[str, str]], clock: Callable[[], float]) -> None:
@@ -116,7 +115,6 @@ class DecisionLog:
         Args:
             request_id: As the client or the data plane named it.
             decision: As committed.
-            now: Monotonic seconds.
             pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)
@@ -240,7 +238,6 @@ class StreamRecorder:
     Args:
         counters: Metrics of the process; updated here.
         decisions: Log of recent decisions.
-        clock: Monotonic seconds.
     """
 
     def __init__(

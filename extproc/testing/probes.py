@@ -35,7 +35,6 @@ def demand(met: object, about: str, expected: str, actual: object = "others") ->
     Args:
         met: True (or a truthy value) if the rule holds.
         about: The plugin and the situation.
-        expected: The rule.
         actual: The value that broke it.
 
     Raises:

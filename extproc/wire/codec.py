@@ -174,14 +174,7 @@ def _write_route(reply: RouteResponse) -> bytes:
 
 
 def _with_body(answers: MessageKind, common: bytes, body: bytes, rest: bytes) -> bytes:
-    """Encode a body mutation by hand, with a single copy of the body.
-
-    Args:
-        answers: Kind of the message that it replies to.
-        common: Its CommonResponse without the mutation.
-        body: The replacement of the body.
-        rest: Other fields of the response.
-    """
+    """Encode a body mutation by hand, with a single copy of the body."""
     mutation = b"\x0a" + _varint(len(body))
     mutation = b"\x1a" + _varint(len(mutation) + len(body)) + mutation
     inner = b"\x0a" + _varint(len(common) + len(mutation) + len(body))

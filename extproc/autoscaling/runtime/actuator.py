@@ -60,7 +60,6 @@ class Actuator(Protocol):
 
         Args:
             scaling: Section that selects this actuator.
-            context: Its dependencies.
         """
 
     @property

@@ -50,11 +50,8 @@ class Autoscaler:
     """Scales all pools with autoscaling: configured pools, and discovered pools as they change.
 
     Args:
-        settings: The whole configuration.
-        registry: The pools.
         tallies: Metrics of the process.
         leads: True while this replica holds the Lease.
-        clock: Monotonic seconds.
         token: Returns the bearer token for requests to peers; empty for none.
         on_step: Called after every step of a loop.
         on_removed: Called when a loop was removed.

@@ -67,7 +67,6 @@ class CompetingAutoscalers:
 
     Args:
         target: The object, with everything filled in.
-        api: The API server.
     """
 
     def __init__(self, target: ScaleTarget, api: ScaleApi) -> None:

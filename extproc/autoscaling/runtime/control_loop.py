@@ -127,12 +127,10 @@ class ControlLoop:
     """Scales a pool. Mutable; owned by its `ScaledPool`.
 
     Args:
-        runtime: The pool.
         scaling: Policy, bounds and parameters.
         acting: Applies decisions.
         counters: Counters of this process for the pool.
         peers: Counters of other replicas of the endpoint picker.
-        clock: Monotonic seconds.
         on_change: Called after every step, successful or not.
 
     Raises:

@@ -18,7 +18,6 @@ class DemandCounters:
     """Reads the counters of a pool. Totals never decrease, even if a part of them does.
 
     Args:
-        runtime: The pool.
         tallies: Metrics of the pool.
     """
 
@@ -48,7 +47,6 @@ class DemandCounters:
 
         Args:
             spec: Requested replicas.
-            now: Monotonic seconds.
         """
         pool = self._runtime.parts.store.pool
         stale_after_s = self._runtime.parts.director.routing.settings.stale_after_s

@@ -72,7 +72,6 @@ class ProcessActuator:
     Args:
         wanted: Command and time limits.
         runtime: Pool of the engines.
-        clock: Monotonic seconds.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
 

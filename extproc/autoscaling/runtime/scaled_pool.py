@@ -48,9 +48,7 @@ class ScaledPool:
     """Scales a pool from `attach` to `detach`.
 
     Args:
-        runtime: The pool.
         scaling: Policy, bounds and parameters.
-        context: Shared dependencies.
 
     Raises:
         ConfigError: There is no such policy.

@@ -54,7 +54,6 @@ class FileStateStore:
 
     Args:
         path: Path of the file.
-        clock: Monotonic seconds.
         time: Seconds since 1970.
     """
 
@@ -103,7 +102,6 @@ class ConfigMapStateStore:
         cluster: Client of the API server.
         namespace: Namespace of the ConfigMap.
         name: Name of the ConfigMap.
-        clock: Monotonic seconds.
         time: Seconds since 1970.
     """
 

@@ -157,7 +157,6 @@ class KubernetesApiClient:
         """Sends any other request, for components that share the connection.
 
         Args:
-            method: HTTP method.
             path: From `/apis` or `/api` on.
             body: What becomes JSON; None for nothing.
             seconds: For everything.

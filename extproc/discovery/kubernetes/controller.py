@@ -40,7 +40,6 @@ class KubernetesDiscovery:
     Args:
         wanted: What is watched, and how patiently.
         connect: Opens the API server.
-        clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with
             the same and what came since if it raises. A pool is first reported when everything it

@@ -34,7 +34,6 @@ def pod_endpoints(
     """Returns the endpoints of a pool's pod; none while it is not ready.
 
     Args:
-        pod: Which one.
         ports: Target ports in their order: with several, each is a rank of its own, called
             `<pod>-rank-<index>` (docs/spec/protocol.md#endpoints-of-a-pod). None: the pod names its
             port.

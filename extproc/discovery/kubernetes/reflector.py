@@ -53,12 +53,9 @@ class Reflector:
     """Keeps one collection of the object store in sync with the cluster.
 
     Args:
-        collection: Which one.
-        server: API client.
         known: What is kept true.
         listener: Receiver of changes and states.
         wanted: How patiently.
-        clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
         supervisor: Hears of objects that make us raise, and of steps that went well.
     """

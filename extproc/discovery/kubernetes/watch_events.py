@@ -138,11 +138,7 @@ _ANY_LINE = msgspec.json.Decoder(_Line[msgspec.Raw])
 
 
 class WatchReader:
-    """Parses pages and lines of one resource.
-
-    Args:
-        resource: Which one.
-    """
+    """Parses pages and lines of one resource."""
 
     def __init__(self, resource: watch_plan.ResourceType) -> None:
         form = decode.FORMS[resource]

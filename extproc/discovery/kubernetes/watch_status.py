@@ -46,7 +46,6 @@ class WatchStatuses:
 
     Args:
         collections: What is watched.
-        now: Monotonic seconds.
     """
 
     def __init__(self, collections: Iterable[WatchedCollection], now: float) -> None:
@@ -73,7 +72,6 @@ class WatchStatuses:
             state: One of `STATES`.
             detail: Why, for people.
             server: Address of the API server, for people.
-            now: Monotonic seconds.
 
         Yields:
             Kind and detail of what is worth a log line: every change of the reason, once, and not

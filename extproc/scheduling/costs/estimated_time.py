@@ -252,12 +252,7 @@ class EstimatedTime(
         return _MeanUncachedTokens()
 
     def _loading(self, c: Candidate, answer_s: float) -> float:
-        """Seconds an adapter costs that is not there, to this request and to those beside it.
-
-        Args:
-            c: The candidate.
-            answer_s: Seconds an answer takes there.
-        """
+        """Seconds an adapter costs that is not there, to this request and to those beside it."""
         load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
         return load + wait + c.estimated_requests * self.others_share * load

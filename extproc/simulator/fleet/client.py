@@ -73,7 +73,6 @@ class Sender:
         client: How requests are offered.
         sessions: What is asked.
         adapters: LoRA adapters users are spread over; 0 for none.
-        timeline: The clock.
         rng: Chance, for arrivals.
         send: Sends a request; `finished` is called with its request once it ended.
     """

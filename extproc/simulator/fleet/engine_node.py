@@ -19,8 +19,6 @@ class EngineNode:
     """Engine with its requests and its metrics page. Mutable; owned by the simulation.
 
     Args:
-        timeline: The clock.
-        profile: The machine.
         finished: Called with every request that ended, with or without failure.
         gaps: Called with the time between tokens.
 

@@ -35,11 +35,7 @@ class ScheduledCallback:
 
 
 class VirtualTimer:
-    """Timer of flow control on virtual time.
-
-    Args:
-        timeline: The clock.
-    """
+    """Timer of flow control on virtual time."""
 
     def __init__(self, timeline: EventQueue) -> None:
         self._timeline = timeline
@@ -64,7 +60,6 @@ class SimFlowController(Generic[GrantT]):
 
     Args:
         holding: How requests wait; what tenants may take is not simulated.
-        timeline: The clock.
         acts: What is done to requests.
     """
 
@@ -98,7 +93,6 @@ class SimFlowController(Generic[GrantT]):
         """Dispatch, queue or reject a new request.
 
         Args:
-            sim_request: The request.
             outcome: What would come of it if nobody else waited.
             toward: Address of the endpoint it would go to; empty where that is not known.
 
@@ -116,7 +110,6 @@ class SimFlowController(Generic[GrantT]):
         """Begin to wait.
 
         Args:
-            sim_request: The request.
             why: Its outcome without capacity.
 
         Returns:

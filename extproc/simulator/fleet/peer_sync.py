@@ -15,7 +15,6 @@ class PeerSyncBus:
 
     Args:
         directors: The director of every picker.
-        timeline: The clock.
         delay_s: Seconds from the first fact that waits to its being taken in with those after it.
     """
 

@@ -63,7 +63,6 @@ class ExtprocPicker:
     Args:
         settings: As from a configuration file.
         nodes: All engines there will ever be.
-        timeline: The clock.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
         models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.

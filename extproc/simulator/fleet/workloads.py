@@ -313,7 +313,6 @@ def sessions(
     """The sessions of a workload.
 
     Args:
-        workload: Which one.
         rng: Chance; a trace leaves nothing to it.
         rows: Lines of the trace, where the workload is one.
 

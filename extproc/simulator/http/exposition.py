@@ -154,7 +154,6 @@ class ExpositionPage(Collector):
         counts: The engine's statistics.
         http: The server's own.
         model: The served base model.
-        profile: The machine.
         created: Unix time the engine started.
     """
 
