@@ -321,7 +321,7 @@ def _hints(place: DemoInstallation, *, keep: bool) -> str:
             f"  curl 127.0.0.1:{place.envoy}/v1/chat/completions -d '{body}'",
             f"  {extproc} explain --last{server}",
             f"  echo '{body}' | {extproc} explain{server}",
-            f"  curl 127.0.0.1:{place.metrics}/metrics        # the picker",
+            f"  curl 127.0.0.1:{place.metrics}/metrics        # extproc",
             f"  curl 127.0.0.1:{place.metrics}/debug/pool     # what it knows of the engines",
             f"  curl {place.engines[0]}/metrics        # an engine",
             f"  curl 127.0.0.1:{place.admin}/stats          # Envoy",

@@ -43,7 +43,7 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
     """Event worth a log line and a counter.
 
     Attributes:
-        kind: `replaced` (the store has a new list), `file-broken` (the old list stays),
+        kind: `list-replaced` (the store has a new list), `file-broken` (the old list stays),
             `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
             `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
         detail: What exactly.
@@ -174,7 +174,7 @@ class StaticDiscovery:
         if result.endpoints != self._published:
             self._store.set_endpoints(result.endpoints, self._clock())
             self._published = result.endpoints
-            self._note("replaced", f"entries in the endpoint list: {len(listed)}")
+            self._note("list-replaced", f"{len(listed)} entries")
         self._note_left_out(result.left_out)
         self._unresolved = False
 

@@ -24,7 +24,7 @@ from extproc.telemetry.request_recorder import ExceptionLog
 _log = logging.getLogger("extproc.server")
 
 #: Facts of discovery that are as they should be.
-_QUIET = frozenset({"replaced", "complete"})
+_QUIET = frozenset({"list-replaced", "complete"})
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):

@@ -115,7 +115,7 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
         await scene.step(2.0)
         path.unlink()
         await scene.step(3.0)
-        assert scene.kinds() == ["replaced", "file-broken", "file-broken"]
+        assert scene.kinds() == ["list-replaced", "file-broken", "file-broken"]
         assert "did you mean `address`?" in scene.facts[1].detail
         assert len(scene.fleet.updates) == 1
         write(path, "10.0.0.4:1")
@@ -156,11 +156,11 @@ def test_a_failing_name_is_logged_once_and_retried_sooner():
     async def scene():
         scene = Scene("engines:1,ghosts:1", engines=("10.0.0.1",))
         await scene.subject.start()
-        assert scene.kinds() == ["name-missing", "replaced"]
+        assert scene.kinds() == ["name-missing", "list-replaced"]
         scene.resolver.answers.clear()
         await scene.step(3.0)
         await scene.step(6.0)
-        assert scene.kinds() == ["name-missing", "replaced", "name-kept"]
+        assert scene.kinds() == ["name-missing", "list-replaced", "name-kept"]
         assert len(scene.fleet.updates) == 1
         assert len(scene.resolver.queries) == 3
         scene.resolver.answers["engines"] = ("10.0.0.1",)
@@ -182,7 +182,7 @@ def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
         }
         scene = Scene(",".join(f"{name}:1" for name in many), **many)
         await scene.subject.start()
-        assert scene.kinds() == ["replaced", "truncated"]
+        assert scene.kinds() == ["list-replaced", "truncated"]
         assert "3616 addresses are left out" in scene.facts[1].detail
         assert scene.subject.left_out == 3616
         scene.resolver.answers["engines-0"] = many["engines-0"][:3999]
@@ -191,7 +191,13 @@ def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
         assert scene.subject.left_out == 3615
         scene.resolver.answers["engines-0"] = many["engines-0"][:1]
         await scene.step(80.0)
-        assert scene.kinds() == ["replaced", "truncated", "replaced", "replaced", "complete"]
+        assert scene.kinds() == [
+            "list-replaced",
+            "truncated",
+            "list-replaced",
+            "list-replaced",
+            "complete",
+        ]
         assert scene.subject.left_out == 0
 
     asyncio.run(scene())
