@@ -65,7 +65,7 @@ class Http2Connection(FrameReader):
         self._guard = FloodGuard(now)
         self._sender = ResponseSender(self._guard)
         self._decoder = HeaderDecoder(limits)
-        self._streams = StreamTable()
+        self._streams = StreamTable(limits.max_streams)
         self._final_stream_id = frames.MAX_STREAM_ID
         self._received_bytes = 0
         self._now = now
@@ -78,7 +78,7 @@ class Http2Connection(FrameReader):
         self._sender.output += (
             frames.build_settings(
                 (
-                    (frames.HEADER_TABLE_SIZE, 0),
+                    (frames.HEADER_TABLE_SIZE, limits.header_table_bytes),
                     (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
                     (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
                     (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
@@ -158,7 +158,9 @@ class Http2Connection(FrameReader):
 
     def reset_stalled(self) -> list[CallTerminated]:
         """Reset calls whose answers did not move since the last call of this method."""
-        terminated = []
+        terminated: list[CallTerminated] = []
+        if self.is_terminated:
+            return terminated
         for open_stream in self._sender.find_stalled():
             self._counts["stalled_answer"] += 1
             is_ended = bool(open_stream.trailers)
@@ -169,10 +171,14 @@ class Http2Connection(FrameReader):
 
     def ping(self) -> None:
         """Send a PING; whatever the peer sends next shows that it lives."""
+        if self.is_terminated:
+            return
         self._sender.output.append(frames.build_frame(frames.PING, 0, 0, _KEEPALIVE_PING))
 
     def start_drain(self) -> None:
         """Announce the end: calls on their way are served until the peer confirmed it."""
+        if self.is_terminated:
+            return
         self._sender.output += (
             frames.build_goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR),
             frames.build_frame(frames.PING, 0, 0, _DRAIN_PING),
@@ -186,7 +192,7 @@ class Http2Connection(FrameReader):
             self._sender.output.append(goaway)
 
     def close(self) -> None:
-        """Return what the connection holds of shared limits; nothing is read any more."""
+        """Return what the connection holds of shared limits; nothing is read or sent any more."""
         self.is_terminated = True
         self._drop_partial()
         for open_stream in self._streams.open.values():
@@ -288,13 +294,14 @@ class Http2Connection(FrameReader):
         self._streams.last_id = stream_id
         head, limits = self._decoder.read_request(block), self._limits
         if stream_id > self._final_stream_id:
-            raise Http2Error(ErrorCode.REFUSED_STREAM, "draining", stream_id=stream_id)
+            self._refuse(stream_id, ErrorCode.REFUSED_STREAM, limit="draining")
+            return
         if len(self._streams.open) >= limits.max_streams:
-            raise Http2Error(
-                ErrorCode.REFUSED_STREAM, "too many streams", stream_id=stream_id, limit="streams"
-            )
+            self._refuse(stream_id, ErrorCode.REFUSED_STREAM, limit="streams")
+            return
         if head.malformed:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, head.malformed, stream_id=stream_id)
+            self._refuse(stream_id, ErrorCode.PROTOCOL_ERROR, limit="stream_error")
+            return
         open_stream = self._streams.open[stream_id] = Http2Stream(
             stream_id,
             send_window_bytes=self._sender.initial_window_bytes,
@@ -303,6 +310,8 @@ class Http2Connection(FrameReader):
         )
         rejection = head.rejection
         if rejection is not None:
+            if rejection.limit:
+                self._counts[rejection.limit] += 1
             self._guard.spend("stream_error_flood", self._now)
             open_stream.is_remote_closed = is_end_of_stream
             self._sender.reject(
@@ -340,17 +349,21 @@ class Http2Connection(FrameReader):
         if flags & frames.ACK:
             if payload:
                 raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "acknowledgement with settings")
-            self._decoder.forbid_table()
+            self._decoder.limit_table()
             return
         sender = self._sender
+        initial_bytes = sender.initial_window_bytes
         for name, value in frames.read_settings(payload):
             least, greatest, code = _SETTING_RANGES.get(name, (0, value, ErrorCode.NO_ERROR))
             if not least <= value <= greatest:
                 raise Http2Error(code, f"setting {name} is {value}")
             if name == frames.INITIAL_WINDOW_SIZE:
-                self._close_all(sender.resize_windows(self._streams.open.values(), value))
+                initial_bytes = value
             elif name == frames.MAX_FRAME_SIZE:
                 sender.max_frame_bytes = value
+        if initial_bytes != sender.initial_window_bytes:
+            # Once for the frame, which may hold thousands of them: it visits all streams.
+            self._close_all(sender.resize_windows(self._streams.open.values(), initial_bytes))
         sender.output.append(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
 
     def _on_push_promise(self, _: int, __: int, ___: bytes) -> None:
@@ -371,14 +384,13 @@ class Http2Connection(FrameReader):
     def _on_window_update(self, _: int, stream_id: int, payload: bytes) -> None:
         more_bytes = frames.read_number(payload) & frames.MAX_WINDOW_BYTES
         self._guard.spend("window_update_flood", self._now)
-        if not more_bytes:
-            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "window of 0", stream_id=stream_id)
-        if not stream_id:
-            self._close_all(self._sender.open_connection_window(more_bytes))
-            return
         open_stream = self._streams.open.get(stream_id)
-        if open_stream is None:
+        if stream_id and open_stream is None:
             self._streams.check(frames.WINDOW_UPDATE, stream_id)
+        elif not more_bytes:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "window of 0", stream_id=stream_id)
+        elif open_stream is None:
+            self._close_all(self._sender.open_connection_window(more_bytes))
         else:
             is_ended = self._sender.open_stream_window(open_stream, more_bytes)
             self._close_all((open_stream,) if is_ended else ())
@@ -405,8 +417,12 @@ class Http2Connection(FrameReader):
             open_stream.received_bytes = 0
 
     def _close_all(self, ended: Sequence[Http2Stream]) -> None:
+        """Close streams whose responses new windows completed, and count what the windows cut."""
         for open_stream in ended:
             self._close(open_stream)
+        fragments, self._sender.num_fragments = self._sender.num_fragments, 0
+        if fragments:
+            self._guard.spend("window_starvation", self._now, fragments)
         self._open_connection_window()
 
     def _close(self, open_stream: Http2Stream) -> None:
@@ -435,13 +451,19 @@ class Http2Connection(FrameReader):
         self._events.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
         self.end_call(open_stream.stream_id, error.status, error.message)
 
+    def _refuse(self, stream_id: int, code: ErrorCode, *, limit: str) -> None:
+        """Reset a stream instead of opening it."""
+        self._counts[limit] += 1
+        self._guard.spend("stream_error_flood", self._now)
+        self._reset_stream(stream_id, code)
+
     def _on_stream_error(self, error: Http2Error) -> None:
         self._counts[error.limit or "stream_error"] += 1
         self._guard.spend("stream_error_flood", self._now)
         open_stream = self._streams.open.get(error.stream_id)
         if open_stream is None:
-            self._reset_stream(error.stream_id, error.code)
-            return
+            # RST_STREAM is for streams that are open (RFC 9113, section 6.4).
+            raise Http2Error(error.code, error.detail)
         if not open_stream.trailers:
             self._events.append(CallTerminated(error.stream_id, is_by_peer=False))
         self._abandon(open_stream, error.code)
@@ -452,7 +474,7 @@ class Http2Connection(FrameReader):
             frames.build_goaway(self._streams.last_id, error.code, error.detail)
         )
         self._events.append(ConnectionTerminated(error.code, error.detail))
-        self.is_terminated = True
+        self.close()
 
     #: By frame type; `FrameReader` handles the others.
     _HANDLERS: ClassVar[Mapping[int, Callable[[Http2Connection, int, int, bytes], None]]] = {

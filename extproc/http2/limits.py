@@ -22,6 +22,8 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
         stream_window_bytes: Bytes on their way on one stream. 1 MiB is the largest piece of a body
             that Envoy sends at once.
         connection_window_bytes: The same on the connection.
+        header_table_bytes: Table of fields that the peer may refer to (RFC 7541, section 2.3.2). With
+            0, the same fields are the same bytes, and are decoded once.
         max_header_list_bytes: Size of a header list as RFC 9113 counts it; above it status 431.
             16 KiB is what gRPC servers take.
         max_header_fields: Fields of a header list; above it status 431.
@@ -36,6 +38,7 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_streams: int = 20_000
     stream_window_bytes: int = _MIB
     connection_window_bytes: int = 16 * _MIB
+    header_table_bytes: int = 0
     max_header_list_bytes: int = 16 * _KIB
     max_header_fields: int = 128
     max_header_block_bytes: int = 32 * _KIB
@@ -87,6 +90,8 @@ _ALLOWANCES: Final[Mapping[str, _Allowance]] = {
     "priority_flood": _Allowance(1_000.0, 20.0),
     # Envoy allows a peer of its own ten for each frame of data too.
     "window_update_flood": _Allowance(5_000.0, 100.0, 10.0),
+    # Answers that a peer takes in pieces of some bytes; windows of any use end few messages so.
+    "window_starvation": _Allowance(2_000.0, 100.0, 0.1),
     "empty_frame_flood": _Allowance(1_000.0, 100.0),
     "unknown_frame_flood": _Allowance(1_000.0, 20.0),
     # Frames that were on their way when their stream ended.
@@ -116,18 +121,18 @@ class FloodGuard:
         self._levels = {kind: allowance.burst for kind, allowance in _ALLOWANCES.items()}
         self._refills: dict[str, tuple[float, int]] = {}
 
-    def spend(self, kind: str, now: float) -> None:
-        """Take one token.
+    def spend(self, kind: str, now: float, count: int = 1) -> None:
+        """Take one token, or more.
 
         Raises:
             Http2Error: The bucket is empty; the connection ends.
         """
         level = self._levels[kind]
-        if level < 1.0:
+        if level < count:
             level = self._refill(kind, now)
-            if level < 1.0:
+            if level < count:
                 raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, f"limit: {kind}", limit=kind)
-        self._levels[kind] = level - 1.0
+        self._levels[kind] = level - count
 
     def _refill(self, kind: str, now: float) -> float:
         """Add what time and work brought since the last refill, and return the level."""

@@ -20,6 +20,9 @@ from extproc.http2.responses import GrpcStatus
 #: Header blocks whose meaning is remembered (count): data planes send the same few again and again.
 _MAX_REMEMBERED: Final = 64
 
+#: The largest block that is remembered (bytes), so that a connection keeps little.
+_MAX_REMEMBERED_BYTES: Final = 1024
+
 #: Bytes of stream dependency and weight in front of a header block.
 _PRIORITY_BYTES: Final = 5
 
@@ -59,11 +62,13 @@ class HeadRejection(msgspec.Struct, frozen=True):
         http_status: HTTP status; 200 for an answer of gRPC.
         grpc_status: gRPC status.
         message: Text for the client.
+        limit: Name of the limit that was exceeded; empty for a rule of gRPC.
     """
 
     http_status: int
     grpc_status: GrpcStatus
     message: str
+    limit: str = ""
 
 
 class RequestHead(msgspec.Struct, frozen=True):
@@ -140,11 +145,11 @@ def strip_head_fields(payload: bytes, flags: int, stream_id: int) -> bytes:
 class HeaderDecoder:
     """Decodes the header blocks of one connection.
 
-    Once the peer keeps no table of fields, because settings announce none, a block always means
-    the same, and those that came before are not decoded again.
+    Once the peer keeps no table of fields, where settings announce none, a block always means the
+    same, and those that came before are not decoded again.
 
     Args:
-        limits: For the size of header lists.
+        limits: For the size of header lists and of the table.
     """
 
     def __init__(self, limits: Http2Limits) -> None:
@@ -153,10 +158,10 @@ class HeaderDecoder:
         self._remembered: dict[bytes, RequestHead] = {}
         self._is_stateless = False
 
-    def forbid_table(self) -> None:
-        """Hold the peer to a table of no size; call once it acknowledged our settings."""
-        self._hpack.max_allowed_table_size = 0
-        self._is_stateless = True
+    def limit_table(self) -> None:
+        """Hold the peer to the table of the limits; call once it acknowledged our settings."""
+        self._hpack.max_allowed_table_size = self._limits.header_table_bytes
+        self._is_stateless = not self._limits.header_table_bytes
 
     def read_request(self, block: bytes) -> RequestHead:
         """Decode the header block of a request.
@@ -169,6 +174,8 @@ class HeaderDecoder:
         head = self._remembered.get(block)
         if head is None:
             head = self._read(block)
+            if len(block) > _MAX_REMEMBERED_BYTES:
+                return head
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[block] = head
@@ -194,7 +201,10 @@ class HeaderDecoder:
         ):
             return RequestHead(
                 rejection=HeadRejection(
-                    431, GrpcStatus.RESOURCE_EXHAUSTED, "the header list is too large"
+                    431,
+                    GrpcStatus.RESOURCE_EXHAUSTED,
+                    "the header list is too large",
+                    limit="header_list",
                 )
             )
         return _parse_request(fields)

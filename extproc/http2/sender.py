@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from extproc.http2 import frames, responses
 from extproc.http2.frames import ErrorCode, Http2Error
@@ -11,6 +12,10 @@ from extproc.http2.limits import FloodGuard
 from extproc.http2.messages import frame_messages
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.stream import Http2Stream
+
+#: DATA frames below this (bytes) that end inside of a message, because the peer's window does, cost
+#: more than they bring.
+_FRAGMENT_BYTES: Final = 1024
 
 
 class ResponseSender:
@@ -22,6 +27,7 @@ class ResponseSender:
     Attributes:
         output: Frames to write, in order.
         unsent_bytes: Data of all streams that waits for a window.
+        num_fragments: Small frames of data that windows of the peer cut.
         initial_window_bytes: Window of a new stream.
         max_frame_bytes: Largest payload that the peer takes.
     """
@@ -30,9 +36,11 @@ class ResponseSender:
         "_blocked",
         "_guard",
         "_is_first_block",
+        "_ready",
         "_window_bytes",
         "initial_window_bytes",
         "max_frame_bytes",
+        "num_fragments",
         "output",
         "unsent_bytes",
     )
@@ -40,11 +48,14 @@ class ResponseSender:
     def __init__(self, guard: FloodGuard) -> None:
         self.output: list[bytes] = []
         self.unsent_bytes = 0
+        self.num_fragments = 0
         self.initial_window_bytes = frames.DEFAULT_WINDOW_BYTES
         self.max_frame_bytes = frames.DEFAULT_FRAME_BYTES
         self._guard = guard
         self._window_bytes = frames.DEFAULT_WINDOW_BYTES
         self._blocked: dict[int, Http2Stream] = {}
+        # Those that wait for the window of the connection only, in turns.
+        self._ready: OrderedDict[int, Http2Stream] = OrderedDict()
         self._is_first_block = True
 
     def take_output(self) -> bytes:
@@ -121,6 +132,7 @@ class ResponseSender:
             self.unsent_bytes -= sum(map(len, stream.unsent)) - stream.unsent_at
             stream.unsent = None
             self._blocked.pop(stream.stream_id, None)
+            self._ready.pop(stream.stream_id, None)
 
     def open_stream_window(self, stream: Http2Stream, more_bytes: int) -> bool:
         """Add to the window of a stream; returns True if its response ended with that.
@@ -144,7 +156,7 @@ class ResponseSender:
         self._window_bytes += more_bytes
         if self._window_bytes > frames.MAX_WINDOW_BYTES:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window of the connection too large")
-        return self._send_blocked()
+        return self._send_ready()
 
     def resize_windows(
         self, streams: Iterable[Http2Stream], initial_bytes: int
@@ -160,7 +172,10 @@ class ResponseSender:
             stream.send_window_bytes += change
             if stream.send_window_bytes > frames.MAX_WINDOW_BYTES:
                 raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window of a stream too large")
-        return self._send_blocked() if change > 0 else []
+        for stream in self._blocked.values():
+            if stream.send_window_bytes > 0:
+                self._ready.setdefault(stream.stream_id, stream)
+        return self._send_ready()
 
     def find_stalled(self) -> list[Http2Stream]:
         """Return streams that sent nothing since the last call although they have data."""
@@ -171,17 +186,13 @@ class ResponseSender:
             stream.has_moved = False
         return stalled
 
-    def _send_blocked(self) -> list[Http2Stream]:
-        """Send what the windows allow; streams that got nothing come first the next time."""
-        ended = []
-        for stream in list(self._blocked.values()):
-            if self._window_bytes <= 0:
-                break
+    def _send_ready(self) -> list[Http2Stream]:
+        """Send what the window of the connection allows; returns streams that ended with that."""
+        ended, ready = [], self._ready
+        while ready and self._window_bytes > 0:
+            _, stream = ready.popitem(last=False)
             if self._send_unsent(stream):
                 ended.append(stream)
-            elif stream.unsent is not None:
-                del self._blocked[stream.stream_id]
-                self._blocked[stream.stream_id] = stream
         return ended
 
     def _send_unsent(self, stream: Http2Stream) -> bool:
@@ -194,11 +205,16 @@ class ResponseSender:
             left = len(data) - at
             size = min(left, self.max_frame_bytes, stream.send_window_bytes, self._window_bytes)
             if size <= 0 < left:
+                if stream.send_window_bytes > 0:
+                    self._ready[stream.stream_id] = stream
                 return False
             stream.send_window_bytes -= size
             self._window_bytes -= size
             self.unsent_bytes -= size
-            self._guard.writes += 1
+            if size < left and size < _FRAGMENT_BYTES:
+                self.num_fragments += 1
+            else:
+                self._guard.writes += 1
             stream.has_moved = True
             output.append(
                 frames.pack_head(size >> 8, size & 0xFF, frames.DATA, 0, stream.stream_id)
@@ -211,6 +227,7 @@ class ResponseSender:
                 stream.unsent_at = at + size
         stream.unsent = None
         del self._blocked[stream.stream_id]
+        self._ready.pop(stream.stream_id, None)
         if stream.trailers:
             output.append(stream.trailers)
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -13,8 +13,8 @@ from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.messages import MessageAssembler
 
-#: Streams that we ended before the peer did, whose late frames are ignored (count).
-_MAX_RESET: Final = 4096
+#: Least number of streams that we ended before the peer did, and whose late frames are ignored.
+_MIN_RESET: Final = 4096
 
 
 class Http2Stream:
@@ -155,24 +155,28 @@ _VERDICTS: Final[Sequence[Mapping[int, Verdict]]] = (
 class StreamTable:
     """Streams of a connection: those that are open, and how the others ended.
 
+    Args:
+        max_streams: Open streams, all of which we may end at once (count).
+
     Attributes:
         open: Open streams by identifier.
         last_id: The highest identifier that the peer used.
     """
 
-    __slots__ = ("_reset", "last_id", "open")
+    __slots__ = ("_max_reset", "_reset", "last_id", "open")
 
-    def __init__(self) -> None:
+    def __init__(self, max_streams: int) -> None:
         self.open: dict[int, Http2Stream] = {}
         self.last_id = 0
-        self._reset: dict[int, None] = {}
+        self._max_reset = max(_MIN_RESET, max_streams)
+        self._reset: OrderedDict[int, None] = OrderedDict()
 
     def note_reset(self, stream_id: int) -> None:
         """Record that we ended a stream, possibly before the peer notices."""
         reset = self._reset
         reset[stream_id] = None
-        if len(reset) > _MAX_RESET:
-            del reset[next(iter(reset))]
+        if len(reset) > self._max_reset:
+            reset.popitem(last=False)
 
     def check(self, kind: int, stream_id: int) -> bool:
         """Check if a frame is to be handled; False if it is to be ignored.
