@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import ClassVar, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
 from extproc.http2.events import (
@@ -28,6 +28,13 @@ _WRITE_BUFFER_BYTES = 1024 * 1024
 #: while an engine does not read its request.
 _STALL_S = 300.0
 
+#: Events of one read that are handled before other connections are: one read may hold thousands of
+#: messages of some bytes.
+_MAX_EVENTS = 512
+
+#: Seconds that a unary call may take: its answer takes none, so it waits for its message.
+_UNARY_S = 60.0
+
 #: Connections that wait to be accepted (count).
 _BACKLOG = 1024
 
@@ -38,9 +45,15 @@ class ServerCall:
     Args:
         connection: Its connection.
         stream_id: Its stream.
+
+    Attributes:
+        max_duration_s: Seconds after which the call ends, whatever the client waits; None for ever.
+        deadline: Ends the call.
     """
 
     __slots__ = ("_connection", "_stream_id", "deadline")
+
+    max_duration_s: ClassVar[float | None] = None
 
     def __init__(self, connection: Http2Protocol, stream_id: int) -> None:
         self._connection = connection
@@ -67,6 +80,10 @@ class ServerCall:
         """End the call; nothing more is heard of it."""
         self._connection.end(self._stream_id, status, message)
 
+    def count_limit(self, limit: str) -> None:
+        """Count a call that ends by a limit."""
+        self._connection.count_limit(limit)
+
     def pause(self) -> None:
         """Let further messages wait at the client."""
         self._connection.core.pause_call(self._stream_id)
@@ -91,6 +108,8 @@ class UnaryCall(ServerCall):
     """
 
     __slots__ = ("_answer", "_messages")
+
+    max_duration_s = _UNARY_S
 
     def __init__(
         self, connection: Http2Protocol, stream_id: int, answer: Callable[[bytes], bytes]
@@ -140,6 +159,7 @@ class Http2Protocol(asyncio.Protocol):
         self._is_pinged = self._is_write_paused = False
         self._read_at = self._pinged_at = self._stalls_at = now
         self._timer: asyncio.TimerHandle | None = None
+        self._deferred: deque[Http2Event] = deque()
 
     # What asyncio calls
 
@@ -157,14 +177,11 @@ class Http2Protocol(asyncio.Protocol):
         """Handle bytes of the peer; all answers leave in one write."""
         self._will_flush, self._is_pinged = True, False
         self._read_at = now = self._loop.time()
-        calls = self._calls
-        for event in self.core.receive(data, now):
-            if type(event) is MessageReceived:
-                call = calls.get(event.stream_id)
-                if call is not None:
-                    call.on_message(event.message)
-            else:
-                self._on_event(event)
+        events = self.core.receive(data, now)
+        if self._deferred or len(events) > _MAX_EVENTS:
+            self._defer(events)
+            return
+        self._handle(events)
         self._flush()
 
     def eof_received(self) -> bool:
@@ -176,6 +193,7 @@ class Http2Protocol(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._will_flush = True
+        self._deferred.clear()
         self.core.close()
         for stream_id in list(self._calls):
             self._terminate(stream_id)
@@ -189,8 +207,7 @@ class Http2Protocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Read again."""
         self._is_write_paused = False
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._resume_reading()
 
     # What calls do
 
@@ -217,6 +234,10 @@ class Http2Protocol(asyncio.Protocol):
             self._will_flush = True
             self._loop.call_soon(self._flush)
 
+    def count_limit(self, limit: str) -> None:
+        """Count a call that ends by a limit."""
+        self._server.counts[limit] += 1
+
     # What the server does
 
     def start_drain(self) -> None:
@@ -242,6 +263,43 @@ class Http2Protocol(asyncio.Protocol):
         if self.core.is_terminated and not self._transport.is_closing():
             self._transport.close()
 
+    def _resume_reading(self) -> None:
+        """Read again, unless answers or events wait."""
+        if not (self._is_write_paused or self._deferred or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+    def _defer(self, events: Sequence[Http2Event]) -> None:
+        """Handle many events in turns with other connections; nothing is read meanwhile."""
+        is_first = not self._deferred
+        self._deferred += events
+        if is_first:
+            self._transport.pause_reading()
+            self._handle_deferred()
+        else:
+            self._flush()
+
+    def _handle_deferred(self) -> None:
+        deferred = self._deferred
+        if not deferred:
+            return  # the connection is lost
+        self._will_flush = True
+        self._handle([deferred.popleft() for _ in range(min(len(deferred), _MAX_EVENTS))])
+        self._flush()
+        if deferred:
+            self._loop.call_soon(self._handle_deferred)
+        else:
+            self._resume_reading()
+
+    def _handle(self, events: Sequence[Http2Event]) -> None:
+        calls = self._calls
+        for event in events:
+            if type(event) is MessageReceived:
+                call = calls.get(event.stream_id)
+                if call is not None:
+                    call.on_message(event.message)
+            else:
+                self._on_event(event)
+
     def _on_event(self, event: Http2Event) -> None:
         if isinstance(event, CallStarted):
             self._start_call(event)
@@ -258,10 +316,15 @@ class Http2Protocol(asyncio.Protocol):
             self.core.end_call(stream_id, GrpcStatus.UNIMPLEMENTED, "Method not found!")
             return
         call = self._calls[stream_id] = factory(self, stream_id)
-        if event.timeout_s is not None:
-            call.deadline = self._loop.call_later(event.timeout_s, self._on_deadline, stream_id)
+        timeout_s, max_s = event.timeout_s, call.max_duration_s
+        if max_s is not None and (timeout_s is None or max_s < timeout_s):
+            call.deadline = self._loop.call_later(max_s, self._on_deadline, stream_id, True)
+        elif timeout_s is not None:
+            call.deadline = self._loop.call_later(timeout_s, self._on_deadline, stream_id, False)
 
-    def _on_deadline(self, stream_id: int) -> None:
+    def _on_deadline(self, stream_id: int, is_ours: bool) -> None:  # noqa: FBT001 - called by position
+        if is_ours:
+            self.count_limit("stalled_call")
         self.core.end_call(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
         self._terminate(stream_id)
         self.flush_soon()
@@ -281,6 +344,11 @@ class Http2Protocol(asyncio.Protocol):
             self._stalls_at = now
             for event in self.core.reset_stalled():
                 self._terminate(event.stream_id)
+        if not self.core.has_preface:
+            # A byte now and then is no beginning either.
+            counts["no_preface"] += 1
+            self.abort()
+            return
         if self._is_pinged:
             wait_s = self._pinged_at + keepalive.timeout_s - now
             if wait_s <= 0.0:
@@ -290,10 +358,6 @@ class Http2Protocol(asyncio.Protocol):
         else:
             wait_s = self._read_at + keepalive.time_s - now
             if wait_s <= 0.0:
-                if not self.core.has_preface:
-                    counts["no_preface"] += 1
-                    self.abort()
-                    return
                 self._is_pinged, self._pinged_at = True, now
                 self.core.ping()
                 wait_s = keepalive.timeout_s

@@ -117,6 +117,7 @@ class ExtProcCall(ServerCall):
         if self.has_begun:
             self._run(_stall, self)
         elif self._release("cancelled"):
+            self.count_limit("stalled_call")
             self.end(GrpcStatus.DEADLINE_EXCEEDED, "no message arrived")
 
     def _run(
@@ -181,8 +182,11 @@ class ExtProcCall(ServerCall):
         """Answer a request that waited, then the messages that came meanwhile."""
         self.is_waiting = False
         self._run(turn, argument)
-        while self._backlog and not (self.is_waiting or self._is_closed):
-            self.on_message(self._backlog.pop(0))
+        backlog, self._backlog = self._backlog, []
+        for message in backlog:
+            if self._is_closed:
+                break
+            self.on_message(message)
         if self.is_waiting or self._is_closed:
             return
         self.resume()
