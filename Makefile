@@ -19,6 +19,10 @@ ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
 KUBETOOLS := .cache/tools
 KUBETOOLS_MODULE := tests/manifests/kubetools
 
+# h2spec and a client of grpc-go, which tests/http2 run against the native server.
+HTTP2TOOLS_MODULE := tests/http2/tools
+HTTP2TOOLS_SOURCES := $(addprefix $(HTTP2TOOLS_MODULE)/,go.mod go.sum interopclient/main.go)
+
 # Files with tests marked `proof`; each worker of a run imports all files that it is given.
 PROOFS = $(shell grep -rl --include='*.py' 'mark[.]proof' tests)
 
@@ -29,7 +33,7 @@ NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -131,6 +135,14 @@ $(KUBETOOLS)/.built: $(KUBETOOLS_MODULE)/go.mod $(KUBETOOLS_MODULE)/go.sum
 	@touch $@
 
 kubetools: $(KUBETOOLS)/.built ## Build kustomize and helm for the tests of manifests
+
+$(KUBETOOLS)/.http2: $(HTTP2TOOLS_SOURCES)
+	@mkdir -p $(KUBETOOLS)
+	cd $(HTTP2TOOLS_MODULE) && CGO_ENABLED=0 GOFLAGS=-mod=readonly \
+	  go build -buildvcs=false -trimpath -ldflags '-s -w' -o $(CURDIR)/$(KUBETOOLS)/ tool ./interopclient
+	@touch $@
+
+http2tools: $(KUBETOOLS)/.http2 ## Build h2spec and a client of grpc-go for the tests of HTTP/2
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
