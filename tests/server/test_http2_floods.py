@@ -1,0 +1,250 @@
+"""Floods over a real socket: each ends its connection, is counted, and leaves others alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import struct
+
+import hpack
+import pytest
+
+from extproc.http2.frames import ErrorCode
+from extproc.server import http2_server
+from extproc.server.listeners import Keepalive
+from tests.support import http2_serving
+from tests.support.http2_client import Http2Client
+from tests.support.http2_frames import (
+    ACK,
+    CALL,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    GOAWAY,
+    HEADERS,
+    PATH,
+    PING,
+    PREFACE,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    message,
+    number,
+    setting,
+)
+
+#: Seconds an answer may take on a busy machine.
+ANSWER_S = 300.0
+
+START = PREFACE + frame(SETTINGS) + frame(SETTINGS, ACK)
+ENCODER = hpack.Encoder()
+ENCODER.header_table_size = 0
+BLOCK = ENCODER.encode(list(CALL))
+#: Refused with 415. The blocks of a client begin with the table of no size that it announces.
+REFUSED = b"\x20" + ENCODER.encode(list({**dict(CALL), "content-type": "text/html"}.items()))
+
+
+def call(stream_id, block=BLOCK, flags=END_HEADERS):
+    return frame(HEADERS, flags, stream_id, block)
+
+
+def streams(count):
+    """Identifiers of so many streams after the first."""
+    return range(3, 3 + 2 * count, 2)
+
+
+FLOODS = {
+    "rapid_reset": b"".join(call(i) + frame(RST_STREAM, 0, i, number(8)) for i in streams(20_500)),
+    "ping_flood": frame(PING, 0, 0, bytes(8)) * 1500,
+    "settings_flood": frame(SETTINGS) * 200,
+    "priority_flood": frame(PRIORITY, 0, 9, bytes(5)) * 1500,
+    "window_update_flood": call(1) + frame(WINDOW_UPDATE, 0, 1, number(1)) * 6000,
+    "empty_frame_flood": call(1) + frame(DATA, 0, 1) * 3000,
+    "unknown_frame_flood": frame(0x20) * 1500,
+    "closed_stream_flood": call(1, REFUSED) + frame(DATA, 0, 1) * 25_000,
+    "stream_error_flood": b"".join(call(i, REFUSED) for i in streams(1500)),
+    "continuation_flood": call(1, b"", 0) + frame(CONTINUATION, 0, 1, b"\x00\x01a\x01b") * 20,
+    "header_list": PREFACE
+    + frame(SETTINGS)
+    + call(1, b"\x40\x01x\x7f\xa1\x1e" + b"y" * 4000 + b"\xbe" * 1000),
+}
+
+
+async def send_all(writer, data):
+    """Send until the server closes the connection."""
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+
+
+async def read_to_end(reader):
+    """Everything until the connection is closed."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            read += data
+    return read
+
+
+def kinds(data):
+    """Types of the frames that begin in some bytes."""
+    types = set()
+    while len(data) >= 9:
+        types.add(data[3])
+        data = data[9 + int.from_bytes(data[:3], "big") :]
+    return types
+
+
+def last_error(data):
+    """Error code of the last GOAWAY; None without any."""
+    error, at = None, 0
+    while at + 9 <= len(data):
+        size, kind = int.from_bytes(data[at : at + 3], "big"), data[at + 3]
+        if kind == GOAWAY and at + 17 <= len(data):
+            (error,) = struct.unpack_from(">I", data, at + 13)
+        at += 9 + size
+    return error
+
+
+async def open_raw(port, data):
+    """Connect, send, and return reader and writer."""
+    reader, writer = await asyncio.open_connection(http2_serving.LOCAL, port)
+    await send_all(writer, data)
+    return reader, writer
+
+
+@pytest.mark.parametrize("limit", FLOODS)
+async def test_a_flood_ends_its_connection_and_no_other(limit):
+    flood = FLOODS[limit]
+    async with (
+        asyncio.timeout(ANSWER_S),
+        http2_serving.serve_native({PATH: http2_serving.EchoCall}) as (server, port),
+    ):
+        client = await Http2Client.connect(port)
+        stream_id = client.open(CALL)
+        data = flood if flood.startswith(PREFACE) else START + flood
+        reader, writer = await open_raw(port, data)
+        answer = await read_to_end(reader)
+        writer.close()
+        assert server.counts[limit] == 1
+        assert last_error(answer) == ErrorCode.ENHANCE_YOUR_CALM
+        client.framing.send_data(stream_id, message(b"still here"), end_stream=True)
+        client.flush()
+        await client.until(lambda: client.answers[stream_id].is_over)
+        assert client.answers[stream_id].messages == [b"still here"]
+        await client.close()
+
+
+async def test_windows_of_one_byte_end_the_connection():
+    routes = {PATH: http2_serving.EchoCall}
+    async with asyncio.timeout(ANSWER_S), http2_serving.serve_native(routes) as (server, port):
+        narrow = frame(SETTINGS, 0, 0, setting(4, 0))
+        data = frame(DATA, 0, 1, message(bytes(8000)))
+        reader, writer = await open_raw(port, START + narrow + call(1) + data)
+        while HEADERS not in kinds(await reader.read(1 << 16)):
+            pass
+        await send_all(writer, frame(WINDOW_UPDATE, 0, 1, number(1)) * 2500)
+        assert last_error(await read_to_end(reader)) == ErrorCode.ENHANCE_YOUR_CALM
+        assert server.counts == {"window_starvation": 1}
+        writer.close()
+
+
+async def until(is_met):
+    """Wait for a fact."""
+    async with asyncio.timeout(ANSWER_S):
+        while not is_met():
+            await asyncio.sleep(0)
+
+
+async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):
+    """Its answers fill what the kernel and the process hold; then it is not read either."""
+    monkeypatch.setattr(http2_server, "_WRITE_BUFFER_BYTES", 1000)
+    keepalive = Keepalive(time_s=0.2, timeout_s=0.2)
+    async with http2_serving.serve_native(
+        {PATH: http2_serving.EchoCall}, keepalive=keepalive, max_message_bytes=1 << 20
+    ) as (server, port):
+        windows = frame(SETTINGS, 0, 0, setting(4, 0x7FFF_FFFF))
+        windows += frame(WINDOW_UPDATE, 0, 0, number(0x7FFF_0000))
+        data = message(bytes(16_000))
+        pieces = b"".join(frame(DATA, 0, 1, data) for _ in range(2000))
+        _, writer = await open_raw(port, START + windows + call(1))
+        writer.write(pieces)
+        await until(lambda: server.counts["slow_reader"])
+        await until(lambda: not server.connections)
+        writer.transport.abort()
+
+
+async def test_an_answer_without_a_window_is_reset(monkeypatch):
+    monkeypatch.setattr(http2_server, "_STALL_S", 0.0)
+    async with http2_serving.serve_native({PATH: http2_serving.EchoCall}) as (server, port):
+        client = await Http2Client.connect(port)
+        client.framing.update_settings({4: 0})
+        stream_id = client.open(CALL)
+        client.framing.send_data(stream_id, message(b"x"))
+        client.flush()
+        await client.until(lambda: client.answers[stream_id].http_status)
+        (connection,) = server.connections
+        connection._keep_alive()
+        connection._keep_alive()
+        await client.until(lambda: client.answers[stream_id].is_over)
+        assert client.answers[stream_id].reset == ErrorCode.CANCEL
+        assert server.counts == {"stalled_answer": 1}
+        await client.close()
+
+
+@pytest.mark.parametrize("start", [b"", PREFACE[:5], PREFACE + frame(SETTINGS)[:5]])
+async def test_a_connection_that_does_not_begin_is_closed(start):
+    keepalive = Keepalive(time_s=0.1, timeout_s=600.0)
+    async with http2_serving.serve_native({}, keepalive=keepalive) as (server, port):
+        reader, writer = await open_raw(port, start)
+        await read_to_end(reader)
+        assert server.counts == {"no_preface": 1}
+        writer.close()
+
+
+async def test_a_unary_call_without_its_message_ends(monkeypatch):
+    monkeypatch.setattr(http2_server.UnaryCall, "max_duration_s", 0.05)
+
+    def unary(connection, stream_id):
+        return http2_server.UnaryCall(connection, stream_id, bytes)
+
+    async with http2_serving.serve_native({PATH: unary}) as (server, port):
+        client = await Http2Client.connect(port)
+        stream_id = client.open(CALL)
+        await client.until(lambda: client.answers[stream_id].is_over)
+        assert client.answers[stream_id].grpc_status == "4"
+        assert server.counts == {"stalled_call": 1}
+        await client.close()
+
+
+async def test_thousands_of_messages_in_one_read_let_others_in():
+    """Another connection is answered before the last of them."""
+    log: list[object] = []
+
+    def logging(connection, stream_id):
+        return http2_serving.EchoCall(connection, stream_id, log)
+
+    routes = {PATH: logging}
+    async with asyncio.timeout(ANSWER_S), http2_serving.serve_native(routes) as (server, port):
+        _, writer = await open_raw(port, START + call(1))
+        await until(lambda: any(other.core.num_streams for other in server.connections))
+        (connection,) = server.connections
+        turns = []
+        loop = asyncio.get_running_loop()
+
+        def count_turns():
+            turns.append(len(log))
+            if len(log) < 20_000:
+                loop.call_soon(count_turns)
+
+        connection.data_received(
+            b"".join(frame(DATA, 0, 1, message(b"") * 2000) for _ in range(10))
+        )
+        count_turns()
+        await until(lambda: len(log) == 20_000)
+        assert len(turns) > 10
+        assert max(after - before for before, after in itertools.pairwise(turns)) <= 512
+        writer.close()
