@@ -420,9 +420,9 @@ class Http2Connection(FrameReader):
         """Close streams whose responses new windows completed, and count what the windows cut."""
         for open_stream in ended:
             self._close(open_stream)
-        fragments, self._sender.num_fragments = self._sender.num_fragments, 0
-        if fragments:
-            self._guard.spend("window_starvation", self._now, fragments)
+        num_fragments = self._sender.take_fragments()
+        if num_fragments:
+            self._guard.spend("window_starvation", self._now, num_fragments)
         self._open_connection_window()
 
     def _close(self, open_stream: Http2Stream) -> None:

@@ -27,7 +27,6 @@ class ResponseSender:
     Attributes:
         output: Frames to write, in order.
         unsent_bytes: Data of all streams that waits for a window.
-        num_fragments: Small frames of data that windows of the peer cut.
         initial_window_bytes: Window of a new stream.
         max_frame_bytes: Largest payload that the peer takes.
     """
@@ -36,11 +35,11 @@ class ResponseSender:
         "_blocked",
         "_guard",
         "_is_first_block",
+        "_num_fragments",
         "_ready",
         "_window_bytes",
         "initial_window_bytes",
         "max_frame_bytes",
-        "num_fragments",
         "output",
         "unsent_bytes",
     )
@@ -48,7 +47,7 @@ class ResponseSender:
     def __init__(self, guard: FloodGuard) -> None:
         self.output: list[bytes] = []
         self.unsent_bytes = 0
-        self.num_fragments = 0
+        self._num_fragments = 0
         self.initial_window_bytes = frames.DEFAULT_WINDOW_BYTES
         self.max_frame_bytes = frames.DEFAULT_FRAME_BYTES
         self._guard = guard
@@ -65,6 +64,11 @@ class ResponseSender:
             return b""
         self.output = []
         return b"".join(output)
+
+    def take_fragments(self) -> int:
+        """Return the number of small frames that the peer's windows cut since the last call."""
+        num_fragments, self._num_fragments = self._num_fragments, 0
+        return num_fragments
 
     def send(self, stream: Http2Stream, messages: Sequence[bytes]) -> None:
         """Send messages, after what waits already."""
@@ -212,7 +216,7 @@ class ResponseSender:
             self._window_bytes -= size
             self.unsent_bytes -= size
             if size < left and size < _FRAGMENT_BYTES:
-                self.num_fragments += 1
+                self._num_fragments += 1
             else:
                 self._guard.writes += 1
             stream.has_moved = True

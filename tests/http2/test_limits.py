@@ -23,6 +23,7 @@ from tests.support.http2_frames import (
     frame,
     message,
     number,
+    setting,
 )
 
 
@@ -166,3 +167,46 @@ def test_data_of_many_frames_is_no_flood():
     for _ in range(20):
         client.send(frame(DATA, 0, 1, message(b"x")) * 100)
     assert client.ended_with is None
+
+
+def test_windows_of_one_byte_for_many_streams_end_the_connection():
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 0)))
+    for stream_id in range(1, 121, 2):
+        client.call(stream_id)
+        client.core.send_messages(stream_id, [bytes(100)])
+    client.send(frame(SETTINGS, 0, 0, setting(4, 1)))
+    assert client.ended_with == ErrorCode.ENHANCE_YOUR_CALM
+    assert client.counts == {"window_starvation": 1}
+
+
+@pytest.mark.parametrize(
+    "late", [frame(PRIORITY, 0, 1, bytes(4)), frame(PRIORITY, 0, 99, bytes(4))]
+)
+def test_an_error_on_a_stream_that_is_not_open_ends_the_connection(late):
+    """RST_STREAM is for streams that are open."""
+    client = RawClient()
+    client.call()
+    client.core.end_call(1)
+    client.read()
+    client.send(late)
+    assert client.ended_with == ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_all_streams_may_end_at_once_while_their_data_is_on_its_way():
+    client = RawClient(max_streams=6000)
+    block = client.encoder.encode([*CALL_FIELDS])
+    client.send(
+        *(frame(HEADERS, END_HEADERS, stream_id, block) for stream_id in range(1, 12_000, 2))
+    )
+    for stream_id in range(1, 12_000, 2):
+        client.core.end_call(stream_id)
+    client.read()
+    assert client.send(frame(DATA, 0, 1, message(b"late"))) == []
+    assert client.ended_with is None
+
+
+def test_a_large_header_list_is_counted():
+    client = RawClient()
+    client.call(fields=[*CALL_FIELDS, *(("a", "b") for _ in range(130))])
+    assert client.counts == {"header_list": 1}

@@ -217,3 +217,41 @@ def test_pieces_of_one_byte_are_counted_with_their_cost():
     client.call(data=message(bytes(8000))[:5])
     client.send(*(frame(DATA, 0, 1, b"x") for _ in range(200)))
     assert client.counts == {"receive_budget": 1}
+
+
+def test_streams_take_turns_when_the_window_of_the_connection_opens():
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 1 << 20)))
+    for stream_id in (1, 3, 5):
+        client.call(stream_id)
+        client.core.send_messages(stream_id, [bytes(50_000)])
+    client.read()
+    client.send(*(frame(WINDOW_UPDATE, 0, 0, number(20_000)) for _ in range(3)))
+    assert len(sent(client, 3)) > 15_000
+    assert len(sent(client, 5)) > 15_000
+    client.send(frame(WINDOW_UPDATE, 0, 0, number(1 << 20)))
+    assert [len(sent(client, stream_id)) for stream_id in (1, 3, 5)] == [50_005] * 3
+
+
+def test_a_stream_without_window_does_not_hold_up_the_others():
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 0)))
+    for stream_id in (1, 3):
+        client.call(stream_id)
+        client.core.send_messages(stream_id, [bytes(70_000)])
+    client.send(frame(WINDOW_UPDATE, 0, 3, number(80_000)))
+    assert len(sent(client, 3)) == 65_535
+    client.send(frame(WINDOW_UPDATE, 0, 0, number(80_000)))
+    assert (len(sent(client, 1)), len(sent(client, 3))) == (0, 70_005)
+    client.send(frame(SETTINGS, 0, 0, setting(4, 70_005)))
+    assert len(sent(client, 1)) == 70_005
+
+
+def test_the_last_of_several_initial_windows_in_a_frame_counts():
+    client = RawClient()
+    client.call()
+    windows = [setting(4, size) for size in (9, 0x7FFF_FFFF, 12)]
+    client.send(frame(SETTINGS, 0, 0, b"".join(windows)))
+    client.core.send_messages(1, [bytes(100)])
+    client.read()
+    assert len(sent(client)) == 12

@@ -60,7 +60,7 @@ LIMITS: Final = Http2Limits(
 )
 
 #: Incomplete messages of all sessions (bytes).
-BUDGET_BYTES: Final = 10_000
+BUDGET_BYTES: Final = 4_000
 
 #: The largest frame with its head (bytes): more than that is never buffered.
 _LARGEST_FRAME: Final = 16_384 + 9
