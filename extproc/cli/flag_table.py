@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from extproc.cli import flag_values
 from extproc.config.settings import Settings
+from extproc.errors import ConfigError
 from extproc.scheduling import presets
 
 #: Below this many seconds the upstream picker clamps its refresh interval; so do we.
@@ -18,6 +19,82 @@ SHORTEST_REFRESH_S = 0.05
 _DEBUG_VERBOSITY = 4
 
 _ZAP_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
+
+
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
+_SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
+_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}
+_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
+_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
+
+
+def text(_: str, value: str) -> str:
+    """The text itself."""
+    return value
+
+
+def seconds(flag: str, value: str) -> float:
+    """A Go duration such as `1m30s` or `50ms`, or plain seconds.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if _PLAIN.fullmatch(value):
+        return float(value)
+    parts = _DURATION_PART.findall(value)
+    if not parts or "".join(number + unit for number, unit in parts) != value:
+        raise ConfigError(
+            flag, wanted="a duration", got=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
+        )
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+
+
+def size_bytes(flag: str, value: str) -> int:
+    """Bytes, with k, M, G (powers of 1000) or Ki, Mi, Gi (powers of 1024).
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    split = _SIZE.fullmatch(value)
+    if not split:
+        raise ConfigError(
+            flag, wanted="a size in bytes", got=repr(value), fix="write 67108864 or 64Mi"
+        )
+    number, prefix, binary, _ = split.groups()
+    return int(number) * int((1024 if binary else 1000) ** _POWER[prefix])
+
+
+def boolean(flag: str, value: str) -> bool:
+    """Boolean in any form that Go's ParseBool accepts.
+
+    Raises:
+        ConfigError: It is neither true nor false.
+    """
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ConfigError(
+        flag, wanted="true or false", got=repr(value), fix=f"write {flag}=true or {flag}=false"
+    )
+
+
+def whole_number(flag: str, value: str) -> int:
+    """A whole number.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if re.fullmatch(r"-?[0-9]+", value):
+        return int(value)
+    raise ConfigError(flag, wanted="a whole number", got=repr(value), fix="write digits only")
+
+
+def listed(_: str, value: str) -> list[str]:
+    """Words between commas; empty ones do not count."""
+    return [word.strip() for word in value.split(",") if word.strip()]
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -44,15 +121,15 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 def _not(flag: str, text: str) -> bool:
-    return not flag_values.boolean(flag, text)
+    return not boolean(flag, text)
 
 
 def _refresh(flag: str, text: str) -> float:
-    return max(SHORTEST_REFRESH_S, flag_values.seconds(flag, text))
+    return max(SHORTEST_REFRESH_S, seconds(flag, text))
 
 
 def _size_if_any(flag: str, text: str) -> int | None:
-    return flag_values.size_bytes(flag, text) if text else None
+    return size_bytes(flag, text) if text else None
 
 
 def _verbosity(_: str, text: str) -> str | None:
@@ -92,10 +169,10 @@ def choices(flag: Flag) -> Sequence[str]:
 
 _SERVER = ("server",)
 _text, _seconds, _boolean, _integer = (
-    flag_values.text,
-    flag_values.seconds,
-    flag_values.boolean,
-    flag_values.whole_number,
+    text,
+    seconds,
+    boolean,
+    whole_number,
 )
 
 FLAGS: Sequence[Flag] = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.cli import epp_flags, flag_table, flag_values, kubernetes_flags
+from extproc.cli import epp_flags, flag_table, kubernetes_flags
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -172,7 +172,7 @@ def _endpoints(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
             fix="keep one; the file is watched, the list is not",
         )
     if words:
-        listed = [word for text in words for word in flag_values.listed("--endpoints", text)]
+        listed = [word for text in words for word in flag_table.listed("--endpoints", text)]
         yield loader.FlagOverride(("pool", "endpoints_file"), "", "--endpoints")
         yield loader.FlagOverride(("pool", "endpoints"), listed, "--endpoints")
     elif file:
@@ -194,6 +194,6 @@ def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
 def _clamped(args: argparse.Namespace) -> Iterator[str]:
     text = flag_text(args, "refresh-metrics-interval")
     if text is not None:
-        wanted_s = flag_values.seconds("--refresh-metrics-interval", text)
+        wanted_s = flag_table.seconds("--refresh-metrics-interval", text)
         if wanted_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from extproc.cli import flag_values
+from extproc.cli import flag_table
 from extproc.config import loader
 from extproc.errors import ConfigError
 
@@ -117,7 +117,7 @@ def labels(text: str) -> dict[str, str]:
         ConfigError: A part is no pair.
     """
     pairs = {}
-    for word in flag_values.listed("--endpoint-selector", text):
+    for word in flag_table.listed("--endpoint-selector", text):
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
             raise ConfigError(
@@ -136,8 +136,8 @@ def ports(text: str) -> list[int]:
     Raises:
         ConfigError: One is none.
     """
-    words = flag_values.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
-    return [flag_values.whole_number("--endpoint-target-ports", word) for word in words]
+    words = flag_table.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
+    return [flag_table.whole_number("--endpoint-target-ports", word) for word in words]
 
 
 def _every_pool(tree: Mapping[str, object]) -> bool:

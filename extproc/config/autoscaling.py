@@ -400,7 +400,7 @@ ACTUATORS: tuple[ActuatorType, ...] = (
     ),
     ActuatorType(
         key="exec",
-        implementation="extproc.autoscaling.runtime.exec_actuator:ExecActuator",
+        implementation="extproc.autoscaling.runtime.actuator:ExecActuator",
         describe=lambda section: f"runs {' '.join(section.exec)}",
         check=_check_command,
     ),

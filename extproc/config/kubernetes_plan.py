@@ -23,7 +23,7 @@ from extproc.discovery.kubernetes.settings import (
     PodSelector,
     ServiceRef,
 )
-from extproc.election import lease
+from extproc.election import lease_state
 from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
 
@@ -167,7 +167,7 @@ def plan_election(
     _check_times(wanted.lease, where)
     here = namespace(environment)
     name = wanted.lease.name or _name(settings, followed, here)
-    if not lease.is_valid_name(name):
+    if not lease_state.is_valid_name(name):
         raise ConfigError(
             f"{where}, cluster.lease.name",
             wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",

@@ -1,7 +1,7 @@
 """Elects a single leader among replicas with a Lease of Kubernetes.
 
-- Without I/O: the times of an election and client-go's algorithm for a candidate (`lease_state`),
-  and the Lease object (`lease`).
+- Without I/O: the times of an election, client-go's algorithm for a candidate, and the Lease object
+  (`lease_state`).
 - With I/O: `leader_elector`, which reads and writes the Lease through a `LeaseStore`.
 
 The server runs `LeaderElector` in its task group and provides the store over the API client of

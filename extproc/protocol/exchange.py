@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.decision import Decision, DirectResponse, Rejection
-from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
+from extproc.protocol import messages, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.headers import CONTROL_HEADERS, SELECTION, edited_length, tokens
 from extproc.protocol.messages import (
@@ -291,7 +291,7 @@ class Exchange(msgspec.Struct):
         self.rejection = rejection
         self.close()
         content_type = self._headers.get("content-type", "")
-        return error_response.immediate_response(
+        return messages.immediate_response(
             rejection, grpc=content_type.startswith("application/grpc")
         )
 

@@ -19,7 +19,7 @@ from extproc.decision import (
     no_endpoints,
 )
 from extproc.parsing import envelope, surfaces
-from extproc.protocol import error_response
+from extproc.protocol import messages
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import pool_match
 from extproc.routing.director import Director
@@ -293,7 +293,7 @@ def build_models_response(directors: Sequence[Director], name: str) -> DirectRes
         return _json(200, {"object": "list", "data": [entries[model] for model in sorted(entries)]})
     if name in entries:
         return _json(200, entries[name])
-    return DirectResponse(404, error_response.error_body(model_not_found(name, entries)))
+    return DirectResponse(404, messages.error_body(model_not_found(name, entries)))
 
 
 def model_names(director: Director) -> frozenset[str]:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
 from extproc.pool.snapshot import Pool
-from extproc.protocol import error_response
+from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
@@ -196,6 +196,6 @@ def hide_software(runner: web.AppRunner) -> None:
 def _refused(rejection: Rejection) -> web.Response:
     return web.Response(
         status=rejection.status,
-        body=error_response.error_body(rejection),
+        body=messages.error_body(rejection),
         content_type="application/json",
     )

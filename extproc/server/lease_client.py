@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from extproc.config import kubernetes_plan
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import api_errors
-from extproc.election import leader_elector, lease
+from extproc.election import leader_elector, lease_state
 from extproc.election.lease_state import LeaseRecord, LeaseWrite
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
@@ -46,7 +46,7 @@ class LeaseClient:
         # Two calls, a read and a write, fit in the time that a leader has.
         self._limit_s = plan.lease.renew_s / 2.0
         self._server: api_client.KubernetesApiClient | None = None
-        self._stored: lease.Object | None = None
+        self._stored: lease_state.Object | None = None
         self._denials = api_errors.Denials()
 
     async def open(self) -> None:
@@ -67,7 +67,7 @@ class LeaseClient:
 
     async def look(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """Read the Lease; None where it does not exist."""
-        answer = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
+        answer = await self._send("GET", lease_state.path(self._lease.namespace, self._lease.name))
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
             self._stored = None
@@ -77,13 +77,13 @@ class LeaseClient:
     async def put(self, put: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         """Write the Lease if its stored version is the version of the write."""
         place, name = self._lease.namespace, self._lease.name
-        body = lease.write(
+        body = lease_state.write(
             put, namespace=place, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
         )
         if put.version:
-            answer = await self._send("PUT", lease.path(place, name), body)
+            answer = await self._send("PUT", lease_state.path(place, name), body)
         else:
-            answer = await self._send("POST", lease.path(place), body)
+            answer = await self._send("POST", lease_state.path(place), body)
         return self._conflict(answer, put=put)
 
     def _conflict(
@@ -100,14 +100,14 @@ class LeaseClient:
             return leader_elector.LeaseRequestFailed(message, conflict=outrun, reason=reason)
         for verb in ("get",) if put is None else ("update", "create"):
             self._denials.is_missing(verb, answer)
-        read = lease.read(answer)
-        if isinstance(read, lease.UnreadableLease):
+        read = lease_state.read(answer)
+        if isinstance(read, lease_state.UnreadableLease):
             return leader_elector.LeaseRequestFailed(f"{self._where}: {read.reason}")
         record, self._stored = read
         return record
 
     async def _send(
-        self, method: str, path: str, body: lease.Object | None = None
+        self, method: str, path: str, body: lease_state.Object | None = None
     ) -> bytes | api_errors.ApiError:
         if self._server is None:
             return api_errors.ApiError(0, "not connected")

@@ -13,9 +13,9 @@ from typing import Protocol
 import betterproto2
 import msgspec
 
-from extproc.xds import delta, sotw
+from extproc.xds import sessions
 from extproc.xds.resources import XdsResource, XdsSnapshot
-from extproc.xds.sotw import Nack
+from extproc.xds.sessions import Nack
 
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
@@ -64,7 +64,7 @@ class SotwCodec:
     """Session of a state-of-the-world stream: `StreamAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = sotw.SotwSession()
+        self._conversation = sessions.SotwSession()
 
     def hear(self, data: bytes) -> Incoming | None:
         """Handles an encoded `DiscoveryRequest`; None if it cannot be decoded."""
@@ -74,7 +74,7 @@ class SotwCodec:
         node, request = read
         replies = self._conversation.request(request)
         refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        answers = [reply for reply in replies if isinstance(reply, sotw.SotwResponse)]
+        answers = [reply for reply in replies if isinstance(reply, sessions.SotwResponse)]
         return Incoming(node, refusal, tuple(map(_sotw_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
@@ -86,7 +86,7 @@ class DeltaCodec:
     """Session of a delta stream: `DeltaAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = delta.DeltaSession()
+        self._conversation = sessions.DeltaSession()
 
     def hear(self, data: bytes) -> Incoming | None:
         """Handles an encoded `DeltaDiscoveryRequest`; None if it cannot be decoded."""
@@ -96,7 +96,7 @@ class DeltaCodec:
         node, request = read
         replies = self._conversation.request(request)
         refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        answers = [reply for reply in replies if isinstance(reply, delta.DeltaResponse)]
+        answers = [reply for reply in replies if isinstance(reply, sessions.DeltaResponse)]
         return Incoming(node, refusal, tuple(map(_delta_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
@@ -104,27 +104,27 @@ class DeltaCodec:
         return tuple(map(_delta_message, self._conversation.publish(snapshot)))
 
 
-def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
+def read_sotw(data: bytes) -> tuple[str, sessions.SotwRequest] | None:
     """Decodes a `DiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["whole"])
         message = discovery_v3.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = sotw.SotwRequest(
+    request = sessions.SotwRequest(
         message.type_url, tuple(message.resource_names), message.response_nonce, _error(message)
     )
     return node, request
 
 
-def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
+def read_delta(data: bytes) -> tuple[str, sessions.DeltaRequest] | None:
     """Decodes a `DeltaDiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
         node, rest = _parted(data, _NODE["differences"])
         message = discovery_v3.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = delta.DeltaRequest(
+    request = sessions.DeltaRequest(
         message.type_url,
         tuple(message.resource_names_subscribe),
         tuple(message.resource_names_unsubscribe),
@@ -135,7 +135,7 @@ def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
     return node, request
 
 
-def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
+def _sotw_message(response: sessions.SotwResponse) -> Outgoing:
     data = bytes(
         discovery_v3.DiscoveryResponse(
             version_info=response.version,
@@ -147,7 +147,7 @@ def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
     return Outgoing(response.type_url, data)
 
 
-def _delta_message(response: delta.DeltaResponse) -> Outgoing:
+def _delta_message(response: sessions.DeltaResponse) -> Outgoing:
     data = bytes(
         discovery_v3.DeltaDiscoveryResponse(
             type_url=response.type_url,

@@ -7,7 +7,7 @@ import pytest
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.protocol import error_response
+from extproc.protocol import messages
 from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
@@ -179,11 +179,11 @@ def test_079_grpc_clients_get_a_grpc_status():
 def test_079_error_bodies_are_json_whatever_the_message():
     """A message with quotes, line ends and other scripts is valid JSON in the body."""
     message = 'say "\u4e16\u754c"\n\\'
-    body = error_response.error_body(Rejection(400, message))
+    body = messages.error_body(Rejection(400, message))
     assert json.loads(body)["error"]["message"].endswith(message)
 
 
 def _refused(rejection: Rejection, *, grpc: bool) -> DecodedReply:
-    reply = error_response.immediate_response(rejection, grpc=grpc)
+    reply = messages.immediate_response(rejection, grpc=grpc)
     assert msgspec.json.decode(reply.body)
     return peer.read(ext_proc_script.codec.encode(reply))

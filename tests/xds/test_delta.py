@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.xds import delta
-from extproc.xds.delta import DeltaRequest, DeltaResponse
+from extproc.xds import sessions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, XdsResource
-from extproc.xds.sotw import Nack
+from extproc.xds.sessions import DeltaRequest, DeltaResponse, Nack
 from tests.support.seeded import examples
 
 
@@ -43,7 +42,7 @@ class Script:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
-        self.conversation = delta.DeltaSession()
+        self.conversation = sessions.DeltaSession()
         if first is not None:
             self.conversation.publish(first)
 
@@ -202,7 +201,7 @@ class Line:
 
     def __init__(self):
         self.envoy = Envoy()
-        self.conversation = delta.DeltaSession()
+        self.conversation = sessions.DeltaSession()
 
     def publish(self, pools):
         clusters = {name: version for name, (version, _) in pools.items()}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.xds import resources, sotw
+from extproc.xds import resources, sessions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, XdsResource
-from extproc.xds.sotw import Nack, SotwRequest, SotwResponse
+from extproc.xds.sessions import Nack, SotwRequest, SotwResponse
 from tests.support.seeded import examples
 
 
@@ -42,7 +42,7 @@ class Script:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
-        self.conversation = sotw.SotwSession()
+        self.conversation = sessions.SotwSession()
         if first is not None:
             self.conversation.publish(first)
 
@@ -97,7 +97,7 @@ def test_a_nacked_version_is_not_sent_again(script):
     """What Envoy refused is not sent again; the next change is."""
     assert script.pool(a="bad") == [(ASSIGNMENT, "3", {"a": "bad"})]
     refused = script.envoy(ASSIGNMENT, "a", nonce="3", error="port_value must be positive")
-    version = sotw._digest({"a": "bad"})
+    version = sessions._digest({"a": "bad"})
     assert refused == [Nack(ASSIGNMENT, version, "port_value must be positive")]
     assert script.pool(a="bad") == []
     assert script.envoy(ASSIGNMENT, "a", nonce="3") == []
@@ -203,7 +203,7 @@ def test_a_version_depends_on_the_content_only():
     """Two replicas with the same resources say the same version, in whatever order they have them."""
     versions = set()
     for order in (("a", "b"), ("b", "a")):
-        conversation = sotw.SotwSession()
+        conversation = sessions.SotwSession()
         conversation.publish(snapshot(**dict.fromkeys(order, "7")))
         (response,) = conversation.request(SotwRequest(CLUSTER))
         versions.add(response.version)
@@ -260,7 +260,7 @@ class Line:
 
     def __init__(self, envoy):
         self.envoy = envoy
-        self.conversation = sotw.SotwSession()
+        self.conversation = sessions.SotwSession()
 
     def publish(self, pools):
         clusters = {name: version for name, (version, _) in pools.items()}

@@ -2,9 +2,8 @@
 
 Lives here: the loops (`autoscaler`, `scaled_pool`, `control_loop`), counters of this process
 (`demand_counters`) and of its peers (`peer_counters`), and the actuators (`actuator`): the scale
-subresource of Kubernetes (`scale_subresource`, with `scale_objects` for paths and JSON and
-`competing_autoscalers`), child processes (`process_actuator`), a program (`exec_actuator`). State
-that outlives the process is in a ConfigMap or a file (`state_store`); `keda_scaler` serves KEDA.
+subresource of Kubernetes (`scale_subresource`, with `scale_objects` for paths and JSON), child
+processes (`process_actuator`), and a program. State that outlives the process is in a ConfigMap or a file (`state_store`); `keda_scaler` serves KEDA.
 Must not live here: the number of replicas (`extproc.autoscaling`), elections
 (`extproc.election`).
 Driven by: `extproc.server.app`.

@@ -1,17 +1,19 @@
-"""Actuators apply a scaling decision: the protocol, and the advisory actuator.
+"""Actuators apply a scaling decision: the protocol, the advisory actuator, and running a program.
 
 The table of all actuators is `config.autoscaling.ACTUATORS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.config.autoscaling import ScalingSection
+from extproc.config.autoscaling import REPLICAS, ScalingSection
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
 
@@ -115,7 +117,7 @@ class AdvisoryActuator:
 
     @property
     def acts(self) -> bool:
-        """True: every replica may publish its decision."""
+        """True: every replica may publish its decision; none without Kubernetes holds a Lease."""
         return True
 
     def start(self) -> None:
@@ -137,3 +139,55 @@ class AdvisoryActuator:
 
     async def run(self) -> None:
         """Return at once: there is no background work."""
+
+
+#: Longest part of the output of a failed program that is logged (bytes).
+_MAX_OUTPUT_BYTES = 400
+
+
+class ExecActuator(AdvisoryActuator):
+    """Scales without Kubernetes: a program receives the number of replicas.
+
+    Args:
+        command: Program and arguments; `{replicas}` becomes the number.
+        timeout_s: Time limit of the program.
+    """
+
+    scales = True
+
+    def __init__(self, command: Sequence[str], *, timeout_s: float) -> None:
+        super().__init__()
+        self._command = command
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
+        """See `Actuator`."""
+        del context
+        return cls(scaling.exec, timeout_s=scaling.exec_s)
+
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
+        """See `Actuator`: run the program."""
+        argv = [word.replace(REPLICAS, str(desired.replicas)) for word in self._command]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except OSError as error:
+            return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), self._timeout_s)
+        except TimeoutError:
+            return ActuatorError(f"{argv[0]} did not end within {self._timeout_s:g} s")
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode:
+            last = output[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+            return ActuatorError(f"{argv[0]} ended with {process.returncode}: {last}")
+        return await super().scale(desired, spec)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 
 import msgspec
 import pytest
 
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
 from extproc.autoscaling.runtime import actuator
+from extproc.autoscaling.runtime.actuator import ActuatorError, AdvisoryActuator, ExecActuator
 from extproc.config.autoscaling import ACTUATORS, ScalingSection, actuator_type
 
 #: Values of the fields that select an actuator.
@@ -27,3 +30,53 @@ def test_every_actuator_is_selected_by_its_setting_and_has_a_class(row):
     members = {name for name in vars(actuator.Actuator) if not name.startswith("_")}
     assert members <= {*dir(kind), "scales"}
     assert isinstance(kind.scales, bool)
+
+
+UP = ScalingDecision(3, ScalingReason.UP)
+
+
+async def test_the_program_receives_the_number_of_replicas(tmp_path):
+    """It is run with the number in its place, which is then what is asked for."""
+    note = tmp_path / "note"
+    hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=300.0)
+    assert hook.acts
+    assert await hook.current_replicas(1) == 1
+    assert await hook.scale(UP, 1) is None
+    assert note.read_text() == "replicas=3\n"
+    assert await hook.current_replicas(1) == 3
+
+
+async def test_the_next_leader_keeps_the_requested_replicas():
+    """Engines that are still starting were asked for, though nobody sees them."""
+    for subject in (ExecActuator(["true", "{replicas}"], timeout_s=300.0), AdvisoryActuator()):
+        subject.restore(3)
+        assert await subject.current_replicas(1) == 3
+
+
+async def test_a_program_that_fails_changes_nothing():
+    """Its status and last words are told, and the number is asked for again."""
+    hook = ExecActuator(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=300.0)
+    failed = await hook.scale(UP, 1)
+    assert failed == ActuatorError("sh ended with 4: no quota 3")
+    assert await hook.current_replicas(1) == 1
+
+
+async def test_a_program_that_hangs_is_ended():
+    """After its time."""
+    wait = "import signal; signal.pause()  # {replicas}"
+    failed = await ExecActuator([sys.executable, "-c", wait], timeout_s=0.2).scale(UP, 1)
+    assert "did not end within 0.2 s" in failed.message
+
+
+async def test_a_missing_program_is_reported():
+    """With what the system says."""
+    failed = await ExecActuator(["/no/such/program", "{replicas}"], timeout_s=300.0).scale(UP, 1)
+    assert "No such file" in failed.message
+
+
+async def test_advisory_actuator_returns_the_requested_replicas():
+    """Where others act; before anything was told, that is what is there."""
+    subject = AdvisoryActuator()
+    assert (subject.acts, await subject.current_replicas(2)) == (True, 2)
+    await subject.scale(UP, 2)
+    assert await subject.current_replicas(2) == 3

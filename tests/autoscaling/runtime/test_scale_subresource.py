@@ -6,12 +6,12 @@ import json
 import pytest
 
 from extproc.autoscaling.interface import ScalingDecision
-from extproc.autoscaling.runtime import competing_autoscalers, scale_subresource
+from extproc.autoscaling.runtime import scale_subresource
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes.api_errors import ApiError
 from extproc.supervision import Supervisor
 
-HPA, SCALED_OBJECT = competing_autoscalers.KINDS
+HPA, SCALED_OBJECT = scale_subresource.KINDS
 TARGET = ScaleTarget(name="vllm", namespace="n").filled
 
 
@@ -42,7 +42,7 @@ def scale(api):
 async def test_other_autoscalers_are_listed_in_the_namespace_of_the_target():
     """Of both kinds, and only those that name the target."""
     api = ApiFixture(scaledobjects=listed("s"))
-    subject = competing_autoscalers.CompetingAutoscalers(TARGET, api)
+    subject = scale_subresource.CompetingAutoscalers(TARGET, api)
     assert subject.names is None
     await subject.update()
     assert subject.names == ("ScaledObject s",)
@@ -168,4 +168,4 @@ async def test_scale_writes_further_events_after_an_event_raised():
     assert reasons == ["Scaled", "Scaled"]
     assert supervisor.failures["autoscaling"] == 1
     lists = [path for method, path in api.paths if method == "GET"]
-    assert len(lists) == len(competing_autoscalers.KINDS)
+    assert len(lists) == len(scale_subresource.KINDS)
