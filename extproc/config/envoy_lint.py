@@ -216,23 +216,21 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """
     clusters = {name: message for message in walk(tree) if (name := cluster_name(message))}
     managers = [message for message in walk(tree) if is_a(message, _MANAGER)]
-    has_processor = False
-    for at, manager in enumerate(managers):
-        for processor in find_processors(manager):
-            has_processor = True
-            place = f"connection manager {manager.get('stat_prefix', at)}"
-            yield from _manager(manager, processor, settings, place=place, where=where)
-            yield from _uploads(manager, place=place, where=where)
-            yield from _clients(manager, place=place)
-            yield from _routes(manager, settings, place=place, where=where)
-            yield from _processor(processor, clusters, settings, place=place, where=where)
-    if not has_processor:
+    if next(find_processors(managers), None) is None:
         raise ConfigError(
             where,
             wanted="an HTTP connection manager with an ext_proc filter",
             got=f"{len(managers)} without" if managers else "no connection manager",
             fix="name the file of an Envoy that calls extproc",
         )
+    for at, manager in enumerate(managers):
+        for processor in find_processors(manager):
+            place = f"connection manager {manager.get('stat_prefix', at)}"
+            yield from _manager(manager, processor, settings, place=place, where=where)
+            yield from _uploads(manager, place=place, where=where)
+            yield from _clients(manager, place=place)
+            yield from _routes(manager, settings, place=place, where=where)
+            yield from _processor(processor, clusters, settings, place=place, where=where)
     limits = [message for message in walk(tree) if "per_connection_buffer_limit_bytes" in message]
     yield from _buffers(limits, managers, settings)
     named = {name for manager in managers for name in route_clusters(manager)}
@@ -342,11 +340,9 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
             f"nothing removes {', '.join(steering)} of clients before ext_proc: they decide where "
             "requests go; remove them in a header_mutation filter in front of it",
         )
-    turns = sorted(_TURNS - removed)
+    turns = ", ".join(sorted(_TURNS - removed))
     if turns:
-        yield _fine(
-            place, f"clients are trusted to choose tenant and objective: {', '.join(turns)} pass"
-        )
+        yield _fine(place, f"clients are trusted to choose tenant and objective: {turns} pass")
     else:
         yield _fine(place, "clients cannot choose tenant and objective")
 

@@ -288,15 +288,7 @@ class PoolStore:
         cause: str = "errors",
         sole: bool = True,
     ) -> None:
-        """Take in the outcome of a request.
-
-        Args:
-            endpoint: In its life when the request was sent.
-            outcome: What it says.
-            sent_at: Monotonic seconds when it was sent.
-            cause: Why it failed.
-            sole: Whether no other endpoint can have answered in its place.
-        """
+        """Take in the outcome of a request to this life of an endpoint, as `OutlierDetector` does."""
         self.outlier_detector.record_outcome(
             endpoint.incarnation, outcome, sent_at=sent_at, now=now, cause=cause, sole=sole
         )

@@ -274,14 +274,9 @@ class CacheModel:
         rates: StepTimeModel,
         restarted: bool,
     ) -> None:
-        """A scrape was taken in.
+        """A scrape was taken in: see `pool.store.ScrapeObserver`.
 
-        Args:
-            endpoint: The endpoint scraped.
-            before: The load until then.
-            after: The load from now on.
-            rates: How fast it is; answers take room in the cache as well.
-            restarted: Whether the engine is another process now: its cache is empty.
+        A restarted engine has an empty cache; `rates` say how much room answers take in it.
         """
         state = self.state_of(endpoint)
         if restarted:

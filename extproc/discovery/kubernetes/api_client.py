@@ -134,12 +134,7 @@ class KubernetesApiClient:
         return self._generation
 
     async def page(self, collection: WatchedCollection, more: str) -> bytes | api_errors.ApiError:
-        """Fetches one page of a list.
-
-        Args:
-            collection: Of what.
-            more: Token of the page; empty for the first.
-        """
+        """See `api_errors.KubernetesApi`."""
         query = {"limit": str(self._wanted.page)} | ({"continue": more} if more else {})
         wanted = self._wanted
         timeout = aiohttp.ClientTimeout(total=wanted.request_s, sock_connect=wanted.connect_s)
@@ -179,13 +174,7 @@ class KubernetesApiClient:
     async def watch(
         self, collection: WatchedCollection, version: str, seconds: int
     ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.ApiError]:
-        """Opens a watch and yields its bytes.
-
-        Args:
-            collection: Of what.
-            version: Resource version to go on after.
-            seconds: After which the server ends it.
-        """
+        """See `api_errors.KubernetesApi`."""
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
