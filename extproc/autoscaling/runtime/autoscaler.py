@@ -18,9 +18,13 @@ import msgspec
 
 from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.autoscaling.runtime import scale_subresource, state_store
-from extproc.autoscaling.runtime.control_loop import ControlLoop, LoopState
+from extproc.autoscaling.runtime.control_loop import (
+    AutoscalerContext,
+    ControlLoop,
+    LoopState,
+    ScaledPool,
+)
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
-from extproc.autoscaling.runtime.scaled_pool import AutoscalerContext, ScaledPool
 from extproc.config import discovered_scaling, kubernetes_plan, pools
 from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings
