@@ -226,8 +226,8 @@ async def requests(bounds: Bounds) -> AsyncIterator[Row]:
 async def large(bounds: Bounds) -> AsyncIterator[Row]:
     """The same kinds as long as the picker takes them: the event loop is not held longer for it."""
     kinds = bodies.hostile(LARGEST_BYTES) | {"harmless": bodies.harmless(LARGEST_BYTES)}
-    # The allocator's stock grows with the first dozen.
-    few = msgspec.structs.replace(bounds, requests=24)
+    # The allocator's stock grows with the first dozen, and each takes some seconds.
+    few = msgspec.structs.replace(bounds, requests=24, seconds=4 * bounds.seconds)
     for name, request in kinds.items():
         # Some kinds are as short as ever.
         if bounds.only in f"large {name}" and len(request.body) > LARGEST_BYTES // 2:
