@@ -51,11 +51,15 @@ def values(size):
     yield "empty strings", filled(b"[", b'"",', b'""]', size)
     yield "token ids", filled(b"[", b"1,", b"1]", size)
     yield "larger token ids", filled(b"[", b"1000,", b"1000]", size)
+    yield "token ids of three digits", filled(b"[", b"999,", b"999]", size)
     yield "floats", filled(b"[", b"1.5,", b"1.5]", size)
     yield "huge numbers", filled(b"[", b"9" * 300 + b",", b"1]", size)
     yield "nested", filled(b"[", b"[" * 500 + b"]" * 500 + b",", b"[]]", size)
     yield "nested deep", b"[" * (size // 2) + b"]" * (size // 2)
     yield "messages", filled(b"[", b'{"role":"user"},', b"{}]", size)
+    yield "messages without content", filled(b"[", b'{"role":"user"},', b'{"role":"user"}]', size)
+    short = b'{"role":"user","name":"ab"}'
+    yield "short messages", filled(b"[", short + b",", short + b"]", size)
     yield "contents", filled(b"[", b'{"role":"user","content":[{},{}]},', b"{}]", size)
     part = filled(b"[", b"{},", b"{}]", 40_000)
     yield "parts", filled(b"[", b'{"role":"user","content":' + part + b"},", b"{}]", size)
@@ -63,6 +67,8 @@ def values(size):
         "text parts",
         filled(b'[{"role":"user","content":[', b'{"type":"text","text":""},', b"{}]}]", size),
     )
+    part = b'{"role":"user","content":[{"type":"text","text":"ab"}]}'
+    yield "messages of a part", filled(b"[", part + b",", part + b"]", size)
     yield "text", filled(b'"', b"a", b'"', size)
     yield "wide text", filled(b'"', b"a", "😀".encode() + b'"', size)
     yield "wide escaped text", filled(b'"', b"\\n", b'\\ud83d\\ude00"', size)

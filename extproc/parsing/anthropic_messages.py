@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope
+from extproc.parsing import canonical_prompt, envelope, narrow_types
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid messages request: must have at least one message"
@@ -17,15 +17,15 @@ _WANTED: Final = "invalid messages request: must have at least one message"
 class AnthropicMessage(msgspec.Struct, gc=False):
     """One message; only an object can be one."""
 
-    role: Any = None
-    content: Any = None
+    role: narrow_types.Role = None
+    content: narrow_types.Content = None
 
 
 class MessagesBody(envelope.Envelope, gc=False):
     """Fields that are read from a messages body."""
 
     messages: list[AnthropicMessage] | None = None
-    system: Any = None
+    system: narrow_types.Content = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
 
 

@@ -1,9 +1,11 @@
 """Decoding of JSON bodies within bounds: work and memory grow linearly with the bytes.
 
 Two bytes of JSON can make an object of a hundred. So a body is decoded at once only where it cannot
-hold many values. Any other one is decoded field by field: long texts become UTF-8 without ever being
-one `str`, lists of token ids become bytes, and what has more values than the rest of the budget stays
-JSON, as the client wrote it. Equal beginnings stay equal, so such a body still finds its prefix.
+hold many values: where it is short, where it holds nothing but narrow types (`narrow_types`), or where
+counting shows it. Any other one is decoded field by field: long texts become
+UTF-8 without ever being one `str`, lists of token ids become bytes, and what has more values than the
+rest of the budget stays JSON, as the client wrote it. Equal beginnings stay equal, so such a body
+still finds its prefix.
 
 What surfaces get in place of a decoded value:
 
@@ -23,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from extproc.parsing import canonical_prompt
+from extproc.parsing import canonical_prompt, narrow_types
 from extproc.request import RequestBody
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
@@ -34,13 +36,14 @@ MAX_VALUES: Final = 4096
 _BYTES_PER_VALUE: Final = 48
 #: Longest body that is decoded without counting first (bytes). One of empty objects takes 1.4 MiB and
 #: some 4 ms, and one body is decoded at a time. Counting adds a fifth to the decoding of prose.
-_SHORT_BYTES: Final = 16 * 1024
+SHORT_BYTES: Final = 16 * 1024
 #: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
 #: An array of more stays JSON.
 MAX_ELEMENTS: Final = 4096
-#: Longest text with a character beyond U+FFFF that becomes one `str`, of 4 bytes for each of its
-#: characters. Escapes are looked for in longer ones only, since that takes as long as decoding.
-_WIDE_BYTES: Final = 256 * 1024
+#: Longest text, or body, with a character beyond U+FFFF that is decoded at once: its `str` takes four
+#: bytes for each character, and its encoding as much again. Escapes are looked for in longer ones only,
+#: since that takes as long as decoding.
+_WIDE_BYTES: Final = 448 * 1024
 _WIDE_ESCAPED_BYTES: Final = 1024 * 1024
 #: First bytes of characters beyond U+FFFF in UTF-8.
 _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
@@ -48,12 +51,8 @@ _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 _CHUNK_BYTES: Final = 64 * 1024
 #: Values of JSON that is decoded at once as long as the budget lasts (count).
 _CHEAP: Final = 64
-#: Bytes of a body for each quotation mark, below which its strings are not gone through one by one.
-_BYTES_PER_QUOTE: Final = 256
-#: Bytes in the middle of the first chunk that show how long the strings of a body are, and quotation
-#: marks in them (count) up to which they are long: as many as a short message has.
-_QUOTES_SAMPLE_BYTES: Final = 4096
-_FEW_QUOTES: Final = 8
+#: Bytes of a body for each quotation mark, below which its strings are gone through one by one.
+_BYTES_PER_QUOTE: Final = 4096
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
 #: Arrays that begin in one another. Going through them takes ten times as long as through others.
@@ -113,20 +112,9 @@ class _Object(msgspec.Struct, gc=False):
 _OBJECT = msgspec.json.Decoder(_Object).decode
 
 
-def num_values(json: bytes, most: int) -> int:
+def num_values(json: RequestBody, most: int) -> int:
     """More values than JSON text has, strings included; counting stops soon after `most`."""
-    return _num_marks(json, most, expected=_estimate_marks(json))
-
-
-def _num_marks(json: RequestBody, most: int, *, expected: float) -> int:
-    """Count the marks of JSON text; counting stops soon after `most`.
-
-    Args:
-        json: The text.
-        most: As of `num_values`.
-        expected: From `_estimate_marks`.
-    """
-    counted, is_dense = 0, expected * _RARE_BYTES > len(json)
+    counted, is_dense = 0, _estimate_marks(json) * _RARE_BYTES > len(json)
     for at in range(0, len(json), _CHUNK_BYTES):
         chunk = json[at : at + _CHUNK_BYTES]
         size = len(chunk)
@@ -153,58 +141,60 @@ def _estimate_marks(json: RequestBody) -> float:
 
 
 def is_light(body: RequestBody) -> bool:
-    """True if a body can be decoded at once; short bodies always can."""
-    if len(body) <= _SHORT_BYTES:
+    """True if a body can be decoded at once; short bodies always can.
+
+    False where it may have too many values, or where a long text may have a wide character.
+    """
+    if len(body) <= SHORT_BYTES:
         return True
     most = _budget(body)
-    middle = _CHUNK_BYTES // 2
-    # Strings of a large body are gone through before its marks are counted where they are long.
-    is_text_first = (
-        len(body) > _CHUNK_BYTES
-        and body.count(b'"', middle, middle + _QUOTES_SAMPLE_BYTES) <= _FEW_QUOTES
-    )
-    if is_text_first and _is_mostly_text(body, most):
-        return True
-    expected = _estimate_marks(body)
-    if (
-        expected <= most
-        and not _is_wide(body)
-        and _num_marks(body, most, expected=expected) <= most
-    ):
-        return True
-    return not is_text_first and _is_mostly_text(body, most)
+    texts = _cut_few(body)
+    if texts is None:
+        if _estimate_marks(body) <= most and not _is_wide(body) and num_values(body, most) <= most:
+            return True
+        texts = _cut_many(body, 2 * most)
+        if texts is None:
+            return False
+    outside, longest_bytes = texts
+    if num_values(outside, most) > most:
+        return False
+    return longest_bytes <= _WIDE_BYTES or not _is_wide(body)
 
 
-def _is_mostly_text(json: RequestBody, most: int) -> bool:
-    """True if all but so many bytes are strings, none of them long with wide characters.
-
-    No more values than bytes are outside of strings, and commas in prose are not gone through. False
-    for JSON with so many quotation marks that counting is no dearer.
-    """
-    num_outside, start, before, is_inside = 0, 0, -1, False
-    longest = _WIDE_BYTES
+def _cut_few(json: RequestBody) -> tuple[bytes, int] | None:
+    """Bytes outside of strings, and the length of the longest string; None if there are many."""
+    outside: list[RequestBody] = []
+    start, at, is_inside, longest_bytes = 0, -1, False, 0
     for _ in range(len(json) // _BYTES_PER_QUOTE):
-        at = json.find(b'"', before + 1)
+        before, at = at, json.find(b'"', at + 1)
         if at < 0:
-            return not is_inside and num_outside + len(json) - before - 1 <= most
+            if not is_inside:
+                outside.append(json[start:])
+            return b"".join(outside), longest_bytes
         if not is_inside:
-            num_outside += at - before
-            start, is_inside = at, True
-        elif json[at - 1] != _BACKSLASH or not _is_escaping(json[before + 1 : at]):
-            if num_outside > most:
-                return False
-            if at - start > longest:
-                if _is_wide(json):
-                    return False
-                longest = len(json)
-            is_inside = False
-        before = at
-    return False
+            outside.append(json[start:at])
+        elif json[at - 1] == _BACKSLASH and _is_escaping(json[before + 1 : at]):
+            continue
+        else:
+            longest_bytes = max(longest_bytes, at - start)
+        is_inside, start = not is_inside, at + 1
+    return None
 
 
 def _is_escaping(text: RequestBody) -> bool:
     """True if a piece of a string ends in an odd number of backslashes."""
     return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+
+
+def _cut_many(json: RequestBody, most: int) -> tuple[bytes, int] | None:
+    """The same as `_cut_few`, without what is escaped; None if there are more quotation marks."""
+    if b"\\" in json:
+        # Of a run of backslashes each second one is escaped by the one before.
+        json = json.replace(b"\\\\", b"").replace(b'\\"', b"")
+    pieces = json.split(b'"', most)
+    if len(pieces) > most:
+        return None
+    return b"".join(pieces[::2]), max(map(len, pieces))
 
 
 def _budget(body: RequestBody) -> int:
@@ -232,9 +222,15 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded
         UnicodeDecodeError: A text is no UTF-8.
         RecursionError: It nests too deep.
     """
-    if len(body) <= _SHORT_BYTES or is_light(body):
+    if len(body) <= SHORT_BYTES:
         return decoder.decode(body)
-    decoded: Decoded = _Reading(body).struct(decoder.type, body)
+    decoded: Decoded | None = None
+    if len(body) <= narrow_types.LONGEST_BYTES and not _is_wide(body):
+        decoded = narrow_types.decoder_for(decoder.type, len(body)).decode(body)
+    if decoded is None:
+        if is_light(body):
+            return decoder.decode(body)
+        decoded = _Reading(body).struct(decoder.type, body)
     return decoded
 
 
@@ -398,7 +394,9 @@ def _twin(kind: Any) -> tuple[msgspec.json.Decoder[Any], dict[str, Any]]:
         f"_{kind.__name__}", [(field.name, msgspec.Raw, _ABSENT) for field in fields], gc=False
     )
     return msgspec.json.Decoder(twin), {
-        field.name: element for field in fields if (element := _element(field.type)) is not None
+        field.name: element
+        for field in fields
+        if (element := narrow_types.element_of(field.type)) is not None
     }
 
 
@@ -408,12 +406,3 @@ def _raw_fields(kind: Any) -> frozenset[str]:
     return frozenset(
         field.name for field in msgspec.structs.fields(kind) if field.type is msgspec.Raw
     )
-
-
-def _element(kind: Any) -> Any:
-    """The struct of a field `list[struct] | None`; None for any other field."""
-    for member in getattr(kind, "__args__", ()):
-        for element in getattr(member, "__args__", ()):
-            if isinstance(element, type) and issubclass(element, msgspec.Struct):
-                return element
-    return None

@@ -26,7 +26,7 @@ import io
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import mmh3
 import msgspec
@@ -262,6 +262,14 @@ _MOVING_KEY = "cache_control"
 #: Parts nested deeper than this are kept as they are: tool results nest two or three levels.
 _DEEPEST = 16
 
+
+class TextPart(msgspec.Struct, gc=False):
+    """A content part that is nothing but text, as `bounded_decoder` has it in large bodies."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
 #: A raw field the body does not have; compared by identity.
 ABSENT = msgspec.Raw()
 #: Raw JSON that says nothing.
@@ -315,6 +323,8 @@ def content(value: object) -> bytes:
 
 
 def _part(part: object) -> bytes:
+    if type(part) is TextPart:
+        return TEXT + part.text.encode()
     if type(part) is str:
         return TEXT + part.encode()
     if type(part) is bytes:
@@ -357,6 +367,13 @@ def _normalized_field(key: str, value: Any, depth: int) -> Any:
     if type(value) is str and len(value) >= _BLOB_BYTES and key in _BLOB_KEYS:
         return digest(value)
     return _normalized(value, depth)
+
+
+class TextMessage(msgspec.Struct, gc=False):
+    """A message of texts, as `bounded_decoder` has it in large bodies."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
 
 
 def loose_message(turn: Mapping[str, Any]) -> bytes:
@@ -443,7 +460,7 @@ def with_cache_salt(prompt: Prompt, cache_salt: object) -> Prompt:
 
     The salt is padded with zero bytes to whole tokens and closed by a separator.
     """
-    head = salt(cache_salt)
+    head = salt(cache_salt) if cache_salt else b""
     if not head:
         return prompt
     padding = b"\0" * (-len(head) % WIDTH)

@@ -28,7 +28,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, canonical_prompt
+from extproc.parsing import bounded_decoder, canonical_prompt, narrow_types
 from extproc.request import (
     MAX_NAME_BYTES,
     HttpRequest,
@@ -79,21 +79,23 @@ def session_of(headers: Mapping[str, str], body: Envelope) -> str:
         or body.previous_response_id
     ):
         return session_of_headers(headers)
-    metadata = body.metadata if type(body.metadata) is dict else {}
-    conversation = body.conversation
+    metadata, conversation = body.metadata, body.conversation
+    session_id = user_id = None
+    if type(metadata) is dict:
+        session_id, user_id = metadata.get("session_id"), metadata.get("user_id")
     if type(conversation) is dict:
         conversation = conversation.get("id")
     for hint in (
         body.prompt_cache_key,
         conversation,
-        metadata.get("session_id"),
+        session_id,
         session_of_headers(headers),
         body.user,
-        metadata.get("user_id"),
+        user_id,
         body.safety_identifier,
         body.previous_response_id,
     ):
-        if type(hint) is str and hint:
+        if hint and type(hint) is str:
             return shorten_id(hint)
     return ""
 
@@ -101,7 +103,7 @@ def session_of(headers: Mapping[str, str], body: Envelope) -> str:
 #: Headers that name the model to be served, where the body names none
 #: (docs/spec/protocol.md#model-rewrite).
 MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
-_EPP_MODEL, _GATEWAY_MODEL = MODEL_HEADERS
+EPP_MODEL, GATEWAY_MODEL = MODEL_HEADERS
 
 NO_MODEL: Final = decision.bad_request("model not found in request body")
 
@@ -136,12 +138,12 @@ class Envelope(msgspec.Struct, gc=False):
     max_completion_tokens: Any = None
     max_tokens: Any = None
     max_output_tokens: Any = None
-    sampling_params: Any = None
+    sampling_params: narrow_types.Object = None
     cache_salt: Any = None
     lora_path: Any = None
     prompt_cache_key: Any = None
-    conversation: Any = None
-    metadata: Any = None
+    conversation: narrow_types.Object = None
+    metadata: narrow_types.Object = None
     user: Any = None
     safety_identifier: Any = None
     previous_response_id: Any = None
@@ -176,6 +178,9 @@ def decode_loose(
 ) -> BodyT | Rejection:
     """Like `decode`, for surfaces on which a model is optional."""
     try:
+        # Most bodies are short, and a call takes as long as a message.
+        if len(raw.body) <= bounded_decoder.SHORT_BYTES:
+            return decoder.decode(raw.body)
         return bounded_decoder.decode(decoder, raw.body)
     except msgspec.ValidationError as error:
         return _type_error_rejection(raw, error, wanted=wanted)
@@ -235,7 +240,7 @@ def too_deep() -> Rejection:
 def model_header(headers: Mapping[str, str]) -> str:
     """The model a header supplies; empty when none does."""
     # Written out: every request is looked at, and hardly any has one.
-    return headers.get(_EPP_MODEL) or headers.get(_GATEWAY_MODEL) or ""
+    return headers.get(EPP_MODEL) or headers.get(GATEWAY_MODEL) or ""
 
 
 def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
@@ -259,10 +264,10 @@ def request(
 ) -> InferenceRequest:
     """Build the request from the parsed parts."""
     adapter = body.lora_path
-    if type(adapter) is not str:
-        adapter, prompt = (
-            _adapter_of_batch(adapter, prompt) if adapter is not None else ("", prompt)
-        )
+    if adapter is None:
+        adapter = ""
+    elif type(adapter) is not str:
+        adapter, prompt = _adapter_of_batch(adapter, prompt)
     return InferenceRequest(
         api,
         model=model_of(body, raw.headers),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, narrow_types, openai_chat
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -29,9 +29,9 @@ _STREAM = re.compile(rb'"stream"\s*:\s*true')
 class LooseBody(envelope.Envelope, gc=False):
     """The usual places of a prompt."""
 
-    prompt: Any = None
+    prompt: narrow_types.TextOrIds = None
     messages: Any = None
-    input: Any = None
+    input: narrow_types.TextOrIds = None
 
 
 _DECODER = msgspec.json.Decoder(LooseBody)

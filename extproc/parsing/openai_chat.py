@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope
+from extproc.parsing import canonical_prompt, envelope, narrow_types
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid chat completions request: must have valid messages field"
@@ -17,8 +18,8 @@ _WANTED: Final = "invalid chat completions request: must have valid messages fie
 class ChatMessage(msgspec.Struct, gc=False):
     """One message of the history; only an object can be one."""
 
-    role: Any = None
-    content: Any = None
+    role: narrow_types.Role = None
+    content: narrow_types.Content = None
     name: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
@@ -40,6 +41,7 @@ class ChatBody(envelope.Envelope, gc=False):
 
 
 _ABSENT = canonical_prompt.ABSENT
+_TEXT = canonical_prompt.TEXT
 _DECODER = msgspec.json.Decoder(ChatBody)
 
 #: How messages of the usual roles start.
@@ -57,8 +59,7 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     if not body.messages:
         return decision.bad_request(_WANTED)
     fields = _options(body)
-    for message in body.messages:
-        _add_message(fields, message)
+    _add_messages(fields, body.messages)
     return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
 
 
@@ -83,26 +84,27 @@ def _options(body: ChatBody) -> list[bytes]:
     return fields
 
 
-def _add_message(fields: list[bytes], message: ChatMessage) -> None:
-    """Append a message field by field: pieces are joined, and so copied, only once."""
-    role, content = message.role, message.content
-    head = _HEADS.get(role) if type(role) is str else None
-    fields.append(head or canonical_prompt.MESSAGE + canonical_prompt.as_bytes(role))
-    if message.name is not None or message.tool_call_id is not None:
-        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.name))
-        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.tool_call_id))
-    reasoning = message.reasoning_content or message.reasoning
-    if reasoning:
-        fields += (canonical_prompt.REASONING, canonical_prompt.as_bytes(reasoning))
-    if type(content) is str:
-        fields += (canonical_prompt.TEXT, content.encode())
-    else:
-        fields.append(canonical_prompt.content(content))
-    if message.tool_calls is not _ABSENT or message.function_call is not _ABSENT:
-        fields += (
-            canonical_prompt.calls(message.tool_calls),
-            canonical_prompt.calls(message.function_call),
-        )
+def _add_messages(fields: list[bytes], messages: Iterable[ChatMessage]) -> None:
+    """Append messages field by field: pieces are joined, and so copied, only once."""
+    for message in messages:
+        role, content = message.role, message.content
+        head = _HEADS.get(role) if type(role) is str else None
+        fields.append(head or canonical_prompt.MESSAGE + canonical_prompt.as_bytes(role))
+        if message.name is not None or message.tool_call_id is not None:
+            fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.name))
+            fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(message.tool_call_id))
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            fields += (canonical_prompt.REASONING, canonical_prompt.as_bytes(reasoning))
+        if type(content) is str:
+            fields += (_TEXT, content.encode())
+        else:
+            fields.append(canonical_prompt.content(content))
+        if message.tool_calls is not _ABSENT or message.function_call is not _ABSENT:
+            fields += (
+                canonical_prompt.calls(message.tool_calls),
+                canonical_prompt.calls(message.function_call),
+            )
 
 
 def loose_prompt(messages: object) -> canonical_prompt.Prompt | None:

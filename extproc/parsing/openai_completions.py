@@ -8,7 +8,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope, openai_chat
+from extproc.parsing import canonical_prompt, envelope, narrow_types, openai_chat
 from extproc.request import HttpRequest, InferenceRequest
 
 _NO_PROMPT: Final = "invalid completions request: must have prompt field"
@@ -22,14 +22,14 @@ class CompletionBody(envelope.Envelope, gc=False):
     `prompt_embeds` is vLLM's alternative to a prompt: base64 of a tensor.
     """
 
-    prompt: Any = None
+    prompt: narrow_types.TextOrIds = None
     prompt_embeds: Any = None
 
 
 class EmbeddingInputBody(envelope.Envelope, gc=False):
     """Fields that are read from a body with an `input`; vLLM also embeds a conversation."""
 
-    input: Any = None
+    input: narrow_types.TextOrIds = None
     messages: Any = None
 
 

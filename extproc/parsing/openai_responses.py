@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope
+from extproc.parsing import canonical_prompt, envelope, narrow_types
 from extproc.request import HttpRequest, InferenceRequest
 
 _NO_INPUT: Final = "invalid responses request: must have input field"
@@ -18,8 +18,8 @@ _NO_ITEMS: Final = "invalid conversations request: must have items field"
 class ResponsesBody(envelope.Envelope, gc=False):
     """Fields that are read from a responses body. `prompt` names a stored template."""
 
-    input: Any = None
-    instructions: Any = None
+    input: narrow_types.Messages = None
+    instructions: narrow_types.Content = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
     reasoning: msgspec.Raw = canonical_prompt.ABSENT
     prompt: msgspec.Raw = canonical_prompt.ABSENT
@@ -28,7 +28,7 @@ class ResponsesBody(envelope.Envelope, gc=False):
 class ConversationItemsBody(envelope.Envelope, gc=False):
     """Fields that are read from a body that opens a conversation."""
 
-    items: Any = None
+    items: narrow_types.Messages = None
 
 
 #: A list, or one of too many items.
@@ -81,11 +81,13 @@ def _history(value: object) -> bytes | None:
         return canonical_prompt.MESSAGE + canonical_prompt.item(value)
     if type(value) is not list:
         return None
-    return b"".join(
-        [
-            canonical_prompt.loose_message(entry)
-            if type(entry) is dict
-            else canonical_prompt.MESSAGE + canonical_prompt.content(entry)
-            for entry in value
-        ]
-    )
+    return b"".join([_item(entry) for entry in value])
+
+
+def _item(entry: object) -> bytes:
+    if type(entry) is canonical_prompt.TextMessage:
+        head = canonical_prompt.MESSAGE + entry.role.encode()
+        return head + canonical_prompt.content(entry.content)
+    if type(entry) is dict:
+        return canonical_prompt.loose_message(entry)
+    return canonical_prompt.MESSAGE + canonical_prompt.content(entry)

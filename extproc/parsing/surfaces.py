@@ -180,10 +180,38 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """
     if type(raw) is preparsed.PreparsedRequest:
         return raw.outcome
-    if not raw.body or raw.method.upper() not in _POSTING:
-        return _check_names(envelope.unparsed_request(raw, OPAQUE.api), raw)
-    read = _read(raw)
-    return read if isinstance(read, Rejection) else _check_names(read, raw)
+    headers = raw.headers
+    if not raw.body or headers.get(":method", "").upper() not in _POSTING:
+        request = envelope.unparsed_request(raw, OPAQUE.api)
+    else:
+        parsed = _parse_body(raw)
+        if isinstance(parsed, Rejection):
+            return parsed
+        request = parsed
+    model, adapter = request.model, request.adapter
+    # As `envelope.model_header`, without a call.
+    header = headers.get(envelope.EPP_MODEL) or headers.get(envelope.GATEWAY_MODEL) or ""
+    # A character has four bytes at most: most names need no closer look.
+    if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
+        return request
+    return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
+
+
+def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
+    path = path_of(raw)
+    surface = _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
+    if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
+        surface = GRPC
+    is_cut = raw.truncated and not surface.accepts_truncated
+    try:
+        parsed = (opaque.parse_truncated if is_cut else surface.parse)(raw, surface.api)
+    except RecursionError:
+        # Decoding stayed within the interpreter's depth, and writing the value again did not.
+        is_opaque = surface is OPAQUE
+        return envelope.unparsed_request(raw, surface.api) if is_opaque else envelope.too_deep()
+    if surface.drops_prompt and not isinstance(parsed, Rejection):
+        return msgspec.structs.replace(parsed, prompt=b"", prompt_tokens=0, prompt_bytes=0)
+    return parsed
 
 
 def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection | None:
@@ -201,29 +229,3 @@ def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection
         return None if supplied is None else msgspec.structs.replace(supplied, model=model)
     headers = {**raw.headers, envelope.MODEL_HEADERS[0]: model}
     return parse(msgspec.structs.replace(raw, headers=headers))
-
-
-def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceRequest | Rejection:
-    """The request, or a rejection if a name is longer than any valid name."""
-    model, adapter, header = request.model, request.adapter, envelope.model_header(raw.headers)
-    # A character has four bytes at most: most names need no closer look.
-    if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
-        return request
-    return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
-
-
-def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
-    """Parse a request with a body."""
-    surface = surface_of(path_of(raw))
-    if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
-        surface = GRPC
-    is_cut = raw.truncated and not surface.accepts_truncated
-    try:
-        read = (opaque.parse_truncated if is_cut else surface.parse)(raw, surface.api)
-    except RecursionError:
-        # Decoding stayed within the interpreter's depth, and writing the value again did not.
-        is_opaque = surface is OPAQUE
-        return envelope.unparsed_request(raw, surface.api) if is_opaque else envelope.too_deep()
-    if surface.drops_prompt and not isinstance(read, Rejection):
-        return msgspec.structs.replace(read, prompt=b"", prompt_tokens=0, prompt_bytes=0)
-    return read

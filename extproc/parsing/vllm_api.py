@@ -15,7 +15,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, envelope
+from extproc.parsing import canonical_prompt, envelope, narrow_types
 from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid ranking request: must be a JSON object"
@@ -62,14 +62,14 @@ class GenerateBody(envelope.Envelope, gc=False):
     `features` holds `mm_hashes` and `mm_placeholders`, each a list per modality.
     """
 
-    token_ids: Any = None
+    token_ids: narrow_types.TextOrIds = None
     features: Any = None
 
 
 class NativeGenerateBody(envelope.Envelope, gc=False):
     """Fields that are read from a `/generate` body: SGLang's names, then vLLM's and TGI's."""
 
-    input_ids: Any = None
+    input_ids: narrow_types.TextOrIds = None
     text: Any = None
     prompt: Any = None
     inputs: Any = None

@@ -56,8 +56,7 @@ def test_stepwise_decoding_gives_the_same_prompt(messages, ascii_only):
     prompts = []
     for read in (slowly, at_once):
         fields: list[bytes] = []
-        for turn in read.messages:
-            openai_chat._add_message(fields, turn)
+        openai_chat._add_messages(fields, read.messages)
         prompts.append(b"".join(fields))
     assert prompts[0] == prompts[1]
 

@@ -124,7 +124,7 @@ def test_stepwise_decoding_gives_the_same_blocks(unit, ascii_only, turns):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded_decoder, "is_light", lambda _: True)
         at_once = _chain(messages, ascii_only=ascii_only, tools=True)
-        patch.setattr(bounded_decoder, "_SHORT_BYTES", -1)
+        patch.setattr(bounded_decoder, "SHORT_BYTES", -1)
         patch.setattr(bounded_decoder, "is_light", lambda _: False)
         always = _chain(messages, ascii_only=ascii_only, tools=True)
     assert slowly == at_once == always
@@ -157,8 +157,8 @@ def _body_with(text: str, more: str = "") -> bytes:
         (_body_with("a" * 70_000 + "\\\\", ',"tools":[' + "{}," * 60_000 + "{}]"), False),
         (_body_with("a" * 70_000 + '\\\\\\"', ',"tools":[' + "{}," * 60_000 + "{}]"), False),
         (_body_with("so, it goes, " * 30_000), True),
-        (_body_with("a" * 300_000 + "😀"), False),
-        (_body_with("a" * 300_000, ',"user":"' + "😀" * 80_000 + '"'), False),
+        (_body_with("a" * 500_000 + "😀"), False),
+        (_body_with("a" * 500_000, ',"user":"' + "😀" * 80_000 + '"'), False),
         (_body_with("\\" * 200_000 + '\\"' * 60_000), True),
     ],
     ids=[

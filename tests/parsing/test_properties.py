@@ -1,10 +1,11 @@
 import json
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.parsing import canonical_prompt, multipart, surfaces
+from extproc.parsing import bounded_decoder, canonical_prompt, multipart, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
@@ -191,6 +192,40 @@ def test_prompts_of_other_surfaces_extend(path, history, more):
     before = builders.parsed(path, {"model": "m", field: history})
     after = builders.parsed(path, {"model": "m", field: [*history, *more]})
     assert after.prompt.startswith(before.prompt)
+
+
+usual = st.fixed_dictionaries(
+    {"model": names},
+    optional={
+        "messages": histories,
+        "input": histories | texts | st.lists(st.integers(-1, 2**32), max_size=3),
+        "items": histories,
+        "prompt": texts | st.lists(st.integers(-1, 2**32), max_size=3) | st.lists(text_part),
+        "token_ids": st.lists(st.integers(0, 2**32), max_size=3),
+        "system": contents,
+        "instructions": contents,
+        "tools": calls,
+        "metadata": st.dictionaries(st.sampled_from(["session_id", "user_id", "x"]), leaves),
+        "conversation": names | st.fixed_dictionaries({"id": names}, optional={"x": names}),
+        "sampling_params": st.dictionaries(st.sampled_from(["max_new_tokens", "x"]), leaves),
+        "user": leaves,
+        "lora_path": names | st.lists(names, max_size=2),
+        "max_tokens": leaves,
+    },
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(PATHS, usual | bodies, st.sampled_from([b"", b"}", b"\xff", b',"user":']))
+def test_narrow_types_change_no_outcome(path, body, end):
+    """A body is read or refused alike whether it is decoded into narrow types first or at once."""
+    raw = builders.post(path, json.dumps(body).encode() + end)
+    outcomes = []
+    for short_bytes in (-1, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bounded_decoder, "SHORT_BYTES", short_bytes)
+            outcomes.append(surfaces.parse(raw))
+    assert outcomes[0] == outcomes[1]
 
 
 @settings(max_examples=examples(100), deadline=None)
