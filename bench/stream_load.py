@@ -11,6 +11,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from extproc.http2 import frames
 
@@ -79,10 +80,9 @@ class StreamClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Open all windows, and begin once the server's settings came."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         most = frames.MAX_WINDOW_BYTES
-        transport.write(
+        self._transport.write(
             frames.PREFACE
             + frames.build_settings([(frames.INITIAL_WINDOW_SIZE, most)])
             + frames.build_window_update(0, most - frames.DEFAULT_WINDOW_BYTES)

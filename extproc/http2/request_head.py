@@ -162,6 +162,9 @@ class HeaderDecoder:
         """Hold the peer to the table of the limits; call once it acknowledged our settings."""
         self._hpack.max_allowed_table_size = self._limits.header_table_bytes
         self._is_stateless = not self._limits.header_table_bytes
+        if self._is_stateless:
+            # Emptied here: a client that never used its table need not announce a smaller one.
+            self._hpack.header_table_size = 0
 
     def read_request(self, block: bytes) -> RequestHead:
         """Decode the header block of a request.

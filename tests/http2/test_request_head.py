@@ -144,6 +144,16 @@ def test_a_table_after_the_acknowledgement_ends_the_connection():
     assert client.ended_with == ErrorCode.COMPRESSION_ERROR
 
 
+def test_a_client_without_a_table_need_not_announce_its_size():
+    """It sends literals before and after it acknowledged our settings."""
+    client = RawClient(begin=False)
+    client.send(PREFACE + frame(SETTINGS) + frame(SETTINGS, 1))
+    for stream_id in (1, 3):
+        client.call(stream_id, fields=[(name, value, True) for name, value in CALL])
+    assert [event.path for event in client.events] == [PATH] * 2
+    assert client.ended_with is None
+
+
 def test_repeated_blocks_mean_the_same():
     client = RawClient()
     for stream_id in range(1, 401, 2):

@@ -20,7 +20,11 @@ ALLOWED = (
         "connection_pool_maxsize",
         "the client of Kubernetes is not ours",
     ),
-    ("extproc/http2/request_head.py", "max_allowed_table_size", "hpack is not ours"),
+    (
+        "extproc/http2/request_head.py",
+        "header_table_size max_allowed_table_size",
+        "hpack is not ours",
+    ),
     (
         "extproc/http2/*.py",
         (
