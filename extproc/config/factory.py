@@ -15,7 +15,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
-from extproc.prefix_cache.index import PrefixIndex
+from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing import director, scheduler
@@ -76,6 +76,7 @@ def build(
     where: str = "settings",
     on_gone: Callable[[Endpoint], None] = _ignore_removed,
     guards: plugin_guard.GuardFactory | None = None,
+    prefix_budget: IndexBudget | None = None,
 ) -> PoolParts:
     """Build the parts of a picker.
 
@@ -84,6 +85,7 @@ def build(
         on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
             is bypassed.
+        prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
 
     Raises:
         ConfigError: The profile cannot be built, see `profile_builder.build_profile`.
@@ -91,7 +93,7 @@ def build(
     guards = guards or _untimed()
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
     prefix = settings.prefix
-    index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
+    index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes, budget=prefix_budget)
     model = cache_model.CacheModel(
         index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
     )

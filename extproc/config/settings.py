@@ -166,10 +166,10 @@ class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             long prompts, and up to 360 in prompts of a single block that no other prompt shares: at
             most 12 MB per endpoint. An endpoint that reports the size of its KV cache has no more
             blocks than fit in it.
-        max_bytes: Memory for the blocks of all endpoints of a pool (bytes, estimated). Above it,
-            the least recently used blocks of any endpoint are evicted. 512 MiB are 24 million
-            blocks of long prompts, or 1.5 million prompts of a single block: 45 endpoints with
-            `capacity_blocks` of those.
+        max_bytes: Memory for the blocks of all endpoints of all pools (bytes, estimated). Above
+            it, the least recently used blocks of any endpoint are evicted, of the largest pool
+            first. 512 MiB are 24 million blocks of long prompts, or 1.5 million prompts of a
+            single block: 45 endpoints with `capacity_blocks` of those.
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT

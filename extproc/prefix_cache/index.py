@@ -6,12 +6,14 @@ never counts.
 
 The index holds what `record` adds to it. It does not see what the engine evicts or generates;
 `resize` brings its bound near the engine's own, `forget` drops the blocks of an endpoint that left. Beyond a
-bound of bytes over all endpoints it gives up what was used longest ago, on any endpoint.
+bound of bytes over all endpoints it gives up what was used longest ago, on any endpoint. Indexes of
+several pools can share one bound: then the largest of them gives up.
 """
 
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,8 +33,46 @@ DEFAULT_MAX_BYTES: Final = 512 * 1024 * 1024
 #: among endpoints what was used longest ago is known to that many calls.
 _EPOCH = 256
 
+#: Calls of `record` of an index between two looks at what the indexes of all pools take together.
+_LOOK = 64
+
+#: Share of their bound that the largest index gives up beyond what is needed: not every look ends in
+#: work, and each in some milliseconds at most.
+_SPARE = 1 / 1024
+
 #: Set bits above which looking at every bit is faster than searching for the next one.
 _MANY = 32
+
+
+class IndexBudget:
+    """Bytes that the indexes of several pools take together.
+
+    Args:
+        max_bytes: Estimated bytes of all indexes at most, but for what each records between two
+            looks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._indexes: weakref.WeakSet[PrefixIndex] = weakref.WeakSet()
+
+    def add(self, index: PrefixIndex) -> None:
+        """Count an index, for as long as it exists."""
+        self._indexes.add(index)
+
+    def enforce(self) -> None:
+        """Let the largest indexes give up blocks until all fit."""
+        sizes = {index: index.bytes_estimate() for index in self._indexes}
+        excess = sum(sizes.values()) - self._max_bytes
+        spare = int(_SPARE * self._max_bytes)
+        while excess > 0:
+            largest = max(sizes, key=sizes.__getitem__)
+            size = sizes[largest]
+            largest.shrink(max(0, size - excess - spare))
+            sizes[largest] = left = largest.bytes_estimate()
+            if left == size:
+                return
+            excess -= size - left
 
 
 class PrefixIndex:
@@ -44,11 +84,21 @@ class PrefixIndex:
     Args:
         capacity_blocks: Blocks predicted as held by one endpoint, until `resize` says otherwise.
         max_bytes: Estimated bytes of memory at most.
+        budget: Bound that it shares with the indexes of other pools; None for none.
     """
 
-    def __init__(self, capacity_blocks: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        budget: IndexBudget | None = None,
+    ) -> None:
         self._capacity = capacity_blocks
         self._max_bytes = max_bytes
+        self._budget = budget
+        if budget is not None:
+            budget.add(self)
         self._root = RadixNode(b"", None)
         self._root.children = {}
         # Masks of one endpoint are shared objects: most runs are held by exactly one.
@@ -148,7 +198,23 @@ class PrefixIndex:
         if cache.held > cache.capacity:
             self._release(slot)
         if self.bytes_estimate() > self._max_bytes:
-            self._release_oldest()
+            self.shrink(self._max_bytes)
+        if self._budget is not None and not self._records % _LOOK:
+            self._budget.enforce()
+
+    def shrink(self, max_bytes: int) -> None:
+        """Give up what was used longest ago, on any endpoint, until so many bytes are left."""
+        ages = self._ages
+        while self._totals.parts and self.bytes_estimate() > max_bytes:
+            age, slot = ages[0]
+            cache = self._caches[slot]
+            oldest = cache.oldest
+            if oldest is not None and oldest <= age:
+                self._detach(cache.give_up_oldest(), self._bits[slot], 0)
+            else:
+                # Nothing that old is left. Without any part the next one will be of this epoch.
+                later = max(age, self._epoch) + 1 if oldest is None else oldest
+                heapq.heapreplace(ages, (later, slot))
 
     def retract(self, key: Key, blocks: Sequence[int], keep: int) -> None:
         """Stop believing that an endpoint holds a chain, or anything that goes on from it.
@@ -271,20 +337,6 @@ class PrefixIndex:
         """Let an endpoint give up what is above its bound, and drop runs without a holder."""
         for run, keep in self._caches[slot].shrink():
             self._detach(run, self._bits[slot], keep)
-
-    def _release_oldest(self) -> None:
-        """Let endpoints give up what was used longest ago, until the index fits its bound."""
-        ages = self._ages
-        while self._totals.parts and self.bytes_estimate() > self._max_bytes:
-            age, slot = ages[0]
-            cache = self._caches[slot]
-            oldest = cache.oldest
-            if oldest is not None and oldest <= age:
-                self._detach(cache.give_up_oldest(), self._bits[slot], 0)
-            else:
-                # Nothing that old is left. Without any part the next one will be of this epoch.
-                later = max(age, self._epoch) + 1 if oldest is None else oldest
-                heapq.heapreplace(ages, (later, slot))
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""

@@ -19,6 +19,7 @@ from extproc.config.settings import ServerSection, Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.discovery.kubernetes import controller, watch_status
 from extproc.discovery.static_discovery import DiscoveryEvent
+from extproc.prefix_cache.index import IndexBudget
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard
@@ -77,7 +78,14 @@ class EndpointPickerProcess:
             tls=factory.build_scrape_tls(settings.scrape),
         )
         guards = plugin_guard.GuardFactory(time.perf_counter, self.counters.plugins)
-        shared = RuntimeContext(self.counters, guards, self._http, scraper.EndpointCounts(), clock)
+        shared = RuntimeContext(
+            counters=self.counters,
+            guards=guards,
+            http=self._http,
+            endpoint_counts=scraper.EndpointCounts(),
+            clock=clock,
+            prefix_budget=IndexBudget(settings.prefix.max_bytes),
+        )
         plan = kubernetes_plan.plan_kubernetes(
             settings, where="the configuration", environment=os.environ
         )

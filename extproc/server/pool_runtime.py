@@ -12,6 +12,7 @@ from extproc.config import discovered_matches, factory, pools
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.prefix_cache.index import IndexBudget
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
@@ -36,6 +37,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
         http: HTTP client for scrapes.
         endpoint_counts: Counts of scraped endpoints.
         clock: Monotonic seconds.
+        prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
     """
 
     counters: ProcessCounters
@@ -43,6 +45,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     http: client.ScrapeClient
     endpoint_counts: scraper.EndpointCounts
     clock: Callable[[], float]
+    prefix_budget: IndexBudget | None = None
 
     @property
     def supervisor(self) -> Supervisor:
@@ -84,7 +87,12 @@ class PoolRuntime:
         self._settings = planned.settings
         self._shared = shared
         self._counts = shared.counters.for_pool(planned.name)
-        self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
+        self.parts = factory.build(
+            planned.settings,
+            on_gone=self._gone,
+            guards=shared.guards,
+            prefix_budget=shared.prefix_budget,
+        )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
         holding = planned.settings.flow_control

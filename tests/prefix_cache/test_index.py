@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.prefix_cache import blocks
-from extproc.prefix_cache.index import PrefixIndex
+from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from tests.support.seeded import examples
 
 A, B, C = ("10.0.0.1:8000", 0), ("10.0.0.2:8000", 0), ("10.0.0.3:8000", 0)
@@ -223,6 +223,31 @@ def test_memory_bound_holds_for_many_endpoints_with_short_prompts():
     assert most <= 4_000_000
     assert before_ - after < 1.2 * 4_000_000
     assert held * 400 > 4_000_000
+
+
+def test_indexes_of_several_pools_share_a_bound():
+    """The largest gives up first, a small one keeps its blocks, and what one leaves others take."""
+    budget, slack = IndexBudget(400_000), 64 * 400
+    small, first, second = (PrefixIndex(10_000, budget=budget) for _ in range(3))
+    for number in range(64):
+        small.record(A, [1, number])
+    for number in range(4000):
+        first.record(A, [1, number])
+    alone = first.held(A)
+    assert small.bytes_estimate() + first.bytes_estimate() <= 400_000 + slack
+    for number in range(4000):
+        second.record(A, [1, number])
+    sizes = [index.bytes_estimate() for index in (first, second)]
+    assert small.bytes_estimate() + sum(sizes) <= 400_000 + slack
+    assert abs(sizes[0] - sizes[1]) < 2 * slack
+    assert small.held(A) == 65
+    del first
+    gc.collect()
+    for number in range(4000):
+        second.record(A, [1, number])
+    assert second.held(A) == pytest.approx(alone, rel=0.1)
+    for index in (small, second):
+        check_books(index)
 
 
 def test_a_block_after_a_gap_does_not_match():

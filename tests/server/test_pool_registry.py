@@ -11,6 +11,7 @@ from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy
+from extproc.prefix_cache.index import IndexBudget
 from extproc.request import HttpRequest
 from extproc.routing import pool_match
 from extproc.scheduling.plugin_guard import GuardFactory
@@ -27,7 +28,7 @@ def read(text):
     return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
-def sites(text, *, written=None, heard=True, on_change=lambda: None):
+def sites(text, *, written=None, heard=True, on_change=lambda: None, prefix_budget=None):
     counters = ProcessCounters()
     shared = RuntimeContext(
         counters,
@@ -35,6 +36,7 @@ def sites(text, *, written=None, heard=True, on_change=lambda: None):
         client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
         scraper.EndpointCounts(),
         lambda: 1.0,
+        prefix_budget,
     )
     return PoolRegistry(
         read(text), shared, written=written or {}, heard=lambda: heard, on_change=on_change
@@ -74,6 +76,17 @@ async def test_configured_pools_have_endpoints_after_sync():
     assert subject.profile == "adaptive,random"
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 1]
     assert list(subject.watched()) == ["a", "b"]
+
+
+async def test_prefix_indexes_of_all_pools_share_one_bound():
+    """Together they take what `prefix.max_bytes` allows, however many pools there are."""
+    subject = sites(TWO, prefix_budget=IndexBudget(200_000))
+    await subject.sync()
+    indexes = [runtime.parts.index for runtime in subject.by_name.values()]
+    for index in indexes:
+        for number in range(2000):
+            index.record((A, 0), [number])
+    assert 150_000 < sum(index.bytes_estimate() for index in indexes) < 250_000
 
 
 async def test_a_configured_pool_follows_kubernetes():
