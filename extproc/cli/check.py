@@ -18,13 +18,12 @@ import msgspec
 from extproc.cli import flags, main
 from extproc.config import (
     autoscaling,
-    discovered_matches,
-    discovered_scaling,
     discovery_sources,
     envoy_lint,
     kubernetes_plan,
     lint,
     loader,
+    pool_annotations,
     pool_schema,
     pools,
     reloading,
@@ -433,9 +432,9 @@ def describe_pools(settings: Settings) -> Iterator[str]:
         if cluster.discover_pools == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
-        yield from discovered_matches.describe_rules(cluster.claims)
+        yield from pool_annotations.describe_match_rules(cluster.claims)
         for rule in settings.autoscaling.discovered_pools:
-            yield from discovered_scaling.describe_rule(rule)
+            yield from pool_annotations.describe_scaling_rule(rule)
     elected = kubernetes_plan.plan_election(settings, where="cluster", environment=os.environ)
     if elected is not None and cluster.leader_election:
         lease = elected.lease

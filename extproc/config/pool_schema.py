@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.config import scheduling_schema, validation
 from extproc.config.autoscaling import ScalingSection
-from extproc.config.discovered_matches import MatchRule
+from extproc.config.pool_annotations import MatchRule
 from extproc.discovery.kubernetes.settings import MOST_PORTS
 from extproc.election.lease_state import ElectionSettings
 from extproc.pool import inference_policy

@@ -8,9 +8,9 @@ import msgspec
 
 from extproc.config import (
     autoscaling,
-    discovered_scaling,
     discovery_sources,
     epp_config,
+    pool_annotations,
     pool_schema,
     validation,
 )
@@ -147,7 +147,7 @@ def check_compatible(settings: Settings, *, where: str) -> None:
 def _check_discovered(settings: Settings, where: str) -> None:
     rules = settings.autoscaling.discovered_pools
     for at, rule in enumerate(rules):
-        discovered_scaling.check_rule(
+        pool_annotations.check_scaling_rule(
             rule, where=validation.location(where, ("autoscaling", "discovered_pools", at))
         )
     if rules and settings.cluster.discover_pools == "none":

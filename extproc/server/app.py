@@ -17,7 +17,7 @@ from extproc.autoscaling.runtime import autoscaler
 from extproc.config import factory, kubernetes_plan
 from extproc.config.settings import ServerSection, Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
-from extproc.discovery.kubernetes import controller, watch_status
+from extproc.discovery.kubernetes import controller, watch_plan
 from extproc.discovery.static_discovery import DiscoveryEvent
 from extproc.prefix_cache.index import IndexBudget
 from extproc.protocol.body_buffer import BufferBudget
@@ -237,7 +237,7 @@ class EndpointPickerProcess:
         return self._follower is None or self._follower.synced
 
     @property
-    def _watch_statuses(self) -> Sequence[watch_status.WatchStatus]:
+    def _watch_statuses(self) -> Sequence[watch_plan.WatchStatus]:
         """Status of all Kubernetes watches; empty where there are none."""
         return () if self._follower is None else self._follower.statuses
 
@@ -246,7 +246,7 @@ class EndpointPickerProcess:
         degraded = self.counters.supervisor.degraded
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
-        yield from watch_status.lines(self._watch_statuses, self._clock())
+        yield from watch_plan.lines(self._watch_statuses, self._clock())
         yield from health.lines(self.sites.pools())
 
     def _watch_figures(self) -> Iterator[WatchMetrics]:
@@ -257,11 +257,8 @@ class EndpointPickerProcess:
                 collection.resource.title,
                 collection.namespace,
                 collection.labels or collection.fields,
-                "synced" if status.state == watch_status.CONNECTED else status.state,
-                [
-                    "synced" if name == watch_status.CONNECTED else name
-                    for name in watch_status.STATES
-                ],
+                "synced" if status.state == watch_plan.CONNECTED else status.state,
+                ["synced" if name == watch_plan.CONNECTED else name for name in watch_plan.STATES],
                 now - since if status.stands and since is not None else 0.0,
             )
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from extproc.config import discovered_matches, pools
+from extproc.config import pool_annotations, pools
 from extproc.config.settings import Settings
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.errors import ConfigError
@@ -181,7 +181,7 @@ class PoolRegistry:
             ConfigError: A profile cannot be built; nothing was changed.
         """
         plans = {plan.name: plan for plan in pools.pool_plans(settings)}
-        grants: dict[str, discovered_matches.MatchGrant] = {}
+        grants: dict[str, pool_annotations.MatchGrant] = {}
         for name in self._discovered:
             granted = self._granted(settings, name, self.by_name[name].annotations)
             grants[name] = granted
@@ -227,8 +227,8 @@ class PoolRegistry:
 
     def _granted(
         self, settings: Settings, key: str, annotations: Mapping[str, str]
-    ) -> discovered_matches.MatchGrant:
-        return discovered_matches.grant_match(settings.cluster.claims, key, annotations)
+    ) -> pool_annotations.MatchGrant:
+        return pool_annotations.grant_match(settings.cluster.claims, key, annotations)
 
     def _claims(self) -> Mapping[str, object]:
         """Inputs of the order of pools, by name."""

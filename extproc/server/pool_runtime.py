@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import discovered_matches, factory, pools
+from extproc.config import factory, pool_annotations, pools
 from extproc.discovery import static_discovery
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
@@ -150,7 +150,7 @@ class PoolRuntime:
             dropped_addresses=0 if self._discovery is None else self._discovery.left_out,
         )
 
-    def grant_match(self, granted: discovered_matches.MatchGrant) -> None:
+    def grant_match(self, granted: pool_annotations.MatchGrant) -> None:
         """Apply the match of its annotations, or log its refusal, once for each reason."""
         self.match = granted.claim
         if granted.refused and granted.refused != self.refused_match:

@@ -14,8 +14,8 @@ from extproc.autoscaling import demand_estimator
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
 from extproc.config import (
     autoscaling,
-    discovered_matches,
     flow_control,
+    pool_annotations,
     pool_schema,
     reloading,
     scheduling_schema,
@@ -37,7 +37,7 @@ SECTIONS = (
     ("pools[]", pool_schema.PoolSection),
     ("pools.match", pool_match.PoolMatch),
     ("cluster", pool_schema.ClusterSection),
-    ("cluster.claims[]", discovered_matches.MatchRule),
+    ("cluster.claims[]", pool_annotations.MatchRule),
     ("cluster.lease", lease_state.ElectionSettings),
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),

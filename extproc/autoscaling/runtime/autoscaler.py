@@ -25,7 +25,7 @@ from extproc.autoscaling.runtime.control_loop import (
     ScaledPool,
 )
 from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
-from extproc.config import discovered_scaling, kubernetes_plan, pools
+from extproc.config import kubernetes_plan, pool_annotations, pools
 from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes.settings import POOL_GROUP, KubernetesSettings
@@ -210,7 +210,7 @@ class Autoscaler:
     def _rescale(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool."""
         try:
-            wanted = discovered_scaling.resolve_scaling(self._rules, name, runtime.annotations)
+            wanted = pool_annotations.resolve_scaling(self._rules, name, runtime.annotations)
             self._logged[name] = runtime, runtime.annotations
         except ConfigError as error:
             self._logged[name] = runtime, runtime.annotations

@@ -1,9 +1,9 @@
 """Discovery of pools, endpoints, objectives and rewrites from a Kubernetes API server.
 
 Contents, without I/O: the pool sources (`settings`), the collections that they require
-(`watch_plan`, `resources`), API objects and their decoders (`objects`, `decode`), list pages and
-watch lines (`watch_events`), pods and slices to endpoints (`pool_views`), objectives and
-rewrites to a policy (`decrees`), and the caches (`store`) with the pools over them (`pool_views`).
+and the status of each (`watch_plan`), API objects and their decoders (`objects`, `decode`), list
+pages and watch lines (`watch_events`), pods, slices, objectives and rewrites as pools (`pool_views`),
+and the caches below these (`store`).
 With I/O: the official client (`api_client`, behind the protocol in `api_errors`), one list and
 watch (`reflector`), and all of them together (`controller`).
 Not here: the load of an endpoint (pool, scrape), the choice of a pool for a request (routing), and

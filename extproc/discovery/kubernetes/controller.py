@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 
 from extproc.discovery.endpoint_list import DiscoveredPool
-from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_status
+from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_plan
 from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.discovery.static_discovery import DiscoveryEvent
 from extproc.supervision import Supervisor
@@ -74,7 +74,7 @@ class KubernetesDiscovery:
         self._server: api_errors.KubernetesApi | None = None
         self._feeds: tuple[reflector.Reflector, ...] = ()
         self._wake = asyncio.Event()
-        self._watches = watch_status.WatchStatuses(self._cluster.collections, clock())
+        self._watches = watch_plan.WatchStatuses(self._cluster.collections, clock())
         #: What `on_pools` has not taken yet.
         self._changed: dict[str, DiscoveredPool] = {}
         self._removed: set[str] = set()
@@ -86,7 +86,7 @@ class KubernetesDiscovery:
         return self._cluster.synced
 
     @property
-    def statuses(self) -> tuple[watch_status.WatchStatus, ...]:
+    def statuses(self) -> tuple[watch_plan.WatchStatus, ...]:
         """Status of every watch."""
         return self._watches.statuses
 

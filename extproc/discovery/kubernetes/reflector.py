@@ -43,7 +43,7 @@ class ReflectorListener(Protocol):
         """Signals that objects of the cluster may have changed."""
 
     def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
-        """Reports the state of a collection, of `watch_status.STATES`; repeats are possible."""
+        """Reports the state of a collection, of `watch_plan.STATES`; repeats are possible."""
 
     def happened(self, kind: str, detail: str) -> None:
         """Reports an event worth a log line, once."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.cli import check
-from extproc.config import discovered_matches, loader
+from extproc.config import loader, pool_annotations
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.routing.pool_match import PoolMatch
@@ -21,7 +21,7 @@ def read(rules):
 
 def granted(rules, key=KEY, **annotations):
     stated = {f"extproc/{kind}": text for kind, text in annotations.items()}
-    return discovered_matches.grant_match(read(rules).cluster.claims, key, stated)
+    return pool_annotations.grant_match(read(rules).cluster.claims, key, stated)
 
 
 def test_annotations_are_ignored_without_a_match_rule():
@@ -30,7 +30,7 @@ def test_annotations_are_ignored_without_a_match_rule():
         refused = granted(rules, models="*")
         assert refused.claim.empty
         assert refused.refused == "model * has no rule in cluster.claims"
-    assert granted("[]") == discovered_matches.MatchGrant()
+    assert granted("[]") == pool_annotations.MatchGrant()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_annotations_are_ignored_without_a_match_rule():
 )
 def test_matches_of_annotations_are_read(annotations, claim):
     """Lists with commas; hosts and header names in lower case. A rule of pools alone is trust."""
-    assert granted("[{pools: ['*']}]", **annotations) == discovered_matches.MatchGrant(claim)
+    assert granted("[{pools: ['*']}]", **annotations) == pool_annotations.MatchGrant(claim)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from extproc.autoscaling.runtime import scale_objects
 from extproc.cli import check
-from extproc.config import discovered_scaling, loader, pools
+from extproc.config import loader, pool_annotations, pools
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {discover_pools: cluster}\n"
@@ -24,7 +24,7 @@ def read(rules):
 
 def scaling(rules, key=KEY, **annotations):
     annotations = {f"extproc/scale-{name}": text for name, text in annotations.items()}
-    return discovered_scaling.resolve_scaling(
+    return pool_annotations.resolve_scaling(
         read(rules).autoscaling.discovered_pools, key, annotations
     )
 

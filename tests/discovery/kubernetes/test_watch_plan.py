@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import watch_plan, watch_status
+from extproc.discovery.kubernetes import watch_plan
 
 PODS = watch_plan.WatchedCollection(watch_plan.PODS, "n")
 POOLS = watch_plan.WatchedCollection(watch_plan.POOLS, "n")
@@ -15,7 +15,7 @@ class BoardFixture:
     """The watches of a picker, and what was reported of them."""
 
     def __init__(self):
-        self.subject = watch_status.WatchStatuses(ALL, 0.0)
+        self.subject = watch_plan.WatchStatuses(ALL, 0.0)
         self.reported = []
 
     def update(self, state, *collections, detail="", now=0.0):
@@ -85,10 +85,10 @@ def test_watches_keep_the_time_of_the_last_sync():
     board.update("disconnected", PODS, detail="refused", now=10.0)
     board.update("forbidden", PODS, detail="403", now=20.0)
     assert board.status(PODS).unsynced_since == 10.0
-    (line,) = watch_status.lines(board.subject.statuses, 30.0)
+    (line,) = watch_plan.lines(board.subject.statuses, 30.0)
     assert line == "pods in namespace n not in step for 20 s: forbidden: 403"
     board.update("connected", PODS, now=40.0)
-    assert list(watch_status.lines(board.subject.statuses, 50.0)) == []
+    assert list(watch_plan.lines(board.subject.statuses, 50.0)) == []
 
 
 def test_watches_of_an_absent_optional_kind_have_no_state():
@@ -96,19 +96,19 @@ def test_watches_of_an_absent_optional_kind_have_no_state():
     board = BoardFixture()
     board.update("connected", PODS, POOLS)
     board.update("not-installed", OBJECTIVES, detail="missing")
-    assert list(watch_status.lines(board.subject.statuses, 9.0)) == []
+    assert list(watch_plan.lines(board.subject.statuses, 9.0)) == []
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(ALL), st.sampled_from(watch_status.STATES[1:])),
+        st.tuples(st.sampled_from(ALL), st.sampled_from(watch_plan.STATES[1:])),
         max_size=30,
     )
 )
 def test_watches_report_the_final_state(steps):
     """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
     board = BoardFixture()
-    faults = {*watch_status.AWAY, "forbidden", "unreadable"}
+    faults = {*watch_plan.AWAY, "forbidden", "unreadable"}
     for collection, state in steps:
         before = len(board.reported)
         board.update(state, collection)
