@@ -9,11 +9,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-import hpack
 import msgspec
 
 from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
+from extproc.http2.hpack_decoder import (
+    FIELD_OVERHEAD,
+    HeaderField,
+    HeaderListError,
+    HpackDecoder,
+    HpackError,
+)
 from extproc.http2.limits import Http2Limits
 from extproc.http2.responses import GrpcStatus
 
@@ -25,9 +31,6 @@ _MAX_REMEMBERED_BYTES: Final = 1024
 
 #: Bytes of stream dependency and weight in front of a header block.
 _PRIORITY_BYTES: Final = 5
-
-#: Bytes that RFC 9113 counts for each field beside its name and value.
-_FIELD_OVERHEAD: Final = 32
 
 #: Names of fields (RFC 9113, section 8.2.1): lower case, no control character, no colon inside.
 _NAME = re.compile(rb"[!-9;-@\[-~]+")
@@ -154,17 +157,14 @@ class HeaderDecoder:
 
     def __init__(self, limits: Http2Limits) -> None:
         self._limits = limits
-        self._hpack = hpack.Decoder(max_header_list_size=limits.max_header_block_bytes)
+        self._hpack = HpackDecoder(limits.max_header_block_bytes)
         self._remembered: dict[bytes, RequestHead] = {}
         self._is_stateless = False
 
     def limit_table(self) -> None:
         """Hold the peer to the table of the limits; call once it acknowledged our settings."""
-        self._hpack.max_allowed_table_size = self._limits.header_table_bytes
+        self._hpack.limit_table(self._limits.header_table_bytes)
         self._is_stateless = not self._limits.header_table_bytes
-        if self._is_stateless:
-            # Emptied here: a client that never used its table need not announce a smaller one.
-            self._hpack.header_table_size = 0
 
     def read_request(self, block: bytes) -> RequestHead:
         """Decode the header block of a request.
@@ -197,7 +197,7 @@ class HeaderDecoder:
 
     def _read(self, block: bytes) -> RequestHead:
         fields = self._decode(block)
-        size = sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
+        size = sum(len(name) + len(value) + FIELD_OVERHEAD for name, value in fields)
         if (
             size > self._limits.max_header_list_bytes
             or len(fields) > self._limits.max_header_fields
@@ -212,16 +212,15 @@ class HeaderDecoder:
             )
         return _parse_request(fields)
 
-    def _decode(self, block: bytes) -> list[tuple[bytes, bytes]]:
+    def _decode(self, block: bytes) -> list[HeaderField]:
         try:
-            fields: Iterable[tuple[bytes, bytes]] = self._hpack.decode(block, raw=True)
-        except hpack.OversizedHeaderListError as error:
+            return self._hpack.decode(block)
+        except HeaderListError as error:
             raise Http2Error(
                 ErrorCode.ENHANCE_YOUR_CALM, "header list too large", limit="header_list"
             ) from error
-        except hpack.HPACKError as error:
+        except HpackError as error:
             raise Http2Error(ErrorCode.COMPRESSION_ERROR, str(error)) from error
-        return list(fields)
 
 
 def _parse_request(fields: list[tuple[bytes, bytes]]) -> RequestHead:

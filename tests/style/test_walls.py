@@ -21,11 +21,6 @@ ALLOWED = (
         "the client of Kubernetes is not ours",
     ),
     (
-        "extproc/http2/request_head.py",
-        "header_table_size max_allowed_table_size",
-        "hpack is not ours",
-    ),
-    (
         "extproc/http2/*.py",
         (
             "has_moved has_responded held_bytes is_paused is_remote_closed last_id max_frame_bytes "

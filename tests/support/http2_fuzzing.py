@@ -351,8 +351,8 @@ class FuzzedSession:
         core = self.core
         assert len(core._buffer) < _LARGEST_FRAME
         assert core.num_streams <= LIMITS.max_streams
-        assert core._decoder._hpack.header_table_size <= 4096
-        assert core._decoder._hpack.header_table._current_size <= 4096
+        table = core._decoder._hpack
+        assert table.table_bytes <= table.max_table_bytes <= 4096
         assert len(core._streams._reset) <= 4096
         assert self._budget.held_bytes <= BUDGET_BYTES + _LARGEST_FRAME + 64
 
