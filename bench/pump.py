@@ -87,7 +87,7 @@ class Place:
     def sweep(self) -> tuple[float, float]:
         """CPU seconds of one look at everybody, and of its longest turn."""
         turnstile, turns = self.gate._controller, []  # noqa: SLF001
-        while not turns or turnstile.queue.sweeps:
+        while not turns or turnstile.queue.is_sweeping:
             before = time.process_time()
             self.gate.pump()
             turns.append(time.process_time() - before)

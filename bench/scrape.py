@@ -64,11 +64,11 @@ async def measure(ports: list[int], seconds: float) -> dict:
     pool = store.PoolStore(lambda _: None)
     pool.set_endpoints([Endpoint(f"127.0.0.1:{port}") for port in ports], time.monotonic())
     settings = scraper.ScraperSettings(
-        pace=schedule.ScrapeSchedule(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
+        schedule=schedule.ScrapeSchedule(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
     )
     http = client.ScrapeClient(timeout_s=settings.timeout_s, cap_bytes=settings.cap_bytes)
     subject = scraper.Scraper(
-        settings, pool, client=http, clock=time.monotonic, rng=random.Random(1), on_fact=note
+        settings, pool, client=http, clock=time.monotonic, rng=random.Random(1), on_result=note
     )
     task = asyncio.get_running_loop().create_task(subject.run())
     await asyncio.sleep(2.5)

@@ -150,7 +150,7 @@ class Core:
     @property
     def fleet(self) -> Any:
         """The only pool's endpoints."""
-        (site,) = self.picker.sites.by_name.values()
+        (site,) = self.picker.pool_registry.by_name.values()
         return site.parts.store
 
     def say(self, stream: StreamHandler, *messages: bytes) -> None:

@@ -40,7 +40,7 @@ def look_s(rounds: int = 100_000) -> float:
         began = time.thread_time()
         for _ in range(rounds):
             meter.stop()
-            meter.look()
+            meter.measure()
         used_s = time.thread_time() - began
         meter.stop()
         return used_s / rounds

@@ -258,8 +258,8 @@ Outcome = Decision | Deferral | Rejection
 MODEL_NOT_FOUND = "model_not_found"
 
 #: Model names listed in a refusal (count), and characters of the requested name.
-MOST_NAMES = 20
-LONGEST_NAME = 128
+MAX_NAMES = 20
+MAX_NAME_LENGTH = 128
 
 #: The upstream error vocabulary (docs/spec/protocol.md#error-statuses): status to code name.
 CANONICAL_CODES: Mapping[int, str] = {
@@ -308,11 +308,11 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
         known: Models that are served.
     """
     names = sorted(known)
-    shown = ", ".join(names[:MOST_NAMES])
-    if len(names) > MOST_NAMES:
-        shown += f" and {len(names) - MOST_NAMES} more"
-    if len(name) > LONGEST_NAME:
-        name = f"{name[:LONGEST_NAME]}..."
+    shown = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        shown += f" and {len(names) - MAX_NAMES} more"
+    if len(name) > MAX_NAME_LENGTH:
+        name = f"{name[:MAX_NAME_LENGTH]}..."
     return Rejection(
         404,
         f"the model `{name}` does not exist; there are: {shown}",

@@ -63,7 +63,7 @@ _ROOT = f"{Path(__file__).parent}{os.sep}"
 _log = logging.getLogger("extproc.supervision")
 
 
-class _Failing(msgspec.Struct):
+class _FailureStreak(msgspec.Struct):
     """Failures of a loop in a row (count), since it last worked."""
 
     times: int = 0
@@ -98,7 +98,7 @@ class Supervisor:
         self._rng = rng or random.Random()
         self._sleep = sleep
         self.failures: Counter[LoopName] = Counter(dict.fromkeys(LOOPS, 0))
-        self._failing: dict[tuple[LoopName, str], _Failing] = {}
+        self._failing: dict[tuple[LoopName, str], _FailureStreak] = {}
         self._reports: dict[tuple[LoopName, str], _Report] = {}
         self._logged: set[LoopName] = set()
 
@@ -121,15 +121,15 @@ class Supervisor:
         try:
             while True:
                 try:
-                    await self._watched(loop, run, instance)
+                    await self._run_once(loop, run, instance)
                 except asyncio.CancelledError as error:
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     # A library cancelled itself; the loop would end without a word.
-                    pause_s = self.failed(loop, error, instance=instance)
+                    pause_s = self.record_failure(loop, error, instance=instance)
                 except Exception as error:  # noqa: BLE001 - this is the place for all of them
-                    pause_s = self.failed(loop, error, instance=instance)
+                    pause_s = self.record_failure(loop, error, instance=instance)
                 else:
                     return
                 await self._sleep(pause_s)
@@ -141,7 +141,7 @@ class Supervisor:
         try:
             await work
         except Exception as error:  # noqa: BLE001 - counted and logged
-            self.note(loop, error, instance=instance)
+            self.record_error(loop, error, instance=instance)
             return False
         return True
 
@@ -150,36 +150,38 @@ class Supervisor:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - counted and logged
-            self.note(loop, error, instance=instance)
+            self.record_error(loop, error, instance=instance)
             return False
         return True
 
-    def failed(self, loop: LoopName, error: BaseException, *, instance: str = "") -> float:
+    def record_failure(self, loop: LoopName, error: BaseException, *, instance: str = "") -> float:
         """Record a failure of a loop; returns seconds to wait before it goes on."""
-        failing = self._failing.setdefault((loop, instance), _Failing())
+        failing = self._failing.setdefault((loop, instance), _FailureStreak())
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failing.times, 16))
         failing.times += 1
-        self.note(loop, error, instance=instance)
+        self.record_error(loop, error, instance=instance)
         return pause_s * self._rng.uniform(0.5, 1.0)
 
-    def note(self, loop: LoopName, error: BaseException, *, instance: str = "") -> None:
+    def record_error(self, loop: LoopName, error: BaseException, *, instance: str = "") -> None:
         """Count a failure that stops nothing, and log it unless it was logged lately."""
         self.failures[loop] += 1
         place, now = place_of(error), self._clock()
-        known = self._reports.get((loop, place))
-        if known is not None and now - known.at < REPEAT_S:
-            known.repeats += 1
+        report = self._reports.get((loop, place))
+        if report is not None and now - report.at < REPEAT_S:
+            report.repeats += 1
             return
-        if known is None and len(self._reports) >= _MOST_PLACES:
+        if report is None and len(self._reports) >= _MOST_PLACES:
             del self._reports[next(iter(self._reports))]
         self._reports[loop, place] = _Report(now)
         if (loop, instance) in self._failing:
             self._logged.add(loop)
         suffix = f" ({instance})" if instance else ""
-        again = f", {known.repeats} times since it was last logged" if known is not None else ""
-        _log.error("loop %s%s failed and goes on: %s%s", loop, suffix, place, again)
+        repeats_text = (
+            f", {report.repeats} times since it was last logged" if report is not None else ""
+        )
+        _log.error("loop %s%s failed and goes on: %s%s", loop, suffix, place, repeats_text)
 
-    def works(self, loop: LoopName, instance: str = "") -> None:
+    def record_success(self, loop: LoopName, instance: str = "") -> None:
         """Record a successful step of a loop. Cheap while nothing fails."""
         if not self._failing or self._failing.pop((loop, instance), None) is None:
             return
@@ -195,22 +197,24 @@ class Supervisor:
         """Handle what callbacks, timers and lost tasks raise; an exception handler of asyncio."""
         error = context.get("exception")
         if isinstance(error, Exception):
-            self.note("callback", error)
+            self.record_error("callback", error)
         else:
             _log.warning("event loop: %s", context.get("message", "an unnamed problem"))
 
-    async def _watched(
+    async def _run_once(
         self, loop: LoopName, run: Callable[[], Awaitable[None]], instance: str
     ) -> None:
         """Run once; a run that is calm for long enough counts as working again."""
-        calm = None
+        timer = None
         if (loop, instance) in self._failing:
-            calm = asyncio.get_running_loop().call_later(CALM_S, self.works, loop, instance)
+            timer = asyncio.get_running_loop().call_later(
+                CALM_S, self.record_success, loop, instance
+            )
         try:
             await run()
         finally:
-            if calm is not None:
-                calm.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
 def place_of(error: BaseException) -> str:

@@ -96,9 +96,9 @@ def test_degraded_until_a_step_works(scene, caplog):
         if next(turns) < 2:
             raise LookupError
         degraded.append(scene.subject.degraded)
-        scene.subject.works("discovery", "a")
+        scene.subject.record_success("discovery", "a")
         degraded.append(scene.subject.degraded)
-        scene.subject.works("discovery", "a")
+        scene.subject.record_success("discovery", "a")
 
     asyncio.run(scene.subject.keep("discovery", run, instance="a"))
     assert degraded == [["discovery"], []]
@@ -115,7 +115,7 @@ def test_the_pause_restarts_after_a_successful_step(scene):
         if turn == 9:
             return
         if turn == 5:
-            scene.subject.works("reload")
+            scene.subject.record_success("reload")
         raise LookupError
 
     asyncio.run(scene.subject.keep("reload", run))
@@ -126,11 +126,11 @@ def test_the_pause_restarts_after_a_successful_step(scene):
 def test_a_loop_is_degraded_until_all_instances_recover(scene):
     """Endpoints fail and recover one by one; the loop is well again with the last of them."""
     subject = scene.subject
-    subject.failed("scrape", OSError(), instance="a")
-    subject.failed("scrape", OSError(), instance="b")
-    subject.works("scrape", "a")
+    subject.record_failure("scrape", OSError(), instance="a")
+    subject.record_failure("scrape", OSError(), instance="b")
+    subject.record_success("scrape", "a")
     assert subject.degraded == ["scrape"]
-    subject.works("scrape", "b")
+    subject.record_success("scrape", "b")
     assert subject.degraded == []
 
 

@@ -106,21 +106,21 @@ class PolicyRunner:
         self, wanted: ScalingDecision, demand: Demand, *, watched_s: float
     ) -> ScalingDecision:
         bounds, spec = self.bounds, demand.spec
-        replicas, stays = bounds.clamp(wanted.replicas), bounds.clamp(spec)
+        replicas, unchanged = bounds.clamp(wanted.replicas), bounds.clamp(spec)
         if not replicas and demand.held:
             replicas = bounds.clamp(max(1, spec))
             wanted = ScalingDecision(
                 replicas, ScalingReason.WAKE if not spec else ScalingReason.STEADY
             )
-        if replicas < stays:
+        if replicas < unchanged:
             if not demand.complete:
-                return ScalingDecision(stays, ScalingReason.INCOMPLETE_DATA, wanted.explanation)
+                return ScalingDecision(unchanged, ScalingReason.INCOMPLETE_DATA, wanted.explanation)
             if watched_s < self.policy.watch_s:
-                return ScalingDecision(stays, ScalingReason.STABILIZING, wanted.explanation)
-        why = wanted.reason
-        if replicas != spec and (replicas != wanted.replicas or stays != spec):
-            why = ScalingReason.BOUNDS
-        return ScalingDecision(replicas, why, wanted.explanation)
+                return ScalingDecision(unchanged, ScalingReason.STABILIZING, wanted.explanation)
+        reason = wanted.reason
+        if replicas != spec and (replicas != wanted.replicas or unchanged != spec):
+            reason = ScalingReason.BOUNDS
+        return ScalingDecision(replicas, reason, wanted.explanation)
 
 
 POLICIES: Mapping[str, type[ScalingPolicy]] = {

@@ -77,15 +77,15 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: Flags or files are wrong.
     """
     if args.plugins:
-        print("\n".join(_plugins()))
+        print("\n".join(_describe_plugins()))
         return 0
     if args.schema:
         from extproc.config import schema
 
         print(schema.text(), end="")
         return 0
-    _name_file(args)
-    report = _examine(args)
+    _take_positional_file(args)
+    report = _build_report(args)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     elif report.errors:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return report.status(strict_warnings=args.strict)
 
 
-def _name_file(args: argparse.Namespace) -> None:
+def _take_positional_file(args: argparse.Namespace) -> None:
     """Take FILE for --config-file."""
     if args.file:
         if args.config_file:
@@ -109,7 +109,7 @@ def _name_file(args: argparse.Namespace) -> None:
         args.config_file = args.file
 
 
-def _examine(args: argparse.Namespace) -> CheckReport:
+def _build_report(args: argparse.Namespace) -> CheckReport:
     """Read all files that the command line names, and go on after errors."""
     from extproc.server import preflight
 
@@ -130,7 +130,7 @@ def _examine(args: argparse.Namespace) -> CheckReport:
         notes=tuple(preflight.find_taken_ports(settings)),
     )
     try:
-        report = msgspec.structs.replace(report, meaning=tuple(_meaning(resolved)))
+        report = msgspec.structs.replace(report, description=tuple(_describe_settings(resolved)))
         if args.envoy:
             report = msgspec.structs.replace(report, envoy=_read_envoy(args.envoy, settings))
         if args.diff:
@@ -142,16 +142,16 @@ def _examine(args: argparse.Namespace) -> CheckReport:
 
 def _compare(args: argparse.Namespace, wanted: Settings) -> reloading.Comparison:
     """Compare with another file, under the same flags."""
-    other = {**vars(args), "config_file": args.diff, "config_text": None}
-    running = flags.resolve(argparse.Namespace(**other)).settings
+    arguments = {**vars(args), "config_file": args.diff, "config_text": None}
+    running = flags.resolve(argparse.Namespace(**arguments)).settings
     return reloading.compare(running, wanted, where=args.diff)
 
 
 def _read_envoy(name: str, settings: Settings) -> EnvoyReport:
     """Read an Envoy configuration and report its effects on requests and responses."""
-    tree = loader.tree_of(loader.text_of(Path(name)), where=name)
+    tree = loader.parse_tree(loader.read_text(Path(name)), where=name)
     findings = tuple(envoy_lint.read(tree, settings, where=name))
-    return EnvoyReport(name, envoy_lint.longest_hold_s(settings), findings)
+    return EnvoyReport(name, envoy_lint.longest_wait_s(settings), findings)
 
 
 class EnvoyReport(msgspec.Struct, frozen=True):
@@ -159,19 +159,19 @@ class EnvoyReport(msgspec.Struct, frozen=True):
 
     Attributes:
         file: Its name.
-        longest_hold_s: How long a request may wait before it is routed (seconds).
+        longest_wait_s: How long a request may wait before it is routed (seconds).
         findings: In the order of the file.
     """
 
     file: str
-    longest_hold_s: float
+    longest_wait_s: float
     findings: tuple[envoy_lint.Finding, ...]
 
     def to_lines(self) -> Iterator[str]:
         """Findings, one in a line."""
-        hold_s = self.longest_hold_s
-        held = f"requests may wait {hold_s:g} s" if hold_s else "requests do not wait"
-        yield f"{self.file}, where {held}"
+        wait_s = self.longest_wait_s
+        wait_text = f"requests may wait {wait_s:g} s" if wait_s else "requests do not wait"
+        yield f"{self.file}, where {wait_text}"
         for finding in self.findings:
             yield f"{finding.severity:<8}{finding.place}: {finding.text}"
 
@@ -186,7 +186,7 @@ class CheckReport(msgspec.Struct, frozen=True):
         resolved: Settings and profile; None where there are none.
         warnings: What may surprise.
         notes: What is so on this machine and may be otherwise on another one.
-        meaning: The settings in words.
+        description: The settings in words.
         envoy: Of `--envoy`.
         diff: Of `--diff`.
     """
@@ -196,7 +196,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     resolved: flags.Resolved | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    meaning: tuple[str, ...] = ()
+    description: tuple[str, ...] = ()
     envoy: EnvoyReport | None = None
     diff: reloading.Comparison | None = None
 
@@ -204,19 +204,19 @@ class CheckReport(msgspec.Struct, frozen=True):
         """The exit status."""
         if self.errors:
             return 2
-        cut = self.envoy and any(finding.severity == "cut" for finding in self.envoy.findings)
-        refused = self.diff and self.diff.refusal
-        return 1 if cut or refused or (strict_warnings and self.warnings) else 0
+        is_cut = self.envoy and any(finding.severity == "cut" for finding in self.envoy.findings)
+        is_refused = self.diff and self.diff.refusal
+        return 1 if is_cut or is_refused or (strict_warnings and self.warnings) else 0
 
     def to_lines(self) -> Iterator[str]:
         """The report for people."""
         yield main.paint(f"{self.where} is in order", "green", sys.stdout)
         yield ""
-        yield from self.meaning
+        yield from self.description
         if self.warnings or self.notes:
             yield ""
-        marked = main.paint("warning:", "yellow", sys.stdout)
-        yield from (f"{marked} {warning}" for warning in self.warnings)
+        label = main.paint("warning:", "yellow", sys.stdout)
+        yield from (f"{label} {warning}" for warning in self.warnings)
         yield from (f"note: {note}" for note in self.notes)
         for part in (self.envoy, self.diff):
             if part is not None:
@@ -239,7 +239,7 @@ class CheckReport(msgspec.Struct, frozen=True):
             "notes": list(self.notes),
             "changed": [
                 {"path": change.path, "default": change.before, "value": change.after}
-                for change in (_changed(settings) if settings else ())
+                for change in (_changed_fields(settings) if settings else ())
             ],
             "profile": profile.name if profile else None,
             "signals": sorted(signal.value for signal in profile.needs) if profile else [],
@@ -248,13 +248,13 @@ class CheckReport(msgspec.Struct, frozen=True):
         }
 
 
-def _meaning(resolved: flags.Resolved) -> Iterator[str]:
+def _describe_settings(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
-    yield from _server(settings.server, settings.xds)
+    yield from _describe_server(settings.server, settings.xds)
     yield from describe_pools(settings)
-    yield from _scheduling(settings, resolved.profile)
-    yield from _limits(settings)
-    changes = _changed(settings)
+    yield from _describe_scheduling(settings, resolved.profile)
+    yield from _describe_limits(settings)
+    changes = _changed_fields(settings)
     if changes:
         yield "changed     from the defaults"
     width = max((len(change.path) for change in changes), default=0)
@@ -262,13 +262,15 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
         yield f"  {change.path:<{width}}  {change.after} (default {change.before})"
 
 
-def _changed(settings: Settings) -> Sequence[reloading.Change]:
+def _changed_fields(settings: Settings) -> Sequence[reloading.Change]:
     """Every field that is not as it would be without a file and flags."""
-    default = Settings(pools=tuple(pool_schema.PoolSection(name=it.name) for it in settings.pools))
-    return list(reloading.changes(default, settings))
+    default = Settings(
+        pools=tuple(pool_schema.PoolSection(name=pool.name) for pool in settings.pools)
+    )
+    return list(reloading.find_changes(default, settings))
 
 
-def _server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
+def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     host = server.host or "every address"
     tls = "without TLS"
     if server.secure_serving:
@@ -282,10 +284,10 @@ def _server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     yield f"            drains for {server.drain_timeout_s:g} s"
 
 
-def _scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
+def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
     yield f"profile     {profile.name}"
-    for keep in profile.filters:
-        yield f"  filter    {_describe_plugin(keep)}"
+    for plugin in profile.filters:
+        yield f"  filter    {_describe_plugin(plugin)}"
     for scorer, weight in profile.scorers:
         yield f"  scorer    {_describe_plugin(scorer)}, weight {weight:g}"
     if profile.cost is not None:
@@ -293,7 +295,7 @@ def _scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
     yield f"  picker    {_describe_plugin(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
-    yield from _models(settings)
+    yield from _describe_models(settings)
     yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
     scrape = settings.scrape
     if scrape.enabled:
@@ -306,59 +308,63 @@ def _scheduling(settings: Settings, profile: SchedulerProfile) -> Iterator[str]:
         yield "scrape      off"
 
 
-def _models(settings: Settings) -> Iterator[str]:
+def _describe_models(settings: Settings) -> Iterator[str]:
     scrape, scheduling = settings.scrape, settings.scheduling
     if not (scrape.enabled and scrape.models):
         yield "models      not listed: every endpoint counts as serving every model"
         return
-    otherwise = "is refused with 404" if scheduling.unknown_model == "reject" else "goes to all"
+    unlisted_action = (
+        "is refused with 404" if scheduling.unknown_model == "reject" else "goes to all"
+    )
     yield (
         f"models      listed every {scrape.models_interval_s:g} s; one that no endpoint lists "
-        f"{otherwise}"
+        f"{unlisted_action}"
     )
     if scheduling.kubeai_names:
         yield "            model_adapter names are read as adapters of the model"
 
 
-def _limits(settings: Settings) -> Iterator[str]:
+def _describe_limits(settings: Settings) -> Iterator[str]:
     limits = settings.limits
     yield (
-        f"limits      bodies {_size(limits.max_body_bytes)}, together "
-        f"{_size(limits.max_assembly_bytes)}; messages {_size(limits.max_message_bytes)}; "
+        f"limits      bodies {_format_bytes(limits.max_body_bytes)}, together "
+        f"{_format_bytes(limits.max_assembly_bytes)}; messages {_format_bytes(limits.max_message_bytes)}; "
         f"{limits.max_streams} streams"
     )
     prefix = settings.prefix
-    last = prefix.schedule.tokens[min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)]
+    longest_tokens = prefix.schedule.tokens[
+        min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)
+    ]
     yield (
-        f"prefix      {prefix.capacity_blocks} blocks for each endpoint, {_size(prefix.max_bytes)} "
-        f"for all; prompts are matched up to {last} tokens"
+        f"prefix      {prefix.capacity_blocks} blocks for each endpoint, {_format_bytes(prefix.max_bytes)} "
+        f"for all; prompts are matched up to {longest_tokens} tokens"
     )
 
 
-def _plugins() -> Iterator[str]:
+def _describe_plugins() -> Iterator[str]:
     yield "strategies"
     yield from (f"  {name}" for name in presets.profiles())
-    yield from _table("filters", registry.FILTERS)
-    yield from _table("scorers", registry.SCORERS)
-    yield from _table("costs", registry.COSTS)
-    yield from _table("pickers", registry.PICKERS)
+    yield from _describe_kinds("filters", registry.FILTERS)
+    yield from _describe_kinds("scorers", registry.SCORERS)
+    yield from _describe_kinds("costs", registry.COSTS)
+    yield from _describe_kinds("pickers", registry.PICKERS)
 
 
-def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
+def _describe_kinds(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
     yield title
     for kind in sorted(kinds.keys() - registry.ALIASES.keys()):
         aliases = registry.aliases_of(kind)
-        yield f"  {_offered(kind, kinds[kind])}"
+        yield f"  {_describe_kind(kind, kinds[kind])}"
         if aliases:
             yield f"    also {', '.join(aliases)}"
 
 
-def _offered(kind: str, cls: type[Plugin]) -> str:
+def _describe_kind(kind: str, cls: type[Plugin]) -> str:
     """A kind with its parameters and their defaults, and the signals it needs."""
     text = kind
     fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else ()
     params = ", ".join(
-        f"{field.encode_name}={'required' if field.required else _default(field)}"
+        f"{field.encode_name}={'required' if field.required else _format_default(field)}"
         for field in fields
     )
     if params:
@@ -367,11 +373,11 @@ def _offered(kind: str, cls: type[Plugin]) -> str:
     if not isinstance(cls.needs, frozenset):
         return f"{text}, reads what its parameters name"
     if cls.needs:
-        text += f", reads {_signals(cls.needs)}"
+        text += f", reads {_format_signals(cls.needs)}"
     return text
 
 
-def _default(field: msgspec.structs.FieldInfo) -> str:
+def _format_default(field: msgspec.structs.FieldInfo) -> str:
     has_factory = field.default_factory is not msgspec.NODEFAULT
     value = field.default_factory() if has_factory else field.default
     return validation.show(msgspec.to_builtins(value))
@@ -380,25 +386,27 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 def _describe_plugin(plugin: Plugin) -> str:
     """A plugin with its parameters and the signals it needs."""
     text = plugin.kind
-    params = ", ".join(f"{name}={validation.show(value)}" for name, value in _params(plugin))
+    params = ", ".join(
+        f"{name}={validation.show(value)}" for name, value in _iterate_params(plugin)
+    )
     if params:
         text += f" ({params})"
     if plugin.needs:
-        text += f", reads {_signals(plugin.needs)}"
+        text += f", reads {_format_signals(plugin.needs)}"
     return text
 
 
-def _signals(needs: Iterable[Signal]) -> str:
+def _format_signals(needs: Iterable[Signal]) -> str:
     return ", ".join(sorted(signal.value for signal in needs))
 
 
-def _params(plugin: object) -> Iterable[tuple[str, Any]]:
+def _iterate_params(plugin: object) -> Iterable[tuple[str, Any]]:
     if isinstance(plugin, msgspec.Struct):
         for field in msgspec.structs.fields(plugin):
             yield field.encode_name, getattr(plugin, field.name)
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / _MIB:g} MiB" if count >= _MIB else f"{count} bytes"
 
 
@@ -411,13 +419,13 @@ def describe_pools(settings: Settings) -> Iterator[str]:
     before: list[pools.PoolPlan] = []
     for plan in pools.pool_plans(settings):
         if settings.pools:
-            yield f"pool        {plan.name}, for {pool_match.describe(plan.claim)}"
+            yield f"pool        {plan.name}, for {pool_match.describe(plan.match)}"
             earlier = next(
-                (other for other in before if pool_match.overlap(other.claim, plan.claim)), None
+                (other for other in before if pool_match.overlaps(other.match, plan.match)), None
             )
-            if earlier is not None and not plan.claim.empty:
-                yield f"            pool {earlier.name} comes first where both claim a request"
-            before += [plan] if not plan.claim.empty else []
+            if earlier is not None and not plan.match.is_empty:
+                yield f"            pool {earlier.name} comes first where both match a request"
+            before += [plan] if not plan.match.is_empty else []
             own = plan.settings.scheduling
             if own is not settings.scheduling:
                 yield "            scheduled by rules of its own"
@@ -432,7 +440,7 @@ def describe_pools(settings: Settings) -> Iterator[str]:
         if cluster.discover_pools == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
-        yield from pool_annotations.describe_match_rules(cluster.claims)
+        yield from pool_annotations.describe_match_rules(cluster.match_rules)
         for rule in settings.autoscaling.discovered_pools:
             yield from pool_annotations.describe_scaling_rule(rule)
     elected = kubernetes_plan.plan_election(settings, where="cluster", environment=os.environ)

@@ -22,14 +22,14 @@ class CompatibleFlag(msgspec.Struct, frozen=True):
         name: Without dashes.
         accepted_values: Values that change nothing here.
         refused: Whether any other value ends the program; otherwise it is a warning.
-        say: What to do instead, or why nothing has to be done.
+        message: What to do instead, or why nothing has to be done.
         boolean: Whether it may stand without a value, meaning true.
     """
 
     name: str
     accepted_values: frozenset[str]
     refused: bool
-    say: str
+    message: str
     boolean: bool = False
 
 
@@ -42,66 +42,66 @@ FLAGS: Sequence[CompatibleFlag] = (
         "grpc-max-send-msg-size",
         _EMPTY,
         refused=False,
-        say="answers are sent in messages of 64 KiB at most",
+        message="answers are sent in messages of 64 KiB at most",
     ),
     CompatibleFlag(
         "refresh-prometheus-metrics-interval",
         _EMPTY,
         refused=False,
-        say="the metrics page is made when it is asked for",
+        message="the metrics page is made when it is asked for",
     ),
-    CompatibleFlag("metrics-endpoint-auth", _OFF, refused=True, say=_NO_AUTH, boolean=True),
-    CompatibleFlag("metrics-cert-dir", _EMPTY, refused=True, say=_NO_AUTH),
-    CompatibleFlag("metrics-client-ca-file", _EMPTY, refused=True, say=_NO_AUTH),
+    CompatibleFlag("metrics-endpoint-auth", _OFF, refused=True, message=_NO_AUTH, boolean=True),
+    CompatibleFlag("metrics-cert-dir", _EMPTY, refused=True, message=_NO_AUTH),
+    CompatibleFlag("metrics-client-ca-file", _EMPTY, refused=True, message=_NO_AUTH),
     CompatibleFlag(
         "model-server-metrics-port",
         frozenset({"", "0"}),
         refused=True,
-        say="label the endpoint with metrics-port instead",
+        message="label the endpoint with metrics-port instead",
     ),
     CompatibleFlag(
         "model-server-metrics-https-insecure-skip-verify",
         frozenset({"true", "True", "TRUE", "t", "T", "1"}),
         refused=True,
-        say="set scrape.verify_tls in the configuration",
+        message="set scrape.verify_tls in the configuration",
         boolean=True,
     ),
     CompatibleFlag(
-        "enable-pprof", _OFF, refused=False, say="there is no profiler page", boolean=True
+        "enable-pprof", _OFF, refused=False, message="there is no profiler page", boolean=True
     ),
-    CompatibleFlag("tracing", _OFF, refused=False, say="no traces are sent", boolean=True),
+    CompatibleFlag("tracing", _OFF, refused=False, message="no traces are sent", boolean=True),
     CompatibleFlag(
         "enable-grpc-stream-metrics",
         frozenset({*_OFF, "true", "True", "TRUE", "t", "T", "1"}),
         refused=False,
-        say="streams are always counted",
+        message="streams are always counted",
         boolean=True,
     ),
     CompatibleFlag(
         "allow-experimental-plugins",
         _OFF,
         refused=False,
-        say="every plugin is allowed",
+        message="every plugin is allowed",
         boolean=True,
     ),
     CompatibleFlag(
         "tls-min-version",
         frozenset({"", "VersionTLS12"}),
         refused=True,
-        say="TLS 1.2 and 1.3 are served",
+        message="TLS 1.2 and 1.3 are served",
     ),
     CompatibleFlag(
         "tls-cipher-suites",
         _EMPTY,
         refused=True,
-        say="set the environment variable GRPC_SSL_CIPHER_SUITES",
+        message="set the environment variable GRPC_SSL_CIPHER_SUITES",
     ),
     *(
         CompatibleFlag(
             name,
             frozenset(),
             refused=False,
-            say="engines are recognised by the metrics they export, and another name is not "
+            message="engines are recognised by the metrics they export, and another name is not "
             "looked for; it is deprecated upstream, too: remove it",
         )
         for name in (
@@ -131,8 +131,10 @@ def warnings(args: argparse.Namespace) -> Iterator[str]:
         if value is None or value in flag.accepted_values:
             continue
         if flag.refused:
-            raise ConfigError(f"--{flag.name}", wanted=_wanted(flag), got=repr(value), fix=flag.say)
-        yield f"--{flag.name} has no effect: {flag.say}"
+            raise ConfigError(
+                f"--{flag.name}", wanted=_accepted_text(flag), got=repr(value), fix=flag.message
+            )
+        yield f"--{flag.name} has no effect: {flag.message}"
 
 
 def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
@@ -150,27 +152,27 @@ def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
     for word in words:
         name, equals, _ = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
-        if word.startswith("-") and _logs(name):
+        if word.startswith("-") and _log_flag(name):
             yield f"{word} has no effect: logging is set with --log-level"
             value_may_follow = not equals
         elif value_may_follow and not word.startswith("-"):
             value_may_follow = False
         else:
-            raise _no_such(word, name, names)
+            raise _unknown_flag_error(word, name, names)
 
 
-def _wanted(flag: CompatibleFlag) -> str:
+def _accepted_text(flag: CompatibleFlag) -> str:
     if flag.boolean:
         return "false" if "false" in flag.accepted_values else "true"
     named = sorted(flag.accepted_values - _EMPTY)
     return f"nothing or {named[0]}" if named else "nothing"
 
 
-def _logs(name: str) -> bool:
+def _log_flag(name: str) -> bool:
     return name in _LOG_FLAGS or "log" in name or name.startswith("zap")
 
 
-def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
+def _unknown_flag_error(word: str, name: str, known: Sequence[str]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(
             word, wanted="flags only", got="a word that belongs to none", fix="remove it"

@@ -41,7 +41,7 @@ _SERVER = "http://127.0.0.1:9090"
 _WATCH_S = 2.0
 
 #: As many past decisions as there may be.
-_ALL = 999_999_999
+_MAX_DECISIONS = 999_999_999
 
 #: Exit status of a request that would be refused, or would have to wait.
 _REFUSED = 3
@@ -114,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
-    server = "" if args.state else _base(args.server or _SERVER)
+    server = "" if args.state else _base_url(args.server or _SERVER)
     explain: Callable[[], dict[str, Any]]
     if args.id or args.last or args.slowest or args.failed:
-        _refuse_request(args)
-        explain = functools.partial(_recall, args, server)
+        _require_no_request(args)
+        explain = functools.partial(_explain_recorded, args, server)
     else:
         if server and (args.config_file or args.strategy):
             raise ConfigError(
@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
                 got="both",
                 fix="remove them; a server decides with its own configuration",
             )
-        body, headers = _read_request(args.request), _headers(args.header)
-        explain = functools.partial(_decide, args, server, headers, body)
+        body, headers = _read_request(args.request), _parse_headers(args.header)
+        explain = functools.partial(_explain_dry_run, args, server, headers, body)
     if args.watch is None:
         return _show(args, explain())
     return watch(lambda: _show(args, explain()), every_s=args.watch, wait=threading.Event().wait)
@@ -178,16 +178,16 @@ def _show(args: argparse.Namespace, explanation: dict[str, Any]) -> int:
     return 0 if explanation["outcome"] == "decision" else _REFUSED
 
 
-def _decide(
+def _explain_dry_run(
     args: argparse.Namespace, server: str, headers: Mapping[str, str], body: bytes
 ) -> dict[str, Any]:
     """Explanation of a dry run."""
     if server:
-        return _ask(server, args.path, headers, body, token=_token(args))
-    return _imagine(args, headers, body)
+        return _request_dry_run(server, args.path, headers, body, token=_read_token(args))
+    return _explain_offline(args, headers, body)
 
 
-def _refuse_request(args: argparse.Namespace) -> None:
+def _require_no_request(args: argparse.Namespace) -> None:
     """Refuse a request or a state beside a request of the past."""
     if args.state or args.request != "-":
         raise ConfigError(
@@ -198,9 +198,9 @@ def _refuse_request(args: argparse.Namespace) -> None:
         )
 
 
-def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
+def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
-    request_id = args.id or _choose(args, server)
+    request_id = args.id or _select_recorded(args, server)
     explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
     if explanation["outcome"] == "rejection" and explanation["status"] == 404:
         raise NotRecordedError(
@@ -211,27 +211,27 @@ def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
     return explanation
 
 
-def _choose(args: argparse.Namespace, server: str) -> str:
+def _select_recorded(args: argparse.Namespace, server: str) -> str:
     """The id of the last, the slowest or the last failed request."""
-    listed = _get(f"{server}/debug/decisions?limit={_ALL}", args)["decisions"]
+    decisions = _get(f"{server}/debug/decisions?limit={_MAX_DECISIONS}", args)["decisions"]
     if args.failed:
-        listed = [
-            decision for decision in listed if not "200" <= (decision["status"] or "") < "400"
+        decisions = [
+            decision for decision in decisions if not "200" <= (decision["status"] or "") < "400"
         ]
-        listed = [decision for decision in listed if decision["seconds"] is not None]
+        decisions = [decision for decision in decisions if decision["seconds"] is not None]
     if args.slowest:
-        listed = sorted(listed, key=lambda decision: -(decision["seconds"] or 0.0))
-    if not listed:
+        decisions = sorted(decisions, key=lambda decision: -(decision["seconds"] or 0.0))
+    if not decisions:
         raise NotRecordedError(
             wanted="a failed request" if args.failed else "a request that was routed",
             got="none among those that are kept",
             fix="send one, or raise decisions.decisions if it was long ago",
         )
-    return str(listed[0]["id"])
+    return str(decisions[0]["id"])
 
 
 def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    return _fetch(urllib.request.Request(url), token=_token(args))  # noqa: S310 - _base made it http or https
+    return _fetch(urllib.request.Request(url), token=_read_token(args))  # noqa: S310 - _base made it http or https
 
 
 def _read_request(name: str) -> bytes:
@@ -241,7 +241,7 @@ def _read_request(name: str) -> bytes:
         ConfigError: The file cannot be read, or nothing comes from standard input.
     """
     if name != "-":
-        return _bytes_of(name)
+        return _read_bytes(name)
     if sys.stdin.isatty():
         print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
     body = sys.stdin.buffer.read()
@@ -255,7 +255,9 @@ def _read_request(name: str) -> bytes:
     return body
 
 
-def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+def _explain_offline(
+    args: argparse.Namespace, headers: Mapping[str, str], body: bytes
+) -> dict[str, Any]:
     from extproc.cli import offline_explain
     from extproc.config import loader, profile_builder, validation
     from extproc.request import HttpRequest
@@ -272,12 +274,12 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
     if args.allow_unsupported:
         path = ("scheduling", "allow_unsupported")
         overrides.append(loader.FlagOverride(path, value=True, flag="--allow-unsupported"))
-    tree = loader.tree_of(loader.text_of(Path(args.state)), where=args.state)
+    tree = loader.parse_tree(loader.read_text(Path(args.state)), where=args.state)
     pool = validation.to_struct(tree, PoolState, where=args.state)
     raw = HttpRequest({":method": "POST", ":path": args.path, **headers}, body)
     settings = loader.settings(document, overrides)
     profile_builder.build_profile(settings, where="--strategy" if args.strategy else document.where)
-    outcome = offline_explain.decide(settings, pool, raw, where=args.state)
+    outcome = offline_explain.route_offline(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
 
 
@@ -291,7 +293,7 @@ def _interval_s(text: str) -> float:
     return seconds
 
 
-def _bytes_of(name: str) -> bytes:
+def _read_bytes(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
@@ -300,26 +302,26 @@ def _bytes_of(name: str) -> bytes:
         ) from None
 
 
-def _headers(words: list[str]) -> dict[str, str]:
+def _parse_headers(pairs: list[str]) -> dict[str, str]:
     headers = {"content-type": "application/json"}
-    for word in words:
-        name, equals, value = word.partition("=")
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ConfigError(
-                "--header", wanted="name=value", got=repr(word), fix="put = between them"
+                "--header", wanted="name=value", got=repr(pair), fix="put = between them"
             )
         headers[name.strip().lower()] = value
     return headers
 
 
-def _token(args: argparse.Namespace) -> str:
+def _read_token(args: argparse.Namespace) -> str:
     """The token of --token-file; empty where the flag is not used."""
     from extproc.server import admin_access
 
     return admin_access.read_token(args.token_file or "", where="--token-file")
 
 
-def _ask(
+def _request_dry_run(
     server: str,
     path: str,
     headers: Mapping[str, str],
@@ -329,13 +331,13 @@ def _ask(
 ) -> dict[str, Any]:
     """Request a dry run from a server."""
     url = f"{server}/debug/explain"
-    sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
-    sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
-    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310 - _base made it http or https
+    request_headers = {"x-explain-path": path, "content-type": "application/octet-stream"}
+    request_headers |= {f"x-explain-header-{name}": value for name, value in headers.items()}
+    request = urllib.request.Request(url, data=body, headers=request_headers, method="POST")  # noqa: S310 - _base made it http or https
     return _fetch(request, token=token)
 
 
-def _base(server: str) -> str:
+def _base_url(server: str) -> str:
     """The address of the pages, with a scheme."""
     if not server.startswith(("http://", "https://")):
         server = f"http://{server}"
@@ -348,12 +350,12 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
         # Not for the server of a redirect, which may be any.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            explanation: dict[str, Any] = json.load(answer)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+            explanation: dict[str, Any] = json.load(response)
             return explanation
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return _refusal(url, refused)
+    except urllib.error.HTTPError as http_error:
+        with http_error:
+            return _to_rejection(url, http_error)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UnreachableError(
             wanted=f"a decision from {url}",
@@ -362,26 +364,26 @@ def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
         ) from None
 
 
-def _refusal(url: str, refused: urllib.error.HTTPError) -> dict[str, Any]:
+def _to_rejection(url: str, error: urllib.error.HTTPError) -> dict[str, Any]:
     """A refusal comes with the status and body the client would get."""
-    if refused.code in (401, 403):
+    if error.code in (401, 403):
         raise UnreachableError(
             wanted=f"a decision from {url}",
-            got=f"status {refused.code}: its pages are not open to this machine",
+            got=f"status {error.code}: its pages are not open to this machine",
             fix="name the file of its server.admin_token_file with --token-file, or go to it "
             "through `kubectl port-forward` if it has no token",
         )
     try:
-        message = json.load(refused)["error"]["message"]
+        message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         raise UnreachableError(
             wanted=f"a decision from {url}",
-            got=f"status {refused.code} without an explanation",
+            got=f"status {error.code} without an explanation",
             fix="check that an extproc of this version listens there",
         ) from None
     return {
         "outcome": "rejection",
-        "status": refused.code,
+        "status": error.code,
         "message": message,
         "reason": "",
         "retry_after_s": None,

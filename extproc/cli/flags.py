@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=argparse.SUPPRESS)
         for other in epp_flags.FLAGS
     ]
-    texts = [other.say for other in epp_flags.FLAGS]
+    texts = [other.message for other in epp_flags.FLAGS]
 
     class HelpAll(argparse.Action):
         """Prints the help with the flags that are usually left out."""
@@ -111,7 +111,7 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     profile = profile_builder.build_profile(
         merged, where="--strategy" if args.strategy else document.where
     )
-    warnings += _clamped(args)
+    warnings += _clamp_refresh(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
 
 
@@ -191,9 +191,9 @@ def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
         yield loader.FlagOverride(("scheduling", "profile"), None, "--strategy")
 
 
-def _clamped(args: argparse.Namespace) -> Iterator[str]:
+def _clamp_refresh(args: argparse.Namespace) -> Iterator[str]:
     text = flag_text(args, "refresh-metrics-interval")
     if text is not None:
-        wanted_s = flag_table.seconds("--refresh-metrics-interval", text)
-        if wanted_s < flag_table.SHORTEST_REFRESH_S:
+        refresh_s = flag_table.seconds("--refresh-metrics-interval", text)
+        if refresh_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"

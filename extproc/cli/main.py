@@ -130,7 +130,7 @@ def _run(words: Sequence[str]) -> int:
         print(version.line())
         return 0
     if words and not name and not words[0].startswith("-"):
-        raise _no_command(words[0])
+        raise _unknown_command_error(words[0])
     parser = build_parser([name])
     args, unknown = parser.parse_known_args(words)
     if not name:
@@ -142,13 +142,13 @@ def _run(words: Sequence[str]) -> int:
     return command.run(args)
 
 
-def _no_command(word: str) -> ConfigError:
-    near = difflib.get_close_matches(word, COMMANDS, n=1)
+def _unknown_command_error(word: str) -> ConfigError:
+    suggestion = difflib.get_close_matches(word, COMMANDS, n=1)
     return ConfigError(
         repr(word),
         wanted=f"a command: {', '.join(COMMANDS)}",
         got="none of them",
-        fix=f"did you mean {near[0]}?" if near else "see extproc --help",
+        fix=f"did you mean {suggestion[0]}?" if suggestion else "see extproc --help",
     )
 
 

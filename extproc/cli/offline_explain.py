@@ -19,7 +19,7 @@ from extproc.telemetry.pool_state import EndpointState, PoolState
 _NOW = 1_000_000.0
 
 
-def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
+def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
     """Decide a request offline, as a server with these settings and this pool would.
 
     Args:
@@ -30,16 +30,16 @@ def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str)
     Raises:
         ConfigError: An address stands twice in the state, or the settings have no profile.
     """
-    first = _restore_pool(settings, pool, where=where)
-    outcome = first.director.route(raw, _NOW)
+    outcome_without_prefix = _restore_pool(settings, pool, where=where)
+    outcome = outcome_without_prefix.director.route(raw, _NOW)
     if not isinstance(outcome, Decision) or not outcome.block_hashes:
         return outcome
     # Beliefs about this prompt are blocks, and what its blocks are the first run tells. The
     # second one starts anew, since round robin and the like have moved on.
     parts = _restore_pool(settings, pool, where=where)
     tokens = settings.prefix.schedule.tokens
-    for known, member in zip(pool.endpoints, parts.store.pool.members, strict=True):
-        depth = bisect_right(tokens, known.matched_tokens) - 1
+    for state, member in zip(pool.endpoints, parts.store.pool.members, strict=True):
+        depth = bisect_right(tokens, state.matched_tokens) - 1
         parts.index.record(cache_model.index_key(member.endpoint), outcome.block_hashes[:depth])
     return parts.director.route(raw, _NOW)
 
@@ -47,66 +47,66 @@ def decide(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str)
 def _restore_pool(settings: Settings, pool: PoolState, *, where: str) -> factory.PoolParts:
     parts = factory.build(settings)
     endpoints = [
-        Endpoint(known.address, name=known.name, labels=known.labels) for known in pool.endpoints
+        Endpoint(state.address, name=state.name, labels=state.labels) for state in pool.endpoints
     ]
     parts.store.set_endpoints(endpoints, _NOW)
     if len(parts.store.pool.members) < len(endpoints):
         raise ConfigError(
             where, wanted="every address once", got="one of them twice", fix="remove one"
         )
-    for known in pool.endpoints:
-        _charge(parts.store, known)
+    for state in pool.endpoints:
+        _restore_endpoint(parts.store, state)
     return parts
 
 
-def _charge(fleet: PoolStore, known: EndpointState) -> None:
+def _restore_endpoint(store: PoolStore, state: EndpointState) -> None:
     """Restore load, in-flight requests and failures of an endpoint from its state."""
-    member = fleet.pool.find(known.address)
+    member = store.pool.find(state.address)
     if member is None:
         return
-    load = _load(known)
+    load = _load(state)
     if load is not None:
         # Before any request is charged: then the mark alone says what of the load was ours.
-        fleet.observe(ScrapeToken(member.endpoint, _own_at_scrape(known)), load, _NOW)
-    if known.models is not None:
-        models = ServedModels(frozenset(known.models), frozenset(known.model_adapters or ()))
-        fleet.observe_models(member.endpoint, models)
+        store.observe(ScrapeToken(member.endpoint, _own_requests_at_scrape(state)), load, _NOW)
+    if state.models is not None:
+        models = ServedModels(frozenset(state.models), frozenset(state.model_adapters or ()))
+        store.observe_models(member.endpoint, models)
     member.account.restore(
-        known.in_flight,
-        prompt_tokens=known.prompt_tokens,
-        queued_tokens=known.queued_tokens,
+        state.in_flight,
+        prompt_tokens=state.prompt_tokens,
+        queued_tokens=state.queued_tokens,
         now=_NOW,
     )
-    for _ in range(known.failures):
-        fleet.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
-    if known.health in {"ejected", "probing"}:
-        for _ in range(fleet.outlier_detector.settings.failures):
-            fleet.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=_NOW, now=_NOW)
+    for _ in range(state.failures):
+        store.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
+    if state.health in {"ejected", "probing"}:
+        for _ in range(store.outlier_detector.settings.failures):
+            store.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=_NOW, now=_NOW)
 
 
-def _load(known: EndpointState) -> Load | None:
+def _load(state: EndpointState) -> Load | None:
     """Scraped load of an endpoint state; None where it has none."""
     load = Load(
-        at=_NOW - (known.age_s or 0.0),
-        engine=known.engine,
-        waiting=known.waiting,
-        running=known.running,
-        kv_usage=known.kv_usage,
-        extra=known.extra or NO_EXTRA,
-        adapters=_set(known.adapters),
-        waiting_adapters=_set(known.waiting_adapters),
-        adapter_slots=known.adapter_slots,
+        at=_NOW - (state.age_s or 0.0),
+        engine=state.engine,
+        waiting=state.waiting,
+        running=state.running,
+        kv_usage=state.kv_usage,
+        extra=state.extra or NO_EXTRA,
+        adapters=_to_set(state.adapters),
+        waiting_adapters=_to_set(state.waiting_adapters),
+        adapter_slots=state.adapter_slots,
     )
-    empty = known.age_s is None and load == Load(at=load.at)
+    empty = state.age_s is None and load == Load(at=load.at)
     return None if empty else load
 
 
-def _own_at_scrape(known: EndpointState) -> int:
+def _own_requests_at_scrape(state: EndpointState) -> int:
     """Our own requests at the scrape, so that `foreign` comes out as written."""
-    if known.foreign is None:
-        return known.in_flight
-    return round((known.running or 0.0) + (known.waiting or 0.0) - known.foreign)
+    if state.foreign is None:
+        return state.in_flight
+    return round((state.running or 0.0) + (state.waiting or 0.0) - state.foreign)
 
 
-def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:
+def _to_set(names: tuple[str, ...] | None) -> frozenset[str] | None:
     return None if names is None else frozenset(names)

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A file cannot be read or imported, or brings no plugin.
     """
-    act: Callable[[argparse.Namespace], int] = args.act
-    return act(args)
+    action: Callable[[argparse.Namespace], int] = args.act
+    return action(args)
 
 
 def _template(args: argparse.Namespace) -> int:
@@ -79,11 +79,11 @@ def _test(args: argparse.Namespace) -> int:
                     print(f"{name}: {error}", file=sys.stderr)
                     broken += 1
                 else:
-                    print(f"{name} is in order; {_timed(cls(), method)}")
+                    print(f"{name} is in order; {_time_method(cls(), method)}")
     return 1 if broken else 0
 
 
-def _timed(plugin: Any, method: str) -> str:
+def _time_method(plugin: Any, method: str) -> str:
     """Measured time of one call, compared with the budget."""
     from extproc.scheduling import plugin_guard
     from extproc.testing import builders, probes
@@ -91,12 +91,12 @@ def _timed(plugin: Any, method: str) -> str:
     candidates, context = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
-    spent_s = []
+    durations_s = []
     for _ in range(_CALLS):
         started = time.perf_counter()
         getattr(plugin, method)(context, candidates, *extra, **named)
-        spent_s.append(time.perf_counter() - started)
-    median_s, budget_s = statistics.median(spent_s), plugin_guard.GuardLimits().budget_s
+        durations_s.append(time.perf_counter() - started)
+    median_s, budget_s = statistics.median(durations_s), plugin_guard.GuardLimits().budget_s
     timing = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
     return (
         timing if median_s <= budget_s else f"{timing}, above the budget of {budget_s * 1e3:g} ms"

@@ -21,20 +21,20 @@ class DiscoveryContext(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         settings: Settings of endpoints file and DNS names.
-        listed: Endpoints of the configuration and the command line.
+        flag_entries: Endpoints of the configuration and the command line.
         store: Receiver of the endpoints.
         rng: Source of randomness.
         clock: Monotonic seconds.
-        on_fact: Called with every discovery event.
+        on_event: Called with every discovery event.
         supervisor: Receives successes and failures of steps.
     """
 
     settings: static_discovery.StaticDiscoverySettings
-    listed: Sequence[endpoint_list.EndpointListEntry]
+    flag_entries: Sequence[endpoint_list.EndpointListEntry]
     store: PoolStore
     rng: random.Random
     clock: Callable[[], float]
-    on_fact: Callable[[static_discovery.DiscoveryEvent], None]
+    on_event: Callable[[static_discovery.DiscoveryEvent], None]
     supervisor: Supervisor
 
 
@@ -42,7 +42,7 @@ class EndpointDiscovery(Protocol):
     """Follows a source and keeps the store of its pool current."""
 
     @property
-    def left_out(self) -> int:
+    def dropped_addresses(self) -> int:
         """Addresses beyond the limit of a pool, which are no endpoints (count)."""
 
     async def start(self) -> None:
@@ -99,24 +99,24 @@ class EndpointListSource:
         return bool(pool.endpoints)
 
     def check(self, pool: pool_schema.PoolSource, where: str) -> None:
-        """See `DiscoverySource`: addresses are checked by `entries`."""
+        """See `DiscoverySource`: addresses are checked by `parse_entries`."""
 
     def describe(self, pool: pool_schema.PoolSource) -> Iterator[str]:
         """See `DiscoverySource`."""
-        listed = entries(pool, where="pool")
+        listed = parse_entries(pool, where="pool")
         yield f"{len(listed)} listed{_owner(pool)}"
-        yield from map(_entry, listed)
+        yield from map(_describe_entry, listed)
 
     def build(self, context: DiscoveryContext) -> EndpointDiscovery | None:
         """See `DiscoverySource`."""
         return static_discovery.StaticDiscovery(
             context.settings,
             context.store,
-            listed=context.listed,
+            flag_entries=context.flag_entries,
             resolver=dns.DnsResolver(),
             clock=context.clock,
             rng=context.rng,
-            on_fact=context.on_fact,
+            on_event=context.on_event,
             supervisor=context.supervisor,
         )
 
@@ -135,7 +135,7 @@ class EndpointsFileSource(EndpointListSource):
         limit_bytes = static_discovery.StaticDiscoverySettings().limit_bytes
         listed = file.load(Path(pool.endpoints_file), limit_bytes=limit_bytes)
         yield f"{len(listed)} in {pool.endpoints_file}, watched{_owner(pool)}"
-        yield from map(_entry, listed)
+        yield from map(_describe_entry, listed)
 
 
 class KubernetesSource:
@@ -159,7 +159,7 @@ class KubernetesSource:
     def describe(self, pool: pool_schema.PoolSource) -> Iterator[str]:
         """See `DiscoverySource`."""
         if pool.kubernetes is not None:
-            yield f"from Kubernetes: {_object(pool.kubernetes)}{_owner(pool)}"
+            yield f"from Kubernetes: {_describe_object(pool.kubernetes)}{_owner(pool)}"
 
     def build(self, context: DiscoveryContext) -> None:
         """See `DiscoverySource`."""
@@ -204,7 +204,7 @@ def configured_sources(pool: pool_schema.PoolSource) -> Sequence[DiscoverySource
     return [source for source in SOURCES if source.is_configured(pool)]
 
 
-def entries(
+def parse_entries(
     pool: pool_schema.PoolSource, *, where: str
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
     """Parse the endpoints listed in a pool section, as those of an endpoints file.
@@ -262,19 +262,19 @@ def _owner(pool: pool_schema.PoolSource) -> str:
     return f" of pool {pool.name}" if pool.name else ""
 
 
-def _object(wanted: pool_schema.KubernetesSection) -> str:
-    place = f" in namespace {wanted.namespace}" if wanted.namespace else ""
-    if wanted.inference_pool:
-        return f"InferencePool {wanted.inference_pool} ({wanted.group}){place}"
-    if wanted.service:
-        port = f", port {wanted.port}" if wanted.port else ""
-        return f"EndpointSlices of Service {wanted.service}{port}{place}"
-    labels = ",".join(f"{key}={value}" for key, value in sorted(wanted.selector.items()))
-    ports = ", ".join(map(str, wanted.ports)) or "of their annotations"
+def _describe_object(section: pool_schema.KubernetesSection) -> str:
+    place = f" in namespace {section.namespace}" if section.namespace else ""
+    if section.inference_pool:
+        return f"InferencePool {section.inference_pool} ({section.group}){place}"
+    if section.service:
+        port = f", port {section.port}" if section.port else ""
+        return f"EndpointSlices of Service {section.service}{port}{place}"
+    labels = ",".join(f"{key}={value}" for key, value in sorted(section.selector.items()))
+    ports = ", ".join(map(str, section.ports)) or "of their annotations"
     return f"pods with {labels}, ports {ports}{place}"
 
 
-def _entry(entry: endpoint_list.EndpointListEntry) -> str:
+def _describe_entry(entry: endpoint_list.EndpointListEntry) -> str:
     host = f"[{entry.host}]" if ":" in entry.host else entry.host
     words = [f"{host}:{entry.port}"]
     if not entry.literal:

@@ -258,7 +258,7 @@ def _missing_clusters(names: list[str]) -> Iterator[Finding]:
         )
 
 
-def longest_hold_s(settings: Settings) -> float:
+def longest_wait_s(settings: Settings) -> float:
     """The longest time a request may wait before it is routed (seconds); 0 if none waits."""
     holding = settings.flow_control
     if not holding.enabled:
@@ -270,7 +270,7 @@ def longest_hold_s(settings: Settings) -> float:
 def _manager(
     manager: YamlTree, processor: YamlTree, settings: Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
-    hold_s = longest_hold_s(settings)
+    hold_s = longest_wait_s(settings)
     idle_s = seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
     if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
         yield Finding(
@@ -348,7 +348,7 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
 
 
 def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) -> Iterator[Finding]:
-    hold_s = longest_hold_s(settings)
+    hold_s = longest_wait_s(settings)
     for number, route in enumerate(routes(manager)):
         spot = f"{place}, route {number}"
         answer_s = seconds(route, "timeout", _ROUTE_S, where=where)

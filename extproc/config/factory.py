@@ -41,8 +41,8 @@ class PoolParts(msgspec.Struct, frozen=True):
         exchange: Settings shared by all ext_proc exchanges.
         budget: Bytes of bodies that all exchanges may buffer.
         scraping: Settings of the scraper; unused while `settings.scrape.enabled` is false.
-        listed: Endpoints of the configuration and the command line.
-        following: Settings of endpoints file and DNS names.
+        flag_entries: Endpoints of the configuration and the command line.
+        discovery: Settings of endpoints file and DNS names.
     """
 
     settings: Settings
@@ -57,8 +57,8 @@ class PoolParts(msgspec.Struct, frozen=True):
     exchange: ExchangeSettings
     budget: BufferBudget
     scraping: scraper.ScraperSettings
-    listed: tuple[endpoint_list.EndpointListEntry, ...]
-    following: static_discovery.StaticDiscoverySettings
+    flag_entries: tuple[endpoint_list.EndpointListEntry, ...]
+    discovery: static_discovery.StaticDiscoverySettings
 
 
 def _ignore_removed(_: Endpoint) -> None:
@@ -126,8 +126,8 @@ def build(
         exchange=build_exchange_settings(settings),
         budget=BufferBudget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
-        listed=discovery_sources.entries(settings.pool, where=where),
-        following=static_discovery.StaticDiscoverySettings(
+        flag_entries=discovery_sources.parse_entries(settings.pool, where=where),
+        discovery=static_discovery.StaticDiscoverySettings(
             file=settings.pool.endpoints_file,
             refresh_s=settings.pool.dns_refresh_s,
             pool=settings.pool.name,
@@ -135,7 +135,7 @@ def build(
     )
 
 
-def reroute(
+def rebuild_routing(
     settings: Settings,
     *,
     where: str,
@@ -193,23 +193,23 @@ def build_discovery(
     parts: PoolParts,
     *,
     clock: Callable[[], float],
-    on_fact: Callable[[static_discovery.DiscoveryEvent], None],
+    on_event: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
 ) -> discovery_sources.EndpointDiscovery | None:
     """Build the discovery of a pool; None where another component sets its endpoints.
 
     Args:
         parts: The picker whose store is updated.
-        on_fact: Called with every discovery event.
+        on_event: Called with every discovery event.
         supervisor: Receives successes and failures of steps.
     """
     context = discovery_sources.DiscoveryContext(
-        settings=parts.following,
-        listed=parts.listed,
+        settings=parts.discovery,
+        flag_entries=parts.flag_entries,
         store=parts.store,
         rng=parts.rng,
         clock=clock,
-        on_fact=on_fact,
+        on_event=on_event,
         supervisor=supervisor,
     )
     sources = discovery_sources.configured_sources(parts.settings.pool)
@@ -232,7 +232,7 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
         path=scrape.path,
         timeout_s=scrape.timeout_s,
         cap_bytes=scrape.max_page_bytes,
-        pace=schedule.ScrapeSchedule(
+        schedule=schedule.ScrapeSchedule(
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,
             scrapes_per_s=scrape.max_scrapes_per_s,

@@ -28,7 +28,7 @@ from extproc.election.lease_state import ElectionSettings
 from extproc.errors import ConfigError
 
 #: File with the namespace of a pod.
-_OWN = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 #: Name of a pool without a name in keys of sources.
 _UNNAMED = "pool"
@@ -38,12 +38,12 @@ class KubernetesPlan(msgspec.Struct, frozen=True):
     """The watched objects, and the pools they belong to.
 
     Attributes:
-        watching: Settings of Kubernetes discovery.
+        settings: Settings of Kubernetes discovery.
         pools: Names of configured pools by source key; a key without an entry belongs to a
             discovered pool.
     """
 
-    watching: KubernetesSettings
+    settings: KubernetesSettings
     pools: Mapping[str, str]
 
 
@@ -66,7 +66,7 @@ def plan_kubernetes(
     for pool in listed:
         if pool.kubernetes is None:
             continue
-        source = _source(pool.kubernetes, pool.name or _UNNAMED, here)
+        source = _with_namespace(pool.kubernetes, pool.name or _UNNAMED, here)
         if source.key in names:
             raise ConfigError(
                 where,
@@ -104,12 +104,12 @@ def namespace(environment: Mapping[str, str]) -> str:
     if named:
         return named
     try:
-        return _OWN.read_text(encoding="utf-8").strip() or "default"
+        return _NAMESPACE_FILE.read_text(encoding="utf-8").strip() or "default"
     except OSError:
         return "default"
 
 
-def _source(
+def _with_namespace(
     wanted: pool_schema.KubernetesSection, name: str, here: str
 ) -> InferencePoolRef | PodSelector | ServiceRef:
     place = wanted.namespace or here
@@ -121,10 +121,10 @@ def _source(
 
 
 #: Says that this is a pod (Kubernetes sets it in every container).
-_INSIDE = "KUBERNETES_SERVICE_HOST"
+_IN_CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 
 #: client-go's: a leader must be able to try again before its time is up.
-_SLACK = 1.2
+_MIN_SLACK_S = 1.2
 
 
 class ElectionPlan(msgspec.Struct, frozen=True):
@@ -132,11 +132,11 @@ class ElectionPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         lease: The Lease, its name and namespace filled in, and the times of candidates.
-        reaching: Access to the API server; it has no sources.
+        api_settings: Access to the API server; it has no sources.
     """
 
     lease: ElectionSettings
-    reaching: KubernetesSettings
+    api_settings: KubernetesSettings
 
 
 def plan_election(
@@ -155,18 +155,18 @@ def plan_election(
     wanted = settings.cluster
     if not (wanted.leader_election or pools.scales_kubernetes_objects(settings)):
         return None
-    followed = plan_kubernetes(settings, where=where, environment=environment)
-    if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
-        asker = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
+    plan = plan_kubernetes(settings, where=where, environment=environment)
+    if plan is None and not wanted.kubeconfig and not environment.get(_IN_CLUSTER_VARIABLE):
+        own_identity = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
         raise ConfigError(
             where,
-            wanted=f"a Kubernetes cluster that keeps the Lease of {asker}",
+            wanted=f"a Kubernetes cluster that keeps the Lease of {own_identity}",
             got="no pool from Kubernetes, no kubeconfig and no pod around",
-            fix=f"set cluster.kubeconfig, or leave {asker} off: every replica can pick",
+            fix=f"set cluster.kubeconfig, or leave {own_identity} off: every replica can pick",
         )
-    _check_times(wanted.lease, where)
+    _check_lease_times(wanted.lease, where)
     here = namespace(environment)
-    name = wanted.lease.name or _name(settings, followed, here)
+    name = wanted.lease.name or _lease_name(settings, plan, here)
     if not lease_state.is_valid_name(name):
         raise ConfigError(
             f"{where}, cluster.lease.name",
@@ -180,12 +180,12 @@ def plan_election(
     )
 
 
-def _name(settings: Settings, followed: KubernetesPlan | None, here: str) -> str:
+def _lease_name(settings: Settings, followed: KubernetesPlan | None, here: str) -> str:
     """Return the upstream picker's name of the Lease, or a common name for several pools.
 
     Source: docs/spec/protocol.md#flags-and-defaults.
     """
-    sources = followed.watching.sources if followed is not None else ()
+    sources = followed.settings.sources if followed is not None else ()
     if len(settings.pools) > 1 or len(sources) > 1:
         return f"epp-{here}-pools.llm-d.ai"
     for source in sources:
@@ -196,12 +196,12 @@ def _name(settings: Settings, followed: KubernetesPlan | None, here: str) -> str
     return f"epp-{here}-{named or 'pool'}.llm-d.ai"
 
 
-def _check_times(wanted: ElectionSettings, where: str) -> None:
-    if wanted.retry_s * _SLACK < wanted.renew_s < wanted.duration_s:
+def _check_lease_times(wanted: ElectionSettings, where: str) -> None:
+    if wanted.retry_s * _MIN_SLACK_S < wanted.renew_s < wanted.duration_s:
         return
     raise ConfigError(
         f"{where}, cluster.lease",
-        wanted=f"retry_s times {_SLACK:g} below renew_s, and renew_s below duration_s",
+        wanted=f"retry_s times {_MIN_SLACK_S:g} below renew_s, and renew_s below duration_s",
         got=f"{wanted.retry_s:g}, {wanted.renew_s:g} and {wanted.duration_s}",
         fix="leave a leader time to try again, and others time after it gave up",
     )

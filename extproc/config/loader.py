@@ -24,11 +24,11 @@ from extproc.errors import ConfigError
 from extproc.protocol import body_buffer
 
 #: Levels a tree may have; the deepest setting stands at seven.
-_DEEPEST = 20
+_MAX_DEPTH = 20
 
 #: Values a tree may have (count), as often as anchors repeat them: a few lines of YAML can mean
 #: billions.
-_MOST_VALUES = 500_000
+_MAX_VALUES = 500_000
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):
@@ -79,11 +79,11 @@ def read(path: Path) -> ConfigDocument:
     Raises:
         ConfigError: It cannot be read or is no YAML or JSON mapping.
     """
-    document = parse(text_of(path), where=str(path))
+    document = parse(read_text(path), where=str(path))
     return msgspec.structs.replace(document, folder=str(path.parent))
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
@@ -120,7 +120,7 @@ def parse(text: str, *, where: str) -> ConfigDocument:
     Raises:
         ConfigError: It is no mapping, or has a duplicate key.
     """
-    tree = tree_of(text, where=where)
+    tree = parse_tree(text, where=where)
     _refuse_unusable(tree, where=where, path=(), counter=itertools.count())
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -135,7 +135,7 @@ def parse(text: str, *, where: str) -> ConfigDocument:
     return ConfigDocument(where, tree)
 
 
-def tree_of(text: str, *, where: str) -> object:
+def parse_tree(text: str, *, where: str) -> object:
     """Parse YAML or JSON to mappings, lists and scalars.
 
     Raises:
@@ -143,7 +143,9 @@ def tree_of(text: str, *, where: str) -> object:
     """
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
+            return json.loads(
+                text, object_pairs_hook=lambda pairs: _reject_duplicates(pairs, where)
+            )
         except (ValueError, RecursionError):
             pass  # a flow mapping of YAML begins the same way; what is neither, YAML will say
     try:
@@ -154,7 +156,7 @@ def tree_of(text: str, *, where: str) -> object:
         finally:
             loader.dispose()
     except YAML_FAILURES as error:
-        raise _malformed(error, where) from None
+        raise _syntax_error(error, where) from None
 
 
 def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> Settings:
@@ -165,7 +167,7 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
             fields contradict each other.
     """
     where = document.where
-    _known_kind(document)
+    _check_kind(document)
     _refuse_references(document)
     validation.to_struct(document.tree, Settings, where=where)
     tree: Mapping[str, object] = document.tree
@@ -179,14 +181,14 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
         merged = msgspec.structs.replace(merged, scheduling=scheduling)
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
-    discovery_sources.entries(merged.pool, where=listed)
+    discovery_sources.parse_entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
-        discovery_sources.entries(pool, where=validation.location(where, ("pools", at)))
+        discovery_sources.parse_entries(pool, where=validation.location(where, ("pools", at)))
     check_compatible(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
-    return _anchored(merged, document.folder)
+    return _resolve_paths(merged, document.folder)
 
 
-def _anchored(merged: Settings, folder: str) -> Settings:
+def _resolve_paths(merged: Settings, folder: str) -> Settings:
     """Resolve plugin files relative to the directory of the configuration."""
     scheduling = merged.scheduling
     if not scheduling.plugin_files:
@@ -197,7 +199,7 @@ def _anchored(merged: Settings, folder: str) -> Settings:
     )
 
 
-def _known_kind(document: ConfigDocument) -> None:
+def _check_kind(document: ConfigDocument) -> None:
     tree = document.tree
     for key, value in (("apiVersion", API_VERSION), ("kind", KIND)):
         if key not in tree:
@@ -289,17 +291,17 @@ def _refuse_unusable(
     tree: object, *, where: str, path: validation.Path, counter: Iterator[int]
 ) -> None:
     """Reject .inf, .nan, recursive mappings and trees that are too large, all valid YAML."""
-    if next(counter) > _MOST_VALUES:
+    if next(counter) > _MAX_VALUES:
         raise ConfigError(
             where,
-            wanted=f"at most {_MOST_VALUES} values",
+            wanted=f"at most {_MAX_VALUES} values",
             got="more",
             fix="anchors refer to anchors; write the values out",
         )
-    if len(path) > _DEEPEST:
+    if len(path) > _MAX_DEPTH:
         raise ConfigError(
             where,
-            wanted=f"at most {_DEEPEST} levels",
+            wanted=f"at most {_MAX_DEPTH} levels",
             got=f"more, below {validation.format_path(path[:3])}",
             fix="an anchor refers to what it stands in; write the value out",
         )
@@ -318,7 +320,7 @@ def _refuse_unusable(
         )
 
 
-def _twice(where: str, key: object, line: str) -> ConfigError:
+def _duplicate_key_error(where: str, key: object, line: str) -> ConfigError:
     return ConfigError(
         where,
         wanted="every key once in its mapping",
@@ -327,15 +329,15 @@ def _twice(where: str, key: object, line: str) -> ConfigError:
     )
 
 
-def _once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
+def _reject_duplicates(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _twice(where, next(key for key in keys if keys.count(key) > 1), "")
+        raise _duplicate_key_error(where, next(key for key in keys if keys.count(key) > 1), "")
     return tree
 
 
-def _malformed(error: Exception, where: str) -> ConfigError:
+def _syntax_error(error: Exception, where: str) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
     problem = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
@@ -360,7 +362,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.value in keys:
                 line = f" (again in line {key.start_mark.line + 1})"
-                raise _twice(self.where, key.value, line)
+                raise _duplicate_key_error(self.where, key.value, line)
             keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 

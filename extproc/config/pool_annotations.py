@@ -26,12 +26,12 @@ from extproc.errors import ConfigError
 from extproc.routing import pool_match
 from extproc.routing.pool_match import PoolMatch
 
-#: Annotations of an InferencePool, by field of a claim.
+#: Annotations of an InferencePool, by field of `PoolMatch`.
 MATCH_ANNOTATIONS: Mapping[str, str] = {
     kind: f"extproc/{kind}" for kind in ("hosts", "paths", "headers", "models")
 }
 
-#: Conditions of one kind in a claim (count), and the length of each (characters). Every request is
+#: Conditions of one kind in a match (count), and the length of each (characters). Every request is
 #: held against all of them.
 _MAX_CONDITIONS = 64
 _MAX_LENGTH = 256
@@ -43,13 +43,13 @@ class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Attributes:
         pools: Patterns of `namespace/name` with `*` and `?`. No default: a rule trusts the authors
             of these InferencePools.
-        hosts: Hosts that a claim may name, as in `pools.match`; it must name hosts, and each must
+        hosts: Hosts that a match may name, as in `pools.match`; it must name hosts, and each must
             be one of these or below one of them. `{namespace}` and `{name}` are those of the pool,
-            here and in the other fields. None: a claim may name any host, or none.
-        paths: Paths that a claim may name, by the same rule.
-        headers: Headers with values that a claim must name. None: a claim may name any header, or
+            here and in the other fields. None: a match may name any host, or none.
+        paths: Paths that a match may name, by the same rule.
+        headers: Headers with values that a match must name. None: a match may name any header, or
             none.
-        models: Models that a claim may name, by the same rule as hosts.
+        models: Models that a match may name, by the same rule as hosts.
     """
 
     pools: Annotated[tuple[validation.Name, ...], msgspec.Meta(min_length=1)]
@@ -81,12 +81,12 @@ class MatchGrant(msgspec.Struct, frozen=True):
     """The result of a pool's annotations.
 
     Attributes:
-        claim: The match in force; empty if there is none.
-        refused: Reason why the annotations are ignored; empty if they are in force or absent.
+        match: The match in force; empty if there is none.
+        rejection: Reason why the annotations are ignored; empty if they are in force or absent.
     """
 
-    claim: PoolMatch = PoolMatch()
-    refused: str = ""
+    match: PoolMatch = PoolMatch()
+    rejection: str = ""
 
 
 def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, str]) -> MatchGrant:
@@ -96,7 +96,7 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
     wider still.
 
     Args:
-        rules: `cluster.claims` of the configuration.
+        rules: `cluster.match_rules` of the configuration.
         key: `namespace/name` of the pool.
         annotations: Annotations of its InferencePool.
     """
@@ -105,31 +105,31 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
         return MatchGrant()
     unreadable = _unreadable(listed)
     if unreadable:
-        return MatchGrant(refused=unreadable)
+        return MatchGrant(rejection=unreadable)
     pairs = (word.partition("=") for word in listed["headers"])
-    claim = PoolMatch(
+    match = PoolMatch(
         hosts=tuple(host.lower() for host in listed["hosts"]),
         paths=tuple(listed["paths"]),
         models=tuple(listed["models"]),
         headers={name.strip().lower(): value.strip() for name, _, value in pairs},
     )
     limits = [rule.limit(key) for rule in rules if _fits(rule, key)]
-    if any(pool_match.within(claim, limit) for limit in limits):
-        return MatchGrant(claim)
-    why = "reaches beyond what its rules allow" if limits else "has no rule"
-    return MatchGrant(refused=f"{pool_match.describe(claim)} {why} in cluster.claims")
+    if any(pool_match.is_within(match, limit) for limit in limits):
+        return MatchGrant(match)
+    reason = "reaches beyond what its rules allow" if limits else "has no rule"
+    return MatchGrant(rejection=f"{pool_match.describe(match)} {reason} in cluster.match_rules")
 
 
 def describe_match_rules(rules: Sequence[MatchRule]) -> Iterator[str]:
     """Describe the rules, a line each for `extproc check`."""
     if not rules:
-        yield "claims      none: annotations of InferencePools are ignored (cluster.claims)"
+        yield "match rules none: annotations of InferencePools are ignored (cluster.match_rules)"
     for rule in rules:
         limit = PoolMatch(
             hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models
         )
-        within = "anything" if limit.empty else pool_match.describe(limit)
-        yield f"claims      of {', '.join(rule.pools)}, by annotations: {within}"
+        within = "anything" if limit.is_empty else pool_match.describe(limit)
+        yield f"match rules of {', '.join(rule.pools)}, by annotations: {within}"
 
 
 def _fits(rule: MatchRule | ScalingRule, key: str) -> bool:

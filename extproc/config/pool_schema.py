@@ -10,7 +10,7 @@ import msgspec
 from extproc.config import scheduling_schema, validation
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.pool_annotations import MatchRule
-from extproc.discovery.kubernetes.settings import MOST_PORTS
+from extproc.discovery.kubernetes.settings import MAX_PORTS
 from extproc.election.lease_state import ElectionSettings
 from extproc.pool import inference_policy
 from extproc.routing import pool_match
@@ -145,7 +145,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = (
         "inference.networking.k8s.io"
     )
-    ports: Annotated[tuple[EnginePort, ...], msgspec.Meta(max_length=MOST_PORTS)] = ()
+    ports: Annotated[tuple[EnginePort, ...], msgspec.Meta(max_length=MAX_PORTS)] = ()
     port: str = ""
 
 
@@ -204,7 +204,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         discover_pools: Serve every InferencePool of a `namespace`, or of the `cluster`, as a pool
             of its own, besides those of the file. `none`: only those of the file.
         namespace: For `discover_pools: namespace`. Empty: the one this process runs in.
-        claims: Rules for the matches that such pools state in annotations of their InferencePools;
+        match_rules: Rules for the matches that such pools state in annotations of their InferencePools;
             a match outside of all rules is ignored. None: write access to an InferencePool does not
             suffice to take requests that another pool serves.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
@@ -221,7 +221,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     context: str = ""
     discover_pools: Literal["none", "namespace", "cluster"] = "none"
     namespace: str = ""
-    claims: tuple[MatchRule, ...] = ()
+    match_rules: tuple[MatchRule, ...] = ()
     policies: bool = True
     override_ip: bool = False
     leader_election: bool = False

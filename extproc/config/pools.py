@@ -25,12 +25,12 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Name in metrics, logs and decisions.
-        claim: The requests it serves.
+        match: The requests it serves.
         settings: Settings of the process as if it were the only pool.
     """
 
     name: str
-    claim: pool_match.PoolMatch
+    match: pool_match.PoolMatch
     settings: Settings
 
 
@@ -55,10 +55,10 @@ def pool_plans(settings: Settings) -> Sequence[PoolPlan]:
     ]
 
 
-def discovered_pool_plan(settings: Settings, name: str, claim: pool_match.PoolMatch) -> PoolPlan:
+def discovered_pool_plan(settings: Settings, name: str, match: pool_match.PoolMatch) -> PoolPlan:
     """Return the plan of a pool discovered in Kubernetes."""
     pool = pool_schema.PoolSource(name=name)
-    return PoolPlan(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
+    return PoolPlan(name, match, msgspec.structs.replace(settings, pool=pool, pools=()))
 
 
 def has_source(pool: pool_schema.PoolSource) -> bool:

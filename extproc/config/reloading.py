@@ -71,7 +71,7 @@ TABLE: Final = (
     ),
     ReloadRow(
         "cluster",
-        live=("claims",),
+        live=("match_rules",),
         restart=(
             "kubeconfig",
             "context",
@@ -222,7 +222,7 @@ class Change(msgspec.Struct, frozen=True):
     is_live: bool
 
 
-def in_force(started: Settings, wanted: Settings) -> Settings:
+def apply_live_fields(started: Settings, wanted: Settings) -> Settings:
     """Return the settings in force after a running process reads another configuration.
 
     Args:
@@ -240,15 +240,16 @@ def in_force(started: Settings, wanted: Settings) -> Settings:
         elif row is _POOLS:
             by_name = {pool.name: pool for pool in wanted.pools}
             values["pools"] = tuple(
-                _merged(pool, by_name.get(pool.name, pool), row.live) for pool in started.pools
+                _merge_section(pool, by_name.get(pool.name, pool), row.live)
+                for pool in started.pools
             )
         else:
             old, new = getattr(started, row.section), getattr(wanted, row.section)
-            values[row.section] = _merged(old, new, row.live)
+            values[row.section] = _merge_section(old, new, row.live)
     return msgspec.structs.replace(started, **values)
 
 
-def changes(before: Settings, after: Settings) -> Iterator[Change]:
+def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
     """Yield every field that differs, in the order of `Settings`, to the depth that both share."""
     rows = {row.section: row for row in TABLE}
     for field in msgspec.structs.fields(Settings):
@@ -261,12 +262,12 @@ def changes(before: Settings, after: Settings) -> Iterator[Change]:
             yield from _leaves((field.encode_name,), old, new, field.name in rows[""].live)
 
 
-def pending(started: Settings, wanted: Settings) -> Iterator[str]:
+def find_restart_fields(started: Settings, wanted: Settings) -> Iterator[str]:
     """Yield the paths of fields that differ and take effect only after a restart."""
-    return (change.path for change in changes(started, wanted) if not change.is_live)
+    return (change.path for change in find_changes(started, wanted) if not change.is_live)
 
 
-def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
+def _merge_section(old: Any, new: Any, live: tuple[str, ...]) -> Any:
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in live})
 
 
@@ -360,7 +361,7 @@ def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
         wanted: What it reads.
         where: The file of `running`, for people.
     """
-    return Comparison(where, tuple(changes(running, wanted)), refusal(running, wanted))
+    return Comparison(where, tuple(find_changes(running, wanted)), refusal(running, wanted))
 
 
 def refusal(running: Settings, wanted: Settings) -> str:
@@ -368,7 +369,7 @@ def refusal(running: Settings, wanted: Settings) -> str:
 
     What is new and live may lean on what needs a restart.
     """
-    merged = in_force(running, wanted)
+    merged = apply_live_fields(running, wanted)
     try:
         loader.check_compatible(merged, where="the live fields with what is running")
         profile_builder.build_profile(merged, where="the live fields with what is running")

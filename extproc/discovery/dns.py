@@ -32,14 +32,14 @@ class DnsResolution(msgspec.Struct, frozen=True):
         answers: The answer in use of every name that ever had one and is still listed.
         stale: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
-        left_out: Addresses beyond `endpoint_list.MAX_ENDPOINTS`, which are no endpoints (count).
+        num_dropped: Addresses beyond `endpoint_list.MAX_ENDPOINTS`, which are no endpoints (count).
     """
 
     endpoints: tuple[Endpoint, ...]
     answers: DnsAnswers
     stale: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    left_out: int = 0
+    num_dropped: int = 0
 
 
 class DnsResolver:
@@ -76,13 +76,13 @@ class DnsResolver:
         return tuple(addresses)
 
 
-def host_names(listed: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:
+def host_names(entries: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:
     """Returns the host names to resolve, without duplicates, in list order."""
-    return tuple(dict.fromkeys(entry.host for entry in listed if not entry.literal))
+    return tuple(dict.fromkeys(entry.host for entry in entries if not entry.literal))
 
 
 def merge_answers(
-    listed: Sequence[endpoint_list.EndpointListEntry], fresh: DnsAnswers, *, last: DnsAnswers
+    entries: Sequence[endpoint_list.EndpointListEntry], fresh: DnsAnswers, *, last: DnsAnswers
 ) -> DnsResolution:
     """Merges entries and answers into endpoints with unique addresses, up to `MAX_ENDPOINTS`.
 
@@ -92,34 +92,36 @@ def merge_answers(
     """
     answers = {}
     stale, missing = [], []
-    for name in host_names(listed):
+    for name in host_names(entries):
         if fresh.get(name):
-            answers[name] = tuple(sorted(set(fresh[name]), key=_order))
+            answers[name] = tuple(sorted(set(fresh[name]), key=_sort_key))
         elif last.get(name):
             answers[name] = last[name]
             stale.append(name)
         else:
             missing.append(name)
     endpoints: dict[str, Endpoint] = {}
-    left_out = 0
-    for entry in listed:
+    num_dropped = 0
+    for entry in entries:
         ips = (entry.host,) if entry.literal else answers.get(entry.host, ())
         if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
-            left_out += len(ips)
+            num_dropped += len(ips)
             continue
         for ip in ips:
             address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
             if address in endpoints:
                 continue
             if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
-                left_out += 1
+                num_dropped += 1
                 continue
             name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
             endpoints[address] = Endpoint(address, name=name, labels=entry.labels)
-    return DnsResolution(tuple(endpoints.values()), answers, tuple(stale), tuple(missing), left_out)
+    return DnsResolution(
+        tuple(endpoints.values()), answers, tuple(stale), tuple(missing), num_dropped
+    )
 
 
-def _order(ip: str) -> tuple[int, int, str]:
+def _sort_key(ip: str) -> tuple[int, int, str]:
     """Sorts IPv4 before IPv6, then by value; a zone (`fe80::1%eth0`) is part of the address."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address), ip

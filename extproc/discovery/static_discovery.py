@@ -61,10 +61,10 @@ class StaticDiscovery:
     Args:
         settings: How sources are followed.
         store: Receiver of the endpoints.
-        listed: Entries from flags; they come before those of the file.
+        flag_entries: Entries from flags; they come before those of the file.
         resolver: Resolver of host names.
         rng: Chance, for spreading refreshes.
-        on_fact: Called when something happened.
+        on_event: Called when something happened.
         supervisor: Hears of steps that went well; None for one of its own.
     """
 
@@ -73,37 +73,37 @@ class StaticDiscovery:
         settings: StaticDiscoverySettings,
         store: PoolStore,
         *,
-        listed: Sequence[endpoint_list.EndpointListEntry],
+        flag_entries: Sequence[endpoint_list.EndpointListEntry],
         resolver: dns.DnsResolver,
         clock: Callable[[], float],
         rng: random.Random,
-        on_fact: Callable[[DiscoveryEvent], None] = lambda _: None,
+        on_event: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
         self._path = pathlib.Path(settings.file) if settings.file else None
-        self._flags = tuple(listed)
+        self._flag_entries = tuple(flag_entries)
         self._resolver = resolver
         self._clock = clock
         self._rng = rng
-        self._on_fact = on_fact
+        self._on_event = on_event
         self._supervisor = supervisor or Supervisor(clock=clock)
-        self._name = settings.pool
-        self._filed: tuple[endpoint_list.EndpointListEntry, ...] = ()
+        self._pool_name = settings.pool
+        self._file_entries: tuple[endpoint_list.EndpointListEntry, ...] = ()
         self._stamp: file.Stamp | None = None
         self._refresh_at = float("-inf")
         #: Whether the file has another list that the store does not have yet.
         self._unresolved = False
         self._published: tuple[Endpoint, ...] | None = None
         self._answers: dns.DnsAnswers = {}
-        self._troubled: frozenset[str] = frozenset()
-        self._left_out = 0
+        self._failing_names: frozenset[str] = frozenset()
+        self._dropped_addresses = 0
 
     @property
-    def left_out(self) -> int:
+    def dropped_addresses(self) -> int:
         """Number of listed addresses beyond the limit of a pool, which are no endpoints."""
-        return self._left_out
+        return self._dropped_addresses
 
     async def start(self) -> None:
         """Loads all sources and sets the endpoints.
@@ -114,10 +114,10 @@ class StaticDiscovery:
         """
         if self._path is not None:
             self._stamp = file.stamp(self._path)
-            self._filed = await self._load(self._path)
+            self._file_entries = await self._load(self._path)
         # Without endpoints the replica is not ready; the loop resolves them as soon as it can.
         self._unresolved = not await self._supervisor.attempt(
-            "discovery", self._resolve(), instance=self._name
+            "discovery", self._resolve(), instance=self._pool_name
         )
 
     async def run(self) -> None:
@@ -125,22 +125,22 @@ class StaticDiscovery:
         while True:
             await asyncio.sleep(self._settings.poll_s)
             await self.step()
-            self._supervisor.works("discovery", self._name)
+            self._supervisor.record_success("discovery", self._pool_name)
 
     async def step(self) -> None:
         """Polls once: reloads a changed file, resolves names when due."""
-        if await self._reloaded():
+        if await self._reload_file():
             self._unresolved = True
-        if self._unresolved or self._due():
+        if self._unresolved or self._is_refresh_due():
             await self._resolve()
 
-    def _due(self) -> bool:
-        return self._clock() >= self._refresh_at and bool(dns.host_names(self._all()))
+    def _is_refresh_due(self) -> bool:
+        return self._clock() >= self._refresh_at and bool(dns.host_names(self._all_entries()))
 
-    def _all(self) -> tuple[endpoint_list.EndpointListEntry, ...]:
-        return self._flags + self._filed
+    def _all_entries(self) -> tuple[endpoint_list.EndpointListEntry, ...]:
+        return self._flag_entries + self._file_entries
 
-    async def _reloaded(self) -> bool:
+    async def _reload_file(self) -> bool:
         if self._path is None:
             return False
         stamp = file.stamp(self._path)
@@ -149,9 +149,9 @@ class StaticDiscovery:
         # Taken before reading: what is written during the read makes another change.
         self._stamp = stamp
         try:
-            self._filed = await self._load(self._path)
+            self._file_entries = await self._load(self._path)
         except ConfigError as error:
-            self._note("file-broken", str(error))
+            self._report("file-broken", str(error))
             return False
         return True
 
@@ -160,40 +160,40 @@ class StaticDiscovery:
         return await asyncio.to_thread(file.load, path, limit_bytes=self._settings.limit_bytes)
 
     async def _resolve(self) -> None:
-        listed = self._all()
-        names = dns.host_names(listed)
+        entries = self._all_entries()
+        names = dns.host_names(entries)
         fresh = await self._resolver.resolve(names) if names else {}
-        result = dns.merge_answers(listed, fresh, last=self._answers)
+        result = dns.merge_answers(entries, fresh, last=self._answers)
         settings = self._settings
-        troubled = result.stale or result.missing
-        spread = self._rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
-        wait_s = settings.retry_s if troubled else settings.refresh_s
-        self._refresh_at = self._clock() + wait_s * spread
+        is_incomplete = result.stale or result.missing
+        jitter = self._rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
+        wait_s = settings.retry_s if is_incomplete else settings.refresh_s
+        self._refresh_at = self._clock() + wait_s * jitter
         self._answers = result.answers
-        self._note_names(result)
+        self._report_names(result)
         if result.endpoints != self._published:
             self._store.set_endpoints(result.endpoints, self._clock())
             self._published = result.endpoints
-            self._note("list-replaced", f"{len(listed)} entries")
-        self._note_left_out(result.left_out)
+            self._report("list-replaced", f"{len(entries)} entries")
+        self._report_dropped(result.num_dropped)
         self._unresolved = False
 
-    def _note_names(self, result: dns.DnsResolution) -> None:
+    def _report_names(self, result: dns.DnsResolution) -> None:
         """Reports a name once when it stops resolving, not at every refresh."""
         for kind, names in (("name-kept", result.stale), ("name-missing", result.missing)):
             for name in names:
-                if name not in self._troubled:
-                    self._note(kind, name)
-        self._troubled = frozenset(result.stale + result.missing)
+                if name not in self._failing_names:
+                    self._report(kind, name)
+        self._failing_names = frozenset(result.stale + result.missing)
 
-    def _note_left_out(self, left_out: int) -> None:
+    def _report_dropped(self, num_dropped: int) -> None:
         """Reports once when addresses begin to exceed the limit, and once when they stop."""
-        before, self._left_out = self._left_out, left_out
-        if left_out and not before:
-            wanted = f"expected at most {endpoint_list.MAX_ENDPOINTS} addresses; split the pool"
-            self._note("truncated", f"{left_out} addresses are left out; {wanted}")
-        elif before and not left_out:
-            self._note("complete", "no address is left out any more")
+        before, self._dropped_addresses = self._dropped_addresses, num_dropped
+        if num_dropped and not before:
+            limit_text = f"expected at most {endpoint_list.MAX_ENDPOINTS} addresses; split the pool"
+            self._report("truncated", f"{num_dropped} addresses are left out; {limit_text}")
+        elif before and not num_dropped:
+            self._report("complete", "no address is left out any more")
 
-    def _note(self, kind: str, detail: str) -> None:
-        self._on_fact(DiscoveryEvent(kind, detail, len(self._published or ())))
+    def _report(self, kind: str, detail: str) -> None:
+        self._on_event(DiscoveryEvent(kind, detail, len(self._published or ())))

@@ -14,7 +14,7 @@ from extproc.election.lease_state import ElectionSettings, LeaseRecord, LeaseSta
 from extproc.supervision import Supervisor
 
 #: Attempts to release a Lease: one of them may meet a renewal that was still on its way.
-_RELEASES = 3
+_MAX_RELEASE_ATTEMPTS = 3
 
 
 class LeaseRequestFailed(msgspec.Struct, frozen=True):
@@ -41,10 +41,10 @@ class LeaseStore(Protocol):
             ConfigError: The address or credentials are missing or broken.
         """
 
-    async def look(self) -> LeaseRecord | LeaseRequestFailed | None:
+    async def read(self) -> LeaseRecord | LeaseRequestFailed | None:
         """Read the stored record; None if there is no Lease."""
 
-    async def put(self, put: LeaseWrite) -> LeaseRecord | LeaseRequestFailed:
+    async def write(self, write: LeaseWrite) -> LeaseRecord | LeaseRequestFailed:
         """Write if the stored version matches that of the write; return the new record."""
 
     async def close(self) -> None:
@@ -72,11 +72,11 @@ class LeaderElector:
     Args:
         identity: Unique per process start.
         settings: Name and times of the Lease.
-        leases: Storage of the Lease.
+        store: Storage of the Lease.
         rng: Seeded randomness that spreads attempts.
-        stands: Returns True if this replica may take a free Lease. A replica that could not do the
+        can_lead: Returns True if this replica may take a free Lease. A replica that could not do the
             work must not; a holder keeps the Lease regardless.
-        on_fact: Called with every event.
+        on_event: Called with every event.
         supervisor: Receives attempts that raise; None creates a private supervisor.
     """
 
@@ -84,32 +84,32 @@ class LeaderElector:
         self,
         identity: str,
         settings: ElectionSettings,
-        leases: LeaseStore,
+        store: LeaseStore,
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        stands: Callable[[], bool] = lambda: True,
-        on_fact: Callable[[ElectionEvent], None] = lambda _: None,
+        can_lead: Callable[[], bool] = lambda: True,
+        on_event: Callable[[ElectionEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._term = LeaseState(identity, settings)
-        self._leases = leases
+        self._state = LeaseState(identity, settings)
+        self._store = store
         self._clock = clock
         self._rng = rng
-        self._can_lead = stands
-        self._on_fact = on_fact
+        self._can_lead = can_lead
+        self._on_event = on_event
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._resigned = asyncio.Event()
-        self._over = asyncio.Event()
-        self._led = False
-        self._follows = ""
+        self._ended = asyncio.Event()
+        self._was_leader = False
+        self._reported_holder = ""
         #: Reason of the failure that was reported last; None while nothing fails.
-        self._failing: str | None = None
+        self._reported_failure: str | None = None
 
     @property
     def is_leader(self) -> bool:
         """True while this replica, and no other, may act."""
-        return self._term.leads(self._clock())
+        return self._state.is_leader(self._clock())
 
     async def start(self) -> None:
         """Prepare the store; call it before `run`.
@@ -117,104 +117,104 @@ class LeaderElector:
         Raises:
             ConfigError: If the API server's address or the credentials are missing or broken.
         """
-        await self._leases.open()
+        await self._store.open()
 
     async def run(self) -> None:
         """Compete until resigned; then release the Lease, and return."""
         try:
             while not self._resigned.is_set():
-                pause = await self._attempted()
+                pause = await self._attempt_supervised()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._resigned.wait(), pause)
             await self._supervisor.attempt("election", self.release())
         finally:
-            self._over.set()
-            await self._leases.close()
+            self._ended.set()
+            await self._store.close()
 
-    async def _attempted(self) -> float:
+    async def _attempt_supervised(self) -> float:
         """Run a step, return the pause until the next (seconds); errors force a new read."""
         try:
             pause_s = await self.step()
         except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave nobody
-            self._term.invalidate()
-            return self._supervisor.failed("election", error)
-        self._supervisor.works("election")
+            self._state.invalidate()
+            return self._supervisor.record_failure("election", error)
+        self._supervisor.record_success("election")
         return pause_s
 
     async def step(self) -> float:
         """Run an attempt, report changes, and return the pause until the next (seconds)."""
         await self._attempt()
-        leads = self.is_leader
-        if leads != self._led:
-            self._led = leads
-            identity = self._term.identity
-            self._tell(*(("elected", identity) if leads else ("lost", self._term.holder)))
-        holder = self._term.holder
-        if holder != self._follows:
-            self._follows = holder
-            if holder not in {"", self._term.identity}:
-                self._tell("follows", holder)
-        return self._term.pause(self._clock(), self._rng)
+        is_leader = self.is_leader
+        if is_leader != self._was_leader:
+            self._was_leader = is_leader
+            identity = self._state.identity
+            self._report(*(("elected", identity) if is_leader else ("lost", self._state.holder)))
+        holder = self._state.holder
+        if holder != self._reported_holder:
+            self._reported_holder = holder
+            if holder not in {"", self._state.identity}:
+                self._report("follows", holder)
+        return self._state.next_pause_s(self._clock(), self._rng)
 
     def resign(self) -> None:
         """Stop leading at once; `run` then releases the Lease."""
-        self._term.resign()
+        self._state.resign()
         self._resigned.set()
 
-    async def resigned(self, seconds: float) -> None:
-        """Wait for the end of `run`, at most `seconds`."""
+    async def wait_ended(self, timeout_s: float) -> None:
+        """Wait for the end of `run`, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), seconds)
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
 
     async def release(self) -> None:
         """Release the Lease if it is ours, so that another candidate can lead at once."""
-        for _ in range(_RELEASES):
-            if not self._term.mine and not await self._read():
+        for _ in range(_MAX_RELEASE_ATTEMPTS):
+            if not self._state.is_holder and not await self._read():
                 return
-            put = self._term.release()
-            if put is None or await self._write(put):
-                if put is not None:
-                    self._tell("resigned", self._term.identity)
+            write = self._state.release()
+            if write is None or await self._write(write):
+                if write is not None:
+                    self._report("resigned", self._state.identity)
                 return
 
     async def _attempt(self) -> None:
-        if not self._term.mine and not await self._read():
+        if not self._state.is_holder and not await self._read():
             return
-        if self._term.mine or self._can_lead():
-            put = self._term.claim(self._clock())
-            if put is not None:
-                await self._write(put)
+        if self._state.is_holder or self._can_lead():
+            write = self._state.claim(self._clock())
+            if write is not None:
+                await self._write(write)
 
     async def _read(self) -> bool:
-        record = await self._leases.look()
+        record = await self._store.read()
         if isinstance(record, LeaseRequestFailed):
-            self._stumbled(record)
+            self._on_failure(record)
             return False
-        self._went_well()
-        self._term.observe(record, self._clock())
+        self._on_success()
+        self._state.observe(record, self._clock())
         return True
 
-    async def _write(self, put: LeaseWrite) -> bool:
+    async def _write(self, write: LeaseWrite) -> bool:
         sent_at_s = self._clock()
-        record = await self._leases.put(put)
+        record = await self._store.write(write)
         if isinstance(record, LeaseRequestFailed):
-            self._term.invalidate()
-            self._stumbled(record)
+            self._state.invalidate()
+            self._on_failure(record)
             return False
-        self._went_well()
-        self._term.confirm(put, record.version, sent_at_s)
+        self._on_success()
+        self._state.confirm(write, record.version, sent_at_s)
         return True
 
-    def _stumbled(self, failed: LeaseRequestFailed) -> None:
-        first = self._failing is None
-        if not failed.conflict and (first or failed.reason not in {"", self._failing}):
-            self._failing = failed.reason
-            self._tell("failed", failed.message)
+    def _on_failure(self, failure: LeaseRequestFailed) -> None:
+        first = self._reported_failure is None
+        if not failure.conflict and (first or failure.reason not in {"", self._reported_failure}):
+            self._reported_failure = failure.reason
+            self._report("failed", failure.message)
 
-    def _went_well(self) -> None:
-        if self._failing is not None:
-            self._failing = None
-            self._tell("recovered", "the Lease can be read and written again")
+    def _on_success(self) -> None:
+        if self._reported_failure is not None:
+            self._reported_failure = None
+            self._report("recovered", "the Lease can be read and written again")
 
-    def _tell(self, kind: str, detail: str) -> None:
-        self._on_fact(ElectionEvent(kind, detail))
+    def _report(self, kind: str, detail: str) -> None:
+        self._on_event(ElectionEvent(kind, detail))

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import msgspec
 
 #: Shortest pause in seconds: the rest of a wait may be below the resolution of a clock.
-_LEAST_S = 0.001
+_MIN_PAUSE_S = 0.001
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
@@ -72,15 +72,15 @@ class LeaseState:
         self.identity = identity
         self._settings = settings
         self._stored: LeaseRecord | None = None
-        self._known = False
-        self._until = -math.inf
-        self._free = -math.inf
+        self._is_fresh = False
+        self._leads_until = -math.inf
+        self._free_at = -math.inf
         self._version = ""
         self._resigned = False
 
-    def leads(self, now: float) -> bool:
+    def is_leader(self, now: float) -> bool:
         """Return True while no other candidate can hold the Lease."""
-        return now < self._until
+        return now < self._leads_until
 
     @property
     def holder(self) -> str:
@@ -88,9 +88,9 @@ class LeaseState:
         return self._stored.holder if self._stored is not None else ""
 
     @property
-    def mine(self) -> bool:
+    def is_holder(self) -> bool:
         """True if the last record is ours, even if expired: it needs a write, not a read."""
-        return self._known and self.holder == self.identity
+        return self._is_fresh and self.holder == self.identity
 
     def observe(self, record: LeaseRecord | None, now: float) -> None:
         """Record the result of a read.
@@ -99,62 +99,62 @@ class LeaseState:
             record: The stored record; None if there is no Lease.
             now: Monotonic seconds at which it was received.
         """
-        self._stored, self._known = record, True
+        self._stored, self._is_fresh = record, True
         if self.holder != self.identity:
-            self._until = -math.inf
+            self._leads_until = -math.inf
         # The version, not the time in the record: two writes may carry the same time. And a record
         # that was deleted does not end the wait for its holder.
         if record is not None and record.version != self._version:
             self._version = record.version
-            others = record.holder not in {"", self.identity}
-            self._free = now + record.duration_s if others else -math.inf
+            is_foreign = record.holder not in {"", self.identity}
+            self._free_at = now + record.duration_s if is_foreign else -math.inf
 
     def claim(self, now: float) -> LeaseWrite | None:
         """Return the write that takes or renews the Lease; None while we may do neither."""
-        if self._resigned or not self._known:
+        if self._resigned or not self._is_fresh:
             return None
-        if self.mine:
-            return self._put(acquired=False)
-        return self._put(acquired=True) if now >= self._free else None
+        if self.is_holder:
+            return self._build_write(acquired=False)
+        return self._build_write(acquired=True) if now >= self._free_at else None
 
-    def confirm(self, put: LeaseWrite, version: str, sent_at_s: float) -> None:
+    def confirm(self, write: LeaseWrite, version: str, sent_at_s: float) -> None:
         """Record a confirmed write.
 
         Args:
             sent_at_s: Monotonic seconds at which it was sent.
         """
-        self._stored = LeaseRecord(put.holder, put.duration_s, put.transitions, version)
-        self._known, self._version, self._free = True, version, -math.inf
-        if put.holder and not self._resigned:
-            self._until = sent_at_s + self._settings.renew_s
+        self._stored = LeaseRecord(write.holder, write.duration_s, write.transitions, version)
+        self._is_fresh, self._version, self._free_at = True, version, -math.inf
+        if write.holder and not self._resigned:
+            self._leads_until = sent_at_s + self._settings.renew_s
 
     def invalidate(self) -> None:
         """Require a read before the next write: a write was refused or its result is unknown."""
-        self._known = False
+        self._is_fresh = False
 
     def resign(self) -> None:
         """Stop leading for good."""
         self._resigned = True
-        self._until = -math.inf
+        self._leads_until = -math.inf
 
     def release(self) -> LeaseWrite | None:
         """Return the write that releases the Lease; None if it is not ours."""
-        if not self.mine or self._stored is None:
+        if not self.is_holder or self._stored is None:
             return None
         return LeaseWrite(
             "", 1, self._stored.transitions, acquired=True, version=self._stored.version
         )
 
-    def pause(self, now: float, rng: random.Random) -> float:
+    def next_pause_s(self, now: float, rng: random.Random) -> float:
         """Return the pause until the next attempt (seconds), at most `retry_s`.
 
         Args:
             rng: Seeded randomness, which keeps candidates that started together apart.
         """
         pause = self._settings.retry_s * rng.uniform(0.5, 1.0)
-        return max(min(pause, self._free - now), _LEAST_S) if now < self._free else pause
+        return max(min(pause, self._free_at - now), _MIN_PAUSE_S) if now < self._free_at else pause
 
-    def _put(self, *, acquired: bool) -> LeaseWrite:
+    def _build_write(self, *, acquired: bool) -> LeaseWrite:
         stored = self._stored
         transitions = stored.transitions + int(acquired) if stored is not None else 0
         return LeaseWrite(

@@ -17,8 +17,8 @@ from extproc.flow_control.flow_queue import EndpointBits, QueuedItem
 from extproc.flow_control.queue import (
     Blocked,
     DepartureCause,
+    DispatchResult,
     FlowControlSettings,
-    Look,
     Queue,
 )
 from extproc.flow_control.request_headers import EnqueueRequest
@@ -72,23 +72,23 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     Attributes:
         decide: Returns the outcome of a request, without charging it. The second argument says
             whether it may wait for its preferred endpoint while others have capacity.
-        waits: The request stays queued for the endpoint of this address; empty for any.
-        go: The request is dispatched with this decision, and charged at once.
-        refuse: The queued request is rejected.
-        fail: A call for the queued request raised this exception. None propagates the exception.
-        pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
+        on_waiting: The request stays queued for the endpoint of this address; empty for any.
+        dispatch: The request is dispatched with this decision, and charged at once.
+        reject: The queued request is rejected.
+        on_item_failed: A call for the queued request raised this exception. None propagates the exception.
+        on_pump_failed: A call of `pump` raised this exception, and is repeated a second later. None
             propagates the exception.
-        bits: Returns the endpoints of each target; see `EndpointBits`. None: requests of equal
+        endpoint_bits: Returns the endpoints of each target; see `EndpointBits`. None: requests of equal
             targets share their endpoints.
     """
 
     decide: Callable[[ItemT, bool], GrantT | Deferral | Rejection]
-    waits: Callable[[ItemT, str], None]
-    go: Callable[[ItemT, GrantT], None]
-    refuse: Callable[[ItemT, Rejection], None]
-    fail: Callable[[ItemT, Exception], None] | None = None
-    pump_failed: Callable[[Exception], None] | None = None
-    bits: Callable[[], EndpointBits] | None = None
+    on_waiting: Callable[[ItemT, str], None]
+    dispatch: Callable[[ItemT, GrantT], None]
+    reject: Callable[[ItemT, Rejection], None]
+    on_item_failed: Callable[[ItemT, Exception], None] | None = None
+    on_pump_failed: Callable[[Exception], None] | None = None
+    endpoint_bits: Callable[[], EndpointBits] | None = None
 
 
 class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,66 +141,66 @@ class FlowController(Generic[ItemT, GrantT]):
         self.outcomes: Counter[str] = Counter()
 
     def check(
-        self, outcome: GrantT | Deferral | Rejection, *, priority: int, toward: str = ""
+        self, outcome: GrantT | Deferral | Rejection, *, priority: int, preferred_endpoint: str = ""
     ) -> Deferral | Rejection | None:
         """The reason for which an arriving request cannot be dispatched; None if it can.
 
         Args:
             outcome: The outcome with an empty queue.
             priority: Of the request.
-            toward: Address of the endpoint it would go to; empty where that is not known.
+            preferred_endpoint: Address of the endpoint it would go to; empty where that is not known.
         """
         if isinstance(outcome, (Deferral, Rejection)):
             return outcome
-        if self.queue.count and self.queue.ahead(priority):
+        if self.queue.count and self.queue.count_ahead(priority):
             # Requests that wait longer go first; the turn may be this request's all the same.
-            return all_busy(0.0, preferred_endpoint=toward)
+            return all_busy(0.0, preferred_endpoint=preferred_endpoint)
         return None
 
     def enqueue(
-        self, item: ItemT, want: EnqueueRequest, why: Deferral | Rejection, now: float
+        self, item: ItemT, properties: EnqueueRequest, outcome: Deferral | Rejection, now: float
     ) -> QueuedItem | Rejection:
         """Add a request to the queue.
 
         Args:
             item: The request, as passed to `callbacks`.
-            want: Its properties for the queue.
-            why: Its outcome without capacity.
+            properties: Its properties for the queue.
+            outcome: Its outcome without capacity.
             now: Monotonic seconds.
 
         Returns:
             Its place, or why not, where waiting changes nothing or there is no room or no time.
         """
-        if isinstance(why, Rejection):
-            return self._estimated(why, now)
+        if isinstance(outcome, Rejection):
+            return self._with_retry_estimate(outcome, now)
         if self._closed:
             return _shutting_down()
-        timeout_s = self._timeout_s(want, why.rejection)
+        timeout_s = self._timeout_s(properties, outcome.rejection)
         if timeout_s <= 0.0:
-            return self._estimated(why.rejection, now)
+            return self._with_retry_estimate(outcome.rejection, now)
         queued = QueuedItem(
             arrived=now,
             deadline=now + timeout_s,
-            tenant=want.tenant,
-            priority=want.priority,
-            target=want.target,
-            size=want.size,
-            tokens=want.tokens,
-            slo_s=want.slo_s,
+            tenant=properties.tenant,
+            priority=properties.priority,
+            target=properties.target,
+            size=properties.size,
+            tokens=properties.tokens,
+            slo_s=properties.slo_s,
         )
         self._follow_endpoints()
-        joined = self.queue.join(queued, now)
-        if isinstance(joined, Rejection):
-            return joined
-        if joined.displaced:
-            displaced = _displaced(self.queue.full(now).retry_after_s)
-            for other in joined.displaced:
-                self._refuse(other, "displaced", displaced)
+        result = self.queue.join(queued, now)
+        if isinstance(result, Rejection):
+            return result
+        if result.displaced:
+            displaced = _displaced(self.queue.full_rejection(now).retry_after_s)
+            for other in result.displaced:
+                self._reject(other, "displaced", displaced)
         self._changed = True
-        self._items[queued] = (item, why)
-        self.queue.turn(queued, why.preferred_endpoint)
-        self._callbacks.waits(item, why.preferred_endpoint)
-        self._wake(self.next_s(why.retry_in_s, now), now)
+        self._items[queued] = (item, outcome)
+        self.queue.set_preferred_endpoint(queued, outcome.preferred_endpoint)
+        self._callbacks.on_waiting(item, outcome.preferred_endpoint)
+        self._wake(self.next_pump_s(outcome.retry_in_s, now), now)
         return queued
 
     def cancel(self, queued: QueuedItem) -> bool:
@@ -224,9 +224,9 @@ class FlowController(Generic[ItemT, GrantT]):
         try:
             wait_s = self.dispatch(begun)
         except Exception as error:
-            if self._callbacks.pump_failed is None:
+            if self._callbacks.on_pump_failed is None:
                 raise
-            self._callbacks.pump_failed(error)
+            self._callbacks.on_pump_failed(error)
             wait_s = _RETRY_S
         ended = self._timer.now()
         self._rests_until = ended + min(ended - begun, _MAX_REST_S)
@@ -271,56 +271,60 @@ class FlowController(Generic[ItemT, GrantT]):
             Seconds after which to ask again even if nothing happens, 0 for at once; None for
             an empty queue.
         """
-        enough = _limit(self._budget, self._timer.now)
+        enough = _build_limit_check(self._budget, self._timer.now)
         for queued in self.queue.expired(now, enough=enough):
-            self._refuse(queued, "expired", self._expired(self._items[queued][1].rejection, now))
+            self._reject(
+                queued, "expired", self._expired_rejection(self._items[queued][1].rejection, now)
+            )
         self._follow_endpoints()
-        if not self.queue.sweeps:
+        if not self.queue.is_sweeping:
             self._changed, self._soonest_s = False, math.inf
-        is_complete = self.queue.pump(lambda queued: self._look(queued, now), now, enough=enough)
+        is_complete = self.queue.pump(
+            lambda queued: self._try_dispatch(queued, now), now, enough=enough
+        )
         if self.queue.count and (self._changed or not is_complete):
             return 0.0
-        return self.next_s(self._soonest_s, now)
+        return self.next_pump_s(self._soonest_s, now)
 
-    def _look(self, queued: QueuedItem, now: float) -> Look:
+    def _try_dispatch(self, queued: QueuedItem, now: float) -> DispatchResult:
         """Try to dispatch a queued request."""
         item, _ = self._items[queued]
         try:
             return self._decide(queued, item, now)
         except Exception as error:
-            if self._callbacks.fail is None:
+            if self._callbacks.on_item_failed is None:
                 raise
             # It must neither stop those behind it nor raise again at each change.
             self._items.pop(queued, None)
             self.outcomes["failed"] += 1
-            self._callbacks.fail(item, error)
+            self._callbacks.on_item_failed(item, error)
             return DepartureCause.REJECTED
 
-    def _decide(self, queued: QueuedItem, item: ItemT, now: float) -> Look:
+    def _decide(self, queued: QueuedItem, item: ItemT, now: float) -> DispatchResult:
         may_defer = now - queued.arrived < _PREFERENCE_SHARE * (queued.deadline - queued.arrived)
         outcome = self._callbacks.decide(item, may_defer)
         if isinstance(outcome, Rejection):
-            self._refuse(queued, "rejected", outcome)
+            self._reject(queued, "rejected", outcome)
             return DepartureCause.REJECTED
         if not isinstance(outcome, Deferral):
-            self._callbacks.go(item, outcome)
+            self._callbacks.dispatch(item, outcome)
             self._forget(queued, "dispatched")
             return DepartureCause.DISPATCHED
         self._items[queued] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.retry_in_s)
-        toward, busy = outcome.preferred_endpoint, outcome.busy_endpoints
-        self.queue.turn(queued, toward)
-        self._callbacks.waits(item, toward)
-        if toward and not busy:
-            return Blocked(toward=toward)
-        return Blocked(busy=self.queue.sets.named(busy))
+        preferred, busy = outcome.preferred_endpoint, outcome.busy_endpoints
+        self.queue.set_preferred_endpoint(queued, preferred)
+        self._callbacks.on_waiting(item, preferred)
+        if preferred and not busy:
+            return Blocked(preferred_endpoint=preferred)
+        return Blocked(busy=self.queue.sets.for_addresses(busy))
 
     def _follow_endpoints(self) -> None:
         """Detect that endpoints or their models changed."""
-        if self._callbacks.bits is not None:
-            self.queue.replace_bits(self._callbacks.bits())
+        if self._callbacks.endpoint_bits is not None:
+            self.queue.replace_bits(self._callbacks.endpoint_bits())
 
-    def next_s(self, soonest_s: float, now: float) -> float | None:
+    def next_pump_s(self, soonest_s: float, now: float) -> float | None:
         """Seconds until an endpoint becomes free or a deadline expires.
 
         Args:
@@ -345,45 +349,45 @@ class FlowController(Generic[ItemT, GrantT]):
             self._alarm, self._alarm_at = None, math.inf
         for queued in list(self.queue):
             self.queue.leave(queued)
-            self._refuse(queued, "shutdown", _shutting_down())
+            self._reject(queued, "shutdown", _shutting_down())
 
-    def _estimated(self, why: Rejection, now: float) -> Rejection:
+    def _with_retry_estimate(self, rejection: Rejection, now: float) -> Rejection:
         """Add the queue's own retry estimate to a rejection."""
-        if why.retry_after_s is None or not self.queue.count:
-            return why
-        return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
+        if rejection.retry_after_s is None or not self.queue.count:
+            return rejection
+        return msgspec.structs.replace(rejection, retry_after_s=self.queue.wait_s(now))
 
-    def _refuse(self, queued: QueuedItem, how: str, why: Rejection) -> None:
-        self._callbacks.refuse(self._forget(queued, how), why)
+    def _reject(self, queued: QueuedItem, cause: str, rejection: Rejection) -> None:
+        self._callbacks.reject(self._forget(queued, cause), rejection)
 
-    def _forget(self, queued: QueuedItem, how: str) -> ItemT:
+    def _forget(self, queued: QueuedItem, cause: str) -> ItemT:
         item, _ = self._items.pop(queued)
-        self.outcomes[how] += 1
+        self.outcomes[cause] += 1
         return item
 
-    def _expired(self, why: Rejection, now: float) -> Rejection:
+    def _expired_rejection(self, why: Rejection, now: float) -> Rejection:
         """503 where there is no endpoint, 429 where all are busy.
 
         Source: docs/spec/protocol.md#error-statuses.
         """
         if why.status == 503:
-            return self._estimated(why, now)
+            return self._with_retry_estimate(why, now)
         rejection = msgspec.structs.replace(
             why, message="no endpoint was free in time", reason="rejected-ttl-expired"
         )
-        return self._estimated(rejection, now)
+        return self._with_retry_estimate(rejection, now)
 
-    def _timeout_s(self, want: EnqueueRequest, rejection: Rejection) -> float:
+    def _timeout_s(self, properties: EnqueueRequest, rejection: Rejection) -> float:
         settings = self.queue.settings
-        if want.timeout_s is not None:
-            return min(want.timeout_s, settings.max_timeout_s)
-        usual_s = settings.by_objective.get(want.objective, settings.timeout_s)
+        if properties.timeout_s is not None:
+            return min(properties.timeout_s, settings.max_timeout_s)
+        default_s = settings.by_objective.get(properties.objective, settings.timeout_s)
         if rejection.status == 503 and settings.empty_timeout_s is not None:
-            usual_s = settings.empty_timeout_s
-        return min(usual_s, settings.max_timeout_s)
+            default_s = settings.empty_timeout_s
+        return min(default_s, settings.max_timeout_s)
 
 
-def _limit(budget: LookBudget | None, clock: Callable[[], float]) -> Callable[[], bool]:
+def _build_limit_check(budget: LookBudget | None, clock: Callable[[], float]) -> Callable[[], bool]:
     """Build a check that counts calls and ends the work, never before the second call."""
     if budget is None:
         return lambda: False

@@ -20,12 +20,12 @@ class EndpointBits(msgspec.Struct, frozen=True):
 
     Attributes:
         for_target: Bits of the endpoints that can serve a target; 0 where none can.
-        named: Bits of the endpoints at these addresses.
+        for_addresses: Bits of the endpoints at these addresses.
         version: Source of the bits; the driver compares it to detect changes.
     """
 
     for_target: Callable[[Any], int]
-    named: Callable[[Sequence[str]], int]
+    for_addresses: Callable[[Sequence[str]], int]
     version: object = None
 
 
@@ -114,9 +114,9 @@ class EndpointSets:
             entry.endpoints = endpoint_set
         return True
 
-    def named(self, addresses: Sequence[str]) -> int:
+    def for_addresses(self, addresses: Sequence[str]) -> int:
         """Bits of the endpoints at these addresses; 0 if the bits are unknown."""
-        return self._bits.named(addresses) if self._bits is not None and addresses else 0
+        return self._bits.for_addresses(addresses) if self._bits is not None and addresses else 0
 
     def _find(self, target: Hashable) -> EndpointSet:
         if self._bits is None:
@@ -152,8 +152,8 @@ class QueuedItem:
         tokens: Its prompt's estimated tokens.
         slo_s: Seconds to the first token it asks for; infinity for none.
         endpoints: The endpoints that can serve its target; the queue's business.
-        toward: The endpoint it would rather have; empty for any.
-        waits: Whether it still does.
+        preferred_endpoint: The endpoint it would rather have; empty for any.
+        is_queued: Whether it still does.
         number: Of those that ever waited, in the order in which they came.
         place: Changes whenever it is put into another flow queue.
     """
@@ -163,15 +163,15 @@ class QueuedItem:
         "bytes",
         "deadline",
         "endpoints",
+        "is_queued",
         "number",
         "place",
+        "preferred_endpoint",
         "priority",
         "slo_s",
         "target",
         "tenant",
         "tokens",
-        "toward",
-        "waits",
     )
 
     def __init__(
@@ -195,8 +195,8 @@ class QueuedItem:
         self.tokens = tokens
         self.slo_s = slo_s
         self.endpoints = _NO_ENDPOINTS
-        self.toward = ""
-        self.waits = False
+        self.preferred_endpoint = ""
+        self.is_queued = False
         self.number = 0
         self.place = 0
 
@@ -248,7 +248,7 @@ class FlowQueue:
             entry = heap[0]
             item = entry[3]
             # `_here`, written out: each look at who goes next asks it.
-            if item.waits and item.place == entry[2]:
+            if item.is_queued and item.place == entry[2]:
                 return entry
             heapq.heappop(heap)
             self._gone -= 1
@@ -379,4 +379,4 @@ class TenantQueues:
 
 def _here(entry: _Entry) -> bool:
     """True if the item is still queued at this place."""
-    return entry[3].waits and entry[3].place == entry[2]
+    return entry[3].is_queued and entry[3].place == entry[2]

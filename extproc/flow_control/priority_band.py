@@ -301,7 +301,7 @@ class QueueLengths:
                 reduced = []
                 for tenant in tenants:
                     heap = self._sorted(tenant)
-                    while not heap[0][2].waits:
+                    while not heap[0][2].is_queued:
                         heapq.heappop(heap)
                     entry = heapq.heappop(heap)
                     taken.append((heap, entry))
@@ -361,22 +361,22 @@ class PriorityBand:
     Args:
         order: Within a tenant.
         fairness: Among tenants.
-        turns: Attained service of tenants; shared by all bands.
+        fair_share: Attained service of tenants; shared by all bands.
 
     Attributes:
         count: Requests that wait.
         bytes: Of their bodies.
     """
 
-    def __init__(self, order: Order, fairness: Fairness, turns: FairShare) -> None:
+    def __init__(self, order: Order, fairness: Fairness, fair_share: FairShare) -> None:
         self._order: Order = order
         self._turn = {
-            "least-served": turns.normalized_service,
-            "round-robin": turns.last,
+            "least-served": fair_share.normalized_service,
+            "round-robin": fair_share.last,
             "none": _no_turn,
         }[fairness]
-        self._turns = turns
-        self._version = turns.version
+        self._turns = fair_share
+        self._version = fair_share.version
         self._queues_by_key: dict[FlowKey, TenantQueues] = {}
         self._flow_keys: dict[str, dict[FlowKey, None]] = {}
         self._queue_lengths = QueueLengths(self._waiting)
@@ -401,7 +401,7 @@ class PriorityBand:
     def move(self, item: QueuedItem, flow_key: FlowKey) -> None:
         """Move a queued request to another flow key; it keeps its rank."""
         self._exit(item)
-        item.endpoints, item.toward = flow_key
+        item.endpoints, item.preferred_endpoint = flow_key
         self._enter(item, item.rank(self._order))
 
     def next_items(self, sweep: Sweep) -> Iterator[QueuedItem]:
@@ -428,7 +428,7 @@ class PriorityBand:
             yield from queues
 
     def _enter(self, item: QueuedItem, rank: float) -> None:
-        flow_key = (item.endpoints, item.toward)
+        flow_key = (item.endpoints, item.preferred_endpoint)
         queues = self._queues_by_key.get(flow_key)
         if queues is None:
             queues = self._queues_by_key[flow_key] = TenantQueues(self._turn)
@@ -437,7 +437,7 @@ class PriorityBand:
             self._flow_keys.setdefault(item.tenant, {})[flow_key] = None
 
     def _exit(self, item: QueuedItem) -> None:
-        flow_key = (item.endpoints, item.toward)
+        flow_key = (item.endpoints, item.preferred_endpoint)
         item.place += 1
         queues = self._queues_by_key[flow_key]
         if queues.remove(item.tenant):

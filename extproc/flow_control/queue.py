@@ -140,12 +140,12 @@ class Blocked(msgspec.Struct, frozen=True):
     """A request cannot be dispatched now, and blocks others for the same endpoints.
 
     Attributes:
-        toward: Address of the preferred endpoint, which blocks requests that prefer it as well;
+        preferred_endpoint: Address of the preferred endpoint, which blocks requests that prefer it as well;
             empty blocks all requests of its endpoint set.
         busy: Bits of the endpoints without capacity for its priority; 0 for unknown.
     """
 
-    toward: str = ""
+    preferred_endpoint: str = ""
     busy: int = 0
 
 
@@ -157,7 +157,7 @@ class DepartureCause(Enum):
 
 
 #: What became of a request that was looked at.
-Look = DepartureCause | Blocked
+DispatchResult = DepartureCause | Blocked
 
 
 def _never() -> bool:
@@ -175,8 +175,8 @@ class Queue:
         count: Requests that wait.
         bytes: Of their bodies.
         tokens: Of their prompts, as estimated.
-        turns: Attained service of tenants.
-        pace: Requests that go on per second.
+        fair_share: Attained service of tenants.
+        drain_rate: Requests that go on per second.
         sets: Endpoint sets of the queued requests.
     """
 
@@ -185,8 +185,8 @@ class Queue:
         self.count = 0
         self.bytes = 0
         self.tokens = 0
-        self.turns = FairShare(settings.half_life_s)
-        self.pace = DrainRateEstimator()
+        self.fair_share = FairShare(settings.half_life_s)
+        self.drain_rate = DrainRateEstimator()
         self.sets = EndpointSets()
         self._numbers = 0
         self._bands: dict[int, PriorityBand] = {}
@@ -196,14 +196,14 @@ class Queue:
         self._unsorted: list[QueuedItem] = []
 
     @property
-    def sweeps(self) -> bool:
+    def is_sweeping(self) -> bool:
         """True if a sweep over all queued requests was interrupted."""
         return self._sweep is not None
 
     def reconfigure(self, settings: FlowControlSettings, now: float) -> None:
         """Replace the settings; queued requests keep their deadlines and their order."""
         self.settings = settings
-        self.turns.set_half_life(settings.half_life_s, now)
+        self.fair_share.set_half_life(settings.half_life_s, now)
 
     def replace_bits(self, bits: EndpointBits | None) -> None:
         """Replace the endpoint bits and regroup the queued requests."""
@@ -230,7 +230,7 @@ class Queue:
             return _ALONE
         displaced = self._displaced(item) if self._may_fit(item) else None
         if displaced is None:
-            return self.full(now)
+            return self.full_rejection(now)
         for other in displaced:
             self.leave(other)
         self._put(item)
@@ -238,9 +238,9 @@ class Queue:
 
     def leave(self, item: QueuedItem) -> None:
         """Remove a request from the queue; does nothing if it is not queued."""
-        if not item.waits:
+        if not item.is_queued:
             return
-        item.waits = False
+        item.is_queued = False
         self.count -= 1
         self.bytes -= item.bytes
         self.tokens -= item.tokens
@@ -250,24 +250,28 @@ class Queue:
         if not band.count:
             del self._bands[item.priority]
         if len(self._deadlines) > 2 * self.count + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].waits]
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_queued]
             heapq.heapify(self._deadlines)
 
-    def turn(self, item: QueuedItem, toward: str) -> None:
+    def set_preferred_endpoint(self, item: QueuedItem, preferred_endpoint: str) -> None:
         """Change the preferred endpoint of a queued request; it keeps its rank."""
-        if item.toward != toward:
-            self._bands[item.priority].move(item, (item.endpoints, toward))
+        if item.preferred_endpoint != preferred_endpoint:
+            self._bands[item.priority].move(item, (item.endpoints, preferred_endpoint))
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
         """Correct the tokens that a tenant attained; the correction may be negative."""
-        before = self.turns.normalized_service(tenant)
-        self.turns.charge(tenant, tokens, now)
-        if self.turns.normalized_service(tenant) < before:
+        before = self.fair_share.normalized_service(tenant)
+        self.fair_share.charge(tenant, tokens, now)
+        if self.fair_share.normalized_service(tenant) < before:
             for band in self._bands.values():
                 band.refresh(tenant)
 
     def pump(
-        self, go: Callable[[QueuedItem], Look], now: float, *, enough: Callable[[], bool] = _never
+        self,
+        dispatch: Callable[[QueuedItem], DispatchResult],
+        now: float,
+        *,
+        enough: Callable[[], bool] = _never,
     ) -> bool:
         """Dispatch requests until no queued request can go on.
 
@@ -276,7 +280,7 @@ class Queue:
         is examined however small the budget of a call is.
 
         Args:
-            go: Dispatches a request if it can be served now, and returns what it blocks if not.
+            dispatch: Dispatches a request if it can be served now, and returns what it blocks if not.
             now: Monotonic seconds.
             enough: Called before each request; True ends the call.
 
@@ -287,7 +291,7 @@ class Queue:
             return False
         sweep = self._sweep or Sweep()
         self._sweep = None
-        went = 0
+        num_dispatched = 0
         try:
             for priority, band in sorted(self._bands.items(), reverse=True):
                 if priority > sweep.priority:
@@ -298,10 +302,10 @@ class Queue:
                     if enough():
                         self._sweep = sweep
                         return False
-                    went += self._look(go, item, sweep, now)
+                    num_dispatched += self._try_dispatch(dispatch, item, sweep, now)
         finally:
-            if went:
-                self.pace.record_departures(went, now)
+            if num_dispatched:
+                self.drain_rate.record_departures(num_dispatched, now)
         return True
 
     def _sort(self, enough: Callable[[], bool]) -> bool:
@@ -311,48 +315,52 @@ class Queue:
             if enough():
                 return False
             for item in unsorted[-_BATCH:]:
-                endpoints = self.sets.current(item.target) if item.waits else item.endpoints
+                endpoints = self.sets.current(item.target) if item.is_queued else item.endpoints
                 if endpoints is not item.endpoints:
-                    self._bands[item.priority].move(item, (endpoints, item.toward))
+                    self._bands[item.priority].move(item, (endpoints, item.preferred_endpoint))
             del unsorted[-_BATCH:]
         return True
 
-    def _look(
-        self, go: Callable[[QueuedItem], Look], item: QueuedItem, sweep: Sweep, now: float
+    def _try_dispatch(
+        self,
+        dispatch: Callable[[QueuedItem], DispatchResult],
+        item: QueuedItem,
+        sweep: Sweep,
+        now: float,
     ) -> bool:
         """Try to dispatch a request; returns whether it left."""
-        look = go(item)
-        if isinstance(look, Blocked):
-            if look.toward:
-                sweep.block((item.endpoints, look.toward))
+        result = dispatch(item)
+        if isinstance(result, Blocked):
+            if result.preferred_endpoint:
+                sweep.block((item.endpoints, result.preferred_endpoint))
             else:
-                sweep.block_set(item.endpoints, look.busy)
+                sweep.block_set(item.endpoints, result.busy)
             return False
         self.leave(item)
-        if look is DepartureCause.REJECTED:
+        if result is DepartureCause.REJECTED:
             return False
-        self.turns.served(item.tenant, item.tokens, now)
+        self.fair_share.served(item.tenant, item.tokens, now)
         return True
 
     def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[QueuedItem]:
         """Remove and yield requests past their deadline, until `enough`."""
         while self._deadlines and self._deadlines[0][0] <= now and not enough():
             item = heapq.heappop(self._deadlines)[2]
-            if item.waits:
+            if item.is_queued:
                 self.leave(item)
                 yield item
 
     def next_deadline(self) -> float | None:
         """The earliest deadline (monotonic seconds); None for an empty queue."""
-        while self._deadlines and not self._deadlines[0][2].waits:
+        while self._deadlines and not self._deadlines[0][2].is_queued:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def ahead(self, priority: int) -> int:
+    def count_ahead(self, priority: int) -> int:
         """Queued requests that a new request of this priority would not overtake (count)."""
         return sum(band.count for rank, band in self._bands.items() if rank >= priority)
 
-    def full(self, now: float) -> Rejection:
+    def full_rejection(self, now: float) -> Rejection:
         """The rejection for a full queue: 429 with a retry estimate."""
         return Rejection(
             429,
@@ -363,7 +371,7 @@ class Queue:
 
     def wait_s(self, now: float) -> int:
         """Estimated seconds until the queue drains, at most the longest allowed wait."""
-        return self.pace.wait_s(self.count, now, most_s=self.settings.timeout_s)
+        return self.drain_rate.wait_s(self.count, now, most_s=self.settings.timeout_s)
 
     def __iter__(self) -> Iterator[QueuedItem]:
         for band in self._bands.values():
@@ -372,7 +380,7 @@ class Queue:
     def _put(self, item: QueuedItem) -> None:
         self._numbers += 1
         item.number = self._numbers
-        item.waits = True
+        item.is_queued = True
         self.count += 1
         self.bytes += item.bytes
         self.tokens += item.tokens
@@ -380,7 +388,7 @@ class Queue:
         band = self._bands.get(item.priority)
         if band is None:
             settings = self.settings
-            band = PriorityBand(settings.order, settings.fairness, self.turns)
+            band = PriorityBand(settings.order, settings.fairness, self.fair_share)
             self._bands[item.priority] = band
         band.add(item)
         heapq.heappush(self._deadlines, (item.deadline, item.number, item))

@@ -12,13 +12,13 @@ import msgspec
 from extproc.decision import Rejection
 
 #: Tenants without a limit of their own that have a bucket of their own (count).
-_MOST = 16_384
+_MAX_TENANTS = 16_384
 
 #: Buckets looked at for a full one when another tenant comes (count): they are on the hot path.
-_MOST_LOOKS = 64
+_MAX_CHECKED = 64
 
 #: Longest Retry-After (seconds).
-_LONGEST_S = 3600
+_MAX_RETRY_AFTER_S = 3600
 
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -120,22 +120,24 @@ class TenantRateLimiter:
     """Charges requests to tenants, and rejects requests above the limit.
 
     Tenants that the configuration limits by name always have buckets of their own. Of all others
-    `_MOST` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
+    `_MAX_TENANTS` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
     nothing for it. While there is none, further tenants share one account, so that no number of
     names gives a tenant a bucket that is full again.
 
     Args:
-        usual: For tenants without a limit of their own.
+        default: For tenants without a limit of their own.
         by_tenant: Limits of single tenants.
     """
 
     def __init__(
-        self, usual: RateLimit = NO_LIMIT, by_tenant: Mapping[str, RateLimit] | None = None
+        self, default: RateLimit = NO_LIMIT, by_tenant: Mapping[str, RateLimit] | None = None
     ) -> None:
-        self._usual = usual
+        self._default = default
         self._by_tenant = by_tenant or {}
-        self._limits_usually = usual.requests_per_s is not None or usual.tokens_per_s is not None
-        self._limited: dict[str, _Account] = {}
+        self._limits_by_default = (
+            default.requests_per_s is not None or default.tokens_per_s is not None
+        )
+        self._configured: dict[str, _Account] = {}
         self._accounts: dict[str, _Account] = {}
         self._shared: _Account | None = None
         #: When each account may be full at the earliest, and whose it is; refunds make it earlier.
@@ -145,18 +147,18 @@ class TenantRateLimiter:
         """True if the limits are equal, whatever the levels."""
         if not isinstance(other, TenantRateLimiter):
             return NotImplemented
-        return (self._usual, self._by_tenant) == (other._usual, other._by_tenant)
+        return (self._default, self._by_tenant) == (other._default, other._by_tenant)
 
     __hash__ = None  # type: ignore[assignment]  # it changes with what is taken
 
     def __len__(self) -> int:
         """Number of accounts in memory."""
-        return len(self._limited) + len(self._accounts) + (self._shared is not None)
+        return len(self._configured) + len(self._accounts) + (self._shared is not None)
 
     @property
-    def limits(self) -> bool:
+    def is_limiting(self) -> bool:
         """True if any tenant is limited."""
-        return self._usual != NO_LIMIT or bool(self._by_tenant)
+        return self._default != NO_LIMIT or bool(self._by_tenant)
 
     def take(self, tenant: str, tokens: float, now: float) -> Charge | Rejection:
         """Charge a request, or nothing if it exceeds a limit.
@@ -173,21 +175,21 @@ class TenantRateLimiter:
             429 with the seconds until it would be let through.
         """
         account = self._account(tenant, now)
-        wanted = ((account.requests, 1.0, "requests"), (account.tokens, tokens, "tokens"))
-        for bucket, amount, unit in wanted:
+        amounts = ((account.requests, 1.0, "requests"), (account.tokens, tokens, "tokens"))
+        for bucket, amount, unit in amounts:
             if bucket is None:
                 continue
             bucket.fill(now)
             missing = min(amount, bucket.full) - bucket.level
             if missing > 1e-9:
-                wait_s = math.ceil(missing / bucket.rate) if bucket.rate else _LONGEST_S
+                wait_s = math.ceil(missing / bucket.rate) if bucket.rate else _MAX_RETRY_AFTER_S
                 return Rejection(
                     429,
                     f"the limit of {bucket.rate:g} {unit} per second is reached",
                     reason="rejected-saturated",
-                    retry_after_s=max(1, min(_LONGEST_S, wait_s)),
+                    retry_after_s=max(1, min(_MAX_RETRY_AFTER_S, wait_s)),
                 )
-        for bucket, amount, _ in wanted:
+        for bucket, amount, _ in amounts:
             if bucket is not None:
                 bucket.level -= amount
         return Charge(account, tokens)
@@ -196,27 +198,27 @@ class TenantRateLimiter:
         """The account of a tenant, or the account it shares with others."""
         limit = self._by_tenant.get(tenant)
         if limit is not None:
-            account = self._limited.get(tenant)
+            account = self._configured.get(tenant)
             if account is None:
-                account = self._limited[tenant] = _open(limit, now)
+                account = self._configured[tenant] = _build_account(limit, now)
             return account
-        if not self._limits_usually:
+        if not self._limits_by_default:
             return _UNLIMITED
         account = self._accounts.get(tenant)
         if account is not None:
             return account
-        if len(self._accounts) >= _MOST and not self._forget_full(now):
+        if len(self._accounts) >= _MAX_TENANTS and not self._forget_full(now):
             if self._shared is None:
-                self._shared = _open(self._usual, now)
+                self._shared = _build_account(self._default, now)
             return self._shared
-        account = self._accounts[tenant] = _open(self._usual, now)
+        account = self._accounts[tenant] = _build_account(self._default, now)
         heapq.heappush(self._full_at, (now, tenant))
         return account
 
     def _forget_full(self, now: float) -> bool:
         """Forget a tenant whose buckets are full; returns whether there was such a tenant."""
         heap = self._full_at
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_MAX_CHECKED):
             at, tenant = heap[0]
             if at > now:
                 return False
@@ -229,7 +231,7 @@ class TenantRateLimiter:
         return False
 
 
-def _open(limit: RateLimit, now: float) -> _Account:
+def _build_account(limit: RateLimit, now: float) -> _Account:
     requests, tokens, burst_s = limit.requests_per_s, limit.tokens_per_s, limit.burst_s
     return _Account(
         requests=None if requests is None else _TokenBucket(requests, burst_s, now),

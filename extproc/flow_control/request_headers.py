@@ -10,7 +10,7 @@ import msgspec
 from extproc.request import shorten_id
 
 #: Digits of the longest number that is read from a header.
-_LONGEST = 11
+_MAX_LENGTH = 11
 
 
 class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -82,6 +82,6 @@ def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float |
     """Seconds from a header in milliseconds; None if it is absent or no number."""
     for name in names:
         text = headers.get(name)
-        if text and text.isascii() and text.isdigit() and len(text) <= _LONGEST:
+        if text and text.isascii() and text.isdigit() and len(text) <= _MAX_LENGTH:
             return int(text) / 1000.0
     return None

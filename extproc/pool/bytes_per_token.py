@@ -20,17 +20,17 @@ _BOUNDS = (1.0, 8.0)
 
 #: Requests, fading, from which a model's own ratio counts. Prompts differ by a quarter or so, so
 #: that the mean of eight is within ten percent.
-_ENOUGH = 7.5
+_MIN_TOKENS = 7.5
 
 #: Share of the past that a request leaves: about the last hundred requests count.
-_KEEP = 0.99
+_DECAY = 0.99
 
 #: Finished requests of a comparison with the counters (count). The edges of a window, where an
 #: answer has ended for the engine and not for us, are small beside it.
 _WINDOW = 16
 
 #: Share by which our requests and the engine's may differ in number: more are others' requests.
-_STRANGERS = 0.1
+_MAX_FOREIGN_SHARE = 0.1
 
 #: Change of a ratio that is published, as a share of it: tables are kept by ratio.
 _CHANGE = 0.02
@@ -51,7 +51,7 @@ class _Sums:
         self.ratio = float(BYTES_PER_TOKEN)
 
     def add(self, prompt_bytes: float, tokens: float, requests: float) -> None:
-        keep = _KEEP**requests
+        keep = _DECAY**requests
         self.prompt_bytes = self.prompt_bytes * keep + prompt_bytes
         self.tokens = self.tokens * keep + tokens
         self.requests = self.requests * keep + requests
@@ -61,7 +61,7 @@ class _Sums:
 
     @property
     def known(self) -> bool:
-        return self.requests >= _ENOUGH
+        return self.requests >= _MIN_TOKENS
 
 
 class _Window(msgspec.Struct, frozen=True, gc=False):
@@ -103,7 +103,7 @@ class BytesPerTokenEstimator:
         return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
 
     @property
-    def learned(self) -> dict[str, float]:
+    def ratios(self) -> dict[str, float]:
         """Bytes per token by model, of models that showed enough."""
         return {model: sums.ratio for model, sums in self._by_model.items() if sums.known}
 
@@ -118,7 +118,7 @@ class BytesPerTokenEstimator:
         if prompt_bytes and tokens:
             self._add(model, prompt_bytes, tokens, 1.0)
 
-    def scraped(self, account: InflightLoad, load: Load) -> None:
+    def record_scrape(self, account: InflightLoad, load: Load) -> None:
         """Compare what was sent to an endpoint with what its engine counted.
 
         Only finished requests are compared, because both sides know them, and only windows in
@@ -137,7 +137,7 @@ class BytesPerTokenEstimator:
             if count < _WINDOW:
                 return
             answered = account.answered - start.answered
-            if abs(answered - count) <= _STRANGERS * count:
+            if abs(answered - count) <= _MAX_FOREIGN_SHARE * count:
                 self._compare(account.texts, (tokens - start.tokens) / count, answered)
         account.forget_texts()
         self._windows[key] = _Window(finished, tokens, account.answered)
@@ -153,7 +153,7 @@ class BytesPerTokenEstimator:
         of them together were wrong is every one's.
         """
         requests = sum(count for count, _ in texts.values())
-        if requests < (1 - _STRANGERS) * answered or not mean_tokens:
+        if requests < (1 - _MAX_FOREIGN_SHARE) * answered or not mean_tokens:
             return
         guesses = {model: size / self.bytes_per_token(model) for model, (_, size) in texts.items()}
         factor = mean_tokens * requests / max(sum(guesses.values()), 1.0)

@@ -153,11 +153,11 @@ class Imputer:
             pool: The snapshot.
             oldest: Monotonic seconds; a page from then or before is void.
         """
-        if not pool.is_patchy and self._are_young(pool, oldest):
+        if not pool.has_unknown_values and self._are_young(pool, oldest):
             return None
         if members is not self._members or not self._since <= oldest < self._until:
             self._follow(members, oldest)
-        return self._imputation if pool.is_patchy or self._is_any_stale else None
+        return self._imputation if pool.has_unknown_values or self._is_any_stale else None
 
     def _are_young(self, pool: Pool, oldest: float) -> bool:
         """True if no page of the pool is too old; pages are only ever replaced by younger ones."""
@@ -244,7 +244,7 @@ class Imputer:
         means = _Means._make(
             [
                 *(total / count if count else None for total, count in totals),
-                members[0].account.works.typical if members else None,
+                members[0].account.typical_work.typical if members else None,
             ]
         )
         fillable = _fillable(means) if self._num_sound else plausibility.VOID
@@ -323,7 +323,7 @@ def _counted(
         foreign = 0.0 if is_void else member.foreign
         waiting = 0.0 if is_void else member.foreign_waiting
         foreign = max(foreign, means.foreign or 0.0)
-        foreign_tokens = member.account.works.price(
+        foreign_tokens = member.account.typical_work.price(
             max(waiting, means.foreign_waiting or 0.0), load.kv_tokens
         )
     # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
@@ -446,7 +446,7 @@ def build_candidates(
     adapters: frozenset[str],
     now: float,
     imputation: Imputation | None,
-    home: InflightLoad | None = None,
+    last_account: InflightLoad | None = None,
 ) -> list[Candidate]:
     """Turn members into candidates.
 
@@ -457,7 +457,7 @@ def build_candidates(
         adapters: Names known to be adapters.
         now: Monotonic seconds.
         imputation: Of the pages of these members; None where every page counts as it is.
-        home: Of the endpoint where the prompt is expected to go on; None where there is none.
+        last_account: Of the endpoint where the prompt is expected to go on; None where there is none.
     """
     if imputation is not None:
         return _build_imputed(
@@ -546,7 +546,7 @@ def _build_imputed(
                 member.rates,
                 place,
                 account.active_context_tokens,
-                account is home,
+                account is last_account,
                 page,
             )
         )

@@ -114,11 +114,11 @@ class ConversationTracker:
             # Of the same turns, so that neither runs ahead while engines fill.
             self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
             self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
-        visit = turns[chain[-1]] = LastTurn(weakref.ref(account), now)
+        last_turn = turns[chain[-1]] = LastTurn(weakref.ref(account), now)
         turns.move_to_end(chain[-1])
         if len(turns) > self._max_prompts:
             turns.popitem(last=False)
-        return visit
+        return last_turn
 
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """The latest turn that this prompt continues; None for a new conversation."""
@@ -186,7 +186,7 @@ class PendingLoad:
         )
 
 
-def remove(pending: PendingShare | None) -> None:
+def remove_pending(pending: PendingShare | None) -> None:
     """Remove the load of a request that left the queue."""
     if pending is not None:
         pending.account.remove_pending(pending.share)

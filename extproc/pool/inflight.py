@@ -24,7 +24,7 @@ from extproc.pool.foreign_traffic import TypicalWork
 from extproc.pool.shared_context import ContextShare, SharedContext
 
 #: Adapters remembered as recently used; more than any engine has slots.
-_MOST_RECENT = 64
+_MAX_RECENT = 64
 
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
 #: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
@@ -76,7 +76,7 @@ class InflightLoad:
         kv_tokens_sent: KV tokens that requests ever sent take.
         kv_tokens_scraped: Of these, in the last scrape.
         adapter_slots: What `adapters` worked out of `adapters` and `recent`; None since they changed.
-        works: The usual work of a request, of the whole pool.
+        typical_work: The usual work of a request, of the whole pool.
     """
 
     __slots__ = (
@@ -103,12 +103,12 @@ class InflightLoad:
         "served",
         "texts",
         "tokens_per_s",
-        "works",
+        "typical_work",
     )
 
-    def __init__(self, endpoint: Endpoint, works: TypicalWork | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, typical_work: TypicalWork | None = None) -> None:
         self.endpoint = endpoint
-        self.works = works or TypicalWork()
+        self.typical_work = typical_work or TypicalWork()
         self.in_flight = 0
         self.from_peers = 0
         self.prompt_tokens = 0
@@ -163,14 +163,14 @@ class InflightLoad:
         if target and target != next(reversed(self.recent), ""):
             self.recent.pop(target, None)
             self.recent[target] = None
-            if len(self.recent) > _MOST_RECENT:
+            if len(self.recent) > _MAX_RECENT:
                 del self.recent[next(iter(self.recent))]
         self._drain(now)
         work = max(prompt_tokens - cached_tokens, 1)
         self.sent += work
         self.kv_tokens_sent += work
         # By position: a keyword costs more than all of these together.
-        ticket = Reservation(
+        reservation = Reservation(
             self,
             target,
             prompt_tokens,
@@ -183,8 +183,8 @@ class InflightLoad:
             from_peers,
             last_turn,
         )
-        self._open[ticket] = None
-        return ticket
+        self._open[reservation] = None
+        return reservation
 
     def restore(self, requests: int, *, prompt_tokens: int, queued_tokens: int, now: float) -> None:
         """Charge open requests as a record of this account shows them; for a new account.
@@ -215,17 +215,22 @@ class InflightLoad:
         return state
 
     def track_context(
-        self, ticket: Reservation, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+        self,
+        reservation: Reservation,
+        blocks: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        growth: float,
     ) -> None:
         """Count what a request will hold in the cache while it is open.
 
         Args:
-            ticket: Just opened.
+            reservation: Just opened.
             blocks: Its prompt's chain of block hashes, root first; not empty.
             tokens: Prompt tokens by depth of a chain.
             growth: Tokens its conversation will grow by.
         """
-        ticket.context = self._context.open(blocks, tokens, growth=growth)
+        reservation.context = self._context.open(blocks, tokens, growth=growth)
         self.active_context_tokens = self._context.tokens
 
     def add_pending(
@@ -259,9 +264,9 @@ class InflightLoad:
     def count_settled(self, until: float) -> int:
         """Open requests with a prompt that this picker sent by then (count)."""
         count = 0
-        for ticket in self._open:
-            if ticket.at <= until:
-                count += bool(ticket.prompt_tokens) and not ticket.from_peers
+        for reservation in self._open:
+            if reservation.at <= until:
+                count += bool(reservation.prompt_tokens) and not reservation.from_peers
         return count
 
     def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
@@ -274,7 +279,7 @@ class InflightLoad:
         per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
         self.tokens_per_s = 1.0 / per_token
 
-    def scraped(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
+    def record_scrape(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
         """Correct the queue by what a scrape shows.
 
         Args:
@@ -286,25 +291,25 @@ class InflightLoad:
         self._drain(now)
         if waiting is None:
             return
-        before = [ticket for ticket in self._open if ticket.sent <= sent]
-        largest = max((ticket.uncached_tokens for ticket in before), default=0)
+        before = [reservation for reservation in self._open if reservation.sent <= sent]
+        largest = max((reservation.uncached_tokens for reservation in before), default=0)
         queueing = min(int(waiting), len(before))
         # The first of those that wait, counted from the end, has everything before it admitted.
         admitted = sent
-        for ticket in islice(reversed(before), queueing - 1, queueing) if queueing else ():
-            admitted = ticket.sent - ticket.uncached_tokens
+        for reservation in islice(reversed(before), queueing - 1, queueing) if queueing else ():
+            admitted = reservation.sent - reservation.uncached_tokens
         # One admitted prompt may still be in the middle of its prefill.
         self.done = min(max(self.done, admitted - largest), admitted)
 
-    def _replace(self, standing_in: Reservation, ticket: Reservation) -> None:
+    def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
         """Put a ticket in the place of one that was just opened for it."""
-        del self._open[standing_in]
-        ticket.uncached_tokens, ticket.sent, ticket.context = (
-            standing_in.uncached_tokens,
-            standing_in.sent,
+        del self._open[placeholder]
+        reservation.uncached_tokens, reservation.sent, reservation.context = (
+            placeholder.uncached_tokens,
+            placeholder.sent,
             None,
         )
-        self._open[ticket] = None
+        self._open[reservation] = None
 
     def _drain(self, now: float) -> None:
         passed = now - self.at
@@ -312,46 +317,46 @@ class InflightLoad:
             self.done = min(self.done + passed * self.tokens_per_s, self.sent)
             self.at = now
 
-    def _close(self, ticket: Reservation, now: float, *, answered: bool) -> None:
-        del self._open[ticket]
+    def _close(self, reservation: Reservation, now: float, *, answered: bool) -> None:
+        del self._open[reservation]
         self.adapter_slots = None
         self.in_flight -= 1
-        self.from_peers -= ticket.from_peers
-        self.prompt_tokens -= ticket.prompt_tokens
-        if ticket.context is not None:
-            self._context.close(ticket.context)
+        self.from_peers -= reservation.from_peers
+        self.prompt_tokens -= reservation.prompt_tokens
+        if reservation.context is not None:
+            self._context.close(reservation.context)
             self.active_context_tokens = self._context.tokens
-        left = self.adapters[ticket.target] - 1
+        left = self.adapters[reservation.target] - 1
         if left:
-            self.adapters[ticket.target] = left
+            self.adapters[reservation.target] = left
         else:
-            del self.adapters[ticket.target]
+            del self.adapters[reservation.target]
         self._drain(now)
         if answered:
-            self._remember(ticket)
-            self.done = max(self.done, ticket.sent)
+            self._remember(reservation)
+            self.done = max(self.done, reservation.sent)
         else:
             # It never ran: its work is gone, and nothing is known of what was sent before it.
-            self.done = min(self.done + ticket.uncached_tokens, self.sent)
+            self.done = min(self.done + reservation.uncached_tokens, self.sent)
 
-    def _remember(self, ticket: Reservation) -> None:
+    def _remember(self, reservation: Reservation) -> None:
         """Keep the facts of an answer that estimators read; bounded."""
         self.answered += 1
-        if ticket.prompt_tokens:
-            self.works.add(ticket.uncached_tokens)
-            self.served += not ticket.from_peers
+        if reservation.prompt_tokens:
+            self.typical_work.add(reservation.uncached_tokens)
+            self.served += not reservation.from_peers
         if not self.in_flight:
             self.idled += 1
-        if len(self.ran) < _MOST_RECENT:
-            self.ran.add(ticket.target)
-        if ticket.prompt_bytes:
-            texts = self.texts.get(ticket.target)
+        if len(self.ran) < _MAX_RECENT:
+            self.ran.add(reservation.target)
+        if reservation.prompt_bytes:
+            texts = self.texts.get(reservation.target)
             if texts is None:
-                if len(self.texts) >= _MOST_RECENT:
+                if len(self.texts) >= _MAX_RECENT:
                     return
-                texts = self.texts[ticket.target] = [0, 0]
+                texts = self.texts[reservation.target] = [0, 0]
             texts[0] += 1
-            texts[1] += ticket.prompt_bytes
+            texts[1] += reservation.prompt_bytes
 
 
 class LastTurn(msgspec.Struct, eq=False):

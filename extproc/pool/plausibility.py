@@ -51,7 +51,7 @@ _SETTLED_S: Final = 2.0
 _FEWEST_SETTLED: Final = 4
 
 
-def reason(flaws: int) -> str:
+def distrust_reason(flaws: int) -> str:
     """Name of the reason to distrust a page: `frozen`, `understated`, or empty."""
     if flaws & VOID:
         return "frozen"
@@ -74,7 +74,7 @@ class ServiceProgress(msgspec.Struct, frozen=True, gc=False):
 NO_PROGRESS = ServiceProgress()
 
 
-def advanced(
+def next_progress(
     progress: ServiceProgress, account: InflightLoad, *, before: Load, after: Load
 ) -> ServiceProgress:
     """The progress after another page.
@@ -93,7 +93,7 @@ def advanced(
     return ServiceProgress(after.at, account.served + account.in_flight)
 
 
-def flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, served: int) -> int:
+def find_flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, served: int) -> int:
     """Flaws of a page, as a bit mask.
 
     Args:

@@ -227,17 +227,17 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
         return self.endpoint.models if self.models is None else self.models
 
     @property
-    def reachable(self) -> bool:
+    def is_reachable(self) -> bool:
         """True when its last scrapes could connect, or none was tried."""
         return self.failures < UNREACHABLE_AFTER
 
     @property
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         """True when scrapes or requests reach it, or nothing was tried."""
         return self.condition.state is not _DOWN
 
     @property
-    def ejected(self) -> bool:
+    def is_ejected(self) -> bool:
         """True when it is ejected: its requests fail, or it is out of reach."""
         return self.condition.state > _SUSPECT
 
@@ -254,7 +254,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
             all were there from the start.
         adapters: Names known to be LoRA adapters.
         serving: Index of the models that members serve; the same object until endpoints or their models change.
-        is_patchy: Whether pages differ in what they lack, or some are void however young they are.
+        has_unknown_values: Whether pages differ in what they lack, or some are void however young they are.
     """
 
     members: tuple[EndpointSnapshot, ...]
@@ -264,7 +264,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     newest: float = -math.inf
     adapters: frozenset[str] = frozenset()
     serving: ModelIndex = ModelIndex()
-    is_patchy: bool = False
+    has_unknown_values: bool = False
 
     def find(self, address: str) -> EndpointSnapshot | None:
         """The member at `ip:port`, if there is one."""

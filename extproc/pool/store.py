@@ -115,7 +115,7 @@ class PoolStore:
         self._estimators = PoolStepTimeEstimators()
         self._synced = False
         self._policy = inference_policy.EMPTY_POLICY
-        self._works = TypicalWork(self._estimate_foreign_tokens)
+        self._typical_work = TypicalWork(self._estimate_foreign_tokens)
         self.bytes_per_token = BytesPerTokenEstimator()
         self.foreign_traffic = ForeignTraffic()
         self.outlier_detector = outlier_detector or outlier_detection.OutlierDetector(
@@ -205,11 +205,13 @@ class PoolStore:
             return
         account = member.account
         restart = step_time_estimator.engine_restarted(member.load, load)
-        self.bytes_per_token.scraped(account, load)
+        self.bytes_per_token.record_scrape(account, load)
         own = max(token.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
-        progress = plausibility.advanced(member.progress, account, before=member.load, after=load)
-        flaws = plausibility.flaws(load, account, progress=progress, served=token.served)
+        progress = plausibility.next_progress(
+            member.progress, account, before=member.load, after=load
+        )
+        flaws = plausibility.find_flaws(load, account, progress=progress, served=token.served)
         is_void = bool(flaws & plausibility.VOID)
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
@@ -218,7 +220,7 @@ class PoolStore:
         # we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
-        account.scraped(sent=token.sent, written=token.written, waiting=queued, now=now)
+        account.record_scrape(sent=token.sent, written=token.written, waiting=queued, now=now)
         learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
@@ -234,7 +236,7 @@ class PoolStore:
                 foreign=foreign,
                 rates=rates,
                 foreign_waiting=waiting,
-                foreign_tokens=self._works.price(waiting, load.kv_tokens),
+                foreign_tokens=self._typical_work.price(waiting, load.kv_tokens),
                 flaws=flaws,
                 progress=progress,
                 failures=0,
@@ -311,12 +313,14 @@ class PoolStore:
 
     def _estimate_foreign_tokens(self) -> None:
         """Price the work of others anew: the usual work of a request has changed."""
-        works, pool = self._works, self._pool
+        typical_work, pool = self._typical_work, self._pool
         members = tuple(
             [
                 msgspec.structs.replace(
                     member,
-                    foreign_tokens=works.price(member.foreign_waiting, member.load.kv_tokens),
+                    foreign_tokens=typical_work.price(
+                        member.foreign_waiting, member.load.kv_tokens
+                    ),
                 )
                 if member.foreign_waiting
                 else member
@@ -371,7 +375,7 @@ class PoolStore:
         self._pool = msgspec.structs.replace(
             pool,
             members=members,
-            down=sum(not member.up for member in members),
+            down=sum(not member.is_up for member in members),
             unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
             newest=self.outlier_detector.newest,
         )
@@ -384,7 +388,7 @@ class PoolStore:
         self.outlier_detector.on_endpoint_added(
             born.incarnation, now, late=bool(self._pool.members)
         )
-        account = InflightLoad(born, self._works)
+        account = InflightLoad(born, self._typical_work)
         account.set_drain_rate(learner.rates, 0.0)
         known = self.outlier_detector.condition(born.incarnation)
         return EndpointSnapshot(
@@ -404,13 +408,15 @@ class PoolStore:
             newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.serves is member.serves else _serving(members),
-            is_patchy=pool.is_patchy if old.flaws == member.flaws else _is_patchy(members),
+            has_unknown_values=pool.has_unknown_values
+            if old.flaws == member.flaws
+            else _is_patchy(members),
         )
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
         self._shown = self.outlier_detector.version
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
-        down = sum(not member.up for member in members)
+        down = sum(not member.is_up for member in members)
         self._pool = Pool(
             members=members,
             positions=positions,
@@ -419,7 +425,7 @@ class PoolStore:
             newest=self.outlier_detector.newest,
             adapters=self._adapters,
             serving=_serving(members),
-            is_patchy=_is_patchy(members),
+            has_unknown_values=_is_patchy(members),
         )
 
 

@@ -24,7 +24,7 @@ from extproc.scheduling.profile import SchedulerProfile
 
 #: Share of the KV cache that running answers may fill before a request of a priority above 0 has to
 #: wait for memory: what engines fill in steady state before they preempt.
-_FULL: Final = 0.97
+_MAX_KV_USAGE: Final = 0.97
 
 #: The same for all others. What is left is room for the prompt of a request that must not wait
 #: until an answer ends. At 0.97 a saturated engine is always short of it.
@@ -33,10 +33,10 @@ _KV_TARGET: Final = 0.9
 #: The same while requests of priorities above 0 come. What runs beside them sets how long their
 #: iterations are. Simulated at three times the capacity (`bench.capacity`), 0.75 in place of 0.9 takes
 #: 3 to 6 % off the p99 of their first tokens, and up to 4 % off what is served.
-_SHARED: Final = 0.85
+_KV_TARGET_BESIDE_PRIORITY: Final = 0.85
 
 #: Seconds for which it is remembered that one came.
-REMEMBERED_S: Final = 60.0
+PRIORITY_MEMORY_S: Final = 60.0
 
 #: How much longer a request of a priority above 0 finds an endpoint free (a factor). What others
 #: leave is its headroom: it never waits for those that were sent just before.
@@ -49,7 +49,7 @@ HEADROOM: Final = 5.0
 _CACHED_WAIT_FACTOR: Final = 1.0
 
 
-def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
+def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
     wait = q p + i(n) + w b, with q the uncached prompt tokens sent there and believed not yet
@@ -64,26 +64,26 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     """
     # Without calls where nothing waits: it runs for every endpoint of every request that waits.
     queued = candidate.queued_tokens
-    waits = 0.0
+    total_s = 0.0
     if queued > 0.0:
         rates, requests = candidate.rates, candidate.estimated_requests
         # However short a prompt is, nothing overtakes the iteration that computes it.
-        waits = queued * rates.prefill_s + rates.iteration_s(max(1.0, requests))
+        total_s = queued * rates.prefill_s + rates.iteration_s(max(1.0, requests))
     load = candidate.load
     usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
-    over = 0.0
+    excess_s = 0.0
     if usage is not None and blocks and size:
-        over = (usage - ceiling) * blocks * size + candidate.unscraped_tokens
-    if over > 0.0 or load.waiting:
+        excess_s = (usage - ceiling) * blocks * size + candidate.unscraped_tokens
+    if excess_s > 0.0 or load.waiting:
         rates = candidate.rates
         running = max(1.0, load.running or 1.0)
-        in_front = _in_front(candidate, over)
-        waits += in_front * rates.output_tokens * rates.iteration_s(running) / running
-    return waits
+        num_ahead = _count_requests_ahead(candidate, excess_s)
+        total_s += num_ahead * rates.output_tokens * rates.iteration_s(running) / running
+    return total_s
 
 
 def excess_wait_s(
-    candidates: Sequence[Candidate], limit_s: float, *, priority: int, shared: bool = False
+    candidates: Sequence[Candidate], limit_s: float, *, priority: int, leaves_headroom: bool = False
 ) -> list[float]:
     """Seconds of wait above the limit, 0 or less with capacity: wait - m p - limit.
 
@@ -93,37 +93,37 @@ def excess_wait_s(
         candidates: Eligible endpoints, at least one.
         limit_s: How long is too long (seconds).
         priority: Of the request.
-        shared: Whether requests of priorities above 0 come.
+        leaves_headroom: Whether requests of priorities above 0 come.
     """
-    ceiling = _SHARED if shared else _KV_TARGET
+    ceiling = _KV_TARGET_BESIDE_PRIORITY if leaves_headroom else _KV_TARGET
     if priority > 0:
         limit_s *= HEADROOM
-        ceiling = _FULL
-    over: list[float] = []
+        ceiling = _MAX_KV_USAGE
+    excess_s: list[float] = []
     for candidate in candidates:
         seconds = wait_s(candidate, ceiling=ceiling) - limit_s
         if candidate.matched_tokens:
             seconds -= _CACHED_WAIT_FACTOR * candidate.matched_tokens * candidate.rates.prefill_s
-        over.append(seconds)
-    return over
+        excess_s.append(seconds)
+    return excess_s
 
 
-def _in_front(candidate: Candidate, over: float) -> float:
-    """Requests ahead that wait for a batch slot or for memory, `over` tokens of it."""
-    in_front = over / max(1.0, candidate.rates.context_tokens)
+def _count_requests_ahead(candidate: Candidate, excess_s: float) -> float:
+    """Requests ahead that wait for a batch slot or for memory, `excess_s` tokens of it."""
+    in_front = excess_s / max(1.0, candidate.rates.context_tokens)
     if candidate.load.waiting:
         in_front = max(in_front, candidate.estimated_requests - (candidate.load.running or 0.0))
     return max(0.0, in_front)
 
 
 def admit(
-    run: Callable[[Sequence[Candidate]], Decision | Rejection],
+    run_profile: Callable[[Sequence[Candidate]], Decision | Rejection],
     candidates: Sequence[Candidate],
     limit_s: float,
     *,
     priority: int,
     may_defer: bool,
-    shared: bool = False,
+    leaves_headroom: bool = False,
 ) -> Outcome:
     """Score all candidates and dispatch to the best if it has capacity.
 
@@ -134,37 +134,41 @@ def admit(
     a cost model the free ones are all there is to choose among.
 
     Args:
-        run: Runs the profile over candidates.
+        run_profile: Runs the profile over candidates.
         candidates: Eligible endpoints, at least one.
         limit_s: Seconds of waiting from which an endpoint has no place.
         priority: Of the request.
         may_defer: Whether it may wait for an endpoint while another one has a place.
-        shared: Whether requests of priorities above 0 come.
+        leaves_headroom: Whether requests of priorities above 0 come.
 
     Returns:
         A decision, the rejection of the profile, or a deferral that names the preferred endpoint.
     """
-    over = excess_wait_s(candidates, limit_s, priority=priority, shared=shared)
+    excess_s = excess_wait_s(
+        candidates, limit_s, priority=priority, leaves_headroom=leaves_headroom
+    )
     free = [
-        candidate for candidate, seconds in zip(candidates, over, strict=True) if seconds <= 0.0
+        candidate for candidate, seconds in zip(candidates, excess_s, strict=True) if seconds <= 0.0
     ]
     if not free and not may_defer:
-        return all_busy(min(over), busy_endpoints=_addresses(candidates))
-    outcome = run(candidates)
+        return all_busy(min(excess_s), busy_endpoints=_addresses(candidates))
+    outcome = run_profile(candidates)
     if isinstance(outcome, Rejection) or len(free) == len(candidates):
         return outcome
     address = outcome.endpoints[0].address
-    at = next(i for i, candidate in enumerate(candidates) if candidate.endpoint.address == address)
-    if over[at] <= 0.0:
+    index = next(
+        i for i, candidate in enumerate(candidates) if candidate.endpoint.address == address
+    )
+    if excess_s[index] <= 0.0:
         return outcome
     if not free:
         preferred = address if _in_seconds(outcome) else ""
         return all_busy(
-            min(over), preferred_endpoint=preferred, busy_endpoints=_addresses(candidates)
+            min(excess_s), preferred_endpoint=preferred, busy_endpoints=_addresses(candidates)
         )
-    if may_defer and _costs_less(outcome, candidates[at], free, limit_s):
-        return all_busy(over[at], preferred_endpoint=address)
-    return run(free)
+    if may_defer and _costs_less(outcome, candidates[index], free, limit_s):
+        return all_busy(excess_s[index], preferred_endpoint=address)
+    return run_profile(free)
 
 
 def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
@@ -176,31 +180,31 @@ def _in_seconds(decision: Decision) -> bool:
 
 
 def _costs_less(
-    decision: Decision, wanted: Candidate, free: Sequence[Candidate], limit_s: float
+    decision: Decision, preferred: Candidate, free: Sequence[Candidate], limit_s: float
 ) -> bool:
-    """True if queueing for `wanted` costs less than every free endpoint; see `admit`."""
-    priced = decision.cost
-    if priced is None or not _in_seconds(decision):
+    """True if queueing for `preferred` costs less than every free endpoint; see `admit`."""
+    cost = decision.cost
+    if cost is None or not _in_seconds(decision):
         return False
-    finalists = (candidate.endpoint.address for candidate in decision.scored_candidates)
-    costs = dict(zip(finalists, priced.costs, strict=True))
+    addresses = (candidate.endpoint.address for candidate in decision.scored_candidates)
+    costs = dict(zip(addresses, cost.costs, strict=True))
     others = [
         costs[candidate.endpoint.address]
         for candidate in free
         if candidate.endpoint.address in costs
     ]
-    known_s = wanted.queued_tokens * wanted.rates.prefill_s
-    unknown_s = max(0.0, wait_s(wanted) - known_s)
-    waiting = costs[wanted.endpoint.address] + unknown_s + limit_s
-    return waiting < min(others, default=waiting)
+    known_s = preferred.queued_tokens * preferred.rates.prefill_s
+    unknown_s = max(0.0, wait_s(preferred) - known_s)
+    waiting_cost = costs[preferred.endpoint.address] + unknown_s + limit_s
+    return waiting_cost < min(others, default=waiting_cost)
 
 
 #: What counts as full where the profile has no detector of its own: upstream's defaults, 5 waiting
 #: requests or 0.8 of the KV blocks.
-_USUAL = UtilizationDetector()
+_DEFAULT_DETECTOR = UtilizationDetector()
 
 
-def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> bool:
+def is_saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> bool:
     """True if every eligible endpoint is saturated.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
@@ -214,5 +218,5 @@ def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> boo
     """
     return any(
         all(detector.is_saturated(candidate) for candidate in candidates)
-        for detector in profile.detectors or (_USUAL,)
+        for detector in profile.detectors or (_DEFAULT_DETECTOR,)
     )

@@ -29,13 +29,13 @@ from extproc.scheduling import plugin_guard
 class RequestEventListener(Protocol):
     """Receives the request events that are sent to other replicas."""
 
-    def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
+    def on_reserved(self, reservation: Reservation, decision: Decision) -> None:
         """A decision was committed."""
 
-    def on_moved(self, ticket: Reservation, blocks: Sequence[int]) -> None:
+    def on_moved(self, reservation: Reservation, blocks: Sequence[int]) -> None:
         """Another endpoint answers than the one that was chosen."""
 
-    def on_released(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
+    def on_released(self, reservation: Reservation, *, answered: bool, ran: bool) -> None:
         """A request is over; `ran` is False where its endpoint did not compute its prompt."""
 
 
@@ -122,7 +122,7 @@ class Director:
         """True if requests are reported to a listener."""
         return self._event_listener is not None
 
-    def listen(self, listener: RequestEventListener) -> None:
+    def set_event_listener(self, listener: RequestEventListener) -> None:
         """Report requests to a listener from now on, such as other pickers."""
         self._event_listener = listener
 
@@ -161,7 +161,7 @@ class Director:
             chain=prepared.chain,
             headers=raw.headers,
             may_defer=may_defer,
-            prompted=prepared.with_prompt,
+            with_prompt=prepared.with_prompt,
         )
         return (
             request_preparer.attach_model_rewrite(
@@ -228,7 +228,7 @@ class Director:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         self._remember(decision, now)
         request = decision.request
-        ticket = self.charge(
+        reservation = self.charge(
             member,
             decision.block_hashes,
             target=request.target,
@@ -238,16 +238,16 @@ class Director:
             now=now,
         )
         if len(decision.endpoints) > 1:
-            ticket.allow_fallbacks()
+            reservation.allow_fallbacks()
         try:
             if member.condition.state:
                 self._store.record_sent(endpoint, now)
             if self._event_listener is not None:
-                self._event_listener.on_reserved(ticket, decision)
+                self._event_listener.on_reserved(reservation, decision)
         except BaseException:
-            ticket.close(now, answered=False)  # no other object holds it
+            reservation.close(now, answered=False)  # no other object holds it
             raise
-        return ticket
+        return reservation
 
     def charge(
         self,
@@ -288,7 +288,7 @@ class Director:
             last_turn = self._conversation_tracker.record_sent(
                 chain, account, prompt_tokens=prompt_tokens, now=now
             )
-        ticket = account.open(
+        reservation = account.open(
             target,
             prompt_tokens,
             cached_tokens=cached_tokens,
@@ -301,11 +301,11 @@ class Director:
         if last_turn is not None:
             try:
                 growth = self._conversation_tracker.expected_growth_tokens(prompt_tokens)
-                account.track_context(ticket, chain, self._schedule.tokens, growth=growth)
+                account.track_context(reservation, chain, self._schedule.tokens, growth=growth)
             except BaseException:
-                ticket.close(now, answered=False)  # no other object holds it
+                reservation.close(now, answered=False)  # no other object holds it
                 raise
-        return ticket
+        return reservation
 
     @property
     def conversation_stats(self) -> tuple[float, float] | None:
@@ -345,59 +345,63 @@ class Director:
         return self._scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
 
     def on_response_headers(
-        self, ticket: Reservation, status: str, now: float, *, served: str = ""
+        self, reservation: Reservation, status: str, now: float, *, served: str = ""
     ) -> None:
         """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
-            ticket: From `reserve`.
+            reservation: From `reserve`.
             status: `:status` as text.
             served: Address of the endpoint that answered, where the data plane says so.
         """
-        chosen, blocks = ticket.endpoint, ticket.blocks
+        chosen, blocks = reservation.endpoint, reservation.blocks
         outcome = classify_status(status)
         known = served == chosen.address
         # An unknown name is an address that the data plane writes in another way.
         other = self._store.pool.find(served) if served and not known else None
         if other is None:
-            sole = known or (ticket.sole_endpoint and not served)
-            self._store.record_outcome(chosen, outcome, sent_at=ticket.at, now=now, sole=sole)
+            sole = known or (reservation.sole_endpoint and not served)
+            self._store.record_outcome(chosen, outcome, sent_at=reservation.at, now=now, sole=sole)
         else:
-            self._move(ticket, other, outcome, now)
+            self._move(reservation, other, outcome, now)
         if outcome is not RequestOutcome.SERVED:
-            ticket.refuse()
-            self._retract_prefix(ticket)
-        ticket.forget_blocks()
-        if self._event_listener is not None and ticket.endpoint is not chosen:
-            self._event_listener.on_moved(ticket, blocks)
+            reservation.refuse()
+            self._retract_prefix(reservation)
+        reservation.forget_blocks()
+        if self._event_listener is not None and reservation.endpoint is not chosen:
+            self._event_listener.on_moved(reservation, blocks)
 
     def _move(
         self,
-        ticket: Reservation,
+        reservation: Reservation,
         served: snapshot.EndpointSnapshot,
         outcome: RequestOutcome,
         now: float,
     ) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
         self._store.record_outcome(
-            ticket.endpoint, RequestOutcome.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
+            reservation.endpoint,
+            RequestOutcome.FAILED,
+            sent_at=reservation.at,
+            now=now,
+            cause="passed-over",
         )
-        self._retract_prefix(ticket)
-        ticket.move(served.account, now)
-        if ticket.blocks:
-            self._index.record(index_key(served.endpoint), ticket.blocks)
-        self._store.record_outcome(served.endpoint, outcome, sent_at=ticket.at, now=now)
+        self._retract_prefix(reservation)
+        reservation.move(served.account, now)
+        if reservation.blocks:
+            self._index.record(index_key(served.endpoint), reservation.blocks)
+        self._store.record_outcome(served.endpoint, outcome, sent_at=reservation.at, now=now)
 
-    def _retract_prefix(self, ticket: Reservation) -> None:
+    def _retract_prefix(self, reservation: Reservation) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""
-        if not ticket.prompt_tokens:
+        if not reservation.prompt_tokens:
             return
-        ratio = self._store.bytes_per_token.ratio_for(ticket.target, ticket.prompt_bytes)
+        ratio = self._store.bytes_per_token.ratio_for(reservation.target, reservation.prompt_bytes)
         self._cache_model.record_cancelled(
-            ticket.endpoint,
-            ticket.blocks,
-            prompt_tokens=ticket.prompt_tokens,
-            cached_tokens=ticket.cached_tokens,
+            reservation.endpoint,
+            reservation.blocks,
+            prompt_tokens=reservation.prompt_tokens,
+            cached_tokens=reservation.cached_tokens,
             bytes_per_token=ratio,
         )
 
@@ -426,39 +430,42 @@ class Director:
                 served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
             )
 
-    def unreserve(self, ticket: Reservation, now: float) -> None:
+    def unreserve(self, reservation: Reservation, now: float) -> None:
         """Close the accounts of a request that was never sent, and retract its prediction.
 
         Args:
-            ticket: From `reserve`.
+            reservation: From `reserve`.
         """
         try:
-            ticket.close(now, answered=False)
-            self._retract_prefix(ticket)
-            ticket.forget_blocks()
+            reservation.close(now, answered=False)
+            self._retract_prefix(reservation)
+            reservation.forget_blocks()
         finally:
             if self._event_listener is not None:
-                self._event_listener.on_released(ticket, answered=False, ran=False)
+                self._event_listener.on_released(reservation, answered=False, ran=False)
 
-    def release(self, ticket: Reservation, now: float, *, answered: bool = True) -> None:
+    def release(self, reservation: Reservation, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that ended, whatever the reason.
 
         Args:
-            ticket: From `reserve`.
+            reservation: From `reserve`.
             answered: Whether response headers were seen.
         """
-        ran = not ticket.refused
+        ran = not reservation.refused
         try:
-            ticket.close(now, answered=answered and ran)
+            reservation.close(now, answered=answered and ran)
             if not answered:
                 self._store.record_outcome(
-                    ticket.endpoint, RequestOutcome.NO_RESPONSE, sent_at=ticket.at, now=now
+                    reservation.endpoint,
+                    RequestOutcome.NO_RESPONSE,
+                    sent_at=reservation.at,
+                    now=now,
                 )
         finally:
             if self._event_listener is not None:
-                self._event_listener.on_released(ticket, answered=answered and ran, ran=ran)
+                self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)
 
-    def response_unwatched(self, decision: Decision) -> bool:
+    def is_response_unobserved(self, decision: Decision) -> bool:
         """True if the response needs no observation."""
         return decision.request.api in surfaces.UNOBSERVED
 

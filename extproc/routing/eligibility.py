@@ -31,7 +31,7 @@ WARMING: Final = "warming"
 PROBE: Final = "probe"
 
 #: A reason, and who was put aside for it.
-Aside = tuple[str, Sequence[Endpoint]]
+ExclusionReason = tuple[str, Sequence[Endpoint]]
 
 
 class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
@@ -49,7 +49,7 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
     members: Sequence[EndpointSnapshot]
     excluded_by_model: Sequence[Endpoint] = ()
     model_unlisted: bool = False
-    excluded_by_health: Sequence[Aside] = ()
+    excluded_by_health: Sequence[ExclusionReason] = ()
 
     @property
     def nothing_excluded(self) -> bool:
@@ -85,9 +85,9 @@ def find_eligible(
     split = pool.serving.match(request.model, request.adapter)
     members = pool.allowed(subset, split)
     unlisted = False
-    left_out: Sequence[Endpoint] = ()
+    excluded_by_model: Sequence[Endpoint] = ()
     if members:
-        left_out = _left_out(pool, subset, split)
+        excluded_by_model = _excluded_by_model(pool, subset, split)
     else:
         members = pool.allowed(subset)
         if not members:
@@ -96,38 +96,38 @@ def find_eligible(
         if reject_unlisted:
             return model_not_found(request.target, pool.serving.names)
         unlisted = True
-    put_aside: tuple[Aside, ...] = ()
+    excluded_by_health: tuple[ExclusionReason, ...] = ()
     if pool.unhealthy_or_doubtful:
-        members, put_aside = _healthy(members, now, patience_s=health.base_s)
+        members, excluded_by_health = _healthy(members, now, max_wait_s=health.base_s)
     if now - pool.newest < health.slow_start_s:
         members, waiting = _slow_start(members, now, health, rng)
-        put_aside += waiting
-    return EligibleEndpoints(members, left_out, unlisted, put_aside)
+        excluded_by_health += waiting
+    return EligibleEndpoints(members, excluded_by_model, unlisted, excluded_by_health)
 
 
 def _healthy(
-    members: Sequence[EndpointSnapshot], now: float, *, patience_s: float
-) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
+    members: Sequence[EndpointSnapshot], now: float, *, max_wait_s: float
+) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...]]:
     """Members to choose from, and excluded members by reason.
 
-    One that no request has tried for `patience_s` since it was due gets the next one.
+    One that no request has tried for `max_wait_s` since it was due gets the next one.
     """
     candidates: list[EndpointSnapshot] = []
-    left: list[Endpoint] = []
+    excluded: list[Endpoint] = []
     for member in members:
-        known = member.condition
-        if known.state and known.until > now:
-            left.append(member.endpoint)
+        record = member.condition
+        if record.state and record.until > now:
+            excluded.append(member.endpoint)
             continue
-        if known.state > HealthState.SUSPECT and known.until + patience_s <= now:
+        if record.state > HealthState.SUSPECT and record.until + max_wait_s <= now:
             others = [other.endpoint for other in members if other is not member]
             return [member], ((PROBE, others),) if others else ()
         candidates.append(member)
     if not candidates:
         candidates = list(snapshot.healthiest(members))
-        tried = {member.endpoint.address for member in candidates}
-        left = [endpoint for endpoint in left if endpoint.address not in tried]
-    return candidates, ((FAILING, left),) if left else ()
+        on_probe = {member.endpoint.address for member in candidates}
+        excluded = [endpoint for endpoint in excluded if endpoint.address not in on_probe]
+    return candidates, ((FAILING, excluded),) if excluded else ()
 
 
 def _slow_start(
@@ -135,7 +135,7 @@ def _slow_start(
     now: float,
     health: endpoint_health.OutlierDetectionSettings,
     rng: random.Random,
-) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
+) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...]]:
     """Admit a recent endpoint as candidate with probability f + (1 - f) t / T.
 
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
@@ -143,7 +143,7 @@ def _slow_start(
     """
     slow_start_s, floor = health.slow_start_s, health.slow_start_floor
     candidates: list[EndpointSnapshot] = []
-    left: list[Endpoint] = []
+    excluded: list[Endpoint] = []
     for member in members:
         age = now - member.condition.since
         if (
@@ -151,13 +151,13 @@ def _slow_start(
             and member.condition.state <= HealthState.SUSPECT
             and rng.random() >= floor + (1.0 - floor) * age / slow_start_s
         ):
-            left.append(member.endpoint)
+            excluded.append(member.endpoint)
         else:
             candidates.append(member)
-    return (candidates, ((WARMING, left),)) if candidates and left else (members, ())
+    return (candidates, ((WARMING, excluded),)) if candidates and excluded else (members, ())
 
 
-def _left_out(
+def _excluded_by_model(
     pool: Pool, subset: Sequence[str] | None, split: ModelMatch | None
 ) -> Sequence[Endpoint]:
     if split is None:

@@ -118,15 +118,15 @@ def encode(message: PeerMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(carried: bytes) -> PeerMessage | None:
+def decode(data: bytes) -> PeerMessage | None:
     """Decode a message; None where it is unreadable, as from another version.
 
     Nor is a message with a number or a name out of range: none of it is used.
     """
-    if len(carried) > MAX_MESSAGE_BYTES:
+    if len(data) > MAX_MESSAGE_BYTES:
         return None
     try:
-        return _decoder.decode(carried)
+        return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -151,25 +151,25 @@ class PeerEventLog:
         """The event log for the director of a pool."""
         return PoolEventLog(self, pool)
 
-    def request_started(self, pool: str, ticket: Reservation, blocks: Sequence[int]) -> None:
+    def request_started(self, pool: str, reservation: Reservation, blocks: Sequence[int]) -> None:
         """A request was charged to an endpoint."""
         self._latest += 1
-        self._numbers[ticket] = self._latest
+        self._numbers[reservation] = self._latest
         self._put(
             RequestStarted(
                 self._latest,
                 pool,
-                ticket.endpoint.address,
-                ticket.target,
-                ticket.prompt_tokens,
-                ticket.prompt_bytes,
+                reservation.endpoint.address,
+                reservation.target,
+                reservation.prompt_tokens,
+                reservation.prompt_bytes,
                 blocks,
             )
         )
 
-    def request_ended(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
+    def request_ended(self, reservation: Reservation, *, answered: bool, ran: bool) -> None:
         """Record that a request ended; does nothing for a request that was not recorded."""
-        number = self._numbers.pop(ticket, None)
+        number = self._numbers.pop(reservation, None)
         if number is not None:
             self._put(RequestEnded(number, answered, ran))
 
@@ -204,54 +204,56 @@ class PoolEventLog:
     """The event log as the director of a pool writes to it.
 
     Args:
-        outbox: Where facts wait.
+        event_log: Where facts wait.
         pool: Name of the pool.
     """
 
-    __slots__ = ("_outbox", "_pool")
+    __slots__ = ("_event_log", "_pool")
 
-    def __init__(self, outbox: PeerEventLog, pool: str) -> None:
-        self._outbox = outbox
+    def __init__(self, event_log: PeerEventLog, pool: str) -> None:
+        self._event_log = event_log
         self._pool = pool
 
-    def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
+    def on_reserved(self, reservation: Reservation, decision: Decision) -> None:
         """A decision was committed."""
-        self._outbox.request_started(self._pool, ticket, decision.block_hashes)
+        self._event_log.request_started(self._pool, reservation, decision.block_hashes)
 
-    def on_moved(self, ticket: Reservation, blocks: Sequence[int]) -> None:
+    def on_moved(self, reservation: Reservation, blocks: Sequence[int]) -> None:
         """Another endpoint answers than the one that was chosen."""
-        self._outbox.request_ended(ticket, answered=False, ran=False)
-        self._outbox.request_started(self._pool, ticket, blocks)
+        self._event_log.request_ended(reservation, answered=False, ran=False)
+        self._event_log.request_started(self._pool, reservation, blocks)
 
-    def on_released(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
+    def on_released(self, reservation: Reservation, *, answered: bool, ran: bool) -> None:
         """A request is over."""
-        self._outbox.request_ended(ticket, answered=answered, ran=ran)
+        self._event_log.request_ended(reservation, answered=answered, ran=ran)
 
 
-class _Charged(msgspec.Struct, frozen=True):
+class _ChargedRequest(msgspec.Struct, frozen=True):
     """A request of another replica, as charged to our accounts."""
 
     pool: str
     director: Director
-    ticket: Reservation
+    reservation: Reservation
 
 
 class _PeerRequests:
     """Open and recently ended requests of another replica."""
 
-    __slots__ = ("ended", "heard", "open", "serial", "still", "until")
+    __slots__ = ("ended", "ended_until", "heard_at_s", "open", "reported_open", "serial")
 
     def __init__(self) -> None:
-        self.heard = 0.0
-        self.open: dict[int, _Charged] = {}
+        self.heard_at_s = 0.0
+        self.open: dict[int, _ChargedRequest] = {}
         self.ended: dict[int, None] = {}
-        self.until = 0
+        self.ended_until = 0
         self.serial = 0
-        self.still: frozenset[int] = frozenset()
+        self.reported_open: frozenset[int] = frozenset()
 
     def is_over(self, number: int) -> bool:
         """True if a request is known to have ended."""
-        return number in self.ended or (number <= self.until and number not in self.still)
+        return number in self.ended or (
+            number <= self.ended_until and number not in self.reported_open
+        )
 
 
 class PeerReplica:
@@ -281,7 +283,7 @@ class PeerReplica:
         """Number of open requests of other replicas in our accounts."""
         return sum(len(peer.open) for peer in self._peers.values())
 
-    def take(self, message: PeerMessage, now: float) -> set[str]:
+    def apply_message(self, message: PeerMessage, now: float) -> set[str]:
         """Take in what a picker says.
 
         Args:
@@ -290,27 +292,27 @@ class PeerReplica:
         Returns:
             Names of the pools in which requests ended.
         """
-        freed: set[str] = set()
+        freed_pools: set[str] = set()
         if message.picker == self._own:
-            return freed
+            return freed_pools
         peer = self._peers.get(message.picker)
         if peer is None:
             if len(self._peers) >= MAX_PICKERS:
-                return freed
+                return freed_pools
             peer = self._peers[message.picker] = _PeerRequests()
-        peer.heard = now
+        peer.heard_at_s = now
         for fact in message.facts:
             match fact:
                 case RequestStarted():
                     self._on_started(peer, fact, now)
                 case RequestEnded():
-                    self._on_ended(peer, fact, now, freed)
+                    self._on_ended(peer, fact, now, freed_pools)
                 case OpenRequests():
-                    _settle(peer, fact, now, freed)
+                    _settle(peer, fact, now, freed_pools)
                 case PickerLeft():
-                    self._drop(message.picker, now, freed)
-                    return freed
-        return freed
+                    self._drop(message.picker, now, freed_pools)
+                    return freed_pools
+        return freed_pools
 
     def drop_silent(self, now: float) -> set[str]:
         """Forget replicas without recent messages, and release their requests.
@@ -320,7 +322,7 @@ class PeerReplica:
         """
         freed: set[str] = set()
         for name, peer in list(self._peers.items()):
-            if now - peer.heard >= self._silent_s:
+            if now - peer.heard_at_s >= self._silent_s:
                 self._drop(name, now, freed)
         return freed
 
@@ -340,7 +342,7 @@ class PeerReplica:
         cached = director.estimate_cached_tokens(
             member, blocks, target=target, prompt_bytes=prompt_bytes
         )
-        ticket = director.charge(
+        reservation = director.charge(
             member,
             blocks,
             target=target,
@@ -350,13 +352,13 @@ class PeerReplica:
             now=now,
             from_peers=True,
         )
-        peer.open[number] = _Charged(fact.pool, director, ticket)
+        peer.open[number] = _ChargedRequest(fact.pool, director, reservation)
 
     def _on_ended(
         self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]
     ) -> None:
         number = fact.number
-        if number > peer.until or number in peer.still:
+        if number > peer.ended_until or number in peer.reported_open:
             # Its start may arrive later, or twice.
             peer.ended[number] = None
             if len(peer.ended) > MAX_OPEN:
@@ -373,25 +375,31 @@ class PeerReplica:
 def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]) -> None:
     """Release the requests that ended, and forget numbers that cannot return."""
     # A picker that sends nothing lists the same latest number again and again.
-    if (fact.until, fact.serial) < (peer.until, peer.serial):
+    if (fact.until, fact.serial) < (peer.ended_until, peer.serial):
         return  # overtaken by a later one
-    peer.until, peer.serial, peer.still = fact.until, fact.serial, frozenset(fact.numbers)
+    peer.ended_until, peer.serial, peer.reported_open = (
+        fact.until,
+        fact.serial,
+        frozenset(fact.numbers),
+    )
     for number in [number for number in peer.open if peer.is_over(number)]:
         _close(peer.open.pop(number), now, freed, answered=False, ran=True)
-    ended = [n for n in peer.ended if n > peer.until or n in peer.still]
+    ended = [n for n in peer.ended if n > peer.ended_until or n in peer.reported_open]
     peer.ended = dict.fromkeys(ended)
 
 
-def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ran: bool) -> None:
+def _close(
+    charged: _ChargedRequest, now: float, freed: set[str], *, answered: bool, ran: bool
+) -> None:
     if ran:
-        charged.ticket.close(now, answered=answered)
+        charged.reservation.close(now, answered=answered)
     else:
-        charged.director.unreserve(charged.ticket, now)
+        charged.director.unreserve(charged.reservation, now)
     freed.add(charged.pool)
 
 
-def connect(pools: Iterable[tuple[str, Director]], outbox: PeerEventLog) -> None:
+def connect(pools: Iterable[tuple[str, Director]], event_log: PeerEventLog) -> None:
     """Connect directors to an event log; directors that are connected stay unchanged."""
     for name, director in pools:
         if not director.has_listener:
-            director.listen(outbox.pool_log(name))
+            director.set_event_listener(event_log.pool_log(name))

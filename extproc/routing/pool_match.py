@@ -1,8 +1,8 @@
 """Match conditions of pools: host, path, header and model name, and their index.
 
-`ClaimIndex` finds the conditions that match a request by table lookups. Claims are bits of a number,
+`MatchIndex` finds the conditions that match a request by table lookups. Matches are bits of a number,
 in the order in which they are looked at. Hosts, paths and models are found in tables, at as many keys
-as patterns have different depths or lengths; headers are compared last, for the claims that are left.
+as patterns have different depths or lengths; headers are compared last, for the matches that are left.
 """
 
 from __future__ import annotations
@@ -32,93 +32,93 @@ class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     models: tuple[str, ...] = ()
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """True if no condition is set."""
         return not (self.hosts or self.paths or self.headers or self.models)
 
 
-def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
-    """True if a request's headers match a claim; models are not checked.
+def matches(match: PoolMatch, headers: Mapping[str, str]) -> bool:
+    """True if a headers of a request match; models are not checked.
 
     Args:
-        claim: The conditions.
+        match: The conditions.
         headers: Of the request, names in lower case, pseudo headers included.
     """
-    if claim.hosts:
-        host = host_of(headers)
-        if not any(_matches_host(host, pattern) for pattern in claim.hosts):
+    if match.hosts:
+        host = request_host(headers)
+        if not any(_matches_host(host, pattern) for pattern in match.hosts):
             return False
-    if claim.paths:
-        path = path_of(headers)
-        if not any(_is_below(path, pattern) for pattern in claim.paths):
+    if match.paths:
+        path = request_path(headers)
+        if not any(_is_below(path, pattern) for pattern in match.paths):
             return False
-    return all(headers.get(name) == value for name, value in claim.headers.items())
+    return all(headers.get(name) == value for name, value in match.headers.items())
 
 
-def names(claim: PoolMatch, model: str) -> bool:
-    """True if a model name matches a claim."""
+def matches_model(match: PoolMatch, model: str) -> bool:
+    """True if a model name matches."""
     return any(
         model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
-        for pattern in claim.models
+        for pattern in match.models
     )
 
 
-def within(claim: PoolMatch, limit: PoolMatch) -> bool:
-    """True if every request that matches a claim also matches a limit.
+def is_within(match: PoolMatch, limit: PoolMatch) -> bool:
+    """True if every request that a match allows is within a limit.
 
     Args:
-        claim: The conditions; lower-case hosts and header names.
+        match: The conditions; lower-case hosts and header names.
         limit: The same; a kind of condition that it lacks limits nothing.
     """
     return (
-        _all_within(claim.hosts, limit.hosts, _host_within)
-        and _all_within(claim.paths, limit.paths, _is_below)
-        and _all_within(claim.models, limit.models, _model_within)
-        and all(claim.headers.get(name) == value for name, value in limit.headers.items())
+        _all_within(match.hosts, limit.hosts, _host_within)
+        and _all_within(match.paths, limit.paths, _is_below)
+        and _all_within(match.models, limit.models, _model_within)
+        and all(match.headers.get(name) == value for name, value in limit.headers.items())
     )
 
 
-def overlap(match: PoolMatch, other: PoolMatch) -> bool:
-    """True if some request can match both claims."""
+def overlaps(match: PoolMatch, other: PoolMatch) -> bool:
+    """True if some request can match both."""
     return (
-        _any_meet(match.hosts, other.hosts, _host_within)
-        and _any_meet(match.paths, other.paths, _is_below)
-        and _any_meet(match.models, other.models, _model_within)
+        _any_overlap(match.hosts, other.hosts, _host_within)
+        and _any_overlap(match.paths, other.paths, _is_below)
+        and _any_overlap(match.models, other.models, _model_within)
         and all(other.headers.get(name, value) == value for name, value in match.headers.items())
     )
 
 
 def num_comparisons(match: PoolMatch, other: PoolMatch) -> int:
-    """Upper bound on the comparisons of `overlap`, plus 1 for the call."""
+    """Upper bound on the comparisons of `overlaps`, plus 1 for the call."""
     pairs = ((match.hosts, other.hosts), (match.paths, other.paths), (match.models, other.models))
     return 1 + sum(len(left) * len(right) for left, right in pairs)
 
 
-def describe(claim: PoolMatch) -> str:
-    """Describe a claim in words; an empty claim is the rest of all requests."""
-    if claim.empty:
+def describe(match: PoolMatch) -> str:
+    """Describe a match in words; an empty match is the rest of all requests."""
+    if match.is_empty:
         return "models its endpoints list, and what no other pool takes"
     parts = (
         f"{word} {' or '.join(values)}"
         for word, values in (
-            ("host", claim.hosts),
-            ("path", claim.paths),
-            ("header", tuple(f"{name}={value}" for name, value in claim.headers.items())),
-            ("model", claim.models),
+            ("host", match.hosts),
+            ("path", match.paths),
+            ("header", tuple(f"{name}={value}" for name, value in match.headers.items())),
+            ("model", match.models),
         )
         if values
     )
     return " and ".join(parts)
 
 
-def host_of(headers: Mapping[str, str]) -> str:
+def request_host(headers: Mapping[str, str]) -> str:
     """The host a request is for, in lower case without port."""
     host = (headers.get(":authority") or headers.get("host", "")).lower()
     bare, colon, port = host.rpartition(":")
     return bare if colon and port.isdigit() else host
 
 
-def path_of(headers: Mapping[str, str]) -> str:
+def request_path(headers: Mapping[str, str]) -> str:
     """The path of a request without its query."""
     return headers.get(":path", "").partition("?")[0]
 
@@ -136,7 +136,7 @@ def _all_within(patterns: Sequence[str], limits: Sequence[str], is_within: _With
     )
 
 
-def _any_meet(patterns: Sequence[str], others: Sequence[str], is_within: _Within) -> bool:
+def _any_overlap(patterns: Sequence[str], others: Sequence[str], is_within: _Within) -> bool:
     # Of two patterns of these kinds one holds the other, or nothing is in both.
     return (
         not patterns
@@ -166,69 +166,69 @@ def _is_below(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + "/")
 
 
-#: Patterns and the claims that have them, as bits.
+#: Patterns and the matches that have them, as bits.
 _Table = dict[str, int]
 
 
-class ClaimIndex:
-    """Tables of the conditions of several claims.
+class MatchIndex:
+    """Tables of the conditions of several matches.
 
     Args:
-        listed: The claims, in their order.
+        listed: The matches, in their order.
 
     Attributes:
-        listed: The claims, in their order.
-        claiming: Bits of those that ask for anything.
+        listed: The matches, in their order.
+        with_conditions: Bits of those that ask for anything.
         without_models: Bits of those that ask for no model.
     """
 
     def __init__(self, listed: Sequence[PoolMatch]) -> None:
         self.listed = tuple(listed)
-        bits = [(1 << position, claim) for position, claim in enumerate(self.listed)]
-        self.claiming = _union(bit for bit, claim in bits if not claim.empty)
-        self.without_models = _union(bit for bit, claim in bits if not claim.models)
-        self._any_host = _union(bit for bit, claim in bits if not claim.hosts)
-        self._any_path = _union(bit for bit, claim in bits if not claim.paths)
+        bits = [(1 << position, match) for position, match in enumerate(self.listed)]
+        self.with_conditions = _union(bit for bit, match in bits if not match.is_empty)
+        self.without_models = _union(bit for bit, match in bits if not match.models)
+        self._any_host = _union(bit for bit, match in bits if not match.hosts)
+        self._any_path = _union(bit for bit, match in bits if not match.paths)
         self._hosts: _Table = {}
         self._below_hosts: _Table = {}
         self._paths: _Table = {}
         self._models: _Table = {}
         self._model_prefixes: _Table = {}
         pairs: dict[tuple[str, str], int] = {}
-        for bit, claim in bits:
-            for host in claim.hosts:
+        for bit, match in bits:
+            for host in match.hosts:
                 if host.startswith("*."):
                     _add(self._below_hosts, host[1:], bit)
                 else:
                     _add(self._hosts, host, bit)
-            for path in claim.paths:
+            for path in match.paths:
                 _add(self._paths, path.rstrip("/"), bit)
-            for model in claim.models:
+            for model in match.models:
                 if model.endswith("*"):
                     _add(self._model_prefixes, model[:-1], bit)
                 else:
                     _add(self._models, model, bit)
-            for pair in claim.headers.items():
+            for pair in match.headers.items():
                 pairs[pair] = pairs.get(pair, 0) + 1
-        # What few claims ask for is compared first: it tells them apart soonest.
+        # What few matches require is compared first: it tells them apart soonest.
         self._headers = [
-            sorted(claim.headers.items(), key=lambda pair: pairs[pair]) for claim in self.listed
+            sorted(match.headers.items(), key=lambda pair: pairs[pair]) for match in self.listed
         ]
         self._num_labels = sorted({host.count(".") for host in self._below_hosts})
         self._most_slashes = max((path.count("/") for path in self._paths), default=0)
         self._prefix_lengths = sorted({len(prefix) for prefix in self._model_prefixes})
 
     def find_routes(self, headers: Mapping[str, str]) -> int:
-        """Bits of the claims whose hosts and paths match a request; headers are not checked."""
+        """Bits of the matches whose hosts and paths match a request; headers are not checked."""
         bits = self._any_host
         if self._hosts or self._below_hosts:
-            bits |= self._find_host(host_of(headers))
+            bits |= self._find_host(request_host(headers))
         if bits and self._paths:
-            bits &= self._any_path | self._find_path(path_of(headers))
+            bits &= self._any_path | self._find_path(request_path(headers))
         return bits
 
     def find_models(self, model: str) -> int:
-        """Bits of the claims that match a model name, including claims without models."""
+        """Bits of the matches that match a model name, including matches without models."""
         bits = self.without_models | self._models.get(model, 0)
         for length in self._prefix_lengths:
             if length > len(model):
@@ -237,7 +237,7 @@ class ClaimIndex:
         return bits
 
     def positions(self, bits: int, headers: Mapping[str, str]) -> Iterator[int]:
-        """Positions of the claims in `bits` whose headers match a request, in their order."""
+        """Positions of the matches in `bits` whose headers match a request, in their order."""
         while bits:
             lowest = bits & -bits
             position = lowest.bit_length() - 1
@@ -256,7 +256,7 @@ class ClaimIndex:
         return bits
 
     def _find_path(self, path: str) -> int:
-        """Bits of the claims whose path equals this one or a prefix of its segments."""
+        """Bits of the matches whose path equals this one or a prefix of its segments."""
         bits, end = 0, -1
         for _ in range(self._most_slashes + 1):
             end = path.find("/", end + 1)

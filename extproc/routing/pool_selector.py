@@ -23,7 +23,7 @@ from extproc.protocol import messages
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import pool_match
 from extproc.routing.director import Director
-from extproc.routing.pool_match import ClaimIndex
+from extproc.routing.pool_match import MatchIndex
 from extproc.routing.request_preparer import PreparedRequest
 
 
@@ -75,7 +75,7 @@ class PoolSelector:
     """Routes requests over any number of pools.
 
     Args:
-        routes: The pools, in the order in which their claims are looked at.
+        routes: The pools, in the order in which their matches are examined.
         list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
             several pools.
 
@@ -86,19 +86,19 @@ class PoolSelector:
     def __init__(
         self, routes: Sequence[PoolRoute] = (), *, list_models: bool | None = None
     ) -> None:
-        self._index = ClaimIndex(())
+        self._index = MatchIndex(())
         self.reconfigure(routes, list_models=list_models)
 
     def reconfigure(self, routes: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
         """Route over other pools from the next request on."""
         self.routes = tuple(routes)
         is_single = len(routes) == 1
-        self._only = routes[0] if is_single and routes[0].match.empty else None
+        self._only = routes[0] if is_single and routes[0].match.is_empty else None
         self.default_pool = "" if self._only is None else self._only.name
         listed = tuple(route.match for route in routes)
         if listed != self._index.listed:
-            self._index = ClaimIndex(listed)
-        self._open = [route for route in routes if route.match.empty]
+            self._index = MatchIndex(listed)
+        self._open = [route for route in routes if route.match.is_empty]
         self._listing = not is_single if list_models is None else list_models
 
     def route(self, raw: HttpRequest, now: float) -> RoutingResult:
@@ -134,7 +134,7 @@ class PoolSelector:
     def _search(self, raw: HttpRequest, now: float) -> RoutingResult:
         """Find the pool of a request; parse the body at most once, if models decide."""
         index = self._index
-        routes = index.find_routes(raw.headers) & index.claiming
+        routes = index.find_routes(raw.headers) & index.with_conditions
         first = next(self._matching_routes(raw, routes), None)
         if first is not None and not first.match.models:
             return self._route_over(first, raw, now)
@@ -198,7 +198,7 @@ class PoolSelector:
 
     def _models_response(self, raw: HttpRequest) -> DirectResponse | None:
         """The list of models, if the request asks for it and any endpoint listed models."""
-        model = requested_model(pool_match.path_of(raw.headers))
+        model = requested_model(pool_match.request_path(raw.headers))
         if model is None:
             return None
         routes = self._index.find_routes(raw.headers)

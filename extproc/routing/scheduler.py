@@ -93,26 +93,26 @@ class RoutingConfig(msgspec.Struct, frozen=True):
 
 
 #: Share of others from which there are others: what pages show late is less.
-LEAST_SHARE = 0.1
+MIN_PEER_SHARE = 0.1
 
 #: Share of a prompt believed at home at most; its last turn is new.
-_MOST = 0.95
+_MAX_EXPECTED_SHARE = 0.95
 
 #: Times the fleet's hit ratio that is believed. Pickers that do not agree yet find half of what they
 #: will find; prompts that share nothing with any other have no home.
 _HIT_RATIO_FACTOR = 2.0
 
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
-_ENOUGH_HOLDERS, _ENOUGH_SHARE = 2, 0.9
+_MIN_HOLDERS, _MIN_HELD_SHARE = 2, 0.9
 
 #: Requests on an engine at whose speed engines are compared.
-_BATCH = 32.0
+_REFERENCE_BATCH = 32.0
 
 #: Members whose speed is looked at (count).
-_DRAWN = 16
+_NUM_COMPARED = 16
 
 #: Values that a hash may have (count).
-_HASHES = 1 << 32
+_NUM_HASHES = 1 << 32
 
 
 def with_expected_hits(
@@ -136,22 +136,22 @@ def with_expected_hits(
         `matched`, with more at the conversation's affinity endpoint, and the index of that endpoint;
         None if it has none, or our own index knows more.
     """
-    if not key or peers.share < LEAST_SHARE:
+    if not key or peers.share < MIN_PEER_SHARE:
         return matched, None
-    much = _ENOUGH_SHARE * tokens
-    if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:
+    min_tokens = _MIN_HELD_SHARE * tokens
+    if sum([held_tokens >= min_tokens for held_tokens in matched]) >= _MIN_HOLDERS:
         return matched, None
-    believed = int(min(_MOST, _HIT_RATIO_FACTOR * peers.hit_ratio) * tokens)
-    if not believed:
+    expected_tokens = int(min(_MAX_EXPECTED_SHARE, _HIT_RATIO_FACTOR * peers.hit_ratio) * tokens)
+    if not expected_tokens:
         return matched, None
-    at = rendezvous_endpoint(key, members)
-    if not members[at].load.prefix_hits:
+    index = rendezvous_endpoint(key, members)
+    if not members[index].load.prefix_hits:
         return matched, None  # it does not cache prefixes, or that is unknown
-    if believed <= matched[at]:
-        return matched, at
+    if expected_tokens <= matched[index]:
+        return matched, index
     expected = list(matched)
-    expected[at] = believed
-    return expected, at
+    expected[index] = expected_tokens
+    return expected, index
 
 
 def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
@@ -159,7 +159,7 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
 
     The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between
     tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
-    because each picker learns them for itself. Speeds are looked at for the `_DRAWN` members of
+    because each picker learns them for itself. Speeds are looked at for the `_NUM_COMPARED` members of
     largest u only: a member further away would have to be several times as fast to win.
 
     Args:
@@ -169,20 +169,20 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
     seed = mmh3.hash(key, 0, signed=False)
     draw = mmh3.hash
     draws = [draw(member.endpoint.address, seed, False) for member in members]
-    near: Sequence[int] = range(len(draws))
-    if len(draws) > _DRAWN:
+    compared: Sequence[int] = range(len(draws))
+    if len(draws) > _NUM_COMPARED:
         # Thrice as many as are needed lie above, on average. `heapq.nlargest` does the same, but its
         # loop in Python takes two to four times as long.
-        floor = _HASHES - 3 * _DRAWN * _HASHES // len(draws)
-        high = [at for at, hashed in enumerate(draws) if hashed >= floor]
-        near = high if len(high) >= _DRAWN else near
-        near = sorted(near, key=draws.__getitem__, reverse=True)[:_DRAWN]
+        min_hash = _NUM_HASHES - 3 * _NUM_COMPARED * _NUM_HASHES // len(draws)
+        above_floor = [index for index, hashed in enumerate(draws) if hashed >= min_hash]
+        compared = above_floor if len(above_floor) >= _NUM_COMPARED else compared
+        compared = sorted(compared, key=draws.__getitem__, reverse=True)[:_NUM_COMPARED]
     best, least = 0, math.inf
-    for at in near:
-        speed = round(2.0 * math.log2(members[at].rates.iteration_s(_BATCH)))
-        distance = -math.log((draws[at] + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
+    for index in compared:
+        speed = round(2.0 * math.log2(members[index].rates.iteration_s(_REFERENCE_BATCH)))
+        distance = -math.log((draws[index] + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
         if distance < least:
-            best, least = at, distance
+            best, least = index, distance
     return best
 
 
@@ -199,7 +199,7 @@ class PrefixMatcher:
         self._index = index
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
-        self._slots_of: object = None
+        self._slots_positions: object = None
 
     def match(
         self, chain: Sequence[int], members: Sequence[EndpointSnapshot], tokens: Sequence[int]
@@ -223,8 +223,8 @@ class PrefixMatcher:
     def _follow_pool(self) -> None:
         """Look index slots up again when the endpoint set changed."""
         pool = self._store.pool
-        if self._slots_of is not pool.positions:
-            self._slots_of = pool.positions
+        if self._slots_positions is not pool.positions:
+            self._slots_positions = pool.positions
             self._slots_in_order = [
                 self._index.slot(cache_model.index_key(member.endpoint)) for member in pool.members
             ]
@@ -260,7 +260,7 @@ class Scheduler:
         self._imputer = candidate_builder.Imputer()
         self._rng = rng
         # Until then others leave more room, because a request of a priority above 0 came.
-        self._shared_until = -math.inf
+        self._priority_until = -math.inf
 
     def reconfigure(self, routing: RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
@@ -274,43 +274,45 @@ class Scheduler:
         chain: Sequence[int],
         headers: Mapping[str, str],
         may_defer: bool,
-        prompted: Callable[[], InferenceRequest] | None = None,
+        with_prompt: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
-        """See `Director.choose`; `prompted` supplies the request with its prompt."""
+        """See `Director.choose`; `with_prompt` supplies the request with its prompt."""
         pool = self._store.pool
         routing = self._routing
         settings = routing.settings
-        read_opening: Callable[[InferenceRequest], str] = (
+        read_first_message: Callable[[InferenceRequest], str] = (
             first_user_message.first_user_message
             if routing.reads_first_message
             else first_user_message.no_message
         )
-        if prompted is not None and not request.prompt:
-            read_opening = _lazy_first_user_message(read_opening, prompted)
+        if with_prompt is not None and not request.prompt:
+            read_first_message = _lazy_first_user_message(read_first_message, with_prompt)
         eligible = self._find_eligible(pool, request, now)
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
         members = eligible.members
-        request, ratio = self._counted(request)
+        request, ratio = self._count_tokens(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
-        home, learned = None, (0.0, 0.0, 0.0, 0.0)
+        last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
-            peers, known = self._store.foreign_traffic, self._conversation_tracker
-            others, home = peers.share, known.last_endpoint(chain)
-            learned = (
-                known.continuation_ratio,
-                known.expected_growth_tokens(request.prompt_tokens),
-                others,
-                known.idle_per_open(others),
+            peers, tracker = self._store.foreign_traffic, self._conversation_tracker
+            foreign_share, last_account = peers.share, tracker.last_endpoint(chain)
+            conversation_stats = (
+                tracker.continuation_ratio,
+                tracker.expected_growth_tokens(request.prompt_tokens),
+                foreign_share,
+                tracker.idle_per_open(foreign_share),
             )
-            if chain and others >= LEAST_SHARE:
-                key = request.session or read_opening(request)
-                matched, at = with_expected_hits(
+            if chain and foreign_share >= MIN_PEER_SHARE:
+                key = request.session or read_first_message(request)
+                matched, affinity_index = with_expected_hits(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
                 # Where our own last turn of it went, the others do not know.
-                home = home if at is None else members[at].account
+                last_account = (
+                    last_account if affinity_index is None else members[affinity_index].account
+                )
         candidates = candidate_builder.build_candidates(
             members,
             matched,
@@ -320,13 +322,20 @@ class Scheduler:
             imputation=self._imputer.impute(
                 members, pool=pool, oldest=now - settings.stale_after_s
             ),
-            home=home,
+            last_account=last_account,
         )
         profile = routing.by_model.get(request.model, routing.profile)
-        if request.priority < 0 and admission.saturated(profile, candidates):
+        if request.priority < 0 and admission.is_saturated(profile, candidates):
             return sheddable_dropped()
         context = SchedulingContext(
-            request, now, self._rng, headers, chain, read_opening, adapter, *learned
+            request,
+            now,
+            self._rng,
+            headers,
+            chain,
+            read_first_message,
+            adapter,
+            *conversation_stats,
         )
         outcome = self._run(profile, context, candidates, may_defer=may_defer)
         if not isinstance(outcome, Decision) or eligible.nothing_excluded:
@@ -368,17 +377,17 @@ class Scheduler:
         if settings.busy_s is None:
             return profile.run(context, candidates, count=count)
         if context.request.priority > 0:
-            self._shared_until = context.now + admission.REMEMBERED_S
+            self._priority_until = context.now + admission.PRIORITY_MEMORY_S
         return admission.admit(
             lambda some: profile.run(context, some, count=count),
             candidates,
             settings.busy_s,
             priority=context.request.priority,
             may_defer=may_defer,
-            shared=context.now < self._shared_until,
+            leaves_headroom=context.now < self._priority_until,
         )
 
-    def _counted(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
+    def _count_tokens(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
         """The request with its token count, and the bytes per token of its model."""
         ratio = self._store.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
         if ratio != BYTES_PER_TOKEN:
@@ -395,7 +404,7 @@ class Scheduler:
 
 
 def _lazy_first_user_message(
-    read: Callable[[InferenceRequest], str], prompted: Callable[[], InferenceRequest]
+    read: Callable[[InferenceRequest], str], with_prompt: Callable[[], InferenceRequest]
 ) -> Callable[[InferenceRequest], str]:
     """Read the first user message of a request whose prompt was dropped."""
-    return lambda _: read(prompted())
+    return lambda _: read(with_prompt())

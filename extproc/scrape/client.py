@@ -68,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self._reply: http_response.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def ask(self, request: bytes, *, cap_bytes: int) -> http_response.HttpResponseParser:
+    async def request(self, request: bytes, *, cap_bytes: int) -> http_response.HttpResponseParser:
         answer = self._reply = http_response.HttpResponseParser(cap_bytes=cap_bytes)
         if self._transport is None or self.closed:
             answer.end()
@@ -179,7 +179,7 @@ class ScrapeClient:
             connection.drop()
         keep = False
         try:
-            answer = await connection.ask(where.request, cap_bytes=self._cap_bytes)
+            answer = await connection.request(where.request, cap_bytes=self._cap_bytes)
             keep = answer.reusable and not connection.closed
         finally:
             # Also on time-out and cancellation: a late answer must not meet the next request.

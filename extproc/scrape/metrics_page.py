@@ -109,15 +109,15 @@ def read(
         The load; for an unknown engine with an empty `engine` and every value None.
     """
     text = b"\n" + page
-    engine = _recognise(text, engine_type)
+    engine = _recognize_engine(text, engine_type)
     if engine is None:
-        return _stranger(text, now, extra)
-    families = _Families(text, joined=_joined(text, engine))
+        return _unknown_engine_load(text, now, extra)
+    families = _Families(text, joined=_is_joined(text, engine))
     # Asked for in the order of a vLLM page, in which each search is short.
     return Load(
         at=now,
         engine=engine.kind,
-        started_at=_newest(families.samples(engines.STARTED)),
+        started_at=_newest_sample(families.samples(engines.STARTED)),
         running=_total(families.numbers(engine.running), most=MAX_REQUESTS),
         waiting=_total(families.numbers(engine.waiting), most=MAX_REQUESTS),
         kv_usage=_mean_share(families.numbers(engine.kv_usage)),
@@ -127,7 +127,7 @@ def read(
         **_adapters(families.samples(engine.adapters)),
         kv_blocks=_bounded_int(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
         block_tokens=_bounded_int(
-            _agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS
+            _common_number(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS
         ),
         extra=_extra(families, extra) if extra else NO_EXTRA,
     )
@@ -159,7 +159,7 @@ def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
     return EngineCounters(**totals)
 
 
-def _recognise(text: bytes, engine_type: str) -> engines.EngineSpec | None:
+def _recognize_engine(text: bytes, engine_type: str) -> engines.EngineSpec | None:
     labelled = [engine for engine in engines.TABLE if engine.type_label == engine_type]
     for engine in (*labelled, *engines.TABLE):
         if b"\n" + engine.page_prefix in text:
@@ -167,12 +167,14 @@ def _recognise(text: bytes, engine_type: str) -> engines.EngineSpec | None:
     return None
 
 
-def _joined(text: bytes, engine: engines.EngineSpec) -> bool:
+def _is_joined(text: bytes, engine: engines.EngineSpec) -> bool:
     """Returns True if a family is declared twice, as on concatenated pages of several ranks."""
     return text.count(_DECLARED + engine.waiting[0].name + b" ") > 1
 
 
-def _stranger(text: bytes, now: float, extra: ExtraMetrics | None) -> Load | UnreadablePage:
+def _unknown_engine_load(
+    text: bytes, now: float, extra: ExtraMetrics | None
+) -> Load | UnreadablePage:
     """Distinguishes the page of an unknown engine from a page that is no metrics page."""
     comments = _COMMENTS.match(text, 0, _COMMENT_BYTES)
     at = comments.end() if comments else 0
@@ -216,7 +218,7 @@ class _Families:
         for series in alternatives:
             samples = self.samples(series.name)
             if series.where:
-                samples = [sample for sample in samples if _holds(sample[0], series.where)]
+                samples = [sample for sample in samples if _has_label(sample[0], series.where)]
             if not samples:
                 continue
             if series.label:
@@ -267,22 +269,22 @@ def _sample(rest: bytes) -> _Sample:
 def _labels(text: bytes) -> dict[bytes, bytes]:
     """Splits the labels of one sample; values keep their escapes."""
     if len(text) <= _REMEMBERED_BYTES:
-        return _remembered(text)
+        return _intern_text(text)
     return dict(_PAIR.findall(text)) if len(text) <= MAX_LABEL_BYTES else {}
 
 
 @functools.lru_cache(maxsize=1024)
-def _remembered(text: bytes) -> dict[bytes, bytes]:
+def _intern_text(text: bytes) -> dict[bytes, bytes]:
     """Parses a label set, cached: label sets rarely change and replicas share theirs."""
     return dict(_PAIR.findall(text))
 
 
-def _holds(text: bytes, where: tuple[tuple[bytes, bytes], ...]) -> bool:
+def _has_label(text: bytes, where: tuple[tuple[bytes, bytes], ...]) -> bool:
     labels = _labels(text)
     return all(labels.get(name) == value for name, value in where)
 
 
-def _plain(value: bytes) -> bytes:
+def _is_plain(value: bytes) -> bytes:
     if b"\\" not in value:
         return value
     return _ESCAPE.sub(lambda escape: b"\n" if escape[1] == b"n" else escape[1], value)
@@ -315,7 +317,7 @@ def _mean_share(numbers: Sequence[float]) -> float | None:
     return min(1.0, total / len(numbers))
 
 
-def _agreed(numbers: Sequence[float]) -> float | None:
+def _common_number(numbers: Sequence[float]) -> float | None:
     """Returns the value that all samples share; None when they differ."""
     return numbers[0] if numbers and all(number == numbers[0] for number in numbers) else None
 
@@ -326,7 +328,7 @@ def _bounded_int(number: float | None, *, most: int) -> int | None:
     return int(number)
 
 
-def _newest(samples: Sequence[_Sample]) -> float | None:
+def _newest_sample(samples: Sequence[_Sample]) -> float | None:
     return max((value for _, value in samples if 0 <= value <= MAX_STARTED_AT), default=None)
 
 
@@ -361,7 +363,7 @@ def _adapters(samples: Sequence[_Sample]) -> _Adapters:
 def _names(value: bytes | None) -> frozenset[str] | None:
     if value is None:
         return None
-    names = _plain(value).split(b",", MAX_NAMES)[:MAX_NAMES]
+    names = _is_plain(value).split(b",", MAX_NAMES)[:MAX_NAMES]
     known = [
         name.decode("utf-8", "replace").strip() for name in names if len(name) <= MAX_NAME_BYTES
     ]

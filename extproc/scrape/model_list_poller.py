@@ -24,7 +24,7 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
         retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
             An engine that has just started may not list anything yet.
         jitter: Each wait is spread by this share to either side, lest all poll at once.
-        missed_s: Least time between two lists when requests for unlisted models want one sooner. 5:
+        unlisted_retry_s: Least time between two lists when requests for unlisted models want one sooner. 5:
             an adapter that was just loaded is found soon, and a client that makes names up costs
             200 endpoints 40 small pages a second at most.
     """
@@ -32,7 +32,7 @@ class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float | None
     retry_s: float = 2.0
     jitter: float = 0.1
-    missed_s: float = 5.0
+    unlisted_retry_s: float = 5.0
 
 
 #: For who wants no lists.
@@ -50,7 +50,7 @@ class ModelListPoller:
         client: Fetches pages.
         rng: Chance, for the jitter.
         settings: Polling intervals.
-        missed: Requests so far for models that no endpoint lists (count).
+        unlisted_models: Requests so far for models that no endpoint lists (count).
 
     Attributes:
         target: Its own port, wherever its metrics are.
@@ -65,7 +65,7 @@ class ModelListPoller:
         clock: Callable[[], float],
         rng: random.Random,
         settings: ModelListSettings,
-        missed: Callable[[], int],
+        unlisted_models: Callable[[], int],
     ) -> None:
         self.target = _target(endpoint)
         self._endpoint = endpoint
@@ -74,8 +74,8 @@ class ModelListPoller:
         self._clock = clock
         self._rng = rng
         self._settings = settings
-        self._missed = missed
-        self._missed_then = 0
+        self._unlisted_models = unlisted_models
+        self._unlisted_at_poll = 0
         self._requested = self._due = -math.inf
         self._failures = 0
         self._listed = False
@@ -89,10 +89,10 @@ class ModelListPoller:
         began = self._clock()
         interval_s = self._settings.interval_s
         if interval_s is None or not (
-            began >= self._due or self._forgotten() or self._wanted(began)
+            began >= self._due or self._is_forgotten() or self._is_due(began)
         ):
             return ""
-        self._requested, self._missed_then = began, self._missed()
+        self._requested, self._unlisted_at_poll = began, self._unlisted_models()
         fetched = await self._client.get(self.target)
         if isinstance(fetched, client.FetchFailed):
             outcome, models = fetched.reason, None
@@ -105,7 +105,7 @@ class ModelListPoller:
         else:
             self._failures = 0
             self._store.observe_models(self._endpoint, models)
-        self._due = began + schedule.listing_wait_s(
+        self._due = began + schedule.model_list_wait_s(
             interval_s,
             retry_s=self._settings.retry_s,
             jitter=self._settings.jitter,
@@ -114,15 +114,16 @@ class ModelListPoller:
         )
         return outcome
 
-    def _forgotten(self) -> bool:
+    def _is_forgotten(self) -> bool:
         """Returns True if the pool dropped the last list, as it does at an engine restart."""
         member = self._store.pool.find(self._endpoint.address)
         return self._listed and member is not None and member.models is None
 
-    def _wanted(self, now: float) -> bool:
+    def _is_due(self, now: float) -> bool:
         """Returns True if unlisted models were requested since the last list, `missed_s` ago."""
         return (
-            self._missed() != self._missed_then and now >= self._requested + self._settings.missed_s
+            self._unlisted_models() != self._unlisted_at_poll
+            and now >= self._requested + self._settings.unlisted_retry_s
         )
 
 

@@ -19,10 +19,10 @@ from extproc.request import is_long_name
 PATH: Final = "/v1/models"
 
 #: Names taken from one engine (count); far more adapters than one serves.
-MOST_NAMES: Final = 4096
+MAX_NAMES: Final = 4096
 
 #: Longest page read. A card of vLLM has about 500 bytes.
-LARGEST_BYTES: Final = MOST_NAMES * 512
+MAX_BYTES: Final = MAX_NAMES * 512
 
 
 class _Card(msgspec.Struct, gc=False):
@@ -50,16 +50,16 @@ def read(page: bytes) -> ServedModels | None:
         page: The body of the answer to `GET /v1/models`.
 
     Returns:
-        None when it is no such page, lists nothing, or lists more than `MOST_NAMES` names or one
+        None when it is no such page, lists nothing, or lists more than `MAX_NAMES` names or one
         that no request may carry (`request.MAX_NAME_BYTES`).
     """
-    if len(page) > LARGEST_BYTES:
+    if len(page) > MAX_BYTES:
         return None
     try:
         cards = _DECODER.decode(page).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not cards or len(cards) > MOST_NAMES:
+    if not cards or len(cards) > MAX_NAMES:
         return None
     if any(not card.id or is_long_name(card.id) for card in cards):
         return None

@@ -39,11 +39,11 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
 #: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
 #: refusal costs no engine anything, and an endpoint that is back should have traffic again at once.
-_REFUSED_S = 2.0
+_MAX_REFUSED_WAIT_S = 2.0
 
 
 def wait_s(
-    pace: ScrapeSchedule,
+    settings: ScrapeSchedule,
     *,
     busy: bool,
     busy_endpoints: int,
@@ -67,21 +67,23 @@ def wait_s(
         refused: Whether the last of them was a refused connection.
         rng: Chance, for the jitter.
     """
-    wanted_per_s = busy_endpoints / pace.fast_s + idle_endpoints / pace.slow_s
-    stretch = max(1.0, wanted_per_s / pace.scrapes_per_s)
-    interval = (pace.fast_s if busy else pace.slow_s) * stretch
+    wanted_per_s = busy_endpoints / settings.fast_s + idle_endpoints / settings.slow_s
+    stretch = max(1.0, wanted_per_s / settings.scrapes_per_s)
+    interval = (settings.fast_s if busy else settings.slow_s) * stretch
     if failures:
         # 2^30 is beyond any cap; the bound keeps the power a float.
-        cap = pace.backoff_cap_s
+        cap = settings.backoff_cap_s
         if refused:
-            longest = (min(_REFUSED_S, pace.slow_s) - pace.tick_s) / (1.0 + pace.jitter)
-            cap = min(cap, max(pace.fast_s, longest) * stretch)
-        backoff = min(cap, pace.fast_s * 2.0 ** min(failures - 1, 30))
-        interval = max(pace.fast_s * stretch, backoff)
-    return interval * rng.uniform(1.0 - pace.jitter, 1.0 + pace.jitter)
+            longest = (min(_MAX_REFUSED_WAIT_S, settings.slow_s) - settings.tick_s) / (
+                1.0 + settings.jitter
+            )
+            cap = min(cap, max(settings.fast_s, longest) * stretch)
+        backoff = min(cap, settings.fast_s * 2.0 ** min(failures - 1, 30))
+        interval = max(settings.fast_s * stretch, backoff)
+    return interval * rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
 
 
-def listing_wait_s(
+def model_list_wait_s(
     interval_s: float, *, retry_s: float, jitter: float, failures: int, rng: random.Random
 ) -> float:
     """Returns seconds until the next poll of the model list of an endpoint.
@@ -102,10 +104,10 @@ def listing_wait_s(
     return wait * rng.uniform(1.0 - jitter, 1.0 + jitter)
 
 
-def align_to_tick(now: float, wait: float, *, pace: ScrapeSchedule) -> float:
+def align_to_tick(now: float, wait: float, *, settings: ScrapeSchedule) -> float:
     """Extends a wait so that it ends on the next multiple of `tick_s`.
 
     Args:
         wait: Seconds from now, 0 or more.
     """
-    return wait + -(now + wait) % pace.tick_s
+    return wait + -(now + wait) % settings.tick_s

@@ -47,7 +47,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
             under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
         follow_s: How often the endpoint set is compared with the loops.
-        pace: Scrape intervals.
+        schedule: Scrape intervals.
         models: Intervals of model list polling.
         extra: Metrics for `Load.extra`; None for none.
     """
@@ -56,7 +56,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 1.0
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
-    pace: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
+    schedule: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
     models: model_list_poller.ModelListSettings = model_list_poller.NEVER
     extra: metrics_page.ExtraMetrics | None = None
 
@@ -121,16 +121,16 @@ class EndpointScraper:
             clock=scraper.clock,
             rng=scraper.rng,
             settings=scraper.settings.models,
-            missed=scraper.missed,
+            unlisted_models=scraper.unlisted_models,
         )
 
     async def run(self) -> None:
         """Scrapes until cancelled; the first scrape is spread over one fast interval."""
         scraper = self._scraper
-        wait_s = scraper.rng.uniform(0.0, scraper.settings.pace.fast_s)
+        wait_s = scraper.rng.uniform(0.0, scraper.settings.schedule.fast_s)
         while True:
             await asyncio.sleep(
-                schedule.align_to_tick(scraper.clock(), wait_s, pace=scraper.settings.pace)
+                schedule.align_to_tick(scraper.clock(), wait_s, settings=scraper.settings.schedule)
             )
             began = scraper.clock()
             await self.step()
@@ -151,15 +151,15 @@ class EndpointScraper:
             self.failures += 1
             scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED
-        scraper.on_fact(ScrapeResult(endpoint.address, outcome, scraper.clock() - began, engine))
+        scraper.on_result(ScrapeResult(endpoint.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
             began = scraper.clock()
             listed = await self._model_list.step()
             if listed:
                 seconds = scraper.clock() - began
-                scraper.on_fact(ScrapeResult(endpoint.address, listed, seconds, listing=True))
+                scraper.on_result(ScrapeResult(endpoint.address, listed, seconds, listing=True))
         if not outcome.startswith(BUG):
-            scraper.supervisor.works("scrape", endpoint.address)
+            scraper.supervisor.record_success("scrape", endpoint.address)
 
     async def _observe(
         self, token: ScrapeToken, fetched: bytes | client.FetchFailed, now: float
@@ -179,7 +179,7 @@ class EndpointScraper:
                 scraper.store.observe(token, read, now)
                 return "ok", read.engine
         except Exception as bug:  # noqa: BLE001 - one page must not end every other loop
-            scraper.supervisor.failed("scrape", bug, instance=endpoint.address)
+            scraper.supervisor.record_failure("scrape", bug, instance=endpoint.address)
             return f"{BUG}{type(bug).__name__}", ""
         return read, ""
 
@@ -206,8 +206,8 @@ class Scraper:
         store: Source of endpoints, receiver of loads and model lists.
         client: Fetches pages.
         rng: Chance, for spreading.
-        on_fact: Called after every scrape.
-        missed: Requests so far for models that no endpoint lists (count); a rise makes the
+        on_result: Called after every scrape.
+        unlisted_models: Requests so far for models that no endpoint lists (count); a rise makes the
             next poll of the lists come sooner.
         endpoint_counts: Shared by scrapers that share a budget; None for one alone.
         supervisor: Keeps the loops alive; None for one of its own.
@@ -221,8 +221,8 @@ class Scraper:
         client: client.ScrapeClient,
         clock: Callable[[], float],
         rng: random.Random,
-        on_fact: Callable[[ScrapeResult], None] = lambda _: None,
-        missed: Callable[[], int] = lambda: 0,
+        on_result: Callable[[ScrapeResult], None] = lambda _: None,
+        unlisted_models: Callable[[], int] = lambda: 0,
         endpoint_counts: EndpointCounts | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -231,8 +231,8 @@ class Scraper:
         self.client = client
         self.clock = clock
         self.rng = rng
-        self.on_fact = on_fact
-        self.missed = missed
+        self.on_result = on_result
+        self.unlisted_models = unlisted_models
         self.endpoint_counts = endpoint_counts or EndpointCounts()
         self.supervisor = supervisor or Supervisor(clock=clock)
         self.watches: dict[str, EndpointScraper] = {}
@@ -254,7 +254,7 @@ class Scraper:
         for member in self.store.pool.members:
             address = member.endpoint.address
             watch = left.get(address)
-            if watch is not None and _same(watch.member.endpoint, member.endpoint):
+            if watch is not None and _is_same_target(watch.member.endpoint, member.endpoint):
                 watch.member = member
                 del left[address]
             else:
@@ -263,14 +263,14 @@ class Scraper:
                 try:
                     self._start(member, tasks)
                 except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
-                    self.supervisor.note("scrape", error, instance=address)
+                    self.supervisor.record_error("scrape", error, instance=address)
         for address in left:
             self._stop(address)
 
     def wait_s(self, watch: EndpointScraper) -> float:
         """Returns seconds from the start of the last scrape of this endpoint to the next one."""
         return schedule.wait_s(
-            self.settings.pace,
+            self.settings.schedule,
             busy=watch.busy,
             busy_endpoints=self.endpoint_counts.busy,
             idle_endpoints=self.endpoint_counts.all - self.endpoint_counts.busy,
@@ -303,7 +303,7 @@ class Scraper:
             self.client.forget(where)
 
 
-def _same(previous: Endpoint, current: Endpoint) -> bool:
+def _is_same_target(previous: Endpoint, current: Endpoint) -> bool:
     """Returns True if a loop may go on: same incarnation, same labels."""
     return previous.incarnation == current.incarnation and previous.labels == current.labels
 

@@ -28,7 +28,7 @@ PATH_HEADER = "x-explain-path"
 HEADER_PREFIX = "x-explain-header-"
 
 
-class Pages:
+class AdminPages:
     """Handlers of the admin HTTP endpoints.
 
     Args:
@@ -127,7 +127,8 @@ class Pages:
         return web.json_response(
             {
                 "decisions": [
-                    explanation.summary(record, now) for record in self._decisions.latest(limit)
+                    explanation.summarize_record(record, now)
+                    for record in self._decisions.latest(limit)
                 ]
             }
         )
@@ -142,7 +143,7 @@ class Pages:
                 "the x-request-id header, and decisions.decisions says how many are kept",
             )
             return _refused(missing)
-        return web.json_response(explanation.recorded(record, self._clock()))
+        return web.json_response(explanation.explain_record(record, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
         """Decision a request would get now, with reasons; nothing is reserved."""
@@ -170,7 +171,9 @@ class Pages:
     def _explained(self, decision: Decision) -> web.Response:
         pool = self._pools().get(decision.pool)
         health = (
-            None if pool is None else explanation.health(pool_state.of_pool(pool, self._clock()))
+            None
+            if pool is None
+            else explanation.health(pool_state.describe_pool_state(pool, self._clock()))
         )
         return web.json_response(explanation.explain(decision, health=health))
 

@@ -38,14 +38,14 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     try:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        token, got = "", str(error)
+        token, actual = "", str(error)
     else:
-        got = "a file without a token"
+        actual = "a file without a token"
     if not token or not token.isprintable():
         raise ConfigError(
             where,
             wanted="a file with a token or password of printable ASCII",
-            got=got,
+            got=actual,
             fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",
         )
     return token
@@ -80,12 +80,12 @@ class AdminToken:
     def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:
         self.path = path
         self._on_reload = on_reload
-        self._stamp = self._look()
+        self._stamp = self._read_stamp()
         self._token = read_token(path)
 
     def current(self) -> str:
         """The token in force, at the cost of one stat; empty for no file."""
-        stamp = self._look()
+        stamp = self._read_stamp()
         if stamp != self._stamp:
             # Taken before reading: what is written during the read makes another change.
             self._stamp = stamp
@@ -97,7 +97,7 @@ class AdminToken:
                 self._on_reload("reloaded")
         return self._token
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _read_stamp(self) -> tuple[int, int, int] | None:
         """Stamp of the file (modification time in ns, size, inode); None without a file."""
         if not self.path:
             return None

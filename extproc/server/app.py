@@ -55,10 +55,10 @@ _log = logging.getLogger("extproc.server")
 Loop = Callable[[], Awaitable[None]]
 
 #: Facts of discovery in Kubernetes that are as they should be.
-_QUIET = frozenset({"synced", "connected", "relisted", "not-installed"})
+_INFO_EVENTS = frozenset({"synced", "connected", "relisted", "not-installed"})
 
 #: Seconds that streams have to end in a drain.
-_RELEASE_S = 2.0
+_STREAM_END_S = 2.0
 
 
 class EndpointPickerProcess:
@@ -68,7 +68,7 @@ class EndpointPickerProcess:
         self._settings = settings
         self._clock = clock
         self.counters = ProcessCounters()
-        self._about = {"pool": settings.pool.name}
+        self._info_labels = {"pool": settings.pool.name}
         self.decisions = DecisionLog(settings.decisions.decisions)
         self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = BufferBudget(settings.limits.max_assembly_bytes)
@@ -89,59 +89,59 @@ class EndpointPickerProcess:
         plan = kubernetes_plan.plan_kubernetes(
             settings, where="the configuration", environment=os.environ
         )
-        self.sites = PoolRegistry(
+        self.pool_registry = PoolRegistry(
             settings,
             shared,
-            written=plan.pools if plan else {},
-            heard=lambda: self._listed,
+            configured=plan.pools if plan else {},
+            is_discovery_synced=lambda: self._is_discovery_synced,
             on_change=self._on_pools_changed,
         )
-        self._follower = self._build_follower(plan)
-        self._about["profile"] = self.sites.profile
+        self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
+        self._info_labels["profile"] = self.pool_registry.profile
         self.readiness = self._build_readiness()
-        self._stalls = StallMeter(self.counters)
+        self._stall_meter = StallMeter(self.counters)
         self._elector = lease_client.build_elector(
-            settings, able=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
+            settings, can_lead=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
         self._admin_token = _admin_token(settings)
         self._control_planes = self._build_control_planes()
         self._autoscaler = self._build_autoscaler()
         self._large_bodies = LargeBodies(
-            self.counters, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
+            self.counters, max_prompt_bytes=lambda: self.pool_registry.max_prompt_bytes
         )
         self._transport = self._build_transport()
         self.servicer = self._transport.servicer
-        self._line = build_peer_channel(settings.peer_sync, self.sites, clock)
+        self._peer_channel = build_peer_channel(settings.peer_sync, self.pool_registry, clock)
         self._servers: list[transport.RpcServer] = []
-        self._pages: web.AppRunner | None = None
+        self._admin_runner: web.AppRunner | None = None
 
-    def _build_follower(
+    def _build_kubernetes_discovery(
         self, plan: kubernetes_plan.KubernetesPlan | None
     ) -> controller.KubernetesDiscovery | None:
         """Build Kubernetes discovery; None where it is not used."""
         if plan is None:
             return None
         return controller.KubernetesDiscovery(
-            plan.watching,
+            plan.settings,
             clock=self._clock,
             rng=random.Random(self._settings.seed),
-            on_pools=self.sites.on_pools_changed,
-            on_fact=_log_discovery_event,
+            on_pools=self.pool_registry.on_pools_changed,
+            on_event=_log_discovery_event,
             supervisor=self.counters.supervisor,
         )
 
     def _build_readiness(self) -> health.Readiness:
         scrape = self._settings.scrape
         return health.Readiness(
-            lambda: self.sites.synced,
-            measured=health.InitialScrapeGate(
-                self.sites.pools,
+            lambda: self.pool_registry.synced,
+            is_scraped=health.InitialScrapeGate(
+                self.pool_registry.pools,
                 self._clock,
                 scrape.initial_scrape_timeout_s if scrape.enabled else 0.0,
             ),
-            fits=lambda: self.sites.protocols_supported,
-            leader=(lambda: self._leads) if self._settings.cluster.leader_election else None,
-            notes=self._notes,
+            is_protocol_supported=lambda: self.pool_registry.protocols_supported,
+            is_leader=(lambda: self._is_leader) if self._settings.cluster.leader_election else None,
+            notes=self._readiness_notes,
         )
 
     def _on_pools_changed(self) -> None:
@@ -152,9 +152,9 @@ class EndpointPickerProcess:
         listeners = {} if keda is None else {"on_step": keda.notify, "on_removed": keda.gone}
         return autoscaler.Autoscaler(
             self._settings,
-            self.sites,
+            self.pool_registry,
             self.counters,
-            leads=lambda: self._leads,
+            is_leader=lambda: self._is_leader,
             clock=self._clock,
             token=self._current_token,
             **listeners,
@@ -162,16 +162,16 @@ class EndpointPickerProcess:
 
     def _build_transport(self) -> transport.Transport:
         shared = stream_handler.StreamContext(
-            pool_selector=self.sites.pool_selector,
+            pool_selector=self.pool_registry.pool_selector,
             exchange_settings=factory.build_exchange_settings(self._settings),
             body_budget=self.budget,
             observer=StreamRecorder(self.counters, self.decisions, self._clock),
             clock=self._clock,
             rng=random.Random(self._settings.seed),
             settings=_stream_settings(self._settings),
-            flow_controllers=self.sites.flow_controllers,
+            flow_controllers=self.pool_registry.flow_controllers,
             large_bodies=self._large_bodies,
-            on_opened=self._stalls.wake,
+            on_opened=self._stall_meter.wake,
         )
         return transport.build_transport(
             self._settings.server.transport, shared, self.counters.http2_limits
@@ -185,7 +185,7 @@ class EndpointPickerProcess:
         from extproc.server.control_plane_servers import ControlPlaneServers  # noqa: PLC0415 - loads grpcio
 
         return ControlPlaneServers(
-            settings, self.sites, self.counters, loops=lambda: self._autoscaler.loops
+            settings, self.pool_registry, self.counters, loops=lambda: self._autoscaler.loops
         )
 
     async def start(self) -> listeners.ListenAddresses:
@@ -205,7 +205,7 @@ class EndpointPickerProcess:
             finally:
                 self._servers += planes.servers
             xds_port, keda_port = planes.xds_port, planes.keda_port
-        pages_port = await self._start_pages(server)
+        pages_port = await self._start_admin(server)
         for rpc_server in self._servers:
             await rpc_server.start()
         return listeners.ListenAddresses(
@@ -223,33 +223,33 @@ class EndpointPickerProcess:
         Raises:
             ConfigError: The endpoints file cannot be read, or the API server is unknown.
         """
-        await self.sites.sync()
-        self._stalls.start()
+        await self.pool_registry.sync()
+        self._stall_meter.start()
         await self._autoscaler.start()
         if self._elector is not None:
             await self._elector.start()
-        if self._follower is not None:
-            await self._follower.start()
+        if self._kubernetes_discovery is not None:
+            await self._kubernetes_discovery.start()
 
     @property
-    def _listed(self) -> bool:
+    def _is_discovery_synced(self) -> bool:
         """True once Kubernetes discovery is complete, or is not used."""
-        return self._follower is None or self._follower.synced
+        return self._kubernetes_discovery is None or self._kubernetes_discovery.synced
 
     @property
     def _watch_statuses(self) -> Sequence[watch_plan.WatchStatus]:
         """Status of all Kubernetes watches; empty where there are none."""
-        return () if self._follower is None else self._follower.statuses
+        return () if self._kubernetes_discovery is None else self._kubernetes_discovery.statuses
 
-    def _notes(self) -> Iterator[str]:
+    def _readiness_notes(self) -> Iterator[str]:
         """Lines about failing loops, watches and pools, for the readiness page."""
         degraded = self.counters.supervisor.degraded
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
-        yield from watch_plan.lines(self._watch_statuses, self._clock())
-        yield from health.lines(self.sites.pools())
+        yield from watch_plan.describe_statuses(self._watch_statuses, self._clock())
+        yield from health.lines(self.pool_registry.pools())
 
-    def _watch_figures(self) -> Iterator[WatchMetrics]:
+    def _watch_metrics(self) -> Iterator[WatchMetrics]:
         now = self._clock()
         for status in self._watch_statuses:
             collection, since = status.collection, status.unsynced_since
@@ -259,32 +259,32 @@ class EndpointPickerProcess:
                 collection.labels or collection.fields,
                 "synced" if status.state == watch_plan.CONNECTED else status.state,
                 ["synced" if name == watch_plan.CONNECTED else name for name in watch_plan.STATES],
-                now - since if status.stands and since is not None else 0.0,
+                now - since if status.is_unsynced and since is not None else 0.0,
             )
 
     @property
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         """True while this replica leads; False without an election."""
         return self._elector is not None and self._elector.is_leader
 
     def loops(self) -> dict[LoopName, Loop]:
         """Background loops by name."""
         loops: dict[LoopName, Loop] = {
-            "pools": self.sites.run,
+            "pools": self.pool_registry.run,
             "autoscaling": self._autoscaler.run,
             "uploads": self.servicer.follow_uploads,
         }
-        if self._follower is not None:
-            loops["kubernetes"] = self._follower.run
+        if self._kubernetes_discovery is not None:
+            loops["kubernetes"] = self._kubernetes_discovery.run
         if self._control_planes is not None:
             loops.update(self._control_planes.loops())
         if self._elector is not None:
             loops["election"] = self._elector.run
-        if self._line is not None:
-            loops["peer_sync"] = self._line.run
+        if self._peer_channel is not None:
+            loops["peer_sync"] = self._peer_channel.run
         return loops
 
-    def adopt(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """Apply other settings.
 
         Args:
@@ -294,22 +294,22 @@ class EndpointPickerProcess:
             ConfigError: A profile cannot be built, or there is no admin token in its file; nothing was
             changed.
         """
-        replan = self.sites.prepare_reload(settings)
+        apply_pools = self.pool_registry.prepare_reload(settings)
         token = self._admin_token
         if settings.server.admin_token_file != token.path:
             token = _admin_token(settings)
         exchange, streams = factory.build_exchange_settings(settings), _stream_settings(settings)
-        replan()
+        apply_pools()
         self._admin_token = token
         self.servicer.shared.reconfigure(exchange, streams)
         self._max_body_bytes = settings.limits.max_body_bytes
         self.decisions.resize(settings.decisions.decisions)
-        self._about["profile"] = self.sites.profile
+        self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
-    def tell_of_reload(self, reloaded: reload.ReloadResult) -> None:
+    def log_reload(self, reloaded: reload.ReloadResult) -> None:
         """Count and log an attempt to reload the configuration."""
-        self.counters.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
+        self.counters.record_reload(ok=not reloaded.error, restart=bool(reloaded.restart))
         if reloaded.error:
             _log.error("the configuration stays as it was: %s", reloaded.error)
             return
@@ -318,7 +318,7 @@ class EndpointPickerProcess:
         if reloaded.restart:
             _log.warning("only a restart changes %s", ", ".join(reloaded.restart))
 
-    async def drain(self, hurry: asyncio.Event) -> None:
+    async def drain(self, skip_drain: asyncio.Event) -> None:
         """Turn unready, serve for the drain time, then end every stream."""
         supervisor = self.counters.supervisor
         self.readiness.start_draining()
@@ -334,47 +334,47 @@ class EndpointPickerProcess:
         is_used = self.counters.streams_open or self.counters.streams
         drain_s = self._settings.server.drain_timeout_s if is_used else 0.0
         try:
-            await asyncio.wait_for(hurry.wait(), drain_s)
+            await asyncio.wait_for(skip_drain.wait(), drain_s)
         except TimeoutError:
             _log.info("drain time is over, %d streams are open", self.counters.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [
-            asyncio.ensure_future(rpc_server.stop(_RELEASE_S)) for rpc_server in self._servers
+            asyncio.ensure_future(rpc_server.stop(_STREAM_END_S)) for rpc_server in self._servers
         ]
         await asyncio.sleep(0)
-        for name, gate in self.sites.flow_controllers.items():
-            supervisor.call("drain", gate.close, instance=name)
-        await supervisor.attempt("drain", self.servicer.drain_streams(_RELEASE_S))
+        for name, flow_controller in self.pool_registry.flow_controllers.items():
+            supervisor.call("drain", flow_controller.close, instance=name)
+        await supervisor.attempt("drain", self.servicer.drain_streams(_STREAM_END_S))
         for ending in stopping:
             await supervisor.attempt("drain", ending)
         if self._elector is not None:
-            await supervisor.attempt("drain", self._elector.resigned(_RELEASE_S))
+            await supervisor.attempt("drain", self._elector.wait_ended(_STREAM_END_S))
 
     async def stop(self) -> None:
         """Close everything."""
-        self._stalls.stop()
+        self._stall_meter.stop()
         attempt = self.counters.supervisor.attempt
         for rpc_server in self._servers:
-            await attempt("drain", rpc_server.stop(_RELEASE_S))
-        if self._pages is not None:
-            await attempt("drain", self._pages.cleanup())
+            await attempt("drain", rpc_server.stop(_STREAM_END_S))
+        if self._admin_runner is not None:
+            await attempt("drain", self._admin_runner.cleanup())
         self._http.close()
         await attempt("drain", self._large_bodies.close())
         await attempt("drain", self._autoscaler.close())
 
-    async def _start_pages(self, server: ServerSection) -> int:
-        pages = admin.Pages(
+    async def _start_admin(self, server: ServerSection) -> int:
+        pages = admin.AdminPages(
             exposition=Exposition(
                 self.counters,
-                self.sites.watched,
+                self.pool_registry.views,
                 clock=self._clock,
                 gauges=self._gauges(),
-                about=self._about,
-                scaling=self._autoscaler.figures,
-                watches=self._watch_figures,
+                about=self._info_labels,
+                scaling=self._autoscaler.metrics,
+                watches=self._watch_metrics,
             ),
             readiness=self.readiness,
-            pools=self.sites.pools,
+            pools=self.pool_registry.pools,
             dry_run=self._dry_run,
             decisions=self.decisions,
             clock=self._clock,
@@ -383,17 +383,17 @@ class EndpointPickerProcess:
         )
         application = pages.application()
         application.add_routes(self._autoscaler.peers.routes())
-        self._pages = web.AppRunner(application, access_log=None)
-        await self._pages.setup()
-        admin.hide_software(self._pages)
+        self._admin_runner = web.AppRunner(application, access_log=None)
+        await self._admin_runner.setup()
+        admin.hide_software(self._admin_runner)
         try:
-            await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
+            await web.TCPSite(self._admin_runner, server.host or None, server.metrics_port).start()
         except OSError as error:
             why = error.strerror or ""
             raise listeners.port_in_use_error(
                 "--metrics-port", server.metrics_port, why=why
             ) from error
-        return int(self._pages.addresses[0][1])
+        return int(self._admin_runner.addresses[0][1])
 
     def _current_token(self) -> str:
         """Bearer token for debug pages; empty for none."""
@@ -404,23 +404,23 @@ class EndpointPickerProcess:
         read = await self._large_bodies.read_if_large(raw)
         if isinstance(read, Rejection):
             return read
-        routed = self.sites.pool_selector.route(read, self._clock())
+        routed = self.pool_registry.pool_selector.route(read, self._clock())
         if isinstance(routed.outcome, Decision):
             return msgspec.structs.replace(routed.outcome, pool=routed.pool)
         return routed.outcome
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
-        sites = self.sites.by_name
-        leader = {"extproc_leader": lambda: float(self._leads)}
+        runtimes = self.pool_registry.by_name
+        leader = {"extproc_leader": lambda: float(self._is_leader)}
         return {
             **(leader if self._elector is not None else {}),
-            **(self._line.gauges() if self._line is not None else {}),
+            **(self._peer_channel.gauges() if self._peer_channel is not None else {}),
             "extproc_body_buffer_bytes": lambda: self.budget.held_bytes,
             "extproc_prefix_index_blocks": lambda: sum(
-                site.parts.index.blocks_total for site in sites.values()
+                runtime.parts.index.blocks_total for runtime in runtimes.values()
             ),
             "extproc_prefix_index_bytes": lambda: sum(
-                site.parts.index.bytes_estimate() for site in sites.values()
+                runtime.parts.index.bytes_estimate() for runtime in runtimes.values()
             ),
         }
 
@@ -432,9 +432,9 @@ def _admin_token(settings: Settings) -> admin_access.AdminToken:
     )
 
 
-def _log_discovery_event(fact: DiscoveryEvent) -> None:
-    level = logging.INFO if fact.kind in _QUIET else logging.WARNING
-    _log.log(level, "kubernetes: %s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
+def _log_discovery_event(event: DiscoveryEvent) -> None:
+    level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
+    _log.log(level, "kubernetes: %s: %s, %d endpoints", event.kind, event.detail, event.endpoints)
 
 
 def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
@@ -443,5 +443,5 @@ def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
         body_idle_s=settings.limits.body_idle_s,
         stream_sample_ratio=settings.responses.stream_sample_ratio,
         request_cost=settings.responses.request_cost,
-        format_decision=explanation.short if settings.decisions.header else None,
+        format_decision=explanation.format_short if settings.decisions.header else None,
     )

@@ -52,7 +52,7 @@ class ControlPlaneServers:
                 sites.pools,
                 h2c=lambda: sites.h2c,
                 synced=lambda: sites.synced,
-                traits=ClusterOptions(settings.xds.health_check, settings.xds.outliers),
+                options=ClusterOptions(settings.xds.health_check, settings.xds.outliers),
                 counters=counters.xds,
                 supervisor=counters.supervisor,
             )

@@ -24,11 +24,11 @@ _log = logging.getLogger("extproc.server")
 Context = grpc.aio.ServicerContext[ProcessingRequest, bytes]
 
 #: Seconds in which a data plane reads that streams ended; busy ones take some ms.
-_APART_S = 0.5
+_DRAIN_SPREAD_S = 0.5
 
 
 #: Share of `body_idle_s` between two looks at the bodies on their way.
-_LOOK = 1 / 12
+_POLL_S = 1 / 12
 
 #: Refusals written at once (count), and seconds they may take: some milliseconds of the event loop,
 #: and a data plane that reads nothing does not hold up the next.
@@ -177,7 +177,7 @@ class ExternalProcessorServicer:
     async def follow_uploads(self) -> None:
         """Reject requests whose body stopped arriving, until cancelled."""
         while True:
-            await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
+            await asyncio.sleep(self.shared.settings.body_idle_s * _POLL_S)
             await self.refuse_stalled()
 
     async def refuse_stalled(self) -> None:
@@ -232,7 +232,7 @@ class ExternalProcessorServicer:
         if task in self._refused:
             await asyncio.wait([self._refused[task]], timeout=_WRITE_S)
 
-    async def drain_streams(self, within_s: float, *, apart_s: float = _APART_S) -> None:
+    async def drain_streams(self, within_s: float, *, apart_s: float = _DRAIN_SPREAD_S) -> None:
         """End every open stream with OK: Envoy goes on without the processor.
 
         A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
@@ -283,7 +283,7 @@ async def _resume(entry: _OpenStream) -> None:
     queued = entry.stream.queued
     if queued is None:
         return
-    answer = await queued.answer
+    answer = await queued.admission
     del queued  # its prompt must not wait for the peer
     await entry.write(entry.stream.resume(answer))
 

@@ -22,8 +22,8 @@ from extproc.routing.request_preparer import PreparedRequest
 
 #: Requests that are looked at in one turn of the event loop (count), and how long that may take
 #: (seconds): no other stream is served meanwhile.
-_MOST_LOOKS = 128
-_MOST_S = 0.005
+_MAX_LOOKS = 128
+_MAX_PUMP_S = 0.005
 
 
 class LoopTimer:
@@ -45,7 +45,7 @@ class Admission(msgspec.Struct, frozen=True):
     """Admission of a queued request, with its reservation on the endpoint."""
 
     decision: Decision
-    ticket: Reservation
+    reservation: Reservation
 
 
 class RateReservation(msgspec.Struct, frozen=True, gc=False):
@@ -71,23 +71,23 @@ class QueuedRequest:
     """Queued request, as its stream sees it.
 
     Attributes:
-        waiter: Its place in the queue.
+        item: Its place in the queue.
         prepared: The request without its prompt.
-        answer: Future of its admission or rejection.
+        admission: Future of its admission or rejection.
         pending_share: Its pending load on the endpoint it waits for; None without one.
     """
 
-    __slots__ = ("answer", "pending_share", "prepared", "waiter")
+    __slots__ = ("admission", "item", "pending_share", "prepared")
 
     def __init__(self, prepared: PreparedRequest) -> None:
-        self.waiter: QueuedItem
+        self.item: QueuedItem
         self.prepared = prepared
         self.pending_share: conversations.PendingShare | None = None
-        self.answer: asyncio.Future[Admission | Rejection] = asyncio.Future()
+        self.admission: asyncio.Future[Admission | Rejection] = asyncio.Future()
 
-    def take_back(self) -> None:
+    def remove_pending(self) -> None:
         """Remove its pending load from the endpoint it waited for."""
-        conversations.remove(self.pending_share)
+        conversations.remove_pending(self.pending_share)
         self.pending_share = None
 
 
@@ -95,8 +95,8 @@ class AsyncFlowController:
     """Queues requests of a pool until they are admitted or rejected.
 
     Args:
-        dispatcher: Routes again, and reserves.
-        holding: Queue and rate limits.
+        director: Routes again, and reserves.
+        section: Queue and rate limits.
         on_exception: Called with unexpected exceptions.
 
     Attributes:
@@ -105,31 +105,31 @@ class AsyncFlowController:
 
     def __init__(
         self,
-        dispatcher: Director,
-        holding: FlowControlSection,
+        director: Director,
+        section: FlowControlSection,
         *,
         clock: Callable[[], float],
         on_exception: Callable[[BaseException], None],
     ) -> None:
-        self._dispatcher = dispatcher
-        self._flow_headers = holding.headers
+        self._director = director
+        self._flow_headers = section.headers
         self._clock = clock
         self._bits: EndpointBits | None = None
         self._on_exception = on_exception
-        acts = FlowCallbacks(
+        callbacks = FlowCallbacks(
             decide=self._decide,
-            waits=self._add_pending,
-            go=self._grant,
-            refuse=_refuse,
-            fail=self._fail,
-            pump_failed=on_exception,
-            bits=self._endpoint_bits,
+            on_waiting=self._add_pending,
+            dispatch=self._dispatch,
+            reject=_reject,
+            on_item_failed=self._reject_failed,
+            on_pump_failed=on_exception,
+            endpoint_bits=self._endpoint_bits,
         )
-        budget = LookBudget(looks=_MOST_LOOKS, seconds=_MOST_S)
+        budget = LookBudget(looks=_MAX_LOOKS, seconds=_MAX_PUMP_S)
         self._controller: FlowController[QueuedRequest, Decision] = FlowController(
-            holding.queue, acts, LoopTimer(clock), budget=budget
+            section.queue, callbacks, LoopTimer(clock), budget=budget
         )
-        self.rate_limiter = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
+        self.rate_limiter = TenantRateLimiter(section.limit or NO_LIMIT, section.limits)
         self._arrival_listeners: list[Callable[[], None]] = []
 
     @property
@@ -150,27 +150,27 @@ class AsyncFlowController:
         """Undo `add_arrival_listener`."""
         self._arrival_listeners.remove(listener)
 
-    def reconfigure(self, holding: FlowControlSection) -> None:
+    def reconfigure(self, section: FlowControlSection) -> None:
         """Apply other settings from the next request on; queued requests keep their deadlines.
 
         Fair shares of tenants stay; changed rate limits start anew.
         """
-        self.queue.reconfigure(holding.queue, self._clock())
-        self._flow_headers = holding.headers
-        fresh = TenantRateLimiter(holding.limit or NO_LIMIT, holding.limits)
-        if fresh != self.rate_limiter:
-            self.rate_limiter = fresh
+        self.queue.reconfigure(section.queue, self._clock())
+        self._flow_headers = section.headers
+        rate_limiter = TenantRateLimiter(section.limit or NO_LIMIT, section.limits)
+        if rate_limiter != self.rate_limiter:
+            self.rate_limiter = rate_limiter
 
     def reserve(self, prepared: PreparedRequest, now: float) -> RateReservation | Rejection:
         """Take a request's tokens from its tenant's allowance; 429 where they exceed it."""
         request, tenant = prepared.request, self.tenant(prepared)
         charge = None
-        if self.rate_limiter.limits:
+        if self.rate_limiter.is_limiting:
             tokens = request.prompt_tokens + (request.max_tokens or 0)
-            taken = self.rate_limiter.take(tenant, tokens, now)
-            if isinstance(taken, Rejection):
-                return taken
-            charge = taken
+            result = self.rate_limiter.take(tenant, tokens, now)
+            if isinstance(result, Rejection):
+                return result
+            charge = result
         return RateReservation(tenant, request.prompt_tokens, charge)
 
     def record_usage(
@@ -201,14 +201,16 @@ class AsyncFlowController:
         Returns:
             None if admitted: it may go to the endpoint of `outcome`.
         """
-        toward = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
-        why = self._controller.check(outcome, priority=prepared.request.priority, toward=toward)
-        return None if why is None else self.enqueue(prepared, why, now, tenant=tenant)
+        preferred = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
+        blocked = self._controller.check(
+            outcome, priority=prepared.request.priority, preferred_endpoint=preferred
+        )
+        return None if blocked is None else self.enqueue(prepared, blocked, now, tenant=tenant)
 
     def enqueue(
         self,
         prepared: PreparedRequest,
-        why: Deferral | Rejection,
+        outcome: Deferral | Rejection,
         now: float,
         *,
         tenant: str | None = None,
@@ -216,14 +218,14 @@ class AsyncFlowController:
         """Add a request to the queue.
 
         Args:
-            why: Its outcome without capacity.
+            outcome: Its outcome without capacity.
             tenant: Its tenant; None to read that from the request.
 
         Returns:
             A rejection where waiting does not help, the queue is full or no time is left.
         """
         request, headers = prepared.request, prepared.raw.headers
-        want = EnqueueRequest(
+        properties = EnqueueRequest(
             tenant=self.tenant(prepared) if tenant is None else tenant,
             priority=request.priority,
             objective=request.objective,
@@ -233,31 +235,31 @@ class AsyncFlowController:
             timeout_s=self._flow_headers.timeout_s(headers),
             slo_s=self._flow_headers.slo_s(headers),
         )
-        held = QueuedRequest(prepared.without_prompt())
-        waiter = self._controller.enqueue(held, want, why, now)
-        if isinstance(waiter, Rejection):
-            return waiter
-        held.waiter = waiter
+        queued = QueuedRequest(prepared.without_prompt())
+        item = self._controller.enqueue(queued, properties, outcome, now)
+        if isinstance(item, Rejection):
+            return item
+        queued.item = item
         try:
             for listener in self._arrival_listeners:
                 listener()
         except Exception:
-            self.cancel(held, now)  # its stream will not wait for it
+            self.cancel(queued, now)  # its stream will not wait for it
             raise
-        return held
+        return queued
 
-    def cancel(self, held: QueuedRequest, now: float) -> None:
+    def cancel(self, queued: QueuedRequest, now: float) -> None:
         """Remove a request whose stream ended, and release its reservation."""
         # A task that is cancelled while it waits has cancelled what it waits for.
-        if self._controller.cancel(held.waiter):
-            held.take_back()
-            held.answer.cancel()
+        if self._controller.cancel(queued.item):
+            queued.remove_pending()
+            queued.admission.cancel()
             return
-        if held.answer.cancelled():
+        if queued.admission.cancelled():
             return
-        granted = held.answer.result()
-        if isinstance(granted, Admission):
-            self._dispatcher.unreserve(granted.ticket, now)
+        admission = queued.admission.result()
+        if isinstance(admission, Admission):
+            self._director.unreserve(admission.reservation, now)
 
     def notify_capacity(self) -> None:
         """Look at the queue again soon: capacity may be free."""
@@ -271,46 +273,46 @@ class AsyncFlowController:
         """Reject all queued and later requests with 503."""
         self._controller.close()
 
-    def _decide(self, held: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
-        held.take_back()  # a request does not queue behind itself
+    def _decide(self, queued: QueuedRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` calls it
+        queued.remove_pending()  # a request does not queue behind itself
         now = self._clock()
         try:
-            return self._dispatcher.decide(held.prepared, now, may_defer=may_defer)
+            return self._director.decide(queued.prepared, now, may_defer=may_defer)
         except Exception as error:  # noqa: BLE001 - as for requests that do not wait
             self._on_exception(error)
-            why = type(error).__name__
-            return self._dispatcher.route_fallback(held.prepared.raw, now, why=why)
+            error_type = type(error).__name__
+            return self._director.route_fallback(queued.prepared.raw, now, why=error_type)
 
     def _endpoint_bits(self) -> EndpointBits:
         """Endpoint bits for `FlowCallbacks`; targets are those of `enqueue`."""
-        serving = self._dispatcher.serving_bits
+        serving = self._director.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
                 for_target=lambda target: serving.bits_for(*target),
-                named=serving.bits_of_addresses,
+                for_addresses=serving.bits_of_addresses,
                 version=serving,
             )
         return self._bits
 
-    def _fail(self, held: QueuedRequest, error: Exception) -> None:
+    def _reject_failed(self, queued: QueuedRequest, error: Exception) -> None:
         """Reject a queued request with 500 after an unexpected exception."""
         self._on_exception(error)
-        _refuse(held, Rejection(500, f"the decision failed ({type(error).__name__})"))
+        _reject(queued, Rejection(500, f"the decision failed ({type(error).__name__})"))
 
-    def _add_pending(self, held: QueuedRequest, address: str) -> None:
-        prepared = held.prepared
-        held.pending_share = self._dispatcher.pending_load.add(
+    def _add_pending(self, queued: QueuedRequest, address: str) -> None:
+        prepared = queued.prepared
+        queued.pending_share = self._director.pending_load.add(
             address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
         )
 
-    def _grant(self, held: QueuedRequest, decision: Decision) -> None:
-        if held.answer.done():
+    def _dispatch(self, queued: QueuedRequest, decision: Decision) -> None:
+        if queued.admission.done():
             return  # cancelled, and its stream does not know yet
-        ticket = self._dispatcher.reserve(decision, self._clock())
-        held.answer.set_result(Admission(decision, ticket))
+        reservation = self._director.reserve(decision, self._clock())
+        queued.admission.set_result(Admission(decision, reservation))
 
 
-def _refuse(held: QueuedRequest, why: Rejection) -> None:
-    held.take_back()
-    if not held.answer.done():
-        held.answer.set_result(why)
+def _reject(queued: QueuedRequest, rejection: Rejection) -> None:
+    queued.remove_pending()
+    if not queued.admission.done():
+        queued.admission.set_result(rejection)

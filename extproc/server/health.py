@@ -42,17 +42,17 @@ class InitialScrapeGate:
     Args:
         pools: Returns the current pools by name.
         clock: Monotonic seconds.
-        most_s: Longest wait in seconds from the first call, once endpoints are known; 0 is open.
+        timeout_s: Longest wait in seconds from the first call, once endpoints are known; 0 is open.
     """
 
     def __init__(
-        self, pools: Callable[[], Mapping[str, Pool]], clock: Callable[[], float], most_s: float
+        self, pools: Callable[[], Mapping[str, Pool]], clock: Callable[[], float], timeout_s: float
     ) -> None:
         self._pools = pools
         self._clock = clock
-        self._most_s = most_s
+        self._timeout_s = timeout_s
         self._until: float | None = None
-        self._done = most_s <= 0.0
+        self._done = timeout_s <= 0.0
 
     def __call__(self) -> bool:
         """Check if the gate is open; called only once endpoints are known."""
@@ -60,12 +60,12 @@ class InitialScrapeGate:
             return True
         now = self._clock()
         if self._until is None:
-            self._until = now + self._most_s
-        self._done = now >= self._until or all(_looked_at(self._pools().values()))
+            self._until = now + self._timeout_s
+        self._done = now >= self._until or all(_scrape_attempted(self._pools().values()))
         return self._done
 
 
-def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
+def _scrape_attempted(pools: Iterable[Pool]) -> Iterable[bool]:
     for pool in pools:
         for member in pool.members:
             yield bool(member.failure) or math.isfinite(member.load.at)
@@ -74,7 +74,7 @@ def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
 def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
     """A line per pool whose endpoints all fail; readiness stays, as other replicas fail too."""
     for name, pool in pools.items():
-        if pool.members and all(member.ejected for member in pool.members):
+        if pool.members and all(member.is_ejected for member in pool.members):
             suffix = f" of pool {name}" if name else ""
             yield f"0 of {len(pool.members)} endpoints{suffix} take part: all are failing"
 
@@ -83,28 +83,28 @@ class Readiness:
     """Readiness of the endpoint picker for traffic.
 
     Args:
-        synced: Returns True once discovery is complete.
-        measured: Returns True once endpoints were scraped, see `InitialScrapeGate`.
-        fits: Returns True if the pool's protocol is one of `SUPPORTED_APP_PROTOCOLS`.
-        leader: Returns True while this replica leads; None without an election, the default:
+        is_synced: Returns True once discovery is complete.
+        is_scraped: Returns True once endpoints were scraped, see `InitialScrapeGate`.
+        is_protocol_supported: Returns True if the pool's protocol is one of `SUPPORTED_APP_PROTOCOLS`.
+        is_leader: Returns True while this replica leads; None without an election, the default:
             then all replicas serve.
         notes: Returns lines about problems, for people; without effect on readiness.
     """
 
     def __init__(
         self,
-        synced: Callable[[], bool],
+        is_synced: Callable[[], bool],
         *,
-        measured: Callable[[], bool] = _always,
-        fits: Callable[[], bool] = _always,
-        leader: Callable[[], bool] | None = None,
+        is_scraped: Callable[[], bool] = _always,
+        is_protocol_supported: Callable[[], bool] = _always,
+        is_leader: Callable[[], bool] | None = None,
         notes: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self.notes = notes
-        self._synced = synced
-        self._measured = measured
-        self._fits = fits
-        self._leader = leader
+        self._synced = is_synced
+        self._measured = is_scraped
+        self._fits = is_protocol_supported
+        self._leader = is_leader
         self.draining = False
 
     def start_draining(self) -> None:

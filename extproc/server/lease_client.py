@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("extproc.server")
 
 #: Facts of an election that are logged as information only.
-_QUIET = frozenset({"elected", "follows", "recovered", "resigned"})
+_INFO_EVENTS = frozenset({"elected", "follows", "recovered", "resigned"})
 
 #: Status of a write that lost a race: 404 for a deleted Lease, else 409.
-_OUTRUN = frozenset({404, 409})
+_CONFLICT_STATUSES = frozenset({404, 409})
 
 
 class LeaseClient:
@@ -44,7 +44,7 @@ class LeaseClient:
         self._plan = plan
         self._lease = plan.lease
         # Two calls, a read and a write, fit in the time that a leader has.
-        self._limit_s = plan.lease.renew_s / 2.0
+        self._timeout_s = plan.lease.renew_s / 2.0
         self._server: api_client.KubernetesApiClient | None = None
         self._stored: lease_state.Object | None = None
         self._denials = api_errors.Denials()
@@ -57,7 +57,7 @@ class LeaseClient:
         """
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
-        self._server = api_client.KubernetesApiClient(self._plan.reaching)
+        self._server = api_client.KubernetesApiClient(self._plan.api_settings)
         await self._server.open()
 
     async def close(self) -> None:
@@ -65,44 +65,44 @@ class LeaseClient:
         if self._server is not None:
             await self._server.close()
 
-    async def look(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
+    async def read(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """Read the Lease; None where it does not exist."""
         answer = await self._send("GET", lease_state.path(self._lease.namespace, self._lease.name))
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
             self._stored = None
             return None
-        return self._conflict(answer)
+        return self._read_answer(answer)
 
-    async def put(self, put: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
+    async def write(self, write: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         """Write the Lease if its stored version is the version of the write."""
-        place, name = self._lease.namespace, self._lease.name
+        namespace, name = self._lease.namespace, self._lease.name
         body = lease_state.write(
-            put, namespace=place, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
+            write, namespace=namespace, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
         )
-        if put.version:
-            answer = await self._send("PUT", lease_state.path(place, name), body)
+        if write.version:
+            answer = await self._send("PUT", lease_state.path(namespace, name), body)
         else:
-            answer = await self._send("POST", lease_state.path(place), body)
-        return self._conflict(answer, put=put)
+            answer = await self._send("POST", lease_state.path(namespace), body)
+        return self._read_answer(answer, write=write)
 
-    def _conflict(
-        self, answer: bytes | api_errors.ApiError, put: LeaseWrite | None = None
+    def _read_answer(
+        self, answer: bytes | api_errors.ApiError, write: LeaseWrite | None = None
     ) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         if isinstance(answer, api_errors.ApiError):
-            outrun = put is not None and answer.status in _OUTRUN
+            is_conflict = write is not None and answer.status in _CONFLICT_STATUSES
             # A namespace that is not there answers 404 to a create.
-            outrun = outrun and (answer.status == 409 or bool(put and put.version))
-            verb = "get" if put is None else "update" if put.version else "create"
-            missing = self._denials.is_missing(verb, answer)
-            reason = "forbidden" if missing else "unauthorized" if answer.status == 401 else ""
-            message = self._refusal(answer, missing=missing)
-            return leader_elector.LeaseRequestFailed(message, conflict=outrun, reason=reason)
-        for verb in ("get",) if put is None else ("update", "create"):
+            is_conflict = is_conflict and (answer.status == 409 or bool(write and write.version))
+            verb = "get" if write is None else "update" if write.version else "create"
+            is_denied = self._denials.is_missing(verb, answer)
+            reason = "forbidden" if is_denied else "unauthorized" if answer.status == 401 else ""
+            message = self._error_text(answer, is_denied=is_denied)
+            return leader_elector.LeaseRequestFailed(message, conflict=is_conflict, reason=reason)
+        for verb in ("get",) if write is None else ("update", "create"):
             self._denials.is_missing(verb, answer)
         read = lease_state.read(answer)
         if isinstance(read, lease_state.UnreadableLease):
-            return leader_elector.LeaseRequestFailed(f"{self._where}: {read.reason}")
+            return leader_elector.LeaseRequestFailed(f"{self._title}: {read.reason}")
         record, self._stored = read
         return record
 
@@ -112,7 +112,7 @@ class LeaseClient:
         if self._server is None:
             return api_errors.ApiError(0, "not connected")
         generation = self._server.generation
-        answer = await self._server.send(method, path, body=body, seconds=self._limit_s)
+        answer = await self._server.send(method, path, body=body, seconds=self._timeout_s)
         if isinstance(answer, api_errors.ApiError) and answer.credentials_expired:
             try:
                 # For the next attempt: tokens are rotated under our feet.
@@ -122,12 +122,12 @@ class LeaseClient:
         return answer
 
     @property
-    def _where(self) -> str:
+    def _title(self) -> str:
         return f"Lease {self._lease.namespace}/{self._lease.name}"
 
-    def _refusal(self, refused: api_errors.ApiError, *, missing: bool) -> str:
-        text = f"{self._where}: {refused.status or 'no answer'} {refused.message}"
-        if missing:
+    def _error_text(self, error: api_errors.ApiError, *, is_denied: bool) -> str:
+        text = f"{self._title}: {error.status or 'no answer'} {error.message}"
+        if is_denied:
             text += (
                 "; add to a Role of the service account there: "
                 'apiGroups: ["coordination.k8s.io"], resources: ["leases"], '
@@ -137,12 +137,12 @@ class LeaseClient:
 
 
 def build_elector(
-    settings: Settings, *, able: Callable[[], bool], supervisor: Supervisor
+    settings: Settings, *, can_lead: Callable[[], bool], supervisor: Supervisor
 ) -> leader_elector.LeaderElector | None:
     """Build the leader elector; None where election is disabled.
 
     Args:
-        able: Returns True while this replica could serve; otherwise it does not take the Lease.
+        can_lead: Returns True while this replica could serve; otherwise it does not take the Lease.
         supervisor: Counts exceptions.
 
     Raises:
@@ -161,15 +161,15 @@ def build_elector(
         clock=_clock,
         # Not the configured seed: replicas that share it would always send at the same time.
         rng=random.Random(identity),
-        stands=able,
-        on_fact=_tell,
+        can_lead=can_lead,
+        on_event=_log_event,
         supervisor=supervisor,
     )
 
 
-def _tell(fact: leader_elector.ElectionEvent) -> None:
-    level = logging.INFO if fact.kind in _QUIET else logging.WARNING
-    _log.log(level, "election: %s: %s", fact.kind, fact.detail or "nobody")
+def _log_event(event: leader_elector.ElectionEvent) -> None:
+    level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
+    _log.log(level, "election: %s: %s", event.kind, event.detail or "nobody")
 
 
 def _clock() -> float:

@@ -58,9 +58,9 @@ async def serve(
     hurry: asyncio.Event = asyncio.Event()
     picker = EndpointPickerProcess(settings)
     reloader = reload.Reloader(
-        source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
+        source, settings, apply_settings=picker.apply_settings, on_reload=picker.log_reload
     )
-    install_signal_handlers(stop, hurry, reloader.ask)
+    install_signal_handlers(stop, hurry, reloader.request_reload)
     supervisor = picker.counters.supervisor
     asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:

@@ -70,7 +70,7 @@ class StallMeter:
             self._timer.cancel()
             self._schedule()
 
-    def look(self) -> None:
+    def measure(self) -> None:
         """Record how late this call is; called by the timer."""
         try:
             computed_s = self._thread_time()
@@ -86,4 +86,4 @@ class StallMeter:
         self._quiet = not self._counters.streams_open
         wait_s = QUIET_S if self._quiet else BUSY_S
         self._due = self._clock() + wait_s
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self.measure)

@@ -142,7 +142,7 @@ class ExtProcCall(ServerCall):
             self._servicer.parse(self, stream.unparsed)
         elif stream.queued is not None:
             self._wait()
-            stream.queued.answer.add_done_callback(self._on_admission)
+            stream.queued.admission.add_done_callback(self._on_admission)
         elif stream.is_over:
             self.finish()
 

@@ -35,8 +35,8 @@ class PoolRegistry:
 
     Args:
         shared: Dependencies of all pools.
-        written: Names of configured pools by their keys in Kubernetes discovery.
-        heard: Returns True once Kubernetes discovery is complete, or is not used.
+        configured: Names of configured pools by their keys in Kubernetes discovery.
+        is_discovery_synced: Returns True once Kubernetes discovery is complete, or is not used.
         on_change: Called after changes from Kubernetes discovery.
 
     Raises:
@@ -53,14 +53,14 @@ class PoolRegistry:
         settings: Settings,
         shared: RuntimeContext,
         *,
-        written: Mapping[str, str],
-        heard: Callable[[], bool],
+        configured: Mapping[str, str],
+        is_discovery_synced: Callable[[], bool],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._shared = shared
-        self._written = written
-        self._discovery_synced = heard
+        self._configured = configured
+        self._is_discovery_synced = is_discovery_synced
         self._changed = asyncio.Event()
         self.by_name = {plan.name: PoolRuntime(plan, shared) for plan in pools.pool_plans(settings)}
         #: Of these, the ones that are no longer there when Kubernetes says so.
@@ -68,7 +68,7 @@ class PoolRegistry:
         self.pool_selector = PoolSelector()
         self.flow_controllers: dict[str, AsyncFlowController] = {}
         self._on_change = on_change
-        self._connect()
+        self._rebuild_selector()
 
     @property
     def supervisor(self) -> Supervisor:
@@ -78,17 +78,17 @@ class PoolRegistry:
     @property
     def synced(self) -> bool:
         """True once all pools are discovered, and a pool exists if any is configured."""
-        sites = self.by_name.values()
+        runtimes = self.by_name.values()
         return (
-            self._discovery_synced()
-            and all(site.parts.store.synced for site in sites)
-            and (not sites or any(site.exists for site in sites))
+            self._is_discovery_synced()
+            and all(runtime.parts.store.synced for runtime in runtimes)
+            and (not runtimes or any(runtime.exists for runtime in runtimes))
         )
 
     @property
-    def listed(self) -> bool:
+    def is_discovery_synced(self) -> bool:
         """True once Kubernetes discovery is complete, or is not used."""
-        return self._discovery_synced()
+        return self._is_discovery_synced()
 
     @property
     def discovered(self) -> Mapping[str, PoolRuntime]:
@@ -98,32 +98,36 @@ class PoolRegistry:
     @property
     def protocols_supported(self) -> bool:
         """True if the protocol of any pool is supported; an unsupported pool blocks no other."""
-        sites = self.by_name.values()
-        return not sites or any(site.app_protocol in SUPPORTED_APP_PROTOCOLS for site in sites)
+        runtimes = self.by_name.values()
+        return not runtimes or any(
+            runtime.app_protocol in SUPPORTED_APP_PROTOCOLS for runtime in runtimes
+        )
 
     @property
     def h2c(self) -> frozenset[str]:
         """Names of the pools whose engines speak HTTP/2 without TLS."""
-        return frozenset(name for name, site in self.by_name.items() if site.app_protocol == H2C)
+        return frozenset(
+            name for name, runtime in self.by_name.items() if runtime.app_protocol == H2C
+        )
 
     @property
     def profile(self) -> str:
         """Names of the scheduling profiles in force, each once."""
-        return ",".join(dict.fromkeys(site.profile for site in self.by_name.values()))
+        return ",".join(dict.fromkeys(runtime.profile for runtime in self.by_name.values()))
 
     @property
     def max_prompt_bytes(self) -> int:
         """Longest part of a prompt that any pool hashes."""
-        schedules = [site.parts.settings.prefix.schedule for site in self.by_name.values()]
+        schedules = [runtime.parts.settings.prefix.schedule for runtime in self.by_name.values()]
         return max((schedule.limit_bytes for schedule in schedules), default=0)
 
     def pools(self) -> Mapping[str, Pool]:
         """Current pool snapshots by name."""
-        return {name: site.parts.store.pool for name, site in self.by_name.items()}
+        return {name: runtime.parts.store.pool for name, runtime in self.by_name.items()}
 
-    def watched(self) -> Mapping[str, PoolView]:
+    def views(self) -> Mapping[str, PoolView]:
         """Views of all pools for the metrics page."""
-        return {name: site.watched for name, site in self.by_name.items()}
+        return {name: runtime.view for name, runtime in self.by_name.items()}
 
     async def sync(self) -> None:
         """Load the endpoints of configured pools.
@@ -131,8 +135,8 @@ class PoolRegistry:
         Raises:
             ConfigError: An endpoints file cannot be read.
         """
-        for site in self.by_name.values():
-            await site.sync()
+        for runtime in self.by_name.values():
+            await runtime.sync()
 
     async def run(self) -> None:
         """Run all pools, as they come and go, until cancelled."""
@@ -140,35 +144,39 @@ class PoolRegistry:
             running: dict[str, tuple[PoolRuntime, asyncio.Task[None]]] = {}
             while True:
                 self._changed.clear()
-                for name, (site, task) in list(running.items()):
-                    if self.by_name.get(name) is not site:
+                for name, (runtime, task) in list(running.items()):
+                    if self.by_name.get(name) is not runtime:
                         task.cancel()
                         del running[name]
-                for name, site in self.by_name.items():
+                for name, runtime in self.by_name.items():
                     if name not in running:
-                        supervised = self._shared.supervisor.keep("pools", site.run, instance=name)
-                        running[name] = site, tasks.create_task(supervised, name=f"pool {name}")
+                        supervised = self._shared.supervisor.keep(
+                            "pools", runtime.run, instance=name
+                        )
+                        running[name] = runtime, tasks.create_task(supervised, name=f"pool {name}")
                 await self._changed.wait()
 
-    def on_pools_changed(self, changed: Mapping[str, DiscoveredPool], gone: Iterable[str]) -> None:
+    def on_pools_changed(
+        self, changed: Mapping[str, DiscoveredPool], removed: Iterable[str]
+    ) -> None:
         """Apply changes from Kubernetes discovery.
 
         Args:
             changed: Pools that are new or other than before, by its keys.
-            gone: Keys of pools that are no longer followed.
+            removed: Keys of pools that are no longer followed.
         """
         call = self._shared.supervisor.call
-        before = self._claims()
+        before = self._match_order_inputs()
         for key, discovered in changed.items():
             # A failure of a pool must not affect the other pools.
-            call("pools", functools.partial(self._take, key, discovered), instance=key)
-        for key in gone:
+            call("pools", functools.partial(self._apply_discovered, key, discovered), instance=key)
+        for key in removed:
             if key in self._discovered:
                 self._discovered.discard(key)
                 call("pools", self.by_name.pop(key).close, instance=key)
                 _log.info("pool %s is no longer served", key)
-        if before != self._claims():
-            self._connect()
+        if before != self._match_order_inputs():
+            self._rebuild_selector()
             self._changed.set()
         call("pools", self._on_change)
 
@@ -183,95 +191,97 @@ class PoolRegistry:
         plans = {plan.name: plan for plan in pools.pool_plans(settings)}
         grants: dict[str, pool_annotations.MatchGrant] = {}
         for name in self._discovered:
-            granted = self._granted(settings, name, self.by_name[name].annotations)
-            grants[name] = granted
-            plans[name] = pools.discovered_pool_plan(settings, name, granted.claim)
+            grant = self._resolve_grant(settings, name, self.by_name[name].annotations)
+            grants[name] = grant
+            plans[name] = pools.discovered_pool_plan(settings, name, grant.match)
         steps = [
-            site.prepare_reload(plans[name]) for name, site in self.by_name.items() if name in plans
+            runtime.prepare_reload(plans[name])
+            for name, runtime in self.by_name.items()
+            if name in plans
         ]
 
         def adopt() -> None:
             self._settings = settings
             for step in steps:
                 step()
-            for name, granted in grants.items():
-                self.by_name[name].grant_match(granted)
-            self._connect()
+            for name, grant in grants.items():
+                self.by_name[name].grant_match(grant)
+            self._rebuild_selector()
 
         return adopt
 
-    def _take(self, key: str, discovered: DiscoveredPool) -> None:
-        name = self._written.get(key)
-        site = self._bring(key, discovered) if name is None else self.by_name[name]
-        if site is not None:
-            site.on_discovered(discovered)
+    def _apply_discovered(self, key: str, discovered: DiscoveredPool) -> None:
+        name = self._configured.get(key)
+        runtime = self._find_or_create(key, discovered) if name is None else self.by_name[name]
+        if runtime is not None:
+            runtime.on_discovered(discovered)
 
-    def _bring(self, key: str, discovered: DiscoveredPool) -> PoolRuntime | None:
-        granted = self._granted(self._settings, key, discovered.annotations)
-        site = self.by_name.get(key)
-        if site is not None:
-            site.grant_match(granted)
-            return site
+    def _find_or_create(self, key: str, discovered: DiscoveredPool) -> PoolRuntime | None:
+        grant = self._resolve_grant(self._settings, key, discovered.annotations)
+        runtime = self.by_name.get(key)
+        if runtime is not None:
+            runtime.grant_match(grant)
+            return runtime
         try:
-            site = PoolRuntime(
-                pools.discovered_pool_plan(self._settings, key, granted.claim), self._shared
+            runtime = PoolRuntime(
+                pools.discovered_pool_plan(self._settings, key, grant.match), self._shared
             )
         except ConfigError as error:  # the same settings were built at start
             _log.error("pool %s cannot be served: %s", key, error)
             return None
-        self.by_name[key] = site
+        self.by_name[key] = runtime
         self._discovered.add(key)
         _log.info("pool %s is served", key)
-        site.grant_match(granted)
-        return site
+        runtime.grant_match(grant)
+        return runtime
 
-    def _granted(
+    def _resolve_grant(
         self, settings: Settings, key: str, annotations: Mapping[str, str]
     ) -> pool_annotations.MatchGrant:
-        return pool_annotations.grant_match(settings.cluster.claims, key, annotations)
+        return pool_annotations.grant_match(settings.cluster.match_rules, key, annotations)
 
-    def _claims(self) -> Mapping[str, object]:
+    def _match_order_inputs(self) -> Mapping[str, object]:
         """Inputs of the order of pools, by name."""
-        return {name: (site.match, site.created) for name, site in self.by_name.items()}
+        return {name: (runtime.match, runtime.created) for name, runtime in self.by_name.items()}
 
     def _find_overlaps(self, ordered: Sequence[str]) -> None:
-        """Record for each discovered pool an earlier pool with overlapping claims.
+        """Record for each discovered pool an earlier pool with an overlapping match.
 
         Beyond `_MAX_COMPARISONS` the youngest pools are not compared: which pool takes a request
         does not depend on it.
         """
-        claiming = [self.by_name[name] for name in ordered if not self.by_name[name].match.empty]
-        left = _MAX_COMPARISONS
-        for at, site in enumerate(claiming):
-            if site.name not in self._discovered:
+        matching = [self.by_name[name] for name in ordered if not self.by_name[name].match.is_empty]
+        comparisons_left = _MAX_COMPARISONS
+        for position, runtime in enumerate(matching):
+            if runtime.name not in self._discovered:
                 continue
-            overlaps = ""
-            for earlier in itertools.islice(claiming, at):
-                left -= pool_match.num_comparisons(earlier.match, site.match)
-                if left < 0:
+            overlapping = ""
+            for earlier in itertools.islice(matching, position):
+                comparisons_left -= pool_match.num_comparisons(earlier.match, runtime.match)
+                if comparisons_left < 0:
                     break
-                if pool_match.overlap(earlier.match, site.match):
-                    overlaps = earlier.name
+                if pool_match.overlaps(earlier.match, runtime.match):
+                    overlapping = earlier.name
                     break
-            site.note_overlap(overlaps)
+            runtime.note_overlap(overlapping)
 
-    def _connect(self) -> None:
+    def _rebuild_selector(self) -> None:
         """Order configured pools first, then discovered pools by age, and select by that.
 
         The creator of a pool chooses its name, but not its time of creation.
         """
-        gates = {
-            name: site.flow_controller
-            for name, site in self.by_name.items()
-            if site.flow_controller is not None
+        flow_controllers = {
+            name: runtime.flow_controller
+            for name, runtime in self.by_name.items()
+            if runtime.flow_controller is not None
         }
         self.flow_controllers.clear()
-        self.flow_controllers.update(gates)
+        self.flow_controllers.update(flow_controllers)
         # An object of unknown age is taken for the youngest.
-        others = sorted(
+        by_age = sorted(
             self._discovered, key=lambda name: (self.by_name[name].created or "~", name)
         )
-        ordered = [name for name in self.by_name if name not in self._discovered] + others
+        ordered = [name for name in self.by_name if name not in self._discovered] + by_age
         self._find_overlaps(ordered)
         self.pool_selector.reconfigure(
             [self.by_name[name].pool_route for name in ordered],

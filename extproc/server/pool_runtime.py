@@ -25,7 +25,7 @@ from extproc.telemetry.request_recorder import ExceptionLog
 _log = logging.getLogger("extproc.server")
 
 #: Facts of discovery that are as they should be.
-_QUIET = frozenset({"list-replaced", "complete"})
+_INFO_EVENTS = frozenset({"list-replaced", "complete"})
 
 
 class RuntimeContext(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class PoolRuntime:
     """Runtime of a pool.
 
     Args:
-        planned: Name, settings and claim of the pool.
+        plan: Name, settings and match of the pool.
         shared: Dependencies shared by all pools.
 
     Attributes:
@@ -69,47 +69,47 @@ class PoolRuntime:
         app_protocol: Protocol of its engines; empty where not set.
         annotations: Annotations of the object that defines it.
         created: Creation time of that object, RFC 3339 in UTC; empty where unknown.
-        refused_match: Reason why the claim of its annotations is ignored; empty where it is not.
-        overlaps: Name of the pool that comes first where both claim a request; empty for none.
+        match_rejection: Reason why the match of its annotations is ignored; empty where it is not.
+        overlapped_by: Name of the pool that comes first where both match a request; empty for none.
         flow_controller: Flow control of its requests; None where disabled.
     """
 
-    def __init__(self, planned: pools.PoolPlan, shared: RuntimeContext) -> None:
-        self.name = planned.name
-        self.match = planned.claim
+    def __init__(self, plan: pools.PoolPlan, shared: RuntimeContext) -> None:
+        self.name = plan.name
+        self.match = plan.match
         self.exists = True
         self._existed = False
         self.app_protocol = ""
         self.annotations: Mapping[str, str] = {}
         self.created = ""
-        self.refused_match = ""
-        self.overlaps = ""
-        self._settings = planned.settings
+        self.match_rejection = ""
+        self.overlapped_by = ""
+        self._settings = plan.settings
         self._shared = shared
-        self._counts = shared.counters.for_pool(planned.name)
+        self._counts = shared.counters.for_pool(plan.name)
         self.parts = factory.build(
-            planned.settings,
-            on_gone=self._gone,
+            plan.settings,
+            on_gone=self._on_endpoint_removed,
             guards=shared.guards,
             prefix_budget=shared.prefix_budget,
         )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
-        holding = planned.settings.flow_control
+        flow_control = plan.settings.flow_control
         self.flow_controller = (
             AsyncFlowController(
                 self.parts.director,
-                holding,
+                flow_control,
                 clock=shared.clock,
                 on_exception=ExceptionLog(shared.counters.exceptions, shared.clock).record,
             )
-            if holding.enabled
+            if flow_control.enabled
             else None
         )
         self._discovery = factory.build_discovery(
             self.parts,
             clock=shared.clock,
-            on_fact=self._discovered,
+            on_event=self._on_discovery_event,
             supervisor=shared.supervisor,
         )
 
@@ -126,46 +126,48 @@ class PoolRuntime:
     @property
     def match_state(self) -> MatchState:
         """State of the match in the annotations of the InferencePool."""
-        if self.refused_match:
+        if self.match_rejection:
             return "rejected"
-        if self.match.empty:
+        if self.match.is_empty:
             return "none"
-        return "overlapped" if self.overlaps else "in_force"
+        return "overlapped" if self.overlapped_by else "in_force"
 
     @property
-    def watched(self) -> PoolView:
+    def view(self) -> PoolView:
         """View of the pool for the metrics page."""
-        fleet = self.parts.store
-        gate = self.flow_controller
+        store = self.parts.store
+        flow_controller = self.flow_controller
         return PoolView(
-            fleet.pool,
-            self._cache,
-            fleet.bytes_per_token.learned,
-            fleet.outlier_detector.ejections,
-            fleet.outlier_detector.probes,
-            queue=None if gate is None else (gate.queue.count, gate.queue.bytes),
-            queue_outcomes={} if gate is None else gate.outcomes,
+            store.pool,
+            self._prefix_cache_stats,
+            store.bytes_per_token.ratios,
+            store.outlier_detector.ejections,
+            store.outlier_detector.probes,
+            queue=None
+            if flow_controller is None
+            else (flow_controller.queue.count, flow_controller.queue.bytes),
+            queue_outcomes={} if flow_controller is None else flow_controller.outcomes,
             conversations=self.parts.director.conversation_stats,
             match_state=self.match_state,
-            dropped_addresses=0 if self._discovery is None else self._discovery.left_out,
+            dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
         )
 
     def grant_match(self, granted: pool_annotations.MatchGrant) -> None:
         """Apply the match of its annotations, or log its refusal, once for each reason."""
-        self.match = granted.claim
-        if granted.refused and granted.refused != self.refused_match:
-            _log.warning("pool %s claims nothing: %s", self.name, granted.refused)
-        self.refused_match = granted.refused
+        self.match = granted.match
+        if granted.rejection and granted.rejection != self.match_rejection:
+            _log.warning("pool %s matches nothing: %s", self.name, granted.rejection)
+        self.match_rejection = granted.rejection
 
     def note_overlap(self, earlier: str) -> None:
-        """Record the pool that comes first where both claim a request; empty for none."""
-        if earlier and earlier != self.overlaps:
+        """Record the pool that comes first where both match a request; empty for none."""
+        if earlier and earlier != self.overlapped_by:
             _log.warning(
-                "pool %s claims requests of pool %s, which is older or written out and takes them",
+                "pool %s matches requests of pool %s, which is older or configured and takes them",
                 self.name,
                 earlier,
             )
-        self.overlaps = earlier
+        self.overlapped_by = earlier
 
     async def sync(self) -> None:
         """Load the endpoints of a static pool.
@@ -184,7 +186,7 @@ class PoolRuntime:
                 supervised = keep("discovery", self._discovery.run, instance=self.name)
                 tasks.create_task(supervised, name=f"discovery {self.name}")
             if self._settings.scrape.enabled:
-                supervised = keep("scrape", self._scraper().run, instance=f"pool {self.name}")
+                supervised = keep("scrape", self._build_scraper().run, instance=f"pool {self.name}")
                 tasks.create_task(supervised, name=f"scrape {self.name}")
             # A group without tasks would end, and with it what runs all sites.
             await asyncio.Event().wait()
@@ -198,24 +200,24 @@ class PoolRuntime:
         self.app_protocol = discovered.app_protocol
         self.annotations = discovered.annotations
         self.created = discovered.created
-        fleet = self.parts.store
-        fleet.set_endpoints(discovered.endpoints, self._shared.clock())
-        fleet.set_policy(discovered.policy)
-        self._changed()
+        store = self.parts.store
+        store.set_endpoints(discovered.endpoints, self._shared.clock())
+        store.set_policy(discovered.policy)
+        self._notify_capacity()
 
     def _existence_message(self, discovered: DiscoveredPool) -> str:
         if discovered.exists:
             return "is there"
         return "is gone" if self._existed else "is not there; see its name, namespace and group"
 
-    def prepare_reload(self, planned: pools.PoolPlan) -> Callable[[], None]:
+    def prepare_reload(self, plan: pools.PoolPlan) -> Callable[[], None]:
         """Validate and build other settings; the returned function applies them.
 
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        routing, profiles = factory.reroute(
-            planned.settings,
+        routing, profiles = factory.rebuild_routing(
+            plan.settings,
             where="the configuration",
             guards=self._shared.guards,
             before=self._profiles,
@@ -224,10 +226,10 @@ class PoolRuntime:
         def adopt() -> None:
             self._profiles = profiles
             self.parts.director.reconfigure(routing)
-            self.parts.store.outlier_detector.reconfigure(planned.settings.health)
-            self.match = planned.claim
+            self.parts.store.outlier_detector.reconfigure(plan.settings.health)
+            self.match = plan.match
             if self.flow_controller is not None:
-                self.flow_controller.reconfigure(planned.settings.flow_control)
+                self.flow_controller.reconfigure(plan.settings.flow_control)
             self.profile = routing.profile.name
 
         return adopt
@@ -238,7 +240,7 @@ class PoolRuntime:
             self.flow_controller.close()
         self._shared.counters.pools.pop(self.name, None)
 
-    def _scraper(self) -> scraper.Scraper:
+    def _build_scraper(self) -> scraper.Scraper:
         shared, parts = self._shared, self.parts
         return scraper.Scraper(
             parts.scraping,
@@ -246,37 +248,37 @@ class PoolRuntime:
             client=shared.http,
             clock=shared.clock,
             rng=parts.rng,
-            on_fact=self._scraped,
-            missed=lambda: self._counts.unknown_models,
+            on_result=self._on_scrape_result,
+            unlisted_models=lambda: self._counts.unknown_models,
             endpoint_counts=shared.endpoint_counts,
             supervisor=shared.supervisor,
         )
 
-    def _cache(self, endpoint: Endpoint) -> PrefixCacheStats:
-        known = self.parts.cache_model.state_of(endpoint)
-        calibration = known.calibration
-        return PrefixCacheStats(calibration.predicted, calibration.observed, known.capacity_tokens)
+    def _prefix_cache_stats(self, endpoint: Endpoint) -> PrefixCacheStats:
+        state = self.parts.cache_model.state_of(endpoint)
+        calibration = state.calibration
+        return PrefixCacheStats(calibration.predicted, calibration.observed, state.capacity_tokens)
 
-    def _changed(self) -> None:
+    def _notify_capacity(self) -> None:
         """Notify flow control after a change of endpoints or loads."""
         if self.flow_controller is not None:
             self.flow_controller.notify_capacity()
 
-    def _gone(self, endpoint: Endpoint) -> None:
+    def _on_endpoint_removed(self, endpoint: Endpoint) -> None:
         self._counts.forget(endpoint.address)
 
-    def _discovered(self, fact: static_discovery.DiscoveryEvent) -> None:
-        level = logging.INFO if fact.kind in _QUIET else logging.WARNING
-        named = f"pool {self.name}: " if self.name else ""
+    def _on_discovery_event(self, event: static_discovery.DiscoveryEvent) -> None:
+        level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
+        prefix = f"pool {self.name}: " if self.name else ""
         text = "%sendpoint discovery: %s: %s; endpoints in the pool: %d"
-        _log.log(level, text, named, fact.kind, fact.detail, fact.endpoints)
-        self._changed()
+        _log.log(level, text, prefix, event.kind, event.detail, event.endpoints)
+        self._notify_capacity()
 
-    def _scraped(self, fact: scraper.ScrapeResult) -> None:
-        if not fact.listing:
-            self._changed()
-            self._shared.counters.scrape_duration_s.add(fact.seconds)
-        if self.parts.store.pool.find(fact.address) is None:
+    def _on_scrape_result(self, result: scraper.ScrapeResult) -> None:
+        if not result.listing:
+            self._notify_capacity()
+            self._shared.counters.scrape_duration_s.add(result.seconds)
+        if self.parts.store.pool.find(result.address) is None:
             return  # it left meanwhile, and its series with it
-        counts = self._counts.model_list_polls if fact.listing else self._counts.scrapes
-        counts[fact.address, fact.outcome] += 1
+        counts = self._counts.model_list_polls if result.listing else self._counts.scrapes
+        counts[result.address, result.outcome] += 1

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("extproc.server")
 
 #: Facts in one entry of the stream (count), some 100 KB with long prompts.
-_MOST_FACTS = 500
+_MAX_EVENTS = 500
 
 #: Entries read at once (count).
-_MOST_ENTRIES = 100
+_MAX_ENTRIES = 100
 
 #: Milliseconds that a read waits for news.
 _BLOCK_MS = 1000
 
 #: Seconds that the server may take to answer, beyond that.
-_PATIENCE_S = 2.0
+_RESPONSE_TIMEOUT_S = 2.0
 
 #: Seconds between attempts to reach a server that is away, at first and at most.
-_BACK_OFF_S, _MOST_BACK_OFF_S = 0.1, 5.0
+_BACK_OFF_S, _MAX_BACK_OFF_S = 0.1, 5.0
 
 _FIELD = b"m"
 
@@ -53,28 +53,28 @@ class RedisPeerChannel:
 
     Args:
         settings: Server and intervals.
-        sites: Pools of this process.
+        registry: Pools of this process.
 
     Raises:
         ConfigError: The client is not installed, or the URL is none.
     """
 
     def __init__(
-        self, settings: PeerSyncSection, sites: PoolRegistry, clock: Callable[[], float]
+        self, settings: PeerSyncSection, registry: PoolRegistry, clock: Callable[[], float]
     ) -> None:
         self._settings = settings
-        self._sites = sites
+        self._registry = registry
         self._clock = clock
-        self._supervisor = sites.supervisor
+        self._supervisor = registry.supervisor
         self._writing, self._reading = _client(settings), _client(settings)
         self._waiting = asyncio.Event()
         name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
         # Pickers that lost the same server do not come back in step.
         self._rng = random.Random(name)
-        self._outbox = peer_sync.PeerEventLog(name, self._waiting.set)
-        self.replica = peer_sync.PeerReplica(name, self._dispatcher, silent_s=settings.silent_s)
-        self._away: set[str] = set()
-        self._told_at = -math.inf
+        self._event_log = peer_sync.PeerEventLog(name, self._waiting.set)
+        self.replica = peer_sync.PeerReplica(name, self._find_director, silent_s=settings.silent_s)
+        self._failing_tasks: set[str] = set()
+        self._flushed_at = -math.inf
 
     async def run(self) -> None:
         """Publish and receive until cancelled; then publish the departure."""
@@ -82,73 +82,77 @@ class RedisPeerChannel:
             async with asyncio.TaskGroup() as tasks:
                 keep = self._supervisor.keep
                 tasks.create_task(
-                    keep("peer_sync", self._beat, instance="beat"), name="peer sync heartbeat"
+                    keep("peer_sync", self._publish_open_requests, instance="beat"),
+                    name="peer sync heartbeat",
                 )
-                for what, once in (("tell", self._tell), ("listen", self._listen)):
-                    lasting = functools.partial(self._keep, what, once)
+                for task_name, once in (("tell", self._publish), ("listen", self._receive)):
+                    repeated = functools.partial(self._repeat, task_name, once)
                     tasks.create_task(
-                        keep("peer_sync", lasting, instance=what), name=f"peer sync {what}"
+                        keep("peer_sync", repeated, instance=task_name),
+                        name=f"peer sync {task_name}",
                     )
         finally:
-            self._outbox.publish_left()
-            with contextlib.suppress(*_failures()):
-                async with asyncio.timeout(_PATIENCE_S):
+            self._event_log.publish_left()
+            with contextlib.suppress(*_connection_errors()):
+                async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
                     await self._flush()
             for connection in (self._writing, self._reading):
-                with contextlib.suppress(*_failures()):
-                    async with asyncio.timeout(_PATIENCE_S):
+                with contextlib.suppress(*_connection_errors()):
+                    async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
                         await connection.aclose()
 
-    async def _beat(self) -> None:
+    async def _publish_open_requests(self) -> None:
         """Publish open requests, and drop silent peers."""
         while True:
             # Pools come and go.
-            sites = self._sites.by_name.items()
-            peer_sync.connect([(name, site.parts.director) for name, site in sites], self._outbox)
-            self._outbox.publish_open()
-            self._freed(self.replica.drop_silent(self._clock()))
-            self._supervisor.works("peer_sync", "beat")
+            runtimes = self._registry.by_name.items()
+            peer_sync.connect(
+                [(name, runtime.parts.director) for name, runtime in runtimes], self._event_log
+            )
+            self._event_log.publish_open()
+            self._notify_capacity(self.replica.drop_silent(self._clock()))
+            self._supervisor.record_success("peer_sync", "beat")
             await asyncio.sleep(self._settings.beat_s)
 
-    async def _keep(self, what: str, once: Callable[[], Any]) -> None:
+    async def _repeat(self, task_name: str, once: Callable[[], Any]) -> None:
         """Repeat a task, with back-off while the server is away."""
         wait_s = _BACK_OFF_S
-        while _wanted():
+        while _is_running():
             began = self._clock()
             try:
                 await once()
-            except _failures() as error:
-                if what not in self._away:
-                    self._away.add(what)
-                    _log.warning("peer sync: cannot %s: %s", what, type(error).__name__)
-                if self._clock() - began > _MOST_BACK_OFF_S:
+            except _connection_errors() as error:
+                if task_name not in self._failing_tasks:
+                    self._failing_tasks.add(task_name)
+                    _log.warning("peer sync: cannot %s: %s", task_name, type(error).__name__)
+                if self._clock() - began > _MAX_BACK_OFF_S:
                     wait_s = _BACK_OFF_S
                 await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
-                wait_s = min(2.0 * wait_s, _MOST_BACK_OFF_S)
+                wait_s = min(2.0 * wait_s, _MAX_BACK_OFF_S)
 
-    def _log_recovery(self, what: str) -> None:
-        self._supervisor.works("peer_sync", what)
-        if what in self._away:
-            self._away.remove(what)
-            _log.info("peer sync: can %s again", what)
+    def _log_recovery(self, task_name: str) -> None:
+        self._supervisor.record_success("peer_sync", task_name)
+        if task_name in self._failing_tasks:
+            self._failing_tasks.remove(task_name)
+            _log.info("peer sync: can %s again", task_name)
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         """Write queued events, until that fails; events of a failed write are lost.
 
         At once after a pause, and not sooner than `flush_s` after the last time.
         """
-        while _wanted():
+        while _is_running():
             await self._waiting.wait()
-            await asyncio.sleep(max(0.0, self._told_at + self._settings.flush_s - self._clock()))
+            await asyncio.sleep(max(0.0, self._flushed_at + self._settings.flush_s - self._clock()))
             self._waiting.clear()
             await self._flush()
-            self._told_at = self._clock()
+            self._flushed_at = self._clock()
             self._log_recovery("tell")
 
     async def _flush(self) -> None:
         """Write all queued events in a round trip."""
         pipeline = self._writing.pipeline(transaction=False)
-        while (message := self._outbox.take(_MOST_FACTS)) is not None:
+        while (message := self._event_log.take(_MAX_EVENTS)) is not None:
             pipeline.xadd(
                 self._settings.stream,
                 {_FIELD: peer_sync.encode(message)},
@@ -157,36 +161,36 @@ class RedisPeerChannel:
             )
         await pipeline.execute()
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
         """Read new entries of the stream until that fails; entries until a retry are lost."""
         stream, client = self._settings.stream, self._reading
         newest: Any = await client.xrevrange(stream, count=1)
         last: bytes = newest[0][0] if newest else b"0-0"
         self._log_recovery("listen")
-        while _wanted():
-            streams: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
+        while _is_running():
+            streams: Any = await client.xread({stream: last}, count=_MAX_ENTRIES, block=_BLOCK_MS)
             for _, entries in streams or ():
                 for entry, fields in entries:
-                    heard = functools.partial(self._on_messages, fields.get(_FIELD, b""))
+                    handle = functools.partial(self._on_entry, fields.get(_FIELD, b""))
                     # Any client with access to the stream may have written these bytes.
-                    self._supervisor.call("peer_sync", heard, instance="an entry of the stream")
+                    self._supervisor.call("peer_sync", handle, instance="an entry of the stream")
                     last = entry
 
-    def _on_messages(self, carried: bytes) -> None:
-        message = peer_sync.decode(carried)
+    def _on_entry(self, data: bytes) -> None:
+        message = peer_sync.decode(data)
         if message is not None:
-            self._freed(self.replica.take(message, self._clock()))
+            self._notify_capacity(self.replica.apply_message(message, self._clock()))
 
-    def _freed(self, pools: set[str]) -> None:
+    def _notify_capacity(self, pools: set[str]) -> None:
         """Notify flow control: requests of peers ended, so capacity may be free."""
         for name in pools:
-            gate = self._sites.flow_controllers.get(name)
-            if gate is not None:
-                gate.notify_capacity()
+            flow_controller = self._registry.flow_controllers.get(name)
+            if flow_controller is not None:
+                flow_controller.notify_capacity()
 
-    def _dispatcher(self, pool: str) -> Director | None:
-        site = self._sites.by_name.get(pool)
-        return None if site is None else site.parts.director
+    def _find_director(self, pool: str) -> Director | None:
+        runtime = self._registry.by_name.get(pool)
+        return None if runtime is None else runtime.parts.director
 
     def gauges(self) -> dict[str, Callable[[], float]]:
         """Gauges for the metrics page, by name."""
@@ -197,14 +201,14 @@ class RedisPeerChannel:
 
 
 def build_peer_channel(
-    settings: PeerSyncSection, sites: PoolRegistry, clock: Callable[[], float]
+    settings: PeerSyncSection, registry: PoolRegistry, clock: Callable[[], float]
 ) -> RedisPeerChannel | None:
     """Build the channel; None where state synchronization is disabled.
 
     Raises:
         ConfigError: The client is not installed, or the URL is none.
     """
-    return RedisPeerChannel(settings, sites, clock) if settings.url else None
+    return RedisPeerChannel(settings, registry, clock) if settings.url else None
 
 
 def require(settings: PeerSyncSection) -> None:
@@ -218,7 +222,7 @@ def require(settings: PeerSyncSection) -> None:
         admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
 
 
-def _wanted() -> bool:
+def _is_running() -> bool:
     """True while this task is not cancelled; the client may swallow a cancellation."""
     task = asyncio.current_task()
     return task is None or not task.cancelling()
@@ -243,8 +247,8 @@ def _client(settings: PeerSyncSection) -> Redis:
             protocol=2,
             credential_provider=provider,
             retry=Retry(NoBackoff(), 0),  # ours has no end
-            socket_connect_timeout=_PATIENCE_S,
-            socket_timeout=_BLOCK_MS / 1000.0 + _PATIENCE_S,
+            socket_connect_timeout=_RESPONSE_TIMEOUT_S,
+            socket_timeout=_BLOCK_MS / 1000.0 + _RESPONSE_TIMEOUT_S,
         )
     except ValueError:
         raise ConfigError(
@@ -291,7 +295,7 @@ def _credentials(settings: PeerSyncSection) -> tuple[str, CredentialProvider | N
     return urllib.parse.urlunsplit(parts._replace(netloc=host)), PasswordFile()
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def _connection_errors() -> tuple[type[Exception], ...]:
     """Exceptions of calls to a server that is away, restarts or is full."""
     from redis.exceptions import RedisError  # noqa: PLC0415 - see `_client`
 

@@ -21,7 +21,7 @@ from extproc.supervision import place_of
 
 #: Seconds between two looks at the files. A stat costs microseconds, and a mounted ConfigMap takes
 #: a minute to arrive.
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 #: What identifies the content of a file without reading it; None when it is not there.
 _Stamp = tuple[int, int, int] | None
@@ -59,7 +59,7 @@ class Reloader:
     Args:
         source: Source of the configuration.
         settings: What is in force.
-        adopt: Puts settings in force, which differ from `settings` in live fields only; raises
+        apply_settings: Puts settings in force, which differ from `settings` in live fields only; raises
             before it changes anything.
         on_reload: Called after every attempt.
     """
@@ -69,17 +69,17 @@ class Reloader:
         source: ConfigSource,
         settings: Settings,
         *,
-        adopt: Callable[[Settings], None],
+        apply_settings: Callable[[Settings], None],
         on_reload: Callable[[ReloadResult], None],
     ) -> None:
         self._source = source
-        self._started = self._in_force = self._written = settings
-        self._adopt = adopt
+        self._initial = self._applied = self._file_settings = settings
+        self._apply_settings = apply_settings
         self._on_reload = on_reload
         self._requested = asyncio.Event()
-        self._stamps = self._look()
+        self._stamps = self._read_stamps()
 
-    def ask(self) -> None:
+    def request_reload(self) -> None:
         """Request a reload at the next step, changed or not."""
         self._requested.set()
 
@@ -87,42 +87,44 @@ class Reloader:
         """Check for changes until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._requested.wait(), _LOOK_S)
+                await asyncio.wait_for(self._requested.wait(), _POLL_S)
             await self.step()
 
     async def step(self) -> None:
         """Check for changes once, and reload if there are any."""
-        stamps = self._look()
+        stamps = self._read_stamps()
         if stamps == self._stamps and not self._requested.is_set():
             return
         self._requested.clear()
         self._stamps = stamps
-        self._on_reload(await self._reloaded())
+        self._on_reload(await self._reload())
 
-    async def _reloaded(self) -> ReloadResult:
+    async def _reload(self) -> ReloadResult:
         restart: tuple[str, ...] = ()
         try:
             # In a thread: a long file takes longer than a request may wait.
             written = await asyncio.to_thread(self._source.read)
-            restart = tuple(reloading.pending(self._started, written))
-            in_force = reloading.in_force(self._started, written)
+            restart = tuple(reloading.find_restart_fields(self._initial, written))
+            in_force = reloading.apply_live_fields(self._initial, written)
             loader.check_compatible(in_force, where="the configuration")
-            changes = reloading.changes(self._in_force, in_force)
+            changes = reloading.find_changes(self._applied, in_force)
             changed = tuple(change.path for change in changes)
-            self._adopt(in_force)
+            self._apply_settings(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.
             more = f" (only a restart changes {', '.join(restart)})" if restart else ""
             return ReloadResult(error=f"{error}{more}")
         except Exception as error:  # noqa: BLE001 - a broken file must not end the process
             return ReloadResult(error=f"reading it raised {place_of(error)}")
-        self._in_force, self._written = in_force, written
+        self._applied, self._file_settings = in_force, written
         # Plugin files may be others now. What changed while it was read is read at the next look.
-        self._stamps = {name: self._stamps.get(name, stamp) for name, stamp in self._look().items()}
+        self._stamps = {
+            name: self._stamps.get(name, stamp) for name, stamp in self._read_stamps().items()
+        }
         return ReloadResult(changed=changed, restart=restart)
 
-    def _look(self) -> dict[str, _Stamp]:
-        return {name: _stamp(name) for name in self._source.files(self._written)}
+    def _read_stamps(self) -> dict[str, _Stamp]:
+        return {name: _stamp(name) for name in self._source.files(self._file_settings)}
 
 
 def _stamp(name: str) -> _Stamp:

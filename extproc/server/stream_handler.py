@@ -291,11 +291,11 @@ class StreamHandler(msgspec.Struct, eq=False):
             raise RuntimeError("the request is not queued; resume once after it was")
         if isinstance(answer, Rejection):
             return (self._reject(answer),)
-        self._reservation = answer.ticket
+        self._reservation = answer.reservation
         now = self._context.clock()
-        self._observer.on_dequeued(now - queued.waiter.arrived)
+        self._observer.on_dequeued(now - queued.item.arrived)
         return self._send_route(
-            answer.decision, queued.prepared.raw, now, reservation=answer.ticket
+            answer.decision, queued.prepared.raw, now, reservation=answer.reservation
         )
 
     def _send_route(
@@ -330,7 +330,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             decision, request_id=request_id, now=now, duration_s=self._routed_s - now
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
-        self.is_over = context.is_draining or director.response_unwatched(decision)
+        self.is_over = context.is_draining or director.is_response_unobserved(decision)
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director."""

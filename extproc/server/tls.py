@@ -127,7 +127,7 @@ class KeyPair:
         Raises:
             ConfigError: The files are missing or no key pair.
         """
-        stamp = self._look()
+        stamp = self._read_stamps()
         try:
             private = (self._folder / "tls.key").read_bytes()
             public = (self._folder / "tls.crt").read_bytes()
@@ -152,7 +152,7 @@ class KeyPair:
 
     def changed(self, on_reload: Callable[[str], None]) -> tuple[bytes, bytes] | None:
         """Read the files again if they changed; None if they did not or are invalid."""
-        if self._look() == self._stamp:
+        if self._read_stamps() == self._stamp:
             return None
         try:
             pair = self.read()
@@ -162,7 +162,7 @@ class KeyPair:
         on_reload("reloaded")
         return pair
 
-    def _look(self) -> object:
+    def _read_stamps(self) -> object:
         stamps = []
         for name in ("tls.key", "tls.crt"):
             try:

@@ -19,7 +19,7 @@ from extproc.xds import resources
 from extproc.xds.resources import ClusterOptions, XdsSnapshot
 
 if TYPE_CHECKING:
-    from extproc.xds.messages import Incoming, Outgoing, SessionCodec
+    from extproc.xds.messages import EncodedResponse, RequestResult, SessionCodec
 
 SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 SOTW = "StreamAggregatedResources"
@@ -30,21 +30,21 @@ KINDS = {resources.CLUSTER: "clusters", resources.ASSIGNMENT: "endpoints"}
 
 #: Seconds between two looks at the pools. A change waits half of it on average, and what changes
 #: together goes out together; a look at twenty pools takes microseconds.
-_LOOK_S = 0.05
+_PUBLISH_INTERVAL_S = 0.05
 
 #: Requests of one stream that may wait; Envoy has two or three under way.
-_MOST_WAITING = 32
+_MAX_QUEUED_REQUESTS = 32
 
 #: Seconds after the last request until the stream is ended. An Envoy that is gone shows as the end
 #: of its requests, and as a cancellation right after; to end the stream in between is an error.
-_GONE_S = 0.1
+_CANCELLATION_GRACE_S = 0.1
 
 #: Seconds in which an Envoy reads a response; a stream is not cancelled in the middle of a write,
 #: for gRPC ends no call of which a write was cancelled.
 _RELEASE_S = 2.0
 
 #: Refusals remembered, so that each is logged once however many Envoys and streams repeat it.
-_MOST_REFUSALS = 256
+_MAX_LOGGED_NACKS = 256
 
 _log = logging.getLogger("extproc.server")
 
@@ -55,24 +55,24 @@ class _Stream:
     """Open xDS stream.
 
     Args:
-        speaker: State of the xDS protocol on the stream.
+        codec: State of the xDS protocol on the stream.
         task: Task that serves it.
     """
 
-    def __init__(self, speaker: SessionCodec, task: asyncio.Task[None]) -> None:
-        self.speaker = speaker
+    def __init__(self, codec: SessionCodec, task: asyncio.Task[None]) -> None:
+        self.codec = codec
         self.task = task
         self.node = ""
         #: Requests of Envoy; None says that something else is to be looked at.
-        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
-        self.over = False
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_QUEUED_REQUESTS)
+        self.is_over = False
 
     async def read(self, context: Context) -> None:
         """Put the requests of Envoy into the inbox."""
         with contextlib.suppress(grpc.aio.BaseError):
             while isinstance(data := await context.read(), bytes):
                 await self.inbox.put(data)
-        self.over = True
+        self.is_over = True
         await self.inbox.put(None)
 
     def wake(self) -> None:
@@ -91,7 +91,7 @@ class AggregatedDiscoveryServicer:
         pools: Returns the pools by name.
         h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
         synced: Returns True once the pools are known.
-        traits: Options of every cluster.
+        options: Options of every cluster.
         counters: Metrics of the xDS server.
         supervisor: Counts exceptions; None creates a new supervisor.
 
@@ -105,7 +105,7 @@ class AggregatedDiscoveryServicer:
         *,
         h2c: Callable[[], Collection[str]],
         synced: Callable[[], bool],
-        traits: ClusterOptions,
+        options: ClusterOptions,
         counters: XdsCounters,
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class AggregatedDiscoveryServicer:
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         snapshot_cache = importlib.import_module("extproc.xds.snapshot_cache")
         self._messages = importlib.import_module("extproc.xds.messages")
-        self._snapshot_cache = snapshot_cache.SnapshotCache(traits)
+        self._snapshot_cache = snapshot_cache.SnapshotCache(options)
         self._pools = pools
         self._h2c = h2c
         self._synced = synced
@@ -122,18 +122,18 @@ class AggregatedDiscoveryServicer:
         self._snapshot: XdsSnapshot | None = None
         self._streams: set[_Stream] = set()
         self._has_subscribers = asyncio.Event()
-        self._refusals: set[tuple[str, str]] = set()
+        self._logged_nacks: set[tuple[str, str]] = set()
         self._closing = False
         #: Endpoints with which a pool could not be posted, by its name.
-        self._faulty: dict[str, Mapping[str, int]] = {}
+        self._faulty_positions: dict[str, Mapping[str, int]] = {}
 
     async def run(self) -> None:
         """Publish changes of the pools while streams are open, until cancelled."""
         while True:
             await self._has_subscribers.wait()
             self.step()
-            self._supervisor.works("xds")
-            await asyncio.sleep(_LOOK_S)
+            self._supervisor.record_success("xds")
+            await asyncio.sleep(_PUBLISH_INTERVAL_S)
 
     def step(self) -> None:
         """Update the snapshot, and wake every stream if it changed."""
@@ -148,9 +148,11 @@ class AggregatedDiscoveryServicer:
                 stream.wake()
         for name, fault in self._snapshot_cache.faults.items():
             # Pools are new objects after every scrape; a list of endpoints is not.
-            if self._faulty.get(name) is not pools[name].positions:
-                self._supervisor.note("xds", fault, instance=name)
-        self._faulty = {name: pools[name].positions for name in self._snapshot_cache.faults}
+            if self._faulty_positions.get(name) is not pools[name].positions:
+                self._supervisor.record_error("xds", fault, instance=name)
+        self._faulty_positions = {
+            name: pools[name].positions for name in self._snapshot_cache.faults
+        }
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
@@ -169,13 +171,13 @@ class AggregatedDiscoveryServicer:
         if tasks:
             await asyncio.wait(tasks, timeout=_RELEASE_S)
 
-    async def _serve(self, speaker: SessionCodec, context: Context) -> None:
+    async def _serve(self, codec: SessionCodec, context: Context) -> None:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("streams run inside a task of the gRPC server")
         if self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining; ask another picker")
-        stream = _Stream(speaker, task)
+        stream = _Stream(codec, task)
         self._streams.add(stream)
         self._has_subscribers.set()
         self._counters.on_stream_opened()
@@ -183,10 +185,10 @@ class AggregatedDiscoveryServicer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(stream.read(context), name="xds reading")
-                readable = await self._converse(stream, context)
+                readable = await self._exchange_messages(stream, context)
                 reading.cancel()
         except Exception as error:  # noqa: BLE001 - gRPC would log what may quote Envoy's message
-            self._supervisor.note("xds", error, instance=stream.node)
+            self._supervisor.record_error("xds", error, instance=stream.node)
             failed = True
         finally:
             self._streams.discard(stream)
@@ -200,46 +202,46 @@ class AggregatedDiscoveryServicer:
         if not readable:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
 
-    async def _converse(self, stream: _Stream, context: Context) -> bool:
+    async def _exchange_messages(self, stream: _Stream, context: Context) -> bool:
         """Answer until Envoy is done or we are closing; False for a malformed request."""
         published: XdsSnapshot | None = None
         while not self._closing:
             if self._snapshot is not None and self._snapshot is not published:
                 published = self._snapshot
-                await self._send(stream.speaker.publish(published), context)
+                await self._send(stream.codec.publish(published), context)
             data = await stream.inbox.get()
             if data is None:
-                if stream.over:
-                    await asyncio.sleep(_GONE_S)
+                if stream.is_over:
+                    await asyncio.sleep(_CANCELLATION_GRACE_S)
                     return True
                 continue
-            heard = stream.speaker.hear(data)
-            if heard is None:
+            result = stream.codec.handle_request(data)
+            if result is None:
                 return False
-            self._note(stream, heard)
-            await self._send(heard.answers, context)
+            self._record_result(stream, result)
+            await self._send(result.responses, context)
         return True
 
-    async def _send(self, answers: tuple[Outgoing, ...], context: Context) -> None:
+    async def _send(self, responses: tuple[EncodedResponse, ...], context: Context) -> None:
         # Envoy may have left; then the end of what it says is next.
         with contextlib.suppress(grpc.aio.BaseError):
-            for answer in answers:
-                self._counters.responses[KINDS[answer.type_url]] += 1
-                await context.write(answer.data)
+            for response in responses:
+                self._counters.responses[KINDS[response.type_url]] += 1
+                await context.write(response.data)
 
-    def _note(self, stream: _Stream, heard: Incoming) -> None:
-        if heard.node and not stream.node:
-            stream.node = heard.node
-            _log.info("xDS: Envoy %s listens", heard.node)
-        refusal = heard.refusal
-        if refusal is None:
+    def _record_result(self, stream: _Stream, result: RequestResult) -> None:
+        if result.node and not stream.node:
+            stream.node = result.node
+            _log.info("xDS: Envoy %s listens", result.node)
+        nack = result.nack
+        if nack is None:
             return
-        kind = KINDS[refusal.type_url]
+        kind = KINDS[nack.type_url]
         self._counters.nacks[kind] += 1
-        key = (kind, refusal.error)
-        if key not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
-            self._refusals.add(key)
-            _log.error("xDS: Envoy %s refused %s: %s", stream.node, kind, refusal.error)
+        key = (kind, nack.error)
+        if key not in self._logged_nacks and len(self._logged_nacks) < _MAX_LOGGED_NACKS:
+            self._logged_nacks.add(key)
+            _log.error("xDS: Envoy %s refused %s: %s", stream.node, kind, nack.error)
 
 
 def register(server: grpc.aio.Server, discovery: AggregatedDiscoveryServicer) -> None:

@@ -93,7 +93,7 @@ def read(path: Path) -> scenario.Scenario:
         ConfigError: It cannot be read, or something in it is unknown, missing or out of range.
     """
     where = str(path)
-    tree = loader.tree_of(loader.text_of(path), where=where)
+    tree = loader.parse_tree(loader.read_text(path), where=where)
     return validation.to_struct(tree, scenario.Scenario, where=where)
 
 
@@ -191,7 +191,7 @@ def run(
 @functools.cache
 def trace_rows(trace: str) -> tuple[str, ...]:
     """Lines of a trace, none without its path; every run of a process reads the same ones."""
-    return tuple(loader.text_of(Path(trace)).splitlines()) if trace else ()
+    return tuple(loader.read_text(Path(trace)).splitlines()) if trace else ()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from extproc.telemetry.control_plane_metrics import XdsCounters
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.
-LEFT: Final = "left"
+REMOVED_ENDPOINT: Final = "left"
 
 
 class PoolCounters:
@@ -60,7 +60,7 @@ class PoolCounters:
         self.answered_total = 0
         self.reported_total = 0
 
-    def routed(self, decision: Decision) -> None:
+    def record_routed(self, decision: Decision) -> None:
         """Counts a routed request."""
         self.requests_routed[decision.endpoints[0].address] += 1
         self.routed_total += 1
@@ -71,21 +71,21 @@ class PoolCounters:
         if decision.model_unlisted:
             self.unknown_models += 1
 
-    def rewritten(self, *, edited: bool) -> None:
+    def record_rewrite(self, *, edited: bool) -> None:
         """Counts a routed request whose model name was rewritten."""
         self.rewrites["edited" if edited else "unedited"] += 1
 
-    def rejected(self, rejection: Rejection) -> None:
+    def record_rejection(self, rejection: Rejection) -> None:
         """Counts a rejected request."""
         self.rejections[rejection.status, rejection.reason] += 1
         if rejection.code == MODEL_NOT_FOUND:
             self.unknown_models += 1
 
-    def finished(self, address: str, status: str) -> None:
+    def record_finished(self, address: str, status: str) -> None:
         """Counts the end of the stream of a routed request.
 
         Args:
-            address: The endpoint it was routed to; `LEFT` where it is no longer in the pool.
+            address: The endpoint it was routed to; `REMOVED_ENDPOINT` where it is no longer in the pool.
             status: HTTP status of the response; empty without response headers.
         """
         if status:
@@ -94,7 +94,7 @@ class PoolCounters:
         else:
             self.without_response[address] += 1
 
-    def used(self, usage: Mapping[str, int]) -> None:
+    def record_usage(self, usage: Mapping[str, int]) -> None:
         """Counts the token usage that a response reported, by kind."""
         for kind, tokens in usage.items():
             self.usage[kind] += tokens
@@ -192,7 +192,7 @@ class ProcessCounters:
             counters = self.pools[pool] = PoolCounters()
         return counters
 
-    def reloaded(self, *, ok: bool, restart: bool) -> None:
+    def record_reload(self, *, ok: bool, restart: bool) -> None:
         """Counts a reload of the configuration, failed or not."""
         self.reloads["ok" if ok else "error"] += 1
         self.reload_failed = not ok

@@ -38,7 +38,9 @@ def describe_pool(pool: Pool, now: float) -> Json:
 
     Unknown values are omitted, and so is `matched_tokens`, which belongs to a request.
     """
-    description: Json = msgspec.json.decode(msgspec.json.encode(pool_state.of_pool(pool, now)))
+    description: Json = msgspec.json.decode(
+        msgspec.json.encode(pool_state.describe_pool_state(pool, now))
+    )
     description["endpoints"] = [
         {
             name: value
@@ -122,11 +124,11 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
         "filters": _filters(outcome),
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
         "cost": _cost(outcome.cost),
-        "scored_candidates": _finalists(outcome),
+        "scored_candidates": _scored_candidates(outcome),
     }
 
 
-def recorded(record: DecisionRecord, now: float) -> Json:
+def explain_record(record: DecisionRecord, now: float) -> Json:
     """A recorded decision as JSON, with its age and the result of its request.
 
     Args:
@@ -142,7 +144,7 @@ def recorded(record: DecisionRecord, now: float) -> Json:
     }
 
 
-def summary(record: DecisionRecord, now: float) -> Json:
+def summarize_record(record: DecisionRecord, now: float) -> Json:
     """A recorded decision as one row of a list.
 
     Args:
@@ -155,13 +157,13 @@ def summary(record: DecisionRecord, now: float) -> Json:
         "pool": decision.pool,
         "model": decision.request.target,
         "endpoint": decision.endpoints[0].address,
-        "why": short(decision),
+        "why": format_short(decision),
         "status": record.status or None,
         "seconds": record.seconds,
     }
 
 
-def short(decision: Decision) -> str:
+def format_short(decision: Decision) -> str:
     """A decision in one line of ASCII, fit for a header.
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
@@ -176,18 +178,18 @@ def short(decision: Decision) -> str:
         ),
         None,
     )
-    words += _worth(decision, chosen)
+    words += _displayed_value(decision, chosen)
     words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
     other = runner_up(decision)
     if other is not None:
         words.append(f"next={decision.scored_candidates[other].endpoint.address}")
-        words += _worth(decision, other)
+        words += _displayed_value(decision, other)
     if decision.degraded:
         words.append("degraded")
     return "; ".join(words)
 
 
-def _worth(decision: Decision, at: int | None) -> list[str]:
+def _displayed_value(decision: Decision, at: int | None) -> list[str]:
     """Cost or score of a finalist as text; empty when nothing was compared."""
     priced = decision.cost
     if at is None:
@@ -267,10 +269,12 @@ def _filters(decision: Decision) -> list[Json]:
     if decision.excluded_by_model:
         dropped = [endpoint.address for endpoint in decision.excluded_by_model]
         others = [
-            endpoint.address for _, aside in decision.excluded_by_health for endpoint in aside
+            endpoint.address
+            for _, by_reason in decision.excluded_by_health
+            for endpoint in by_reason
         ]
         steps.append({"name": SERVES_MODEL, "survivors": before + others, "dropped": dropped})
-    steps += _put_aside(decision, before)
+    steps += _excluded_by_health(decision, before)
     for filtered in decision.filters:
         after = _addresses(filtered.survivors)
         remaining = set(after)
@@ -283,7 +287,7 @@ def _filters(decision: Decision) -> list[Json]:
     return steps
 
 
-def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
+def _excluded_by_health(decision: Decision, candidates: list[str]) -> list[Json]:
     """Endpoints excluded by health, as filter steps; a later exclusion survives earlier steps."""
     steps: list[Json] = []
     survivors = candidates
@@ -313,7 +317,7 @@ def _branches(branches: Iterable[FilterTreeStep], before: list[str]) -> list[Jso
     return steps
 
 
-def _finalists(decision: Decision) -> list[Json]:
+def _scored_candidates(decision: Decision) -> list[Json]:
     ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
     priced = decision.cost
     factor = 1.0 if priced is None else _factor(priced)

@@ -62,7 +62,7 @@ def render_past(record: Json) -> str:
     """Renders a recorded decision as text.
 
     Args:
-        record: From `explanation.recorded`, or its JSON from a server.
+        record: From `explanation.explain_record`, or its JSON from a server.
     """
     came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
     status = f"status {record['status']}" if record["status"] else "no answer seen"

@@ -28,7 +28,7 @@ class PrefixCacheStats(msgspec.Struct, frozen=True):
 
 
 #: State of the match in the annotations of an InferencePool: there is none, it is in force, an
-#: earlier pool matches some of the same requests, or no rule of `cluster.claims` allows it.
+#: earlier pool matches some of the same requests, or no rule of `cluster.match_rules` allows it.
 MatchState = Literal["none", "in_force", "overlapped", "rejected"]
 
 
@@ -188,12 +188,12 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
     (
         "extproc_endpoint_up",
         "1 unless scrapes cannot connect to the endpoint, then 0.",
-        lambda member, _: float(member.reachable),
+        lambda member, _: float(member.is_reachable),
     ),
     (
         "extproc_endpoint_ejected",
         "1 while the endpoint is ejected because it fails or cannot be reached, else 0.",
-        lambda member, _: float(member.ejected),
+        lambda member, _: float(member.is_ejected),
     ),
     (
         "extproc_endpoint_metrics_age_seconds",

@@ -107,16 +107,16 @@ class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     endpoints: tuple[EndpointState, ...] = ()
 
 
-def of_pool(pool: Pool, now: float) -> PoolState:
+def describe_pool_state(pool: Pool, now: float) -> PoolState:
     """Converts a pool snapshot.
 
     Args:
         now: Monotonic seconds, for ages.
     """
-    return PoolState(endpoints=tuple(_of_member(member, now) for member in pool.members))
+    return PoolState(endpoints=tuple(_describe_member(member, now) for member in pool.members))
 
 
-def _of_member(member: EndpointSnapshot, now: float) -> EndpointState:
+def _describe_member(member: EndpointSnapshot, now: float) -> EndpointState:
     endpoint, load, account, models = member.endpoint, member.load, member.account, member.models
     scraped = math.isfinite(load.at)
     known = member.condition
@@ -129,13 +129,13 @@ def _of_member(member: EndpointSnapshot, now: float) -> EndpointState:
         failure=member.failure,
         health=_STATES[known.state],
         cause=known.cause,
-        out_s=max(0.0, now - known.since) if member.ejected else None,
+        out_s=max(0.0, now - known.since) if member.is_ejected else None,
         again_s=max(0.0, known.until - now) if math.isfinite(known.until) else None,
         ejections=known.times,
         in_flight=account.in_flight,
         prompt_tokens=account.prompt_tokens,
         queued_tokens=round(account.queued(now)),
-        distrusted=plausibility.reason(member.flaws),
+        distrusted=plausibility.distrust_reason(member.flaws),
         foreign=member.foreign if scraped else None,
         age_s=max(0.0, now - load.at) if scraped else None,
         engine=load.engine,

@@ -13,7 +13,7 @@ import msgspec
 from extproc.decision import Decision, Rejection
 from extproc.request import shorten_id
 from extproc.supervision import origin_of
-from extproc.telemetry.counters import LEFT, PoolCounters, ProcessCounters
+from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
 
 _log = logging.getLogger("extproc.server")
 
@@ -190,7 +190,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
 
     def on_rejected(self, rejection: Rejection) -> None:
         """Count a rejection."""
-        self._pool_counters.rejected(rejection)
+        self._pool_counters.record_rejection(rejection)
 
     def on_dequeued(self, wait_s: float) -> None:
         """Count the time in the queue."""
@@ -205,13 +205,13 @@ class RequestRecorder(msgspec.Struct, eq=False):
             The decision without prompt and block hashes.
         """
         self._counters.routing_duration_s.add(duration_s)
-        self._pool_counters.routed(decision)
+        self._pool_counters.record_routed(decision)
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
         return self._record.decision
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
-        self._pool_counters.rewritten(edited=edited)
+        self._pool_counters.record_rewrite(edited=edited)
 
     def on_response_headers(self, duration_s: float) -> None:
         """Count the time from the choice of the endpoint to response headers."""
@@ -219,7 +219,9 @@ class RequestRecorder(msgspec.Struct, eq=False):
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count the end of a routed request, and note it in the decision log."""
-        self._pool_counters.finished(LEFT if endpoint is None else endpoint, status)
+        self._pool_counters.record_finished(
+            REMOVED_ENDPOINT if endpoint is None else endpoint, status
+        )
         self._counters.request_duration_s.add(duration_s)
         record = self._record
         if record is not None:
@@ -227,7 +229,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Count the tokens that the response reported."""
-        self._pool_counters.used(usage)
+        self._pool_counters.record_usage(usage)
         if self._record is not None:
             self._record.usage = usage
 

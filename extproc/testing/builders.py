@@ -16,41 +16,43 @@ from extproc.scheduling.framework import SchedulingContext
 #: `now` of every context, in seconds; scrapes are a second old.
 NOW = 100.0
 
-_OF_TURN = frozenset(SchedulingContext.__struct_fields__) - {
+_CONTEXT_FIELDS = frozenset(SchedulingContext.__struct_fields__) - {
     "request",
     "rng",
     "adapter",
     "first_user_message_reader",
 }
-_OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
-_OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
+_CANDIDATE_FIELDS = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
+_LOAD_FIELDS = frozenset(Load.__struct_fields__) - {"at"}
 _RESIDENCIES = tuple(AdapterResidency)
 _SETS = ("adapters", "waiting_adapters")
 
 
-def context(seed: int = 1, *, opening: str = "", **facts: Any) -> SchedulingContext:
+def context(seed: int = 1, *, first_user_message: str = "", **fields: Any) -> SchedulingContext:
     """Build the scheduling context of a chat request.
 
     Args:
         seed: Seed of `rng`.
-        opening: Beginning of the first user message.
-        **facts: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of
+        first_user_message: Beginning of the first user message.
+        **fields: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of
             `InferenceRequest`; `adapter` sets both.
     """
-    own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
-    request = InferenceRequest(**{"api": "chat", **facts})
-    own["adapter"] = request.adapter
-    if opening:
-        own["first_user_message_reader"] = lambda _: opening
-    return SchedulingContext(**{"request": request, "now": NOW, "rng": Random(seed), **own})
+    context_fields = {name: fields.pop(name) for name in _CONTEXT_FIELDS & fields.keys()}
+    request = InferenceRequest(**{"api": "chat", **fields})
+    context_fields["adapter"] = request.adapter
+    if first_user_message:
+        context_fields["first_user_message_reader"] = lambda _: first_user_message
+    return SchedulingContext(
+        **{"request": request, "now": NOW, "rng": Random(seed), **context_fields}
+    )
 
 
-def candidate(name: str, **facts: Any) -> Candidate:
+def candidate(name: str, **fields: Any) -> Candidate:
     """Build a candidate at `NAME:8000`.
 
     Args:
         name: Name and host of the endpoint.
-        **facts: Fields of `Candidate` and of `Load`, and `labels`. Sets may be lists, `residency`
+        **fields: Fields of `Candidate` and of `Load`, and `labels`. Sets may be lists, `residency`
             the name of an `AdapterResidency`, `rates` a mapping. Without a field of `Load` the
             endpoint was never scraped. `estimated_requests` defaults to the larger of `in_flight`
             and running plus waiting.
@@ -58,29 +60,31 @@ def candidate(name: str, **facts: Any) -> Candidate:
     Raises:
         TypeError: No field has that name.
     """
-    strange = facts.keys() - _OF_CANDIDATE - _OF_LOAD - {"labels"}
-    if strange:
-        known = sorted({*_OF_CANDIDATE, *_OF_LOAD, "labels"})
-        raise TypeError(f"expected some of {', '.join(known)}, got {', '.join(sorted(strange))}")
-    endpoint = Endpoint(f"{name}:8000", name=name, labels=facts.pop("labels", {}))
-    own = {key: facts.pop(key) for key in _OF_CANDIDATE & facts.keys()}
-    if isinstance(own.get("residency"), str):
-        own["residency"] = AdapterResidency[own["residency"].upper()]
-    if isinstance(own.get("rates"), Mapping):
-        own["rates"] = StepTimeModel(**own["rates"])
-    facts |= {key: frozenset(facts[key]) for key in _SETS if facts.get(key) is not None}
-    age_s = own.pop("age_s", 1.0 if facts else math.inf)
-    load = Load(at=NOW - age_s, **facts) if facts else NO_LOAD
+    unknown = fields.keys() - _CANDIDATE_FIELDS - _LOAD_FIELDS - {"labels"}
+    if unknown:
+        valid = sorted({*_CANDIDATE_FIELDS, *_LOAD_FIELDS, "labels"})
+        raise TypeError(f"expected some of {', '.join(valid)}, got {', '.join(sorted(unknown))}")
+    endpoint = Endpoint(f"{name}:8000", name=name, labels=fields.pop("labels", {}))
+    candidate_fields = {key: fields.pop(key) for key in _CANDIDATE_FIELDS & fields.keys()}
+    if isinstance(candidate_fields.get("residency"), str):
+        candidate_fields["residency"] = AdapterResidency[candidate_fields["residency"].upper()]
+    if isinstance(candidate_fields.get("rates"), Mapping):
+        candidate_fields["rates"] = StepTimeModel(**candidate_fields["rates"])
+    fields |= {key: frozenset(fields[key]) for key in _SETS if fields.get(key) is not None}
+    age_s = candidate_fields.pop("age_s", 1.0 if fields else math.inf)
+    load = Load(at=NOW - age_s, **fields) if fields else NO_LOAD
     scraped = (load.waiting or 0) + (load.running or 0)
-    own["estimated_requests"] = float(
-        own.get("estimated_requests", max(own.get("in_flight", 0), scraped))
+    candidate_fields["estimated_requests"] = float(
+        candidate_fields.get(
+            "estimated_requests", max(candidate_fields.get("in_flight", 0), scraped)
+        )
     )
-    return Candidate(endpoint=endpoint, load=load, age_s=age_s, **own)
+    return Candidate(endpoint=endpoint, load=load, age_s=age_s, **candidate_fields)
 
 
 def candidates(endpoints: Mapping[str, Mapping[str, Any] | None]) -> list[Candidate]:
     """Build candidates from their fields by name; None for an endpoint that was never scraped."""
-    return [candidate(name, **(facts or {})) for name, facts in endpoints.items()]
+    return [candidate(name, **(fields or {})) for name, fields in endpoints.items()]
 
 
 def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
@@ -88,18 +92,18 @@ def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
     return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
 
 
-def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
     """Build candidates with varied loads, of which every fifth was never scraped.
 
     Args:
         size: Number of candidates.
-        known: False if none was ever scraped.
+        scraped: False if none was ever scraped.
         seed: Seed of the loads.
     """
     rng = Random(seed)
     loaded = []
     for i in range(size):
-        facts: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "in_flight": rng.randrange(20),
             "prompt_tokens": rng.randrange(20_000),
             "matched_tokens": rng.choice((0, 0, 64, 900)),
@@ -109,19 +113,19 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
             "labels": rng.choice(({}, {"zone": "a"}, {"zone": "b", "hardware": "h100"})),
         }
         if i % 3:
-            facts["rates"] = StepTimeModel(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
-        if known and i % 5:
-            facts |= with_load(rng)
-        loaded.append(candidate(f"10.0.{i // 250}.{i % 250}", **facts))
+            fields["rates"] = StepTimeModel(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
+        if scraped and i % 5:
+            fields |= with_load(rng)
+        loaded.append(candidate(f"10.0.{i // 250}.{i % 250}", **fields))
     return loaded
 
 
-def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+def identical_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list[Candidate]:
     """Build candidates that differ in scraped values only; every fifth was never scraped.
 
     Args:
         size: Number of candidates.
-        known: False if none was ever scraped.
+        scraped: False if none was ever scraped.
         seed: Seed of the scraped values.
     """
     rng = Random(seed)
@@ -130,7 +134,7 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
         for i in range(size)
     ]
     same: dict[str, Any] = (
-        {"estimated_requests": 4.0} if known else {"estimated_requests": 4.0, "load": NO_LOAD}
+        {"estimated_requests": 4.0} if scraped else {"estimated_requests": 4.0, "load": NO_LOAD}
     )
     return [msgspec.structs.replace(item, **same) for item in identical]
 

@@ -42,7 +42,7 @@ _ROUNDING = 1e-9
 #: Picks from which shares are taken, and how far the shares of two such runs may lie apart: five
 #: standard deviations of the difference.
 _PICKS = 3000
-_APART = 0.07
+_MAX_SHARE_DIFFERENCE = 0.07
 
 
 def check_filter(make: Callable[[], Filter]) -> None:
@@ -58,19 +58,21 @@ def check_filter(make: Callable[[], Filter]) -> None:
     Raises:
         AssertionError: The filter breaks a rule.
     """
-    plugin = probes.declared(make)
-    for there, about, known in _situations(plugin):
-        places = {id(candidate): at for at, candidate in enumerate(there)}
+    plugin = probes.build_checked(make)
+    for candidates, about, is_scraped in _situations(plugin):
+        position_of = {id(candidate): position for position, candidate in enumerate(candidates)}
 
         def check_answer(
-            result: Sequence[Candidate], places: Mapping[int, int] = places, about: str = about
+            result: Sequence[Candidate],
+            position_of: Mapping[int, int] = position_of,
+            about: str = about,
         ) -> None:
             demand(
-                all(id(candidate) in places for candidate in result),
+                all(id(candidate) in position_of for candidate in result),
                 about,
                 "only candidates of the call",
             )
-            order = [places[id(candidate)] for candidate in result]
+            order = [position_of[id(candidate)] for candidate in result]
             demand(
                 order == sorted(set(order)),
                 about,
@@ -78,12 +80,19 @@ def check_filter(make: Callable[[], Filter]) -> None:
                 order,
             )
 
-        result = probes.stable_answer(make, _keep, there, about=about, check_answer=check_answer)
-        back = builders.names(_keep(make(), probe_context(), there[::-1])[::-1])
-        _same(builders.names(result) == back, builders.names(result), back, about=about)
-        if not known and plugin.needs and plugin.needs <= SCRAPED:
+        result = probes.stable_answer(
+            make, _filter, candidates, about=about, check_answer=check_answer
+        )
+        reversed_result = builders.names(_filter(make(), probe_context(), candidates[::-1])[::-1])
+        _demand_order_independence(
+            builders.names(result) == reversed_result,
+            builders.names(result),
+            reversed_result,
+            about=about,
+        )
+        if not is_scraped and plugin.needs and plugin.needs <= SCRAPED:
             demand(
-                len(result) == len(there),
+                len(result) == len(candidates),
                 about,
                 "all candidates, because nothing is known of them",
                 len(result),
@@ -103,17 +112,21 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
     Raises:
         AssertionError: The scorer breaks a rule.
     """
-    plugin = probes.declared(make)
-    for there, about, _ in _situations(plugin):
+    plugin = probes.build_checked(make)
+    for candidates, about, _ in _situations(plugin):
 
-        def check_answer(scores: object, size: int = len(there), about: str = about) -> None:
-            numbers = _numbers(scores, size, "scores", about)
-            wrong = [score for score in numbers if not 0 <= score <= 1]
-            demand(not wrong, about, "numbers from 0 to 1", wrong)
+        def check_answer(scores: object, size: int = len(candidates), about: str = about) -> None:
+            numbers = _check_numbers(scores, size, "scores", about)
+            out_of_range = [score for score in numbers if not 0 <= score <= 1]
+            demand(not out_of_range, about, "numbers from 0 to 1", out_of_range)
 
-        scores = probes.stable_answer(make, _score, there, about=about, check_answer=check_answer)
-        back = make().score(probe_context(), there[::-1])[::-1]
-        _same(_close(scores, back), scores, back, about=about)
+        scores = probes.stable_answer(
+            make, _score, candidates, about=about, check_answer=check_answer
+        )
+        reversed_result = make().score(probe_context(), candidates[::-1])[::-1]
+        _demand_order_independence(
+            _is_close(scores, reversed_result), scores, reversed_result, about=about
+        )
     if plugin.needs & SCRAPED:
         _check_neutral(plugin)
 
@@ -130,19 +143,23 @@ def check_cost(make: Callable[[], CostModel]) -> None:
     Raises:
         AssertionError: The cost model breaks a rule.
     """
-    plugin = probes.declared(make)
-    for there, about, _ in _situations(plugin):
+    plugin = probes.build_checked(make)
+    for candidates, about, _ in _situations(plugin):
 
-        def check_answer(priced: CostResult, size: int = len(there), about: str = about) -> None:
-            demand(isinstance(priced, CostResult), about, "a CostResult", type(priced).__name__)
-            for name, numbers in (("costs", priced.costs), *priced.terms):
-                _numbers(list(numbers), size, name, about)
+        def check_answer(
+            result: CostResult, size: int = len(candidates), about: str = about
+        ) -> None:
+            demand(isinstance(result, CostResult), about, "a CostResult", type(result).__name__)
+            for name, numbers in (("costs", result.costs), *result.terms):
+                _check_numbers(list(numbers), size, name, about)
 
         costs = probes.stable_answer(
-            make, _price, there, about=about, check_answer=check_answer
+            make, _cost, candidates, about=about, check_answer=check_answer
         ).costs
-        back = make().cost(probe_context(), there[::-1]).costs[::-1]
-        _same(_close(costs, back), costs, back, about=about)
+        reversed_result = make().cost(probe_context(), candidates[::-1]).costs[::-1]
+        _demand_order_independence(
+            _is_close(costs, reversed_result), costs, reversed_result, about=about
+        )
 
 
 def check_picker(make: Callable[[], Picker]) -> None:
@@ -157,14 +174,19 @@ def check_picker(make: Callable[[], Picker]) -> None:
     Raises:
         AssertionError: The picker breaks a rule.
     """
-    plugin = probes.declared(make)
-    for there, about, _ in _situations(plugin):
+    plugin = probes.build_checked(make)
+    for candidates, about, _ in _situations(plugin):
         for count in COUNTS:
-            _check_picks(make, there, count, about=f"{about}, count {count}")
-    forth, back = (_shares(make, step) for step in (1, -1))
-    apart = max(abs(first - other) for first, other in zip(forth, back, strict=True))
-    _same(
-        apart <= _APART, forth, back, about=f"{plugin.kind} with 4 endpoints and {_PICKS} requests"
+            _check_picks(make, candidates, count, about=f"{about}, count {count}")
+    forward_result, reversed_result = (_shares(make, step) for step in (1, -1))
+    difference = max(
+        abs(first - other) for first, other in zip(forward_result, reversed_result, strict=True)
+    )
+    _demand_order_independence(
+        difference <= _MAX_SHARE_DIFFERENCE,
+        forward_result,
+        reversed_result,
+        about=f"{plugin.kind} with 4 endpoints and {_PICKS} requests",
     )
 
 
@@ -180,65 +202,73 @@ CHECKS: Mapping[str, Callable[[Callable[[], Any]], None]] = {
 def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
     """Candidates, a description of the situation, and True if some of them were scraped."""
     for size in SIZES:
-        for known in (True, False):
-            there = builders.loaded_candidates(size, known=known)
-            yield there, probes.situation(plugin, there, known=known), known
+        for is_scraped in (True, False):
+            candidates = builders.loaded_candidates(size, scraped=is_scraped)
+            yield (
+                candidates,
+                probes.describe_situation(plugin, candidates, is_scraped=is_scraped),
+                is_scraped,
+            )
 
 
-def _keep(plugin: Filter, turn: SchedulingContext, there: list[Candidate]) -> list[Candidate]:
-    return list(plugin.filter(turn, there))
+def _filter(
+    plugin: Filter, context: SchedulingContext, candidates: list[Candidate]
+) -> list[Candidate]:
+    return list(plugin.filter(context, candidates))
 
 
-def _score(plugin: Scorer, turn: SchedulingContext, there: list[Candidate]) -> list[float]:
-    return plugin.score(turn, there)
+def _score(plugin: Scorer, context: SchedulingContext, candidates: list[Candidate]) -> list[float]:
+    return plugin.score(context, candidates)
 
 
-def _price(plugin: CostModel, turn: SchedulingContext, there: list[Candidate]) -> CostResult:
-    return plugin.cost(turn, there)
+def _cost(plugin: CostModel, context: SchedulingContext, candidates: list[Candidate]) -> CostResult:
+    return plugin.cost(context, candidates)
 
 
 def _check_picks(
-    make: Callable[[], Picker], there: list[Candidate], count: int, *, about: str
+    make: Callable[[], Picker], candidates: list[Candidate], count: int, *, about: str
 ) -> None:
-    size = len(there)
-    totals = [float(at % 17) for at in range(size)]
+    size = len(candidates)
+    totals = [float(position % 17) for position in range(size)]
     before = list(totals)
 
-    def pick(plugin: Picker, turn: SchedulingContext, candidates: list[Candidate]) -> list[int]:
-        return plugin.pick(turn, candidates, totals, count=count)
+    def pick(plugin: Picker, context: SchedulingContext, candidates: list[Candidate]) -> list[int]:
+        return plugin.pick(context, candidates, totals, count=count)
 
     def check_answer(order: object) -> None:
-        places = _numbers(order, min(size, count), "positions", about)
-        inside = all(isinstance(at, int) and 0 <= at < size for at in places)
+        position_of = _check_numbers(order, min(size, count), "positions", about)
+        inside = all(isinstance(position, int) and 0 <= position < size for position in position_of)
         demand(inside, about, f"positions from 0 to {size - 1}", order)
-        demand(len(set(places)) == len(places), about, "no position twice", order)
+        demand(len(set(position_of)) == len(position_of), about, "no position twice", order)
         demand(totals == before, about, "unchanged totals", "a change")
 
-    probes.stable_answer(make, pick, there, about=about, check_answer=check_answer, seeds=(1,))
+    probes.stable_answer(make, pick, candidates, about=about, check_answer=check_answer, seeds=(1,))
 
 
 def _shares(make: Callable[[], Picker], step: int) -> list[float]:
     """Each endpoint's share of many picks, the candidates in their order or backwards."""
-    there = builders.loaded_candidates(4)
-    candidates, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
-    turn, plugin = probe_context(), make()
-    counts = {candidate.endpoint.address: 0 for candidate in there}
+    loaded = builders.loaded_candidates(4)
+    candidates, totals = loaded[::step], [1.0, 2.0, 3.0, 4.0][::step]
+    context, plugin = probe_context(), make()
+    counts = {candidate.endpoint.address: 0 for candidate in loaded}
     for _ in range(_PICKS):
-        endpoint = candidates[plugin.pick(turn, candidates, totals, count=1)[0]].endpoint
+        endpoint = candidates[plugin.pick(context, candidates, totals, count=1)[0]].endpoint
         counts[endpoint.address] += 1
         if isinstance(plugin, Observer):
-            plugin.on_committed(Decision(turn.request, [endpoint], candidates=candidates), turn.now)
+            plugin.on_committed(
+                Decision(context.request, [endpoint], candidates=candidates), context.now
+            )
     return [round(count / _PICKS, 4) for count in counts.values()]
 
 
 def _check_neutral(plugin: Scorer) -> None:
     """Check that unknown values are imputed (`extproc.scheduling.normalization`)."""
-    there = builders.identical_candidates(200)
-    scores = plugin.score(probe_context(), there)
+    candidates = builders.identical_candidates(200)
+    scores = plugin.score(probe_context(), candidates)
     low, high = min(scores), max(scores)
     unknown = [
         score
-        for score, candidate in zip(scores, there, strict=True)
+        for score, candidate in zip(scores, candidates, strict=True)
         if candidate.load.waiting is None
     ]
     demand(
@@ -247,7 +277,9 @@ def _check_neutral(plugin: Scorer) -> None:
         f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
         unknown,
     )
-    scores_of_unknown = plugin.score(probe_context(), builders.identical_candidates(9, known=False))
+    scores_of_unknown = plugin.score(
+        probe_context(), builders.identical_candidates(9, scraped=False)
+    )
     demand(
         max(scores_of_unknown) - min(scores_of_unknown) <= _ROUNDING,
         f"{plugin.kind} with 9 endpoints of which nothing was scraped",
@@ -256,7 +288,7 @@ def _check_neutral(plugin: Scorer) -> None:
     )
 
 
-def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
+def _check_numbers(values: object, size: int, what: str, about: str) -> list[float]:
     """Return values that are a list of `size` finite numbers.
 
     Raises:
@@ -265,20 +297,22 @@ def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
     if not isinstance(values, list):
         raise AssertionError(f"{about}: expected a list of {what}, got {type(values).__name__}")  # noqa: TRY004 - the one error of a check
     demand(len(values) == size, about, f"{size} {what}", len(values))
-    wrong = [
+    not_finite = [
         value for value in values if not isinstance(value, int | float) or not math.isfinite(value)
     ]
-    demand(not wrong, about, f"{what} that are finite numbers", wrong)
+    demand(not not_finite, about, f"{what} that are finite numbers", not_finite)
     return values
 
 
-def _close(first: Sequence[float], second: Sequence[float]) -> bool:
+def _is_close(first: Sequence[float], second: Sequence[float]) -> bool:
     return len(first) == len(second) and all(
         math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
         for a, b in zip(first, second, strict=True)
     )
 
 
-def _same(equal: object, forth: object, back: object, *, about: str) -> None:
-    actual = f"{short(forth)}, and {short(back)} for the reversed order"
+def _demand_order_independence(
+    equal: object, forward_result: object, reversed_result: object, *, about: str
+) -> None:
+    actual = f"{short(forward_result)}, and {short(reversed_result)} for the reversed order"
     demand(equal, about, "the same result for each endpoint in any order", actual)

@@ -29,18 +29,18 @@ CallT = Callable[[Role, SchedulingContext, list[Candidate]], AnswerT]
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
-def demand(met: object, about: str, expected: str, actual: object = "others") -> None:
+def demand(holds: object, about: str, expected: str, actual: object = "others") -> None:
     """Raise unless a rule of the contract holds.
 
     Args:
-        met: True (or a truthy value) if the rule holds.
+        holds: True (or a truthy value) if the rule holds.
         about: The plugin and the situation.
         actual: The value that broke it.
 
     Raises:
         AssertionError: The rule does not hold.
     """
-    if not met:
+    if not holds:
         raise AssertionError(f"{about}: expected {expected}, got {short(actual)}")
 
 
@@ -50,7 +50,7 @@ def short(value: object) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-class _Pair:
+class _AnswerPair:
     """Two answers, formatted only when an error message needs them."""
 
     def __init__(self, first: object, between: str, second: object) -> None:
@@ -60,10 +60,10 @@ class _Pair:
         return " ".join(map(short, self._parts))
 
 
-def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
+def describe_situation(plugin: Plugin, candidates: Sequence[Candidate], *, is_scraped: bool) -> str:
     """Describe a plugin and its candidates, for messages."""
-    scraped = "some" if known else "none"
-    return f"{plugin.kind} with {len(there)} endpoints, {scraped} of them scraped"
+    scraped = "some" if is_scraped else "none"
+    return f"{plugin.kind} with {len(candidates)} endpoints, {scraped} of them scraped"
 
 
 def probe_context(seed: int = 1) -> SchedulingContext:
@@ -76,11 +76,11 @@ def probe_context(seed: int = 1) -> SchedulingContext:
         session="s-1",
         headers={":method": "POST", ":path": "/v1/chat/completions", "x-session": "s-1"},
         blocks=tuple(range(1, 17)),
-        opening="Which way?",
+        first_user_message="Which way?",
     )
 
 
-def declared(make: Callable[[], Role]) -> Role:
+def build_checked(make: Callable[[], Role]) -> Role:
     """Build a plugin and check its declaration: kind, needs, frozen and strict parameters.
 
     Raises:
@@ -116,8 +116,8 @@ def declared(make: Callable[[], Role]) -> Role:
 
 def stable_answer(
     make: Callable[[], Role],
-    act: CallT[Role, AnswerT],
-    there: Sequence[Candidate],
+    call: CallT[Role, AnswerT],
+    candidates: Sequence[Candidate],
     *,
     about: str,
     check_answer: Callable[[AnswerT], None],
@@ -127,8 +127,8 @@ def stable_answer(
 
     Args:
         make: Builds the plugin.
-        act: Calls it.
-        there: The candidates.
+        call: Calls it.
+        candidates: The candidates.
         about: The plugin and the situation.
         check_answer: Checks an answer on its own.
         seeds: Seeds of the context that must give the same answer.
@@ -136,71 +136,79 @@ def stable_answer(
     Raises:
         AssertionError: The plugin breaks a rule.
     """
-    candidates, turn = list(there), probe_context()
-    facts = _written(candidates, turn)
+    arguments, context = list(candidates), probe_context()
+    before = _encode_arguments(arguments, context)
     plugin, other = make(), make()
-    answer = _called(act, plugin, turn, candidates, about)
+    answer = _call(call, plugin, context, arguments, about)
     check_answer(answer)
     demand(
-        list(map(id, candidates)) == list(map(id, there)),
+        list(map(id, arguments)) == list(map(id, candidates)),
         about,
         "unchanged order of the candidates",
         "another order",
     )
     demand(
-        _written(candidates, turn) == facts, about, "unchanged context and candidates", "a change"
+        _encode_arguments(arguments, context) == before,
+        about,
+        "unchanged context and candidates",
+        "a change",
     )
     for seed in seeds:
-        again = _called(act, plugin, probe_context(seed), candidates, about)
+        again = _call(call, plugin, probe_context(seed), arguments, about)
         demand(
             again == answer,
             about,
             f"the same answer to the same call (seed {seed}; state may change in on_committed only, "
             "because dry runs call the plugin too)",
-            _Pair(answer, "and then", again),
+            _AnswerPair(answer, "and then", again),
         )
-    _remember(plugin, there[0], about)
+    _call_optional_methods(plugin, candidates[0], about)
     demand(
-        _called(act, other, probe_context(), candidates, about) == answer,
+        _call(call, other, probe_context(), arguments, about) == answer,
         about,
         "the same answer of a second instance: no shared state, no chance but the rng of the context",
         "another answer",
     )
-    _remember(other, there[0], about)
+    _call_optional_methods(other, candidates[0], about)
     first, second = (
-        _called(act, instance, probe_context(), candidates, about) for instance in (plugin, other)
+        _call(call, instance, probe_context(), arguments, about) for instance in (plugin, other)
     )
     check_answer(first)
     demand(
-        first == second, about, "equal answers after equal decisions", _Pair(first, "and", second)
+        first == second,
+        about,
+        "equal answers after equal decisions",
+        _AnswerPair(first, "and", second),
     )
     return answer
 
 
-def _called(
-    act: CallT[Role, AnswerT],
+def _call(
+    call: CallT[Role, AnswerT],
     plugin: Role,
-    turn: SchedulingContext,
+    context: SchedulingContext,
     candidates: list[Candidate],
     about: str,
 ) -> AnswerT:
     try:
-        return act(plugin, turn, candidates)
+        return call(plugin, context, candidates)
     except Exception as error:
         raise AssertionError(f"{about}: expected an answer, got {_error_text(error)}") from error
 
 
-def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
+def _call_optional_methods(plugin: Plugin, chosen: Candidate, about: str) -> None:
     """Call the optional methods of a plugin: keys, answer headers, `on_committed`."""
-    turn, keys = probe_context(), NO_KEYS
+    context, keys = probe_context(), NO_KEYS
     try:
         if isinstance(plugin, RequestKeyProvider):
-            keys = plugin.keys(turn)
+            keys = plugin.keys(context)
             _check_texts(keys.items(), f"{about}, keys")
         if isinstance(plugin, ResponseHeaderProvider):
-            _check_texts(plugin.answer_headers(turn, chosen.endpoint), f"{about}, answer_headers")
+            _check_texts(
+                plugin.answer_headers(context, chosen.endpoint), f"{about}, answer_headers"
+            )
         if isinstance(plugin, Observer):
-            plugin.on_committed(_decision(turn, chosen, keys), turn.now)
+            plugin.on_committed(_decision(context, chosen, keys), context.now)
     except AssertionError:
         raise
     except Exception as error:
@@ -210,26 +218,26 @@ def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
         ) from error
 
 
-def _decision(turn: SchedulingContext, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
+def _decision(context: SchedulingContext, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
     return Decision(
-        request=turn.request,
+        request=context.request,
         endpoints=[chosen.endpoint],
         candidates=[chosen],
         scored_candidates=[chosen],
         totals=[0.0],
-        block_hashes=turn.blocks,
+        block_hashes=context.blocks,
         plugin_keys=keys,
     )
 
 
 def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
-    odd = [pair for pair in pairs if [isinstance(text, str) for text in pair] != [True, True]]
-    demand(not odd, about, "pairs of text", odd)
+    wrong = [pair for pair in pairs if [isinstance(text, str) for text in pair] != [True, True]]
+    demand(not wrong, about, "pairs of text", wrong)
 
 
-def _written(there: Sequence[Candidate], turn: SchedulingContext) -> bytes:
+def _encode_arguments(candidates: Sequence[Candidate], context: SchedulingContext) -> bytes:
     """Arguments of a plugin as bytes, to detect mutation."""
-    return msgspec.json.encode([there, turn.request, turn.headers, turn.blocks])
+    return msgspec.json.encode([candidates, context.request, context.headers, context.blocks])
 
 
 def _error_text(error: Exception) -> str:

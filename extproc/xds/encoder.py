@@ -42,14 +42,14 @@ _TYPES = "type.googleapis.com/"
 _HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 #: A connection within a cluster takes milliseconds; a machine that is gone takes all of this.
-_CONNECT = timedelta(seconds=1)
+_CONNECT_TIMEOUT = timedelta(seconds=1)
 
 #: vLLM (uvicorn) closes idle connections after 5 s. Above that, about 1 request in 10,000 meets a
 #: connection that is being closed and gets a 503.
-_IDLE = timedelta(seconds=2)
+_IDLE_TIMEOUT = timedelta(seconds=2)
 
 #: The defaults of 1024 connections and requests, and 3 retries, are far below one fleet's load.
-_PLENTY = 40_000
+_CIRCUIT_BREAKER_LIMIT = 40_000
 
 #: Percent of endpoints that must be well, or Envoy spreads requests over all of them. Below its
 #: default of 50: engines that die are dead; only when nearly all seem so, the checks are wrong.
@@ -57,7 +57,7 @@ _PANIC_PERCENT = 10.0
 
 #: Changes of health reach the workers together. The default of 1 s lets a thousand requests go to
 #: an engine that was left out already.
-_MERGE = timedelta(seconds=0.1)
+_UPDATE_MERGE_WINDOW = timedelta(seconds=0.1)
 
 #: Field numbers of what is put together by hand.
 _NAME = 1  # Cluster.name
@@ -73,18 +73,18 @@ class ResourceEncoder:
     """Encodes resources and caches the bytes of single endpoints, which rarely change.
 
     Args:
-        traits: What every cluster has in common.
+        options: What every cluster has in common.
     """
 
-    def __init__(self, traits: ClusterOptions) -> None:
-        self._known: dict[LbEndpoint, bytes] = {}
+    def __init__(self, options: ClusterOptions) -> None:
+        self._encoded: dict[LbEndpoint, bytes] = {}
         # Now, and once for all clusters: through the types it takes 10 ms, the first time 100 ms.
-        self._common = {h2c: bytes(_cluster(traits, h2c=h2c)) for h2c in (False, True)}
+        self._common = {h2c: bytes(_cluster(options, h2c=h2c)) for h2c in (False, True)}
 
-    def keep(self, places: Collection[LbEndpoint]) -> None:
+    def drop_others(self, lb_endpoints: Collection[LbEndpoint]) -> None:
         """Drops cached bytes of all other endpoints."""
-        for place in self._known.keys() - places:
-            del self._known[place]
+        for lb_endpoint in self._encoded.keys() - lb_endpoints:
+            del self._encoded[lb_endpoint]
 
     def cluster(self, name: str, *, h2c: bool) -> bytes:
         """Encodes an EDS cluster that sends to the endpoints that extproc names, in their order.
@@ -96,55 +96,57 @@ class ResourceEncoder:
         """
         return _field(_NAME, name.encode()) + self._common[h2c]
 
-    def assignment(self, name: str, places: Sequence[LbEndpoint]) -> bytes:
+    def assignment(self, name: str, lb_endpoints: Sequence[LbEndpoint]) -> bytes:
         """Encodes all endpoints of a cluster, grouped by zone."""
         parts = [bytes(endpoint_v3.ClusterLoadAssignment(cluster_name=name))]
-        ordered = sorted(places, key=_where)
-        for (region, zone), group in itertools.groupby(ordered, key=_where):
+        ordered = sorted(lb_endpoints, key=_locality)
+        for (region, zone), group in itertools.groupby(ordered, key=_locality):
             locality = core_v3.Locality(region=region, zone=zone) if region or zone else None
             head = bytes(endpoint_v3.LocalityLbEndpoints(locality=locality))
             parts.append(_field(_ENDPOINTS, head + b"".join(map(self._endpoint, group))))
         return b"".join(parts)
 
-    def _endpoint(self, place: LbEndpoint) -> bytes:
+    def _endpoint(self, lb_endpoint: LbEndpoint) -> bytes:
         """Encodes one `lb_endpoints` field."""
-        known = self._known.get(place)
-        if known is None:
-            known = self._known[place] = _field(_LB_ENDPOINTS, _lb_endpoint(place))
-        return known
+        encoded = self._encoded.get(lb_endpoint)
+        if encoded is None:
+            encoded = self._encoded[lb_endpoint] = _field(_LB_ENDPOINTS, _lb_endpoint(lb_endpoint))
+        return encoded
 
 
-def _cluster(traits: ClusterOptions, *, h2c: bool) -> cluster_v3.Cluster:
+def _cluster(options: ClusterOptions, *, h2c: bool) -> cluster_v3.Cluster:
     """Builds a cluster without a name."""
     return cluster_v3.Cluster(
         type=cluster_v3.ClusterDiscoveryType.EDS,
-        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(eds_config=_ads()),
-        connect_timeout=_CONNECT,
-        load_balancing_policy=_override(),
+        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(eds_config=_ads_source()),
+        connect_timeout=_CONNECT_TIMEOUT,
+        load_balancing_policy=_override_host_policy(),
         common_lb_config=cluster_v3.ClusterCommonLbConfig(
             healthy_panic_threshold=type_v3.Percent(value=_PANIC_PERCENT),
-            update_merge_window=_MERGE,
+            update_merge_window=_UPDATE_MERGE_WINDOW,
         ),
         circuit_breakers=cluster_v3.CircuitBreakers(
             thresholds=[
                 cluster_v3.CircuitBreakersThresholds(
-                    max_connections=_PLENTY,
-                    max_pending_requests=_PLENTY,
-                    max_requests=_PLENTY,
-                    max_retries=_PLENTY,
+                    max_connections=_CIRCUIT_BREAKER_LIMIT,
+                    max_pending_requests=_CIRCUIT_BREAKER_LIMIT,
+                    max_requests=_CIRCUIT_BREAKER_LIMIT,
+                    max_retries=_CIRCUIT_BREAKER_LIMIT,
                 )
             ]
         ),
-        health_checks=[] if h2c else list(_checks(traits.health_check)),
+        health_checks=[] if h2c else list(_health_checks(options.health_check)),
         # Otherwise an endpoint that leaves stays until a check of it fails.
         ignore_health_on_host_removal=True,
-        outlier_detection=_outliers(traits.outliers) if traits.outliers.enabled else None,
-        typed_extension_protocol_options={_HTTP: _any(_http(h2c=h2c), _HTTP)},
+        outlier_detection=_outlier_detection(options.outliers)
+        if options.outliers.enabled
+        else None,
+        typed_extension_protocol_options={_HTTP: _any(_http_options(h2c=h2c), _HTTP)},
     )
 
 
-def _where(place: LbEndpoint) -> tuple[str, str]:
-    return place.region, place.zone
+def _locality(lb_endpoint: LbEndpoint) -> tuple[str, str]:
+    return lb_endpoint.region, lb_endpoint.zone
 
 
 def _field(number: int, body: bytes) -> bytes:
@@ -159,26 +161,26 @@ def _number(number: int, value: int) -> bytes:
     return betterproto2.encode_varint(number << 3) + betterproto2.encode_varint(value)
 
 
-def _lb_endpoint(place: LbEndpoint) -> bytes:
+def _lb_endpoint(lb_endpoint: LbEndpoint) -> bytes:
     """Encodes an `LbEndpoint` by hand: through the types it takes 0.5 ms, times hundreds."""
-    host, _, port = place.address.rpartition(":")
+    host, _, port = lb_endpoint.address.rpartition(":")
     ip = str(ipaddress.ip_address(host.strip("[]"))).encode()
     socket = _field(_SOCKET_IP, ip) + _number(_SOCKET_PORT, int(port))
     endpoint = _field(_ENDPOINT_ADDRESS, _field(_ADDRESS_SOCKET, socket))
-    return _field(_LB_ENDPOINT, endpoint) + _number(_LB_HEALTH, place.health.value)
+    return _field(_LB_ENDPOINT, endpoint) + _number(_LB_HEALTH, lb_endpoint.health.value)
 
 
 def _any(message: betterproto2.Message, name: str) -> Any:
     return Any(type_url=_TYPES + name, value=bytes(message))
 
 
-def _ads() -> core_v3.ConfigSource:
+def _ads_source() -> core_v3.ConfigSource:
     return core_v3.ConfigSource(
         ads=core_v3.AggregatedConfigSource(), resource_api_version=core_v3.ApiVersion.V3
     )
 
 
-def _override() -> cluster_v3.LoadBalancingPolicy:
+def _override_host_policy() -> cluster_v3.LoadBalancingPolicy:
     """Builds the load balancing policy: override host, and least request without a host."""
     return _policy(
         "override_host",
@@ -211,24 +213,24 @@ def _key(name: str) -> metadata_v3.MetadataKey:
     )
 
 
-def _checks(check: HealthCheck) -> Iterator[core_v3.HealthCheck]:
-    if not check.path:
+def _health_checks(health_check: HealthCheck) -> Iterator[core_v3.HealthCheck]:
+    if not health_check.path:
         return
-    interval = timedelta(seconds=check.interval_s)
+    interval = timedelta(seconds=health_check.interval_s)
     yield core_v3.HealthCheck(
-        timeout=timedelta(seconds=check.timeout_s),
+        timeout=timedelta(seconds=health_check.timeout_s),
         interval=interval,
         # The default is 60 s for a cluster that no request went to yet.
         no_traffic_interval=interval,
         # Envoys started together do not check together.
         interval_jitter_percent=20,
-        unhealthy_threshold=check.unhealthy_threshold,
-        healthy_threshold=check.healthy_threshold,
-        http_health_check=core_v3.HealthCheckHttpHealthCheck(path=check.path),
+        unhealthy_threshold=health_check.unhealthy_threshold,
+        healthy_threshold=health_check.healthy_threshold,
+        http_health_check=core_v3.HealthCheckHttpHealthCheck(path=health_check.path),
     )
 
 
-def _outliers(outliers: OutlierDetection) -> cluster_v3.OutlierDetection:
+def _outlier_detection(outliers: OutlierDetection) -> cluster_v3.OutlierDetection:
     return cluster_v3.OutlierDetection(
         interval=timedelta(seconds=min(1.0, outliers.ejection_s)),
         base_ejection_time=timedelta(seconds=outliers.ejection_s),
@@ -249,12 +251,12 @@ def _outliers(outliers: OutlierDetection) -> cluster_v3.OutlierDetection:
     )
 
 
-def _http(*, h2c: bool) -> http_v3.HttpProtocolOptions:
-    spoken = http_v3.HttpProtocolOptionsExplicitHttpConfig(
+def _http_options(*, h2c: bool) -> http_v3.HttpProtocolOptions:
+    protocol_options = http_v3.HttpProtocolOptionsExplicitHttpConfig(
         http2_protocol_options=core_v3.Http2ProtocolOptions() if h2c else None,
         http_protocol_options=None if h2c else core_v3.Http1ProtocolOptions(),
     )
     return http_v3.HttpProtocolOptions(
-        common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=_IDLE),
-        explicit_http_config=spoken,
+        common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=_IDLE_TIMEOUT),
+        explicit_http_config=protocol_options,
     )

@@ -29,34 +29,34 @@ _NODE = {"whole": 2, "differences": 1}
 _NODE_ID = 1
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class EncodedResponse(msgspec.Struct, frozen=True):
     """One encoded response."""
 
     type_url: str
     data: bytes
 
 
-class Incoming(msgspec.Struct, frozen=True):
+class RequestResult(msgspec.Struct, frozen=True):
     """Result of one request.
 
     Attributes:
         node: Node id of Envoy, set in the first request of a stream; empty where not set.
-        refusal: NACK of the previous response; None for none.
-        answers: Encoded responses to send.
+        nack: NACK of the previous response; None for none.
+        responses: Encoded responses to send.
     """
 
     node: str
-    refusal: Nack | None
-    answers: tuple[Outgoing, ...]
+    nack: Nack | None
+    responses: tuple[EncodedResponse, ...]
 
 
 class SessionCodec(Protocol):
     """Session of one stream, over encoded messages."""
 
-    def hear(self, data: bytes) -> Incoming | None:
+    def handle_request(self, data: bytes) -> RequestResult | None:
         """Handles an encoded request; None if it cannot be decoded."""
 
-    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
         """Publishes a snapshot; returns encoded responses."""
 
 
@@ -64,50 +64,50 @@ class SotwCodec:
     """Session of a state-of-the-world stream: `StreamAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = sessions.SotwSession()
+        self._session = sessions.SotwSession()
 
-    def hear(self, data: bytes) -> Incoming | None:
+    def handle_request(self, data: bytes) -> RequestResult | None:
         """Handles an encoded `DiscoveryRequest`; None if it cannot be decoded."""
-        read = read_sotw(data)
-        if read is None:
+        decoded = decode_sotw_request(data)
+        if decoded is None:
             return None
-        node, request = read
-        replies = self._conversation.request(request)
-        refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        answers = [reply for reply in replies if isinstance(reply, sessions.SotwResponse)]
-        return Incoming(node, refusal, tuple(map(_sotw_message, answers)))
+        node, request = decoded
+        replies = self._session.request(request)
+        nack = next((reply for reply in replies if isinstance(reply, Nack)), None)
+        responses = [reply for reply in replies if isinstance(reply, sessions.SotwResponse)]
+        return RequestResult(node, nack, tuple(map(_sotw_message, responses)))
 
-    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
         """Publishes a snapshot; returns encoded responses."""
-        return tuple(map(_sotw_message, self._conversation.publish(snapshot)))
+        return tuple(map(_sotw_message, self._session.publish(snapshot)))
 
 
 class DeltaCodec:
     """Session of a delta stream: `DeltaAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = sessions.DeltaSession()
+        self._session = sessions.DeltaSession()
 
-    def hear(self, data: bytes) -> Incoming | None:
+    def handle_request(self, data: bytes) -> RequestResult | None:
         """Handles an encoded `DeltaDiscoveryRequest`; None if it cannot be decoded."""
-        read = read_delta(data)
-        if read is None:
+        decoded = decode_delta_request(data)
+        if decoded is None:
             return None
-        node, request = read
-        replies = self._conversation.request(request)
-        refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
-        answers = [reply for reply in replies if isinstance(reply, sessions.DeltaResponse)]
-        return Incoming(node, refusal, tuple(map(_delta_message, answers)))
+        node, request = decoded
+        replies = self._session.request(request)
+        nack = next((reply for reply in replies if isinstance(reply, Nack)), None)
+        responses = [reply for reply in replies if isinstance(reply, sessions.DeltaResponse)]
+        return RequestResult(node, nack, tuple(map(_delta_message, responses)))
 
-    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[EncodedResponse, ...]:
         """Publishes a snapshot; returns encoded responses."""
-        return tuple(map(_delta_message, self._conversation.publish(snapshot)))
+        return tuple(map(_delta_message, self._session.publish(snapshot)))
 
 
-def read_sotw(data: bytes) -> tuple[str, sessions.SotwRequest] | None:
+def decode_sotw_request(data: bytes) -> tuple[str, sessions.SotwRequest] | None:
     """Decodes a `DiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
-        node, rest = _parted(data, _NODE["whole"])
+        node, rest = _split_node(data, _NODE["whole"])
         message = discovery_v3.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
@@ -117,10 +117,10 @@ def read_sotw(data: bytes) -> tuple[str, sessions.SotwRequest] | None:
     return node, request
 
 
-def read_delta(data: bytes) -> tuple[str, sessions.DeltaRequest] | None:
+def decode_delta_request(data: bytes) -> tuple[str, sessions.DeltaRequest] | None:
     """Decodes a `DeltaDiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
-        node, rest = _parted(data, _NODE["differences"])
+        node, rest = _split_node(data, _NODE["differences"])
         message = discovery_v3.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
@@ -135,7 +135,7 @@ def read_delta(data: bytes) -> tuple[str, sessions.DeltaRequest] | None:
     return node, request
 
 
-def _sotw_message(response: sessions.SotwResponse) -> Outgoing:
+def _sotw_message(response: sessions.SotwResponse) -> EncodedResponse:
     data = bytes(
         discovery_v3.DiscoveryResponse(
             version_info=response.version,
@@ -144,10 +144,10 @@ def _sotw_message(response: sessions.SotwResponse) -> Outgoing:
             resources=[_any(response.type_url, resource) for resource in response.resources],
         )
     )
-    return Outgoing(response.type_url, data)
+    return EncodedResponse(response.type_url, data)
 
 
-def _delta_message(response: sessions.DeltaResponse) -> Outgoing:
+def _delta_message(response: sessions.DeltaResponse) -> EncodedResponse:
     data = bytes(
         discovery_v3.DeltaDiscoveryResponse(
             type_url=response.type_url,
@@ -163,7 +163,7 @@ def _delta_message(response: sessions.DeltaResponse) -> Outgoing:
             removed_resources=list(response.removed),
         )
     )
-    return Outgoing(response.type_url, data)
+    return EncodedResponse(response.type_url, data)
 
 
 def _any(type_url: str, resource: XdsResource) -> Any:
@@ -176,7 +176,7 @@ def _error(request: discovery_v3.DiscoveryRequest | discovery_v3.DeltaDiscoveryR
     return "" if status is None else status.message or f"code {status.code}"
 
 
-def _parted(data: bytes, number: int) -> tuple[str, bytes]:
+def _split_node(data: bytes, number: int) -> tuple[str, bytes]:
     """Splits a request into the node id and the rest."""
     fields = list(betterproto2.parse_fields(data))
     rest = b"".join(field.raw for field in fields if field.number != number)

@@ -77,9 +77,11 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
             up, all count as healthy, as they do for routing: a partition of this replica is then
             more likely.
     """
-    blind = not with_health or pool.down == len(pool.members)
-    places = [_lb_endpoint(member, healthy=blind or member.up) for member in pool.members]
-    return tuple(sorted(places, key=lambda place: place.address))
+    is_health_omitted = not with_health or pool.down == len(pool.members)
+    lb_endpoints = [
+        _lb_endpoint(member, healthy=is_health_omitted or member.is_up) for member in pool.members
+    ]
+    return tuple(sorted(lb_endpoints, key=lambda place: place.address))
 
 
 def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:

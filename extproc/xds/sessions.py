@@ -70,10 +70,10 @@ class Nack(msgspec.Struct, frozen=True):
 
 
 #: Versions by name.
-_Contents = Mapping[str, str]
+_Versions = Mapping[str, str]
 
 
-class _TypeState:
+class _SotwTypeState:
     """State of one resource type on one stream.
 
     Attributes:
@@ -81,9 +81,9 @@ class _TypeState:
         wildcard: Whether it is everything.
         nonce: Of the last answer.
         version: Of the last answer.
-        under_way: What was sent and neither taken nor refused.
-        held: What was taken last; None before.
-        refused: What was refused since; None for nothing.
+        in_flight: What was sent and neither taken nor refused.
+        acked: What was taken last; None before.
+        nacked: What was refused since; None for nothing.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ class _TypeState:
         self.wildcard = False
         self.nonce = ""
         self.version = ""
-        self.under_way: _Contents | None = None
-        self.held: _Contents | None = None
-        self.refused: _Contents | None = None
+        self.in_flight: _Versions | None = None
+        self.acked: _Versions | None = None
+        self.nacked: _Versions | None = None
 
     def subscribe(self, names: tuple[str, ...], *, lists_all: bool) -> None:
         """Replaces the subscription.
@@ -102,23 +102,23 @@ class _TypeState:
         """
         self.wildcard = WILDCARD in names or (lists_all and not names and not self.names)
         self.names = frozenset(names) - {WILDCARD}
-        if self.held is not None and not self.wildcard:
-            # What is no longer subscribed to is forgotten, and wanted again if it comes back.
-            self.held = {name: self.held[name] for name in self.held if name in self.names}
+        if self.acked is not None and not self.wildcard:
+            # What is no longer subscribed to is forgotten, and subscribed again if it comes back.
+            self.acked = {name: self.acked[name] for name in self.acked if name in self.names}
 
-    def settle(self, error: str) -> None:
+    def acknowledge(self, error: str) -> None:
         """Records the ACK or NACK of the response in flight."""
         if error:
-            self.refused = self.under_way
+            self.nacked = self.in_flight
         else:
-            self.held, self.refused = self.under_way, None
-        self.under_way = None
+            self.acked, self.nacked = self.in_flight, None
+        self.in_flight = None
 
-    def wanted(self, known: Mapping[str, XdsResource]) -> dict[str, XdsResource]:
+    def select_subscribed(self, available: Mapping[str, XdsResource]) -> dict[str, XdsResource]:
         """Returns the existing resources that are subscribed to."""
         if self.wildcard:
-            return dict(known)
-        return {name: resource for name, resource in known.items() if name in self.names}
+            return dict(available)
+        return {name: resource for name, resource in available.items() if name in self.names}
 
 
 class SotwSession:
@@ -126,28 +126,28 @@ class SotwSession:
 
     def __init__(self) -> None:
         self._snapshot: XdsSnapshot | None = None
-        self._topics: dict[str, _TypeState] = {}
+        self._type_states: dict[str, _SotwTypeState] = {}
         self._nonces = itertools.count(1)
 
     def request(self, request: SotwRequest) -> tuple[SotwResponse | Nack, ...]:
         """Handles a request of Envoy; returns the replies, a NACK first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
-        topic = self._topics.get(request.type_url)
-        if topic is None:
-            topic = self._topics[request.type_url] = _TypeState()
-        elif request.nonce != topic.nonce:
+        state = self._type_states.get(request.type_url)
+        if state is None:
+            state = self._type_states[request.type_url] = _SotwTypeState()
+        elif request.nonce != state.nonce:
             return ()
-        answers = topic.under_way is not None
+        is_answer = state.in_flight is not None
         replies: list[SotwResponse | Nack] = []
-        if answers:
-            topic.settle(request.error)
+        if is_answer:
+            state.acknowledge(request.error)
             if request.error:
-                replies.append(Nack(request.type_url, topic.version, request.error))
-        topic.subscribe(request.names, lists_all=request.type_url == resources.CLUSTER)
+                replies.append(Nack(request.type_url, state.version, request.error))
+        state.subscribe(request.names, lists_all=request.type_url == resources.CLUSTER)
         # Asked again with nothing under way: Envoy may be warming a cluster anew and wait for its
         # endpoints, although it has had them, even when it asks for fewer than before.
-        replies.extend(self._offer(request.type_url, topic, again=not answers))
+        replies.extend(self._respond(request.type_url, state, again=not is_answer))
         return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[SotwResponse, ...]:
@@ -156,30 +156,30 @@ class SotwSession:
         return tuple(
             response
             for type_url in (resources.CLUSTER, resources.ASSIGNMENT)
-            if (topic := self._topics.get(type_url)) is not None
-            for response in self._offer(type_url, topic)
+            if (state := self._type_states.get(type_url)) is not None
+            for response in self._respond(type_url, state)
         )
 
-    def _offer(
-        self, type_url: str, topic: _TypeState, *, again: bool = False
+    def _respond(
+        self, type_url: str, state: _SotwTypeState, *, again: bool = False
     ) -> Iterator[SotwResponse]:
-        if self._snapshot is None or topic.under_way is not None:
+        if self._snapshot is None or state.in_flight is not None:
             return
-        wanted = topic.wanted(self._snapshot[type_url])
-        contents = {name: resource.version for name, resource in wanted.items()}
-        if contents == topic.refused or (contents == topic.held and not again):
+        subscribed = state.select_subscribed(self._snapshot[type_url])
+        versions = {name: resource.version for name, resource in subscribed.items()}
+        if versions == state.nacked or (versions == state.acked and not again):
             return
-        if not contents and type_url == resources.ASSIGNMENT:
+        if not versions and type_url == resources.ASSIGNMENT:
             # Endpoints cannot be taken back this way, only their cluster can.
             return
-        topic.under_way = contents
-        topic.nonce = str(next(self._nonces))
-        topic.version = _digest(contents)
-        yield SotwResponse(type_url, topic.version, topic.nonce, tuple(wanted.values()))
+        state.in_flight = versions
+        state.nonce = str(next(self._nonces))
+        state.version = _combined_version(versions)
+        yield SotwResponse(type_url, state.version, state.nonce, tuple(subscribed.values()))
 
 
-def _digest(contents: _Contents) -> str:
-    text = "".join(f"{name}={contents[name]};" for name in sorted(contents))
+def _combined_version(versions: _Versions) -> str:
+    text = "".join(f"{name}={versions[name]};" for name in sorted(versions))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
@@ -190,7 +190,7 @@ class DeltaRequest(msgspec.Struct, frozen=True):
         type_url: Of which type.
         subscribe: Names it wants from now on.
         unsubscribe: Names it no longer wants.
-        held: Versions by name that it still has from an earlier stream; first request only.
+        initial_versions: Versions by name that it still has from an earlier stream; first request only.
         nonce: Of the answer this one is about, empty for none.
         error: Why it refused that answer, empty if it did not.
     """
@@ -198,7 +198,7 @@ class DeltaRequest(msgspec.Struct, frozen=True):
     type_url: str
     subscribe: tuple[str, ...] = ()
     unsubscribe: tuple[str, ...] = ()
-    held: Mapping[str, str] = {}
+    initial_versions: Mapping[str, str] = {}
     nonce: str = ""
     error: str = ""
 
@@ -230,9 +230,9 @@ class _DeltaTypeState:
         names: What is subscribed to by name.
         wildcard: Whether everything is.
         nonce: Of the answer under way; empty for none.
-        under_way: Versions it holds, absent ones included.
-        held: What Envoy is known to hold, or to know as absent.
-        refused: What was refused since, by name.
+        in_flight: Versions it holds, absent ones included.
+        acked: What Envoy is known to hold, or to know as absent.
+        nacked: What was refused since, by name.
         isolate_next: Versions refused together with others: each is sent alone, to find the bad
             one.
     """
@@ -241,9 +241,9 @@ class _DeltaTypeState:
         self.names: set[str] = set()
         self.wildcard = lists_all and not first.subscribe
         self.nonce = ""
-        self.under_way: Mapping[str, str] = {}
-        self.held: dict[str, str] = dict(first.held)
-        self.refused: dict[str, str] = {}
+        self.in_flight: Mapping[str, str] = {}
+        self.acked: dict[str, str] = dict(first.initial_versions)
+        self.nacked: dict[str, str] = {}
         self.isolate_next: dict[str, str] = {}
 
     def subscribe(self, request: DeltaRequest) -> None:
@@ -254,35 +254,37 @@ class _DeltaTypeState:
                 continue
             self.names.add(name)
             # What an earlier stream left there is only confirmed; otherwise it was lost or warms.
-            if name not in request.held:
-                self.held.pop(name, None)
-                self.refused.pop(name, None)
+            if name not in request.initial_versions:
+                self.acked.pop(name, None)
+                self.nacked.pop(name, None)
         for name in request.unsubscribe:
             if name == WILDCARD:
                 self.wildcard = False
             self.names.discard(name)
         if not self.wildcard:
-            self.held = {name: version for name, version in self.held.items() if name in self.names}
+            self.acked = {
+                name: version for name, version in self.acked.items() if name in self.names
+            }
 
-    def settle(self, error: str) -> None:
+    def acknowledge(self, error: str) -> None:
         """Records the ACK or NACK of the response in flight."""
         if error:
-            bad = self.refused if len(self.under_way) == 1 else self.isolate_next
-            bad.update(self.under_way)
+            rejected = self.nacked if len(self.in_flight) == 1 else self.isolate_next
+            rejected.update(self.in_flight)
         else:
-            for name, version in self.under_way.items():
-                self.held[name] = version
-                self.refused.pop(name, None)
+            for name, version in self.in_flight.items():
+                self.acked[name] = version
+                self.nacked.pop(name, None)
                 self.isolate_next.pop(name, None)
-        self.nonce, self.under_way = "", {}
+        self.nonce, self.in_flight = "", {}
 
-    def pending_changes(self, known: Mapping[str, XdsResource]) -> dict[str, str]:
+    def pending_changes(self, available: Mapping[str, XdsResource]) -> dict[str, str]:
         """Returns versions of the resources to send next, by name."""
-        named = [*known, *(self.held.keys() - known.keys())] if self.wildcard else []
+        named = [*available, *(self.acked.keys() - available.keys())] if self.wildcard else []
         changed = {}
         for name in (*named, *sorted(self.names.difference(named))):
-            version = known[name].version if name in known else _ABSENT
-            if self.held.get(name) != version and self.refused.get(name) != version:
+            version = available[name].version if name in available else _ABSENT
+            if self.acked.get(name) != version and self.nacked.get(name) != version:
                 changed[name] = version
         clean = {
             name: version
@@ -297,53 +299,55 @@ class DeltaSession:
 
     def __init__(self) -> None:
         self._snapshot: XdsSnapshot | None = None
-        self._topics: dict[str, _DeltaTypeState] = {}
+        self._type_states: dict[str, _DeltaTypeState] = {}
         self._nonces = itertools.count(1)
 
     def request(self, request: DeltaRequest) -> tuple[DeltaResponse | Nack, ...]:
         """Handles a request of Envoy; returns the replies, a NACK first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
-        topic = self._topics.get(request.type_url)
-        new = topic is None
-        if topic is None:
+        state = self._type_states.get(request.type_url)
+        is_new = state is None
+        if state is None:
             lists_all = request.type_url == resources.CLUSTER
-            topic = self._topics[request.type_url] = _DeltaTypeState(request, lists_all=lists_all)
+            state = self._type_states[request.type_url] = _DeltaTypeState(
+                request, lists_all=lists_all
+            )
         replies: list[DeltaResponse | Nack] = []
-        if request.nonce and request.nonce == topic.nonce:
-            topic.settle(request.error)
+        if request.nonce and request.nonce == state.nonce:
+            state.acknowledge(request.error)
             if request.error:
                 replies.append(Nack(request.type_url, request.nonce, request.error))
-        topic.subscribe(request)
-        replies.extend(self._offer(request.type_url, topic, always=new and topic.wildcard))
+        state.subscribe(request)
+        replies.extend(self._respond(request.type_url, state, always=is_new and state.wildcard))
         return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[DeltaResponse, ...]:
         """Publishes a snapshot; returns responses, clusters before endpoints."""
-        first = self._snapshot is None
+        is_first = self._snapshot is None
         self._snapshot = snapshot
         return tuple(
             response
             for type_url in (resources.CLUSTER, resources.ASSIGNMENT)
-            if (topic := self._topics.get(type_url)) is not None
-            for response in self._offer(type_url, topic, always=first and topic.wildcard)
+            if (state := self._type_states.get(type_url)) is not None
+            for response in self._respond(type_url, state, always=is_first and state.wildcard)
         )
 
-    def _offer(
-        self, type_url: str, topic: _DeltaTypeState, *, always: bool = False
+    def _respond(
+        self, type_url: str, state: _DeltaTypeState, *, always: bool = False
     ) -> Iterator[DeltaResponse]:
-        if self._snapshot is None or topic.nonce:
+        if self._snapshot is None or state.nonce:
             return
-        known = self._snapshot[type_url]
-        news = topic.pending_changes(known)
+        available = self._snapshot[type_url]
+        changes = state.pending_changes(available)
         # Envoy waits for the first answer to a wildcard even if it holds nothing.
-        if not news and not always:
+        if not changes and not always:
             return
-        topic.under_way = news
-        topic.nonce = str(next(self._nonces))
+        state.in_flight = changes
+        state.nonce = str(next(self._nonces))
         yield DeltaResponse(
             type_url,
-            topic.nonce,
-            tuple(known[name] for name, version in news.items() if version != _ABSENT),
-            tuple(name for name, version in news.items() if version == _ABSENT),
+            state.nonce,
+            tuple(available[name] for name, version in changes.items() if version != _ABSENT),
+            tuple(name for name, version in changes.items() if version == _ABSENT),
         )

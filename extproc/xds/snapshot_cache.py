@@ -18,7 +18,7 @@ class _CacheEntry(msgspec.Struct, frozen=True):
 
     pool: Pool
     h2c: bool
-    places: tuple[LbEndpoint, ...]
+    lb_endpoints: tuple[LbEndpoint, ...]
     assignment: XdsResource
     cluster: XdsResource
 
@@ -30,16 +30,16 @@ class SnapshotCache:
     and would eject an engine that recovered while every replica of extproc was down.
 
     Args:
-        traits: What every cluster has in common.
+        options: What every cluster has in common.
 
     Attributes:
         snapshot: The latest resources.
         faults: What posting a pool raised the last time, by its name; it stays as it was before.
     """
 
-    def __init__(self, traits: ClusterOptions) -> None:
-        self._renderer = ResourceEncoder(traits)
-        self._with_health = not traits.health_check.path
+    def __init__(self, options: ClusterOptions) -> None:
+        self._encoder = ResourceEncoder(options)
+        self._with_health = not options.health_check.path
         self._entries: dict[str, _CacheEntry] = {}
         self.faults: dict[str, Exception] = {}
         self.snapshot: XdsSnapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
@@ -56,10 +56,10 @@ class SnapshotCache:
         if len(pools) != len(self._entries):
             return True
         for name, pool in pools.items():
-            posted = self._entries.get(resources.cluster_name(name))
-            if posted is None or posted.h2c is not (name in h2c):
+            entry = self._entries.get(resources.cluster_name(name))
+            if entry is None or entry.h2c is not (name in h2c):
                 return True
-            if not self._alike(posted.pool, pool):
+            if not self._has_same_endpoints(entry.pool, pool):
                 return True
         return False
 
@@ -71,42 +71,44 @@ class SnapshotCache:
             h2c: As in `is_stale`.
         """
         self.faults.clear()
-        posted: dict[str, _CacheEntry] = {}
+        entries: dict[str, _CacheEntry] = {}
         for name, pool in pools.items():
             cluster = resources.cluster_name(name)
             try:
-                posted[cluster] = self._post(name, pool, h2c=name in h2c)
+                entries[cluster] = self._build_entry(name, pool, h2c=name in h2c)
             except Exception as error:  # noqa: BLE001 - the other pools are published
                 self.faults[name] = error
                 if cluster in self._entries:
-                    posted[cluster] = self._entries[cluster]
-        self._entries = posted
-        self._renderer.keep({place for entry in posted.values() for place in entry.places})
+                    entries[cluster] = self._entries[cluster]
+        self._entries = entries
+        self._encoder.drop_others(
+            {lb_endpoint for entry in entries.values() for lb_endpoint in entry.lb_endpoints}
+        )
         new: XdsSnapshot = {
-            resources.CLUSTER: {name: entry.cluster for name, entry in posted.items()},
-            resources.ASSIGNMENT: {name: entry.assignment for name, entry in posted.items()},
+            resources.CLUSTER: {name: entry.cluster for name, entry in entries.items()},
+            resources.ASSIGNMENT: {name: entry.assignment for name, entry in entries.items()},
         }
         if new == self.snapshot:
             return False
         self.snapshot = new
         return True
 
-    def _post(self, pool_name: str, pool: Pool, *, h2c: bool) -> _CacheEntry:
+    def _build_entry(self, pool_name: str, pool: Pool, *, h2c: bool) -> _CacheEntry:
         name = resources.cluster_name(pool_name)
         before = self._entries.get(name)
         if before is None or before.h2c is not h2c:
-            cluster = _versioned(name, self._renderer.cluster(name, h2c=h2c))
-        elif self._alike(before.pool, pool):
+            cluster = _versioned(name, self._encoder.cluster(name, h2c=h2c))
+        elif self._has_same_endpoints(before.pool, pool):
             return before
         else:
             cluster = before.cluster
-        places = resources.lb_endpoints(pool, with_health=self._with_health)
-        if before is not None and before.places == places:
-            return _CacheEntry(pool, h2c, places, before.assignment, cluster)
-        assignment = _versioned(name, self._renderer.assignment(name, places))
-        return _CacheEntry(pool, h2c, places, assignment, cluster)
+        lb_endpoints = resources.lb_endpoints(pool, with_health=self._with_health)
+        if before is not None and before.lb_endpoints == lb_endpoints:
+            return _CacheEntry(pool, h2c, lb_endpoints, before.assignment, cluster)
+        assignment = _versioned(name, self._encoder.assignment(name, lb_endpoints))
+        return _CacheEntry(pool, h2c, lb_endpoints, assignment, cluster)
 
-    def _alike(self, previous: Pool, current: Pool) -> bool:
+    def _has_same_endpoints(self, previous: Pool, current: Pool) -> bool:
         """Returns True if both snapshots of a pool give the same endpoints and health."""
         if previous is current:
             return True
@@ -114,8 +116,8 @@ class SnapshotCache:
             return False
         if not self._with_health or not (previous.down or current.down):
             return True
-        return [member.up for member in previous.members] == [
-            member.up for member in current.members
+        return [member.is_up for member in previous.members] == [
+            member.is_up for member in current.members
         ]
 
 

@@ -313,7 +313,7 @@ def test_check_prints_json(capsys):
     assert json.loads(capsys.readouterr().out)["errors"][0]["where"] == "no-such-file"
 
 
-NO_CLAIMS = "claims      none: annotations of InferencePools are ignored"
+NO_CLAIMS = "match rules none: annotations of InferencePools are ignored"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ pools:
                 "endpoints   1 listed of pool a",
                 "            10.0.0.1:80",
                 "pool        b, for model m",
-                "            pool a comes first where both claim a request",
+                "            pool a comes first where both match a request",
                 "            scheduled by rules of its own",
                 "endpoints   1 listed of pool b",
                 "            10.0.0.2:80",

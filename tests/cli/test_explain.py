@@ -195,7 +195,7 @@ def server():
     async def dry_run(raw):
         return parts.director.route(raw, 1.0)
 
-    pages = admin.Pages(
+    pages = admin.AdminPages(
         exposition=exposition.Exposition(
             counters.ProcessCounters(),
             lambda: {

@@ -80,7 +80,7 @@ def test_the_lease_is_in_the_namespace_of_the_process():
 def test_election_uses_the_api_server_of_discovery():
     """Kubeconfig and context."""
     plan = planned(pool=vllm(), kubeconfig="/k", context="c")
-    assert (plan.reaching.kubeconfig, plan.reaching.context) == ("/k", "c")
+    assert (plan.api_settings.kubeconfig, plan.api_settings.context) == ("/k", "c")
 
 
 def test_election_without_kubernetes_is_refused():

@@ -235,7 +235,7 @@ def test_short_limits_without_flow_control_are_no_cut():
 
 def test_limits_are_compared_with_the_longest_wait():
     """Of all the configuration allows, within what a request may ask for."""
-    longest = envoy_lint.longest_hold_s
+    longest = envoy_lint.longest_wait_s
     assert longest(settings.Settings()) == 0
     assert longest(HOLDING) == 300
     long = FlowControlSection(enabled=True, by_objective={"batch": 5000}, max_timeout_s=4000)

@@ -139,9 +139,9 @@ def test_settings_reach_the_parts():
     assert parts.exchange.conformance
     assert parts.budget.limit_bytes == 20
     assert (parts.scraping.path, parts.scraping.timeout_s) == ("/m", 3)
-    assert (parts.scraping.pace.fast_s, parts.scraping.pace.slow_s) == (0.5, 4)
-    assert parts.following.refresh_s == 9
-    assert [(entry.host, entry.port) for entry in parts.listed] == [("10.0.0.1", 8000)]
+    assert (parts.scraping.schedule.fast_s, parts.scraping.schedule.slow_s) == (0.5, 4)
+    assert parts.discovery.refresh_s == 9
+    assert [(entry.host, entry.port) for entry in parts.flag_entries] == [("10.0.0.1", 8000)]
 
 
 def test_built_parts_route():

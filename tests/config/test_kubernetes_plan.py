@@ -32,7 +32,7 @@ pools:
 """,
         NAMESPACE="here",
     )
-    assert watched.watching == watching.KubernetesSettings(
+    assert watched.settings == watching.KubernetesSettings(
         sources=[
             watching.InferencePoolRef("y", "x"),
             watching.PodSelector("here", {"l": "v"}, (80,), "b"),
@@ -57,7 +57,7 @@ pools:
 def test_all_pools_of_a_namespace_or_cluster_are_planned(text, namespace):
     """Of the cluster, of the own namespace, or of another."""
     watched = plan(text, NAMESPACE="here")
-    assert watched.watching.sources == [watching.AllPools(namespace)]
+    assert watched.settings.sources == [watching.AllPools(namespace)]
     assert watched.pools == {}
 
 
@@ -73,7 +73,7 @@ def test_an_object_in_two_pools_is_refused():
 def test_outside_a_pod_the_namespace_is_default(tmp_path, monkeypatch):
     """The variable comes first, then the service account, then `default`."""
     own = tmp_path / "namespace"
-    monkeypatch.setattr(kubernetes_plan, "_OWN", own)
+    monkeypatch.setattr(kubernetes_plan, "_NAMESPACE_FILE", own)
     assert kubernetes_plan.namespace({}) == "default"
     own.write_text("mine\n")
     assert kubernetes_plan.namespace({}) == "mine"

@@ -15,21 +15,21 @@ KEY = "team-a/llama"
 
 
 def read(rules):
-    text = HEAD + f"cluster: {{discover_pools: cluster, claims: {rules}}}"
+    text = HEAD + f"cluster: {{discover_pools: cluster, match_rules: {rules}}}"
     return loader.settings(loader.parse(text, where="f.yaml"))
 
 
 def granted(rules, key=KEY, **annotations):
     stated = {f"extproc/{kind}": text for kind, text in annotations.items()}
-    return pool_annotations.grant_match(read(rules).cluster.claims, key, stated)
+    return pool_annotations.grant_match(read(rules).cluster.match_rules, key, stated)
 
 
 def test_annotations_are_ignored_without_a_match_rule():
     """Whoever may write an InferencePool cannot take requests of others."""
     for rules in ("[]", "[{pools: ['team-b/*']}]"):
         refused = granted(rules, models="*")
-        assert refused.claim.empty
-        assert refused.refused == "model * has no rule in cluster.claims"
+        assert refused.match.is_empty
+        assert refused.rejection == "model * has no rule in cluster.match_rules"
     assert granted("[]") == pool_annotations.MatchGrant()
 
 
@@ -74,8 +74,8 @@ def test_matches_of_annotations_are_read(annotations, claim):
 def test_matches_outside_of_the_rules_are_ignored(rule, annotations, holds):
     """Each kind that the rule names limits the claim; what is too much is ignored as a whole."""
     grant = granted(f"[{{pools: ['team-a/*'], {rule}}}]", **annotations)
-    assert grant.claim.empty is not holds
-    assert bool(grant.refused) is not holds
+    assert grant.match.is_empty is not holds
+    assert bool(grant.rejection) is not holds
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_matches_outside_of_the_rules_are_ignored(rule, annotations, holds):
 )
 def test_matches_are_bounded(annotations, text):
     """Every request is held against all conditions."""
-    assert text in granted("[{pools: ['*']}]", **annotations).refused
+    assert text in granted("[{pools: ['*']}]", **annotations).rejection
 
 
 HOSTS = st.sampled_from(["a.x", "b.a.x", "*.a.x", "*.x", "x", "y"])
@@ -116,26 +116,26 @@ def takes(claim, request):
     host, path, model, headers = request
     if not pool_match.matches(claim, {":authority": host, ":path": path, **headers}):
         return False
-    return not claim.models or pool_match.names(claim, model)
+    return not claim.models or pool_match.matches_model(claim, model)
 
 
 @given(CLAIMS, CLAIMS, REQUESTS)
 def test_no_request_escapes_a_limit(claim, limit, request):
     """What lies within a limit takes no request that the limit does not; overlaps are noticed."""
     if takes(claim, request):
-        assert takes(limit, request) or not pool_match.within(claim, limit)
-        assert not takes(limit, request) or pool_match.overlap(claim, limit)
+        assert takes(limit, request) or not pool_match.is_within(claim, limit)
+        assert not takes(limit, request) or pool_match.overlaps(claim, limit)
 
 
 def test_rules_are_described():
     """`extproc check` says what annotations may claim."""
     assert list(check.describe_pools(read("[]")))[-1] == (
-        "claims      none: annotations of InferencePools are ignored (cluster.claims)"
+        "match rules none: annotations of InferencePools are ignored (cluster.match_rules)"
     )
     rules = "[{pools: ['a/*', b/c], hosts: ['{namespace}.x'], headers: {t: v}}, {pools: [d/e]}]"
     assert list(check.describe_pools(read(rules)))[-2:] == [
-        "claims      of a/*, b/c, by annotations: host {namespace}.x and header t=v",
-        "claims      of d/e, by annotations: anything",
+        "match rules of a/*, b/c, by annotations: host {namespace}.x and header t=v",
+        "match rules of d/e, by annotations: anything",
     ]
 
 
@@ -154,5 +154,5 @@ def test_overlapping_matches_of_configured_pools_are_described():
     )
     shown = list(check.describe_pools(loader.settings(loader.parse(text, where="f.yaml"))))
     assert [line for line in shown if "comes first" in line] == [
-        "            pool a comes first where both claim a request"
+        "            pool a comes first where both match a request"
     ]

@@ -24,7 +24,7 @@ def read(text):
 def test_a_single_pool_matches_all_requests():
     """Without `pools` the section `pool` is the only one, by its name or none."""
     (pool_plan,) = pools.pool_plans(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
-    assert (pool_plan.name, pool_plan.claim) == ("p", PoolMatch())
+    assert (pool_plan.name, pool_plan.match) == ("p", PoolMatch())
     assert pools.pool_plans(read(""))[0].name == ""
 
 
@@ -41,7 +41,7 @@ pools:
   scheduling: {strategy: random}
 """)
     a, b = pools.pool_plans(settings)
-    assert a.claim == PoolMatch(hosts=("a.example",), models=("llama-*",))
+    assert a.match == PoolMatch(hosts=("a.example",), models=("llama-*",))
     assert a.settings.pool.endpoints == ("10.0.0.1:80",)
     assert a.settings.pools == ()
     assert a.settings.scheduling.strategy == "lmetric"
@@ -56,7 +56,7 @@ def test_all_pools_may_come_from_kubernetes():
     both = read("cluster: {discover_pools: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
     assert len(pools.pool_plans(both)) == 1
     brought = pools.discovered_pool_plan(both, "x/y", PoolMatch(hosts=("h",)))
-    assert (brought.name, brought.claim.hosts) == ("x/y", ("h",))
+    assert (brought.name, brought.match.hosts) == ("x/y", ("h",))
     assert brought.settings.pool.name == "x/y"
     assert not brought.settings.pool.endpoints
 

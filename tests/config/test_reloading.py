@@ -117,11 +117,13 @@ def test_every_field_is_live_or_waits_for_a_restart(changed_path, place, started
         for field in msgspec.structs.fields(row_kind(section))
     }
     is_live = encoded[name] in row.live
-    (change,) = reloading.changes(started, wanted)
+    (change,) = reloading.find_changes(started, wanted)
     assert change.path == changed_path or change.path.startswith(f"{changed_path}.")
     assert change.is_live is is_live
-    assert reloading.in_force(started, wanted) == (wanted if is_live else started)
-    assert list(reloading.pending(started, wanted)) == ([] if is_live else [change.path])
+    assert reloading.apply_live_fields(started, wanted) == (wanted if is_live else started)
+    assert list(reloading.find_restart_fields(started, wanted)) == (
+        [] if is_live else [change.path]
+    )
 
 
 def row_kind(section):
@@ -140,18 +142,18 @@ def test_pools_are_compared_by_name():
         "- {name: b, endpoints: ['10.0.0.3:1'], match: {hosts: [b]}}\n"
         "- {name: c, endpoints: ['10.0.0.2:1']}\n"
     )
-    assert [(change.path, change.is_live) for change in reloading.changes(old, new)] == [
+    assert [(change.path, change.is_live) for change in reloading.find_changes(old, new)] == [
         ("pools", False),
         ("pools[b].endpoints", False),
         ("pools[b].match.hosts", True),
     ]
-    merged = reloading.in_force(old, new)
+    merged = reloading.apply_live_fields(old, new)
     assert [pool.name for pool in merged.pools] == ["a", "b"]
     assert merged.pools[0] == old.pools[0]
     assert merged.pools[1].match.hosts == ("b",)
     assert merged.pools[1].endpoints == ("10.0.0.2:1",)
     alone = read("pool: {endpoints: ['10.0.0.9:1']}")
-    assert reloading.in_force(old, alone) == old
+    assert reloading.apply_live_fields(old, alone) == old
 
 
 def test_changes_name_the_full_path():
@@ -164,7 +166,9 @@ def test_changes_name_the_full_path():
         "pool: {objectives: {gold: 2, free: -1}}\npeer_sync: {url: 'redis://:other@h:1/0'}\n"
         "cluster: {lease: {name: b}}\nseed: 3\n"
     )
-    listed = [(change.path, change.before, change.after) for change in reloading.changes(old, new)]
+    listed = [
+        (change.path, change.before, change.after) for change in reloading.find_changes(old, new)
+    ]
     assert listed == [
         ("pool.objectives.gold", "1", "2"),
         ("pool.objectives.free", "none", "-1"),
@@ -172,7 +176,7 @@ def test_changes_name_the_full_path():
         ("peer_sync.url", "(not shown)", "(not shown)"),
         ("seed", "null", "3"),
     ]
-    assert not list(reloading.changes(new, new))
+    assert not list(reloading.find_changes(new, new))
     long = Settings(pool=sections.pool_schema.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
-    (change,) = reloading.changes(Settings(), long)
+    (change,) = reloading.find_changes(Settings(), long)
     assert len(change.after) == 60

@@ -153,5 +153,5 @@ def test_endpoints_of_all_names_are_bounded():
     listed = [endpoint_list.EndpointListEntry(name, 8000) for name in answers]
     merged = dns.merge_answers(listed, answers, last={})
     assert len(merged.endpoints) == endpoint_list.MAX_ENDPOINTS
-    assert merged.left_out == 20_000 - endpoint_list.MAX_ENDPOINTS
+    assert merged.num_dropped == 20_000 - endpoint_list.MAX_ENDPOINTS
     assert merged.endpoints == dns.merge_answers(listed, answers, last={}).endpoints

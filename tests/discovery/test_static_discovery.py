@@ -34,13 +34,13 @@ class Scene:
         self.subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), jitter=0.0),
             self.fleet,
-            listed=endpoint_list.from_document(
+            flag_entries=endpoint_list.from_document(
                 {"endpoints": ",".join(flags).split(",") if flags else []}, where="f"
             ),
             resolver=self.resolver,
             clock=lambda: self.now,
             rng=random.Random(1),
-            on_fact=self.facts.append,
+            on_event=self.facts.append,
         )
 
     def kinds(self):
@@ -184,11 +184,11 @@ def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
         await scene.subject.start()
         assert scene.kinds() == ["list-replaced", "truncated"]
         assert "3616 addresses are left out" in scene.facts[1].detail
-        assert scene.subject.left_out == 3616
+        assert scene.subject.dropped_addresses == 3616
         scene.resolver.answers["engines-0"] = many["engines-0"][:3999]
         await scene.step(40.0)
         assert scene.kinds().count("truncated") == 1
-        assert scene.subject.left_out == 3615
+        assert scene.subject.dropped_addresses == 3615
         scene.resolver.answers["engines-0"] = many["engines-0"][:1]
         await scene.step(80.0)
         assert scene.kinds() == [
@@ -198,7 +198,7 @@ def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
             "list-replaced",
             "complete",
         ]
-        assert scene.subject.left_out == 0
+        assert scene.subject.dropped_addresses == 0
 
     asyncio.run(scene())
 
@@ -214,11 +214,11 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.001),
             scene.fleet,
-            listed=(),
+            flag_entries=(),
             resolver=scene.resolver,
             clock=lambda: 0.0,
             rng=random.Random(1),
-            on_fact=lambda fact: changed.set() if len(scene.fleet.updates) == 2 else None,
+            on_event=lambda fact: changed.set() if len(scene.fleet.updates) == 2 else None,
         )
         await subject.start()
         task = asyncio.ensure_future(subject.run())

@@ -38,7 +38,7 @@ def _upstream() -> Iterator[str]:
             f"`{value}`" if value else "empty" for value in sorted(flag.accepted_values)
         )
         effect = "is refused" if flag.refused else "gives a warning"
-        yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.say)} |"
+        yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.message)} |"
 
 
 def _parser(name: str, module: str) -> argparse.ArgumentParser:

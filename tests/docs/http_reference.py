@@ -18,9 +18,9 @@ _HEADER = re.compile(r"""["'](x-[a-z][a-z0-9-]*[a-z0-9])["']""")
 def block() -> str:
     """One row for each route of the picker's own pages."""
     rows = ["| method | path | what it answers |", "|---|---|---|"]
-    source = inspect.getsource(admin.Pages.application)
+    source = inspect.getsource(admin.AdminPages.application)
     for method, path, handler in re.findall(r'web\.(get|post)\("([^"]+)", self\.(\w+)\)', source):
-        text = inspect.getdoc(getattr(admin.Pages, handler)) or ""
+        text = inspect.getdoc(getattr(admin.AdminPages, handler)) or ""
         rows.append(f"| {method.upper()} | `{path}` | {' '.join(text.split())} |")
     return "\n".join(rows)
 

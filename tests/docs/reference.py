@@ -37,7 +37,7 @@ SECTIONS = (
     ("pools[]", pool_schema.PoolSection),
     ("pools.match", pool_match.PoolMatch),
     ("cluster", pool_schema.ClusterSection),
-    ("cluster.claims[]", pool_annotations.MatchRule),
+    ("cluster.match_rules[]", pool_annotations.MatchRule),
     ("cluster.lease", lease_state.ElectionSettings),
     ("scrape", settings.ScrapeSection),
     ("health", endpoint_health.OutlierDetectionSettings),

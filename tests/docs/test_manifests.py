@@ -21,7 +21,10 @@ def test_the_configuration_is_valid():
     """The ConfigMap holds a file that the strict reader takes."""
     (text,) = BY_KIND["ConfigMap"]["data"].values()
     settings = loader.settings(loader.parse(text, where="plain.yaml"))
-    assert discovery_sources.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
+    assert (
+        discovery_sources.parse_entries(settings.pool, where="plain.yaml")[0].host
+        == "vllm-headless"
+    )
 
 
 def test_ports_are_the_defaults():

@@ -62,7 +62,7 @@ def test_the_configuration_is_in_order(folder, capsys):
 def test_the_configuration_routes(folder, zone):
     """A request goes to the zone its header names, and nothing is degraded."""
     parts = factory.build(loader.settings(loader.read(folder / "extproc.yaml")))
-    listed = [Endpoint(f"{one.host}:{one.port}", labels=one.labels) for one in parts.listed]
+    listed = [Endpoint(f"{one.host}:{one.port}", labels=one.labels) for one in parts.flag_entries]
     parts.store.set_endpoints(listed, 1.0)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
     raw = HttpRequest(

@@ -187,8 +187,8 @@ def test_elector_reports_a_failure_that_needs_an_operator():
         leases,
         clock=lambda: 0.0,
         rng=random.Random(1),
-        stands=lambda: False,
-        on_fact=facts.append,
+        can_lead=lambda: False,
+        on_event=facts.append,
     )
     away = leader_elector.LeaseRequestFailed("no answer")
     forbidden = leader_elector.LeaseRequestFailed("403; add to a Role", reason="forbidden")
@@ -231,7 +231,7 @@ def test_a_lease_taken_by_another_program_ends_leadership():
     cluster = swift()
     first = cluster.add("a", PATIENCE)
     cluster.run(20.0)
-    taken = cluster.store.do(first.elector._term._put(acquired=True))
+    taken = cluster.store.do(first.elector._state._build_write(acquired=True))
     cluster.store.record = type(taken)("person", 15, 7, "x")
     cluster.run(23.0)
     assert cluster.leaders == []
@@ -258,7 +258,7 @@ def test_a_late_confirmation_counts_from_the_request():
     cluster._fate = lambda: Fate(0.0, 4.9)
     cluster.run(30.0)
     cluster._fate = lambda: Fate(None, None)
-    last = first.elector._term._until
+    last = first.elector._state._leads_until
     assert first.leads()
     cluster.run(last)
     assert not first.leads()
@@ -307,7 +307,7 @@ def test_run_ends_with_a_release():
             elected.set()
 
         cluster = leader_elector.LeaderElector(
-            "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_fact=note
+            "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_event=note
         )
         async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
             tasks.create_task(cluster.run())
@@ -315,7 +315,7 @@ def test_run_ends_with_a_release():
             assert cluster.is_leader
             cluster.resign()
             assert not cluster.is_leader
-            await cluster.resigned(5.0)
+            await cluster.wait_ended(5.0)
         assert near.store.record.holder == ""
         assert near.closed
         assert facts == ["elected", "resigned"]

@@ -34,8 +34,8 @@ def test_a_candidate_reads_before_it_writes():
     """A candidate reads before it writes, and leads nobody."""
     state = term()
     assert state.claim(100.0) is None
-    assert not state.leads(100.0)
-    assert not state.mine
+    assert not state.is_leader(100.0)
+    assert not state.is_holder
 
 
 def test_a_missing_lease_is_free():
@@ -77,14 +77,14 @@ def test_leadership_counts_from_the_request():
     state = term()
     state.observe(None, 0.0)
     state.confirm(state.claim(0.0), "1", sent_at_s=3.0)
-    assert state.leads(12.9)
-    assert not state.leads(13.0)
+    assert state.is_leader(12.9)
+    assert not state.is_leader(13.0)
 
 
 def test_a_renewal_names_the_version_of_the_last_write():
     """And does not read before."""
     state = leading()
-    assert state.mine
+    assert state.is_holder
     assert state.claim(2.0) == LeaseWrite("me", 15, 0, acquired=False, version="1")
 
 
@@ -92,12 +92,12 @@ def test_after_invalidate_a_read_is_required():
     """A write that failed may be executed yet; the lead lasts as long as it was confirmed for."""
     state = leading()
     state.invalidate()
-    assert not state.mine
+    assert not state.is_holder
     assert state.claim(2.0) is None
-    assert state.leads(2.0)
+    assert state.is_leader(2.0)
     state.observe(LeaseRecord("me", 15, 0, "2"), 3.0)
     assert state.claim(3.0) == LeaseWrite("me", 15, 0, acquired=False, version="2")
-    assert not state.leads(10.0), "what was read does not say when it was written"
+    assert not state.is_leader(10.0), "what was read does not say when it was written"
 
 
 @pytest.mark.parametrize("record", [None, held(version="2"), held("", "2")])
@@ -105,7 +105,7 @@ def test_a_lease_of_another_holder_ends_leadership(record):
     """As soon as it is seen."""
     state = leading()
     state.observe(record, 1.0)
-    assert not state.leads(1.0)
+    assert not state.is_leader(1.0)
 
 
 def test_after_resigning_nothing_is_written():
@@ -114,7 +114,7 @@ def test_after_resigning_nothing_is_written():
     renewal = state.claim(2.0)
     state.resign()
     state.confirm(renewal, "2", 2.0)
-    assert not state.leads(2.0)
+    assert not state.is_leader(2.0)
     assert state.claim(3.0) is None
     assert state.release() == LeaseWrite("", 1, 0, acquired=True, version="2")
 
@@ -134,12 +134,12 @@ def test_pauses_are_bounded():
     rng = random.Random(3)
     state = term()
     state.observe(held(), 0.0)
-    pauses = [state.pause(5.0, rng) for _ in range(100)]
+    pauses = [state.next_pause_s(5.0, rng) for _ in range(100)]
     assert 1.0 <= min(pauses) < 1.1
     assert 1.9 < max(pauses) <= 2.0
-    assert state.pause(14.5, rng) == 0.5
-    assert state.pause(math.nextafter(15.0, 0.0), rng) == 0.001, "time must pass"
-    assert state.pause(15.0, rng) >= 1.0
+    assert state.next_pause_s(14.5, rng) == 0.5
+    assert state.next_pause_s(math.nextafter(15.0, 0.0), rng) == 0.001, "time must pass"
+    assert state.next_pause_s(15.0, rng) >= 1.0
 
 
 AT = dt.datetime(2026, 1, 2, 4, 4, 5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))

@@ -77,8 +77,8 @@ class Candidate:
             _Far(),
             clock=lambda: world.now * rate + offset,
             rng=random.Random(name),
-            stands=lambda: self.stands,
-            on_fact=self.facts.append,
+            can_lead=lambda: self.stands,
+            on_event=self.facts.append,
         )
         self._world = world
         self._rate = rate

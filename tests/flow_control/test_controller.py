@@ -33,9 +33,9 @@ class Entrance:
         self.refused = set()
         acts = FlowCallbacks(
             decide=self.decide,
-            waits=self.toward.__setitem__,
-            go=self.go,
-            refuse=self.rejections.__setitem__,
+            on_waiting=self.toward.__setitem__,
+            dispatch=self.go,
+            reject=self.rejections.__setitem__,
         )
         self.timer = TimerFixture()
         budget = None if most is None else LookBudget(looks=most, seconds=1.0)
@@ -84,9 +84,9 @@ def test_the_next_pump_is_at_the_earliest_capacity():
     assert entrance.turnstile.dispatch(0.0) is None
     entrance.hold("a")
     assert entrance.turnstile.dispatch(0.0) == 0.5
-    assert entrance.turnstile.next_s(0.0, 0.0) == 0.002
-    assert entrance.turnstile.next_s(30.0, 0.0) == 1.0
-    assert entrance.turnstile.next_s(math.inf, 10.0) == 50.0
+    assert entrance.turnstile.next_pump_s(0.0, 0.0) == 0.002
+    assert entrance.turnstile.next_pump_s(30.0, 0.0) == 1.0
+    assert entrance.turnstile.next_pump_s(math.inf, 10.0) == 50.0
 
 
 def test_dispatches_per_call_are_bounded():
@@ -173,7 +173,9 @@ def test_a_new_request_waits_for_its_chosen_endpoint():
     """Others wait already, and its turn may come as soon as theirs."""
     entrance = Entrance()
     entrance.hold("a")
-    assert entrance.turnstile.check(GOES, priority=0, toward="x").preferred_endpoint == "x"
+    assert (
+        entrance.turnstile.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
+    )
 
 
 def test_close_rejects_queued_and_new_requests():
@@ -237,7 +239,7 @@ def test_a_request_that_raises_leaves_the_queue():
     entrance.hold(*"ab")
     with pytest.raises(ZeroDivisionError):
         entrance.turnstile.dispatch(0.0)
-    entrance.report(fail=lambda item, error: failed.append((item, type(error))))
+    entrance.report(on_item_failed=lambda item, error: failed.append((item, type(error))))
     entrance.turnstile.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
     assert entrance.went == ["b"]
@@ -304,7 +306,7 @@ def test_controller_pumps_again_after_an_exception():
     expired, queue.expired = queue.expired, None
     with pytest.raises(TypeError):
         entrance.turnstile.pump()
-    entrance.report(pump_failed=failed.append)
+    entrance.report(on_pump_failed=failed.append)
     entrance.turnstile.pump()
     assert [type(error) for error in failed] == [TypeError]
     assert entrance.timer.pending == [1.0]

@@ -62,7 +62,7 @@ def test_a_join_that_would_displace_too_many_is_refused(tenants):
     join()
     assert operations(join) < 6000
     assert {item: (item.number, item.place) for item in queue} == places
-    assert not large.waits
+    assert not large.is_queued
     assert len(queue.join(fitting, 0.0).displaced) == 128
 
 
@@ -87,7 +87,7 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
         queue.join(item, 0.0)
     for at in leaving & set(range(len(items))):
         queue.leave(items[at])
-    waiting = [item for item in items if item.waits]
+    waiting = [item for item in items if item.is_queued]
     joined = queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=size), 0.0)
     if isinstance(joined, Rejection):
         assert size > total
@@ -138,4 +138,4 @@ def test_a_rejected_join_changes_nothing():
     assert operations(join) < 1000
     assert {item: (item.number, item.place) for item in queue} == places
     assert len(queue._deadlines) == deadlines
-    assert not large.waits
+    assert not large.is_queued

@@ -140,14 +140,14 @@ def test_a_blocked_target_blocks_no_other_target():
 def test_attained_service_decays_without_saved_credit():
     """After many half-lives tenants start alike, however much one had."""
     requests = Queue(FlowControlSettings(half_life_s=1.0))
-    requests.turns.served("old", 1e6, 0.0)
-    assert requests.turns.attained("old", 10.0) == pytest.approx(1e6 / 1024)
-    requests.turns.served("new", 1.0, 1000.0)
-    requests.turns.served("new", 1.0, 1_000_000.0)
-    assert requests.turns.attained("old", 1_000_000.0) < 1e-9
-    assert requests.turns.attained("new", 1_000_000.0) == pytest.approx(1.0)
-    requests.turns.charge("new", -5.0, 1_000_000.0)
-    assert requests.turns.attained("new", 1_000_000.0) == 0.0
+    requests.fair_share.served("old", 1e6, 0.0)
+    assert requests.fair_share.attained("old", 10.0) == pytest.approx(1e6 / 1024)
+    requests.fair_share.served("new", 1.0, 1000.0)
+    requests.fair_share.served("new", 1.0, 1_000_000.0)
+    assert requests.fair_share.attained("old", 1_000_000.0) < 1e-9
+    assert requests.fair_share.attained("new", 1_000_000.0) == pytest.approx(1.0)
+    requests.fair_share.charge("new", -5.0, 1_000_000.0)
+    assert requests.fair_share.attained("new", 1_000_000.0) == 0.0
 
 
 def test_a_full_queue_displaces_lower_priorities():
@@ -158,7 +158,7 @@ def test_a_full_queue_displaces_lower_priorities():
     requests = queue(first, last, later, max_requests=3)
     joined = requests.join(waiter("d"), 3.0)
     assert joined.displaced == (later,)
-    assert not later.waits
+    assert not later.is_queued
     refused = requests.join(waiter("e", priority=-1), 3.0)
     assert isinstance(refused, Rejection)
     assert (refused.status, refused.reason) == (429, "rejected-saturated")
@@ -170,7 +170,7 @@ def test_bytes_bound_the_queue():
     small = waiter("a", size=60, priority=-1)
     requests = queue(small, waiter("b", size=40), max_bytes=100)
     assert isinstance(requests.join(waiter("c", size=70), 0.0), Rejection)
-    assert small.waits
+    assert small.is_queued
     assert requests.bytes == 100
     assert requests.join(waiter("d", size=50), 0.0).displaced == (small,)
 
@@ -191,22 +191,22 @@ def test_expired_requests_are_removed_in_order():
 def test_retry_after_is_the_estimate_of_the_queue():
     """What waits, divided by what went on per second lately; at most as long as one may wait."""
     requests = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
-    assert requests.full(0.0).retry_after_s == 60
+    assert requests.full_rejection(0.0).retry_after_s == 60
     for at in range(60):
-        requests.pace.record_departures(1, at / 2)
-    assert requests.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
-    assert requests.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
-    assert requests.full(300.0).retry_after_s == 60
+        requests.drain_rate.record_departures(1, at / 2)
+    assert requests.drain_rate.per_s(30.0) == pytest.approx(2.0, rel=0.2)
+    assert requests.full_rejection(30.0).retry_after_s == pytest.approx(50, rel=0.25)
+    assert requests.full_rejection(300.0).retry_after_s == 60
 
 
 def test_dispatched_requests_count_in_the_drain_rate():
     """A pump that lets two go is what the next estimate knows."""
     requests = queue(*(waiter(name) for name in "abc"))
-    assert requests.pace.per_s(1.0) == 0.0
+    assert requests.drain_rate.per_s(1.0) == 0.0
     assert order(requests, most=2) == "ab"
     other = DrainRateEstimator()
     other.record_departures(2, 1.0)
-    assert requests.pace.per_s(2.0) == other.per_s(2.0) > 0.0
+    assert requests.drain_rate.per_s(2.0) == other.per_s(2.0) > 0.0
 
 
 def test_slow_engines_have_a_drain_rate():
@@ -225,7 +225,7 @@ def test_slow_engines_have_a_drain_rate():
 def test_count_ahead_counts_equal_and_higher_priorities():
     """Requests of one's own priority and above."""
     requests = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
-    assert [requests.ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
+    assert [requests.count_ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
 
 
 @given(
@@ -270,7 +270,7 @@ def test_no_request_is_lost_or_served_twice(steps, way, fairness):
             waiting.discard(item)
         elif step == "turn" and waiting:
             item = rng.choice(sorted(waiting, key=lambda item: item.arrived))
-            requests.turn(item, rng.choice(["", "a", "b"]))
+            requests.set_preferred_endpoint(item, rng.choice(["", "a", "b"]))
         elif step == "pump":
             budget = iter(range(rng.randint(0, 3)))
             gone: list[QueuedItem] = []
@@ -290,27 +290,27 @@ def test_no_request_is_lost_or_served_twice(steps, way, fairness):
         assert set(requests) == waiting
         assert requests.count == len(waiting) <= 8
         assert requests.bytes == sum(item.bytes for item in waiting) <= 20
-        assert all(item.waits for item in waiting)
+        assert all(item.is_queued for item in waiting)
 
 
 def test_a_preferred_endpoint_blocks_no_other_requests():
     """Only those that wait for the same; each keeps its rank when it waits for another."""
     requests = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
     by_name = {names[item]: item for item in requests}
-    requests.turn(by_name["a"], "x")
-    requests.turn(by_name["c"], "x")
+    requests.set_preferred_endpoint(by_name["a"], "x")
+    requests.set_preferred_endpoint(by_name["c"], "x")
     went = []
 
     def go(item):
-        if item.toward == "x":
-            return Blocked(toward="x")
+        if item.preferred_endpoint == "x":
+            return Blocked(preferred_endpoint="x")
         went.append(names[item])
         return DepartureCause.DISPATCHED
 
     requests.pump(go, 1.0)
     assert "".join(went) == "bd"
-    requests.turn(by_name["c"], "y")
-    requests.turn(by_name["c"], "x")
+    requests.set_preferred_endpoint(by_name["c"], "y")
+    requests.set_preferred_endpoint(by_name["c"], "x")
     assert requests.count == 2
     assert order(requests) == "ac"
 

@@ -17,7 +17,7 @@ def passes(allowance, tenant, tokens, now):
 def test_no_tenant_is_limited_by_default():
     """No limit, no counting."""
     free = TenantRateLimiter()
-    assert not free.limits
+    assert not free.is_limiting
     assert all(passes(free, "t", 1e9, 0.0) for _ in range(100))
     assert len(free) == 0
 
@@ -114,11 +114,11 @@ def test_no_number_of_tenants_refills_a_bucket():
     limiter = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
     assert passes(limiter, "busy", 0, 0.0)
     let_through = sum(passes(limiter, str(number), 0, 0.0) for number in range(20_000))
-    assert let_through == rate_limit._MOST
+    assert let_through == rate_limit._MAX_TENANTS
     assert not passes(limiter, "busy", 0, 0.0)
     assert not passes(limiter, "0", 0, 0.0)
-    assert len(limiter) == rate_limit._MOST + 1
-    assert len(limiter._full_at) == rate_limit._MOST
+    assert len(limiter) == rate_limit._MAX_TENANTS + 1
+    assert len(limiter._full_at) == rate_limit._MAX_TENANTS
 
 
 def test_a_full_bucket_is_forgotten_for_another_tenant():
@@ -128,7 +128,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
         {"vip": RateLimit(requests_per_s=1.0, burst_s=1.0)},
     )
     assert passes(limiter, "vip", 0, 0.0)
-    for number in range(rate_limit._MOST):
+    for number in range(rate_limit._MAX_TENANTS):
         taken = 10 if number == 0 else 1
         assert all(passes(limiter, str(number), 0, 0.0) for _ in range(taken))
     assert all(
@@ -137,7 +137,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
     assert not passes(limiter, "later 7", 0, 5.0)
     assert [passes(limiter, "0", 0, 5.0) for _ in range(6)] == [True] * 5 + [False]
     assert not passes(limiter, "vip", 0, 0.5)
-    assert len(limiter) == rate_limit._MOST + 1
+    assert len(limiter) == rate_limit._MAX_TENANTS + 1
 
 
 @given(

@@ -55,8 +55,8 @@ class Fleet:
             return Blocked(busy=bits_of(waiter.target))
         wanted = self.wants.get(waiter.number, "")
         if wanted in waiter.target and wanted and wanted not in places:
-            queue.turn(waiter, wanted)
-            return Blocked(toward=wanted)
+            queue.set_preferred_endpoint(waiter, wanted)
+            return Blocked(preferred_endpoint=wanted)
         self.free[places[0]] -= 1
         self.went.append(waiter.number)
         return DepartureCause.DISPATCHED
@@ -65,12 +65,12 @@ class Fleet:
 def expected(waiting, fleet, queue, *, order, fairness, shared):
     """The order of going by the plainest means: the best of all who wait, again and again."""
     free, went = Counter(fleet.free), []
-    standing = {item.tenant: queue.turns.normalized_service(item.tenant) for item in waiting}
-    last = {item.tenant: queue.turns.last(item.tenant) for item in waiting}
+    standing = {item.tenant: queue.fair_share.normalized_service(item.tenant) for item in waiting}
+    last = {item.tenant: queue.fair_share.last(item.tenant) for item in waiting}
     turn = max(last.values(), default=0)
     for priority in sorted({item.priority for item in waiting}, reverse=True):
         left = [item for item in waiting if item.priority == priority]
-        toward = {item.number: item.toward for item in left}
+        toward = {item.number: item.preferred_endpoint for item in left}
         busy, ways, targets = set(), set(), set()
         while True:
             free_to_go = [
@@ -144,7 +144,7 @@ ROUNDS = st.lists(
 def test_any_budget_dispatches_in_the_same_order(requests, rounds, order, fairness, looks):
     """As one look at everybody after the other would, however little one call may do."""
     queue = Queue(FlowControlSettings(order=order, fairness=fairness, half_life_s=1e9))
-    queue.replace_bits(EndpointBits(for_target=bits_of, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=bits_of, for_addresses=bits_of))
     waiting, wants = {}, {}
     for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
         item = QueuedItem(
@@ -197,7 +197,9 @@ def test_busy_endpoints_block_every_model_they_serve():
     queue = Queue(FlowControlSettings())
     fleet = Fleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
-    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(names[name]), named=bits_of))
+    queue.replace_bits(
+        EndpointBits(for_target=lambda name: bits_of(names[name]), for_addresses=bits_of)
+    )
     for at, name in enumerate(names):
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
@@ -209,7 +211,7 @@ def test_busy_endpoints_block_every_model_they_serve():
     assert len(fleet.looks) == 1
     assert queue.pump(lambda item: Blocked(), 0.0)
     queue.replace_bits(
-        EndpointBits(for_target=lambda name: bits_of(names[name][:1]), named=bits_of)
+        EndpointBits(for_target=lambda name: bits_of(names[name][:1]), for_addresses=bits_of)
     )
     fleet.looks.clear()
 
@@ -225,7 +227,9 @@ def test_added_endpoints_serve_queued_requests():
     """Requests change their set with what endpoints list, and are not held up by others then."""
     queue = Queue(FlowControlSettings())
     serves = {"x": "a", "y": "a"}
-    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.replace_bits(
+        EndpointBits(for_target=lambda name: bits_of(serves[name]), for_addresses=bits_of)
+    )
     first = QueuedItem(arrived=0.0, deadline=math.inf, target="x")
     other = QueuedItem(arrived=1.0, deadline=math.inf, target="y")
     for item in (first, other):
@@ -241,7 +245,9 @@ def test_added_endpoints_serve_queued_requests():
     queue.pump(look, 0.0)
     assert went == []
     serves["y"] = "ab"
-    queue.replace_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.replace_bits(
+        EndpointBits(for_target=lambda name: bits_of(serves[name]), for_addresses=bits_of)
+    )
     queue.pump(look, 0.0)
     assert went == ["y"]
     assert list(queue) == [first]
@@ -251,7 +257,9 @@ def test_added_endpoints_serve_queued_requests():
 def test_requests_are_sorted_anew_within_the_budget():
     """When what endpoints serve changes, calls that may do little still get to the end."""
     queue = crowd(500, targets=50)
-    queue.replace_bits(EndpointBits(for_target=lambda target: 1 + target % 3, named=bits_of))
+    queue.replace_bits(
+        EndpointBits(for_target=lambda target: 1 + target % 3, for_addresses=bits_of)
+    )
     gone = list(queue)[::7]
     for item in gone:
         queue.leave(item)
@@ -274,16 +282,16 @@ def test_requests_of_many_targets_keep_order_of_arrival(tenants):
     assert went == list(range(24))
 
 
-@pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(toward="a"), Blocked()])
+@pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(preferred_endpoint="a"), Blocked()])
 def test_a_blocked_priority_blocks_no_other(blocked):
     """Endpoints may have a place for one and not for the other."""
     queue = Queue(FlowControlSettings())
-    queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda _: 1, for_addresses=bits_of))
     for priority in (2, 1, 0):
         for _ in range(2):
             item = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
             queue.join(item, 0.0)
-            queue.turn(item, "a")
+            queue.set_preferred_endpoint(item, "a")
     looks = []
     queue.pump(lambda item: looks.append(item.priority) or blocked, 0.0)
     assert looks == [2, 1, 0]
@@ -294,8 +302,8 @@ def test_a_refused_request_is_not_served():
     queue = Queue(FlowControlSettings())
     queue.join(QueuedItem(arrived=0.0, deadline=math.inf, tenant="t", tokens=100), 0.0)
     assert queue.pump(lambda _: DepartureCause.REJECTED, 1.0)
-    assert queue.turns.attained("t", 1.0) == 0.0
-    assert queue.pace.per_s(1.0) == 0.0
+    assert queue.fair_share.attained("t", 1.0) == 0.0
+    assert queue.drain_rate.per_s(1.0) == 0.0
     assert queue.count == 0
 
 
@@ -303,7 +311,7 @@ def test_a_tenant_with_less_usage_is_served_sooner():
     """Turns that go down are noticed at once."""
     queue = Queue(FlowControlSettings())
     for tenant in "xy":
-        queue.turns.served(tenant, 100.0 if tenant == "x" else 50.0, 0.0)
+        queue.fair_share.served(tenant, 100.0 if tenant == "x" else 50.0, 0.0)
         for at in range(2):
             queue.join(QueuedItem(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
     order = []
@@ -317,13 +325,13 @@ def test_forgotten_service_is_noticed():
     """Tenants that are forgotten start anew, where they wait as well."""
     queue = Queue(FlowControlSettings(fairness="round-robin"))
     for tenant in "xy":
-        queue.turns.served(tenant, 0.0, 0.0)
+        queue.fair_share.served(tenant, 0.0, 0.0)
         queue.join(QueuedItem(arrived=0.0, deadline=math.inf, tenant=tenant), 0.0)
-    queue.turns.charge("x", 1e9, 0.0)
-    queue.turns.charge("y", 5.0, 0.0)
+    queue.fair_share.charge("x", 1e9, 0.0)
+    queue.fair_share.charge("y", 5.0, 0.0)
     for number in range(16_400):
-        queue.turns.charge(f"t{number}", 9.0, 0.0)
-    assert queue.turns.last("y") == 0
+        queue.fair_share.charge(f"t{number}", 9.0, 0.0)
+    assert queue.fair_share.last("y") == 0
     order = []
     queue.pump(lambda item: order.append(item.tenant) or Blocked(), 0.0)
     assert order == ["y"]
@@ -332,10 +340,10 @@ def test_forgotten_service_is_noticed():
 def test_a_half_life_can_be_replaced():
     """What was attained fades by the new one from then on."""
     queue = Queue(FlowControlSettings(half_life_s=1.0))
-    queue.turns.served("t", 64.0, 0.0)
+    queue.fair_share.served("t", 64.0, 0.0)
     queue.reconfigure(FlowControlSettings(half_life_s=10.0), 2.0)
-    assert queue.turns.attained("t", 2.0) == pytest.approx(16.0)
-    assert queue.turns.attained("t", 12.0) == pytest.approx(8.0)
+    assert queue.fair_share.attained("t", 2.0) == pytest.approx(16.0)
+    assert queue.fair_share.attained("t", 12.0) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (1000, 1), (1, 1000), (20, 50)])
@@ -369,16 +377,16 @@ def test_a_pump_without_capacity_is_cheap(tenants, targets):
 def test_heaps_are_bounded_by_the_queue():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
-    queue.replace_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
+    queue.replace_bits(EndpointBits(for_target=lambda _: 1, for_addresses=bits_of))
     for at, item in enumerate(list(queue)[10:]):
         for toward in ("a", f"endpoint {at}", ""):
-            queue.turn(item, toward)
+            queue.set_preferred_endpoint(item, toward)
         queue.leave(item)
     left = list(queue)
     for _ in range(500):
         for item in left:
-            queue.turn(item, "a")
-            queue.turn(item, "")
+            queue.set_preferred_endpoint(item, "a")
+            queue.set_preferred_endpoint(item, "")
             queue.charge(item.tenant, -1.0, 0.0)
             queue.charge(item.tenant, 1.0, 0.0)
     queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1), 0.0)

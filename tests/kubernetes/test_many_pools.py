@@ -46,7 +46,7 @@ async def _build(one, port):
             ("delta", "models: [new]"),
         )
     )
-    where = f"{{discover_pools: namespace, namespace: {one.namespace}, claims: [{allowed}]}}"
+    where = f"{{discover_pools: namespace, namespace: {one.namespace}, match_rules: [{allowed}]}}"
     await one.start_picker("brought", one.pools[1].picker, config=f"cluster: {where}")
     claims = {
         "alpha": {"extproc/hosts": "alpha.example.com, *.alpha.example.com"},
@@ -131,7 +131,7 @@ async def test_annotations_beyond_the_match_rules_are_ignored(stand, port):
             "extproc/models": "*",
             "extproc/hosts": "any.example.com,alpha.example.com",
         }
-        refused = stand.pickers["brought"].child.line(f"/{name} claims nothing")
+        refused = stand.pickers["brought"].child.line(f"/{name} matches nothing")
         await stand.api.create(pool)
         await refused
         answers = await stand.many(20, 4, "any.example.com", "/v1/completions", **how)

@@ -267,21 +267,21 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
         try:
             target = ScaleTarget(name="vllm", namespace=namespace).filled
             scale = scale_subresource.ScaleSubresourceActuator(target, way, lambda: True)
-            await scale.look_for_others()
-            assert not scale.acts
+            await scale.update_competing_autoscalers()
+            assert not scale.can_scale
             cluster.stop()
             for _ in range(6):
-                await scale.look_for_others()
-                assert not scale.acts
+                await scale.update_competing_autoscalers()
+                assert not scale.can_scale
             restarting = asyncio.ensure_future(cluster.restart())
             while not restarting.done():
-                await scale.look_for_others()
-                assert not scale.acts
+                await scale.update_competing_autoscalers()
+                assert not scale.can_scale
                 await asyncio.sleep(0.05)
             await restarting
             await api.delete(hpa)
-            await scale.look_for_others()
-            assert scale.acts
+            await scale.update_competing_autoscalers()
+            assert scale.can_scale
         finally:
             await way.close()
 

@@ -112,15 +112,15 @@ def test_all_pools_are_configured_in_the_file(scope):
     assert (asked.pool_name, asked.endpoint_selector) == (None, None)
     settings = parts.resolved(tools.charted(*values), *found)
     assert (settings.cluster.discover_pools, settings.log.level) == (scope, "debug")
-    assert settings.cluster.claims == ()
+    assert settings.cluster.match_rules == ()
 
 
 def test_match_rules_come_from_a_value():
     """The list of rules goes into the picker's configuration."""
-    rule = "pool.claims[0].pools={a/*},pool.claims[0].hosts={*.a.example}"
+    rule = "pool.matchRules[0].pools={a/*},pool.matchRules[0].hosts={*.a.example}"
     values = ("--set", "pool.every=cluster", "--set", rule)
     settings = parts.resolved(tools.charted(*values), *picker(*values))
-    (found,) = settings.cluster.claims
+    (found,) = settings.cluster.match_rules
     assert (found.pools, found.hosts) == (("a/*",), ("*.a.example",))
 
 

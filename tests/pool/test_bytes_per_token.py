@@ -40,7 +40,7 @@ class Engine:
         totals = EngineCounters(
             finished=float(self.finished), finished_prompt_tokens=float(self.tokens)
         )
-        self.tokenizers.scraped(self.account, Load(counters=totals))
+        self.tokenizers.record_scrape(self.account, Load(counters=totals))
 
 
 @pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
@@ -54,7 +54,7 @@ def test_the_ratio_of_a_model_is_learned_from_counters(truth):
         engine.serve(10, truth)
     engine.scrape()
     assert learned.bytes_per_token("m") == pytest.approx(truth, rel=0.05)
-    assert learned.learned == {"m": learned.bytes_per_token("m")}
+    assert learned.ratios == {"m": learned.bytes_per_token("m")}
 
 
 def test_the_ratio_follows_another_kind_of_text():
@@ -101,7 +101,7 @@ def test_tokenized_prompts_do_not_change_the_ratio():
         engine.scrape()
         engine.serve(20, 3.0, tokenized=True)
     engine.scrape()
-    assert learned.learned == {}
+    assert learned.ratios == {}
 
 
 def test_models_on_an_endpoint_have_separate_ratios():
@@ -135,7 +135,7 @@ def test_images_do_not_count_as_text():
     learned = BytesPerTokenEstimator()
     for _ in range(20):
         learned.observe_usage("m", prompt_bytes=100, tokens=1000)
-    assert learned.learned == {}
+    assert learned.ratios == {}
 
 
 def test_a_restarted_engine_starts_a_window():
@@ -147,7 +147,7 @@ def test_a_restarted_engine_starts_a_window():
     engine.finished = engine.tokens = 0
     engine.serve(50, 3.0)
     engine.scrape()
-    assert learned.learned == {}
+    assert learned.ratios == {}
     engine.serve(50, 3.0)
     engine.scrape()
     assert learned.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
@@ -159,7 +159,7 @@ def test_models_are_bounded():
     for name in range(1000):
         for _ in range(8):
             learned.observe_usage(str(name), prompt_bytes=300, tokens=100)
-    assert len(learned.learned) == 64
+    assert len(learned.ratios) == 64
 
 
 @given(
@@ -182,7 +182,7 @@ def test_ratios_stay_plausible(acts):
         for _ in range(count):
             account.open(model, size, cached_tokens=0, now=0.0, prompt_bytes=size).close(0.0)
         totals = EngineCounters(finished=finished, finished_prompt_tokens=tokens)
-        learned.scraped(account, Load(counters=totals))
+        learned.record_scrape(account, Load(counters=totals))
         learned.observe_usage(model, prompt_bytes=size, tokens=count)
         assert 1.0 <= learned.bytes_per_token("a") <= 8.0
         assert 1.0 <= learned.bytes_per_token("b") <= 8.0

@@ -93,7 +93,7 @@ def test_a_value_missing_on_all_pages_stays_unknown():
     """Where nobody knows a value there is nothing to fill in, and nothing to walk over."""
     bare = Load(at=NOW, waiting=1.0)
     fleet = fleet_of(bare, bare)
-    assert not fleet.pool.is_patchy
+    assert not fleet.pool.has_unknown_values
     assert [c.load for c in candidates(fleet)] == [bare, bare]
 
 

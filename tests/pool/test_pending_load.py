@@ -15,7 +15,7 @@ def test_pending_load_counts_until_it_is_removed():
     promise = pending.add(A, (1, 2, 3), prompt_tokens=200)
     assert account.active_context_tokens > 0.0
     assert account.in_flight == 0
-    conversations.remove(promise)
+    conversations.remove_pending(promise)
     assert account.active_context_tokens == 0.0
 
 
@@ -29,4 +29,4 @@ def test_no_pending_load_without_an_endpoint():
     assert pending.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
     pending.reconfigure(counted=False)
     assert pending.add(A, (1,), prompt_tokens=64) is None
-    conversations.remove(None)
+    conversations.remove_pending(None)

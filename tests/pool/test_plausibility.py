@@ -3,7 +3,13 @@
 import pytest
 
 from extproc.endpoint import Endpoint, EngineCounters, Load
-from extproc.pool.plausibility import NO_KV_SIZE, NO_KV_USAGE, NO_RUNNING, NO_WAITING, reason
+from extproc.pool.plausibility import (
+    NO_KV_SIZE,
+    NO_KV_USAGE,
+    NO_RUNNING,
+    NO_WAITING,
+    distrust_reason,
+)
 from extproc.pool.store import PoolStore
 
 
@@ -23,7 +29,7 @@ class Engine:
         totals = EngineCounters(generated_tokens=generated)
         load = Load(at=now, waiting=waiting, running=running, counters=totals, **facts)
         self.fleet.observe(self.fleet.begin_scrape(self.member.endpoint), load, now)
-        return reason(self.member.flaws)
+        return distrust_reason(self.member.flaws)
 
     def send(self, now, *, tokens=100, mirrored=False):
         return self.account.open("m", tokens, cached_tokens=0, now=now, from_peers=mirrored)
@@ -86,7 +92,7 @@ def test_a_page_without_counters_is_never_frozen():
         load = Load(at=now, waiting=0.0, running=0.0)
         engine.fleet.observe(engine.fleet.begin_scrape(engine.member.endpoint), load, now)
         engine.serve(now, times=9)
-    assert reason(engine.member.flaws) == ""
+    assert distrust_reason(engine.member.flaws) == ""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_a_frozen_page_is_ignored():
     assert (engine.member.foreign, engine.member.foreign_waiting) == (0.0, 0.0)
     assert engine.member.foreign_tokens == 0.0
     assert engine.fleet.foreign_traffic.share == 1.0, "nor do ours count for more"
-    assert engine.fleet.pool.is_patchy
+    assert engine.fleet.pool.has_unknown_values
 
 
 def test_missing_values_of_a_page_are_flagged():

@@ -92,7 +92,7 @@ class Fleets(RuleBasedStateMachine):
         pool = self.fleet.pool
         assert [pool.find(member.endpoint.address) for member in pool.members] == list(pool.members)
         assert len(pool.positions) == len(pool.members)
-        assert pool.down == sum(not member.up for member in pool.members)
+        assert pool.down == sum(not member.is_up for member in pool.members)
         assert bool(pool.eligible(None)) is bool(pool.members)
         for subset in ((), ("10.0.0.1",), ("[fd00::1]:8000", "nobody")):
             chosen = pool.eligible(subset)

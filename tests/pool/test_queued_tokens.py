@@ -57,7 +57,9 @@ def test_a_scrape_shows_which_requests_are_queued():
     for tokens in (4000, 3000, 2000):
         send(inflight, tokens, 0.0)
     assert inflight.queued(1.0) == 0
-    inflight.scraped(sent=inflight.sent, written=inflight.kv_tokens_sent, waiting=2.0, now=1.0)
+    inflight.record_scrape(
+        sent=inflight.sent, written=inflight.kv_tokens_sent, waiting=2.0, now=1.0
+    )
     assert inflight.queued(1.0) == 5000
 
 
@@ -68,7 +70,7 @@ def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
         send(inflight, tokens, 0.0)
     sent, written = inflight.sent, inflight.kv_tokens_sent
     send(inflight, 500, 0.1)
-    inflight.scraped(sent=sent, written=written, waiting=0.0, now=0.2)
+    inflight.record_scrape(sent=sent, written=written, waiting=0.0, now=0.2)
     assert inflight.queued(0.2) == pytest.approx(4500)
     assert inflight.kv_tokens_sent - inflight.kv_tokens_scraped == 500
 
@@ -100,7 +102,7 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
         if act == "open":
             tickets.append(send(inflight, number, now, cached=number // 2))
         elif act == "scrape":
-            inflight.scraped(
+            inflight.record_scrape(
                 sent=inflight.sent,
                 written=inflight.kv_tokens_sent,
                 waiting=float(number % 7),

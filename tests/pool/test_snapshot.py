@@ -143,8 +143,8 @@ def test_only_unreachable_endpoints_are_down():
         fleet.record_outcome(failing, endpoint_health.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
     take_down(fleet, gone.address)
     first, second, third = fleet.pool.members[:3]
-    assert (first.up, first.ejected) == (True, True)
-    assert (second.up, second.ejected) == (False, True)
-    assert (third.up, third.ejected) == (True, False)
+    assert (first.is_up, first.is_ejected) == (True, True)
+    assert (second.is_up, second.is_ejected) == (False, True)
+    assert (third.is_up, third.is_ejected) == (True, False)
     assert (fleet.pool.down, fleet.pool.unhealthy_or_doubtful) == (1, 2)
     assert eligible(fleet) == list(ADDRESSES[2:4])

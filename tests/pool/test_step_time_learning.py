@@ -83,7 +83,7 @@ class Site:
             block_tokens=engine.profile.block_tokens,
             counters=self.totals(),
         )
-        account.scraped(
+        account.record_scrape(
             sent=account.sent, written=account.kv_tokens_sent, waiting=load.waiting, now=self.now
         )
         self.learner.update(load, ran=account.take_ran() - {""}, idled=account.idled)

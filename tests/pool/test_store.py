@@ -223,7 +223,7 @@ def test_two_failed_connections_mean_unreachable(reasons: list[str], up: bool): 
     for reason in reasons:
         fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), reason, 2.0)
     member = member_of(fleet)
-    assert member.up is up
+    assert member.is_up is up
     assert member.failure == reasons[-1]
     assert member.load.running == 1
     assert fleet.pool.down == (not up)
@@ -236,7 +236,7 @@ def test_a_successful_scrape_readmits_an_endpoint():
         fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), "refused", 1.0)
     assert fleet.pool.down == 1
     member = observed(fleet, 0, 0)
-    assert (member.up, member.failures, member.failure, fleet.pool.down) == (True, 0, "", 0)
+    assert (member.is_up, member.failures, member.failure, fleet.pool.down) == (True, 0, "", 0)
 
 
 def test_positions_are_the_same_object_until_endpoints_change():

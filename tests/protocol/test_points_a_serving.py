@@ -242,7 +242,7 @@ def test_012_an_unknown_protocol():
     async def test() -> None:
         async with serving.running(serving.settings(FIRST)) as picker:
             await picker.sync()
-            (site,) = picker.picker.sites.by_name.values()
+            (site,) = picker.picker.pool_registry.by_name.values()
             for protocol, status in (
                 ("kubernetes.io/h2c", "SERVING"),
                 ("kubernetes.io/wss", "NOT_SERVING"),
@@ -262,7 +262,7 @@ def test_013_unknown_names_with_leader_election():
     """With an election, a name that nobody defined is unknown in the reply, not as an error."""
 
     async def test() -> None:
-        readiness = health.Readiness(lambda: True, leader=lambda: False)
+        readiness = health.Readiness(lambda: True, is_leader=lambda: False)
         async with (
             serving.serving_health(readiness) as port,
             grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel,

@@ -97,7 +97,7 @@ def test_110_unknown_methods_are_routed_raw(body: bytes):
         ],
         routed.decide,
     )
-    assert routed.dispatcher.response_unwatched(routed.decide(held.decided[0]))
+    assert routed.dispatcher.is_response_unobserved(routed.decide(held.decided[0]))
 
 
 def test_111_response_frames_then_trailers():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.routing import pool_match
-from extproc.routing.pool_match import ClaimIndex, PoolMatch
+from extproc.routing.pool_match import MatchIndex, PoolMatch
 from tests.support.seeded import examples
 
 hosts = st.text("ab.", max_size=5)
@@ -37,13 +37,17 @@ request_headers = st.fixed_dictionaries(
 @given(st.lists(claimed, max_size=6), request_headers, models)
 def test_index_agrees_with_linear_matching(listed, headers, model):
     """The same claims in the same order, for headers and for models."""
-    index = ClaimIndex(listed)
+    index = MatchIndex(listed)
     routes = index.find_routes(headers)
     fitting = [at for at, claim in enumerate(listed) if pool_match.matches(claim, headers)]
     assert list(index.positions(routes, headers)) == fitting
-    named = [at for at in fitting if not listed[at].models or pool_match.names(listed[at], model)]
+    named = [
+        at for at in fitting if not listed[at].models or pool_match.matches_model(listed[at], model)
+    ]
     assert list(index.positions(routes & index.find_models(model), headers)) == named
-    assert index.claiming == sum(1 << at for at, claim in enumerate(listed) if not claim.empty)
+    assert index.with_conditions == sum(
+        1 << at for at, claim in enumerate(listed) if not claim.is_empty
+    )
 
 
 class Counting(dict):
@@ -67,7 +71,7 @@ def test_header_lookups_do_not_grow_with_conditions():
         )
         for pool in range(100)
     ]
-    index = ClaimIndex(listed)
+    index = MatchIndex(listed)
     shared = {f"x-{at}": "1" for at in range(63)} | {"x-pool": "99"}
     headers = Counting({":authority": "a.h63.p99", ":path": "/p99/63/v1", **shared})
     routes = index.find_routes(headers) & index.find_models("m99-63")
@@ -81,7 +85,7 @@ def test_rare_header_conditions_are_compared_first():
         PoolMatch(headers={f"x-{at}": "1" for at in range(63)} | {"x-pool": str(pool)})
         for pool in range(100)
     ]
-    index = ClaimIndex(listed)
+    index = MatchIndex(listed)
     headers = Counting({f"x-{at}": "1" for at in range(63)} | {"x-pool": "99"})
     assert list(index.positions(index.find_routes(headers), headers)) == [99]
     assert headers.reads <= 99 + 64
@@ -89,6 +93,6 @@ def test_rare_header_conditions_are_compared_first():
 
 def test_lookups_of_long_hosts_and_paths_are_bounded():
     """A client that sends thousands of dots or slashes costs as many lookups as patterns are deep."""
-    index = ClaimIndex([PoolMatch(hosts=("*.a.b",), paths=("/v1/x",))])
+    index = MatchIndex([PoolMatch(hosts=("*.a.b",), paths=("/v1/x",))])
     headers = {":authority": "." * 60_000 + "a.b", ":path": "/v1/x" + "/" * 60_000}
     assert index.find_routes(headers) == 1

@@ -162,7 +162,7 @@ def test_a_readmitted_endpoint_has_slow_start():
     endpoint = yard.member(FIRST).endpoint
     yard.fleet.record_sent(endpoint, yard.now)
     yard.fleet.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
-    assert not yard.member(FIRST).ejected
+    assert not yard.member(FIRST).is_ejected
     assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
     yard.fleet.outlier_detector.reconfigure(
         msgspec.structs.replace(yard.fleet.outlier_detector.settings, slow_start_s=0.0)

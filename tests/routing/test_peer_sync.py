@@ -69,14 +69,14 @@ def fact(number: int = 1, address: str = FIRST, pool: str = "") -> peer_sync.Req
 
 
 def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0) -> set[str]:
-    return side.mirror.take(peer_sync.PeerMessage(picker, facts), now)
+    return side.mirror.apply_message(peer_sync.PeerMessage(picker, facts), now)
 
 
 def test_a_request_of_a_peer_is_charged_and_indexed():
     """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
-    receiver.mirror.take(sender.take_message(), 1.0)
+    receiver.mirror.apply_message(sender.take_message(), 1.0)
     address = ticket.endpoint.address
     there, here = sender.account(address), receiver.account(address)
     assert (here.in_flight, here.from_peers, there.from_peers) == (1, 1, 0)
@@ -84,7 +84,7 @@ def test_a_request_of_a_peer_is_charged_and_indexed():
     assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
     assert receiver.house.index.blocks_total == sender.house.index.blocks_total > 0
     sender.end(ticket)
-    assert receiver.mirror.take(sender.take_message(), 2.0) == {""}
+    assert receiver.mirror.apply_message(sender.take_message(), 2.0) == {""}
     assert (here.in_flight, here.from_peers, here.answered) == (0, 0, 1)
     assert receiver.house.index.blocks_total > 0
 
@@ -97,10 +97,10 @@ def test_every_replica_predicts_cached_tokens_itself():
         ticket = sender.send()
         addresses.append(ticket.endpoint.address)
         message = sender.take_message()
-        early.mirror.take(message, 1.0)
+        early.mirror.apply_message(message, 1.0)
         sender.end(ticket)
         sender.take_message()
-    late.mirror.take(message, 1.0)
+    late.mirror.apply_message(message, 1.0)
     assert addresses[0] == addresses[1], "it goes where its prefix is"
     sent = ticket.prompt_tokens
     work = [side.account(addresses[0]).sent for side in (sender, early, late)]
@@ -120,9 +120,9 @@ def test_requests_of_peers_are_not_published_again():
     """What a picker heard does not wait in its own outbox."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
-    receiver.mirror.take(sender.take_message(), 1.0)
+    receiver.mirror.apply_message(sender.take_message(), 1.0)
     sender.end(ticket)
-    receiver.mirror.take(sender.take_message(), 2.0)
+    receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert receiver.outbox.take() is None
 
 
@@ -130,9 +130,9 @@ def test_a_refused_request_is_retracted_on_all_replicas():
     """A 503 leaves no block behind, here and there."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
-    receiver.mirror.take(sender.take_message(), 1.0)
+    receiver.mirror.apply_message(sender.take_message(), 1.0)
     sender.end(ticket, "503")
-    receiver.mirror.take(sender.take_message(), 2.0)
+    receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert sender.house.index.blocks_total == receiver.house.index.blocks_total == 0
 
 
@@ -140,9 +140,9 @@ def test_a_withdrawn_request_is_retracted_on_all_replicas():
     """A request that never left is believed cached nowhere."""
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
-    receiver.mirror.take(sender.take_message(), 1.0)
+    receiver.mirror.apply_message(sender.take_message(), 1.0)
     sender.house.dispatcher.unreserve(ticket, 2.0)
-    receiver.mirror.take(sender.take_message(), 2.0)
+    receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert receiver.open == receiver.house.index.blocks_total == 0
 
 
@@ -151,12 +151,12 @@ def test_the_served_endpoint_is_charged_on_all_replicas():
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
     other = SECOND if ticket.endpoint.address == FIRST else FIRST
-    receiver.mirror.take(sender.take_message(), 1.0)
+    receiver.mirror.apply_message(sender.take_message(), 1.0)
     sender.house.dispatcher.on_response_headers(ticket, "200", 1.5, served=other)
-    receiver.mirror.take(sender.take_message(), 2.0)
+    receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert (receiver.account(other).in_flight, receiver.open) == (1, 1)
     sender.house.dispatcher.release(ticket, 3.0)
-    receiver.mirror.take(sender.take_message(), 3.0)
+    receiver.mirror.apply_message(sender.take_message(), 3.0)
     assert receiver.open == 0
 
 
@@ -172,7 +172,7 @@ def test_own_events_are_ignored():
     """A stream brings back what was put in."""
     side = Side("a")
     side.send()
-    side.mirror.take(side.take_message(), 1.0)
+    side.mirror.apply_message(side.take_message(), 1.0)
     assert (side.open, side.mirrored, side.mirror.pickers) == (1, 0, 0)
 
 
@@ -339,7 +339,7 @@ def test_any_values_in_a_message_are_handled(facts, picker):
     side = Side("me")
     message = peer_sync.decode(msgspec.msgpack.encode([picker, facts]))
     if message is not None:
-        side.mirror.take(message, 1.0)
+        side.mirror.apply_message(message, 1.0)
     side.mirror.drop_silent(100.0)
     assert side.mirror.open == 0
 

@@ -99,7 +99,7 @@ def test_a_new_prompt_has_no_affinity():
     house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
     chosen = house.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
-    assert house.fleet.foreign_traffic.share > scheduler.LEAST_SHARE
+    assert house.fleet.foreign_traffic.share > scheduler.MIN_PEER_SHARE
     assert chosen.matched_tokens == 0
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 

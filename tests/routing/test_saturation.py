@@ -80,8 +80,8 @@ def test_kv_limit_is_lower_beside_priority_requests():
     """At 0.87 of the KV cache there is no room for others then."""
     filled = candidate(usage=0.87)
     assert admission.excess_wait_s([filled], 0.1, priority=0) == [pytest.approx(-0.1)]
-    assert admission.excess_wait_s([filled], 0.1, priority=0, shared=True)[0] > 0.0
-    assert admission.excess_wait_s([filled], 0.1, priority=1, shared=True)[0] < 0.0
+    assert admission.excess_wait_s([filled], 0.1, priority=0, leaves_headroom=True)[0] > 0.0
+    assert admission.excess_wait_s([filled], 0.1, priority=1, leaves_headroom=True)[0] < 0.0
 
 
 def test_an_unknown_load_is_not_busy():

@@ -37,4 +37,4 @@ def test_a_pool_is_saturated_if_a_detector_saturates_all_endpoints(thresholds, w
         UtilizationDetector(queue_depth_threshold=threshold) for threshold in thresholds
     )
     profile = SchedulerProfile("p", detectors, (), RandomPicker())
-    assert admission.saturated(profile, candidates(*waiting)) is is_full
+    assert admission.is_saturated(profile, candidates(*waiting)) is is_full

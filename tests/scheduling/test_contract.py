@@ -81,7 +81,7 @@ def test_plugin_refuses_an_unknown_parameter(cls, check):
 @pytest.mark.parametrize("name", list(presets.profiles()))
 def test_named_profiles_decide(name, size, known):
     """Every named profile picks without degrading, known or not, and repeats itself by seed."""
-    candidates = builders.loaded_candidates(size, known=known)
+    candidates = builders.loaded_candidates(size, scraped=known)
     profile = presets.profiles()[name]
     first = profile.run(probes.probe_context(), candidates)
     assert profile.run(probes.probe_context(), candidates) == first

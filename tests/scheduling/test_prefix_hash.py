@@ -131,7 +131,7 @@ def test_ten_thousand_choices_agree():
                 )
                 for name in there
             ]
-            turn = builders.context(model=adapter or "base", opening=text)
+            turn = builders.context(model=adapter or "base", first_user_message=text)
             chosen = picker.pick(turn, candidates, [0.0] * len(there), count=1)
             wanted = straightforward(ring, loads, held, adapter, text, floor)
             assert [there[i] for i in chosen] == [wanted]
@@ -146,7 +146,7 @@ def test_a_new_endpoint_takes_only_its_share():
     many = [*few, builders.candidate("pod-8")]
     moved = 0
     for i in range(2000):
-        turn = builders.context(opening=f"question {i}")
+        turn = builders.context(first_user_message=f"question {i}")
         before = picker.pick(turn, few, [0.0] * 8, count=1)
         after = picker.pick(turn, many, [0.0] * 9, count=1)
         if before != after:
@@ -183,7 +183,9 @@ def test_endpoints_with_equal_names_both_serve():
     )
     picker = PrefixHash()
     chosen = {
-        picker.pick(builders.context(opening=str(i)), [first, other], [0.0, 0.0], count=1)[0]
+        picker.pick(
+            builders.context(first_user_message=str(i)), [first, other], [0.0, 0.0], count=1
+        )[0]
         for i in range(50)
     }
     assert chosen == {0, 1}

@@ -151,6 +151,8 @@ def test_a_missing_metric_rejects_no_request(name, missing):
     profile = PROFILES[name]
     for size in SIZES:
         there = without(missing, size)
-        outcome = profile.run(builders.context(model="lora", opening="Which way?"), there)
+        outcome = profile.run(
+            builders.context(model="lora", first_user_message="Which way?"), there
+        )
         check(profile, outcome, there, 1)
         assert isinstance(outcome, Decision if there else Rejection)

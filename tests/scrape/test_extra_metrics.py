@@ -171,7 +171,7 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
     decision = parts.director.route(request, 1.5)
     assert decision.endpoints[0].address == addresses[1]
 
-    state = pool_state.of_pool(parts.store.pool, 1.5)
+    state = pool_state.describe_pool_state(parts.store.pool, 1.5)
     assert [endpoint.extra for endpoint in state.endpoints] == [
         {"depth": 9.0},
         {"depth": 2.0},
@@ -184,5 +184,5 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
         {"depth": 5.0},
     ]
     assert "depth=9" in explanation_text.render_table(shown)
-    again = offline_explain.decide(settings(CONFIG), state, request, where="x")
+    again = offline_explain.route_offline(settings(CONFIG), state, request, where="x")
     assert again.endpoints[0].address == addresses[1]

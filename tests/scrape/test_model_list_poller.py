@@ -34,8 +34,8 @@ class Engine:
             client=self,
             clock=lambda: self.now,
             rng=random.Random(1),
-            on_fact=self.facts.append,
-            missed=lambda: self.missed,
+            on_result=self.facts.append,
+            unlisted_models=lambda: self.missed,
         )
         self.watch = scraper.EndpointScraper(self.scraper, self.fleet.pool.members[0])
 
@@ -206,12 +206,12 @@ def test_poll_intervals_have_jitter():
     """Ten engines that start together are not asked together for ever."""
     rng = random.Random(1)
     waits = [
-        schedule.listing_wait_s(30.0, retry_s=2.0, jitter=0.1, failures=0, rng=rng)
+        schedule.model_list_wait_s(30.0, retry_s=2.0, jitter=0.1, failures=0, rng=rng)
         for _ in range(100)
     ]
     assert 27.0 <= min(waits) < 28.0
     assert 32.0 < max(waits) <= 33.0
-    assert schedule.listing_wait_s(30.0, retry_s=2.0, jitter=0.0, failures=5000, rng=rng) == 30.0
+    assert schedule.model_list_wait_s(30.0, retry_s=2.0, jitter=0.0, failures=5000, rng=rng) == 30.0
 
 
 def test_both_pages_share_a_connection(http):

@@ -68,9 +68,9 @@ def test_an_empty_list_is_unknown():
 @pytest.mark.parametrize(
     "content",
     [
-        page(*({"id": f"m{n}"} for n in range(models_page.MOST_NAMES + 1))),
+        page(*({"id": f"m{n}"} for n in range(models_page.MAX_NAMES + 1))),
         page({"id": "m" * (MAX_NAME_BYTES + 1)}),
-        page({"id": "m"}) + b" " * models_page.LARGEST_BYTES,
+        page({"id": "m"}) + b" " * models_page.MAX_BYTES,
     ],
 )
 def test_lists_are_bounded(content):

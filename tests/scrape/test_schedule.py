@@ -61,7 +61,7 @@ def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, 
         refused=True,
         rng=random.Random(seed),
     )
-    assert 0.0 < schedule.align_to_tick(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
+    assert 0.0 < schedule.align_to_tick(0.0, wait_s, settings=settings) <= 2.0 + 1e-9
 
 
 def test_a_refused_endpoint_is_scraped_no_later_than_other_failing_ones():
@@ -105,7 +105,7 @@ def test_jitter_stays_within_its_ratio(
 @hypothesis.given(now=st.floats(0, 1e7), wait_s=st.floats(0, 100))
 def test_waits_end_on_ticks(now, wait_s):
     """A wait is lengthened by less than one tick, to a multiple of it."""
-    longer = schedule.align_to_tick(now, wait_s, pace=STEADY)
+    longer = schedule.align_to_tick(now, wait_s, settings=STEADY)
     assert wait_s <= longer <= wait_s + STEADY.tick_s
     ticks = (now + longer) / STEADY.tick_s
     assert ticks == pytest.approx(round(ticks), abs=1e-3)

@@ -11,7 +11,7 @@ from extproc.supervision import Supervisor
 
 QUICK = scraper.ScraperSettings(
     follow_s=0.0,
-    pace=schedule.ScrapeSchedule(
+    schedule=schedule.ScrapeSchedule(
         fast_s=0.001, slow_s=0.001, scrapes_per_s=1e9, tick_s=0.001, backoff_cap_s=0.001
     ),
 )
@@ -68,7 +68,7 @@ class Scene:
             client=self.fetcher,
             clock=self.clock,
             rng=random.Random(1),
-            on_fact=self.facts.append,
+            on_result=self.facts.append,
         )
 
     def hold(self, *endpoints):
@@ -384,7 +384,7 @@ def test_a_callback_that_raises_stops_no_scraping():
     async def scene():
         scene = Scene("10.0.0.1:1")
         scene.subject.supervisor = Supervisor(sleep=no_pause)
-        scene.subject.on_fact = {}.__getitem__
+        scene.subject.on_result = {}.__getitem__
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 5)
         assert scene.load().waiting == 3.0

@@ -77,7 +77,7 @@ class Place:
 async def answered(*held):
     """Let the loop turn until these are answered."""
     for _ in range(50):
-        if all(request.answer.done() for request in held):
-            return [request.answer.result() for request in held]
+        if all(request.admission.done() for request in held):
+            return [request.admission.result() for request in held]
         await asyncio.sleep(0)
-    raise AssertionError([request.answer for request in held])
+    raise AssertionError([request.admission for request in held])

@@ -24,7 +24,7 @@ def test_pages_do_not_name_the_server_software():
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
-        await picker._start_pages(settings.server)
+        await picker._start_admin(settings.server)
         try:
             for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
                 answer = await http1.ask(port, path)
@@ -37,7 +37,7 @@ def test_pages_do_not_name_the_server_software():
             assert answer.startswith(b"HTTP/1.0 400 ")
             assert b"server:" not in answer.lower()
         finally:
-            await picker._pages.cleanup()
+            await picker._admin_runner.cleanup()
 
     asyncio.run(test())
 
@@ -55,7 +55,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
         )
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
-        await picker._start_pages(settings.server)
+        await picker._start_admin(settings.server)
         token = [("authorization", "Bearer s3cret")]
         try:
             for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
@@ -75,7 +75,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
             assert await asyncio.to_thread(main.main, [*words, str(file)]) == 1
             assert "no decision of that request id" in capsys.readouterr().err
         finally:
-            await picker._pages.cleanup()
+            await picker._admin_runner.cleanup()
             peers.close()
 
     asyncio.run(test())
@@ -130,7 +130,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
         ]
         picker = app.EndpointPickerProcess(written[0])
         with pytest.raises(ConfigError):
-            picker.adopt(written[1])
+            picker.apply_settings(written[1])
         assert picker._current_token() == "s3cret"
 
     asyncio.run(test())

@@ -32,7 +32,7 @@ def test_the_decision_header_is_added_when_enabled():
 
     async def test() -> None:
         house = House({ext_proc_script.ADDRESS: Load(at=0.0)})
-        async with serving.serving(house, format_decision=explanation.short) as server:
+        async with serving.serving(house, format_decision=explanation.format_short) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()

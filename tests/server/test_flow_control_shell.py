@@ -45,7 +45,14 @@ async def test_queued_requests_are_spread_over_new_endpoints():
     held = [place.ask(tokens=3200) for _ in range(6)]
     place.come(A)
     await answered(*held[:2])
-    assert [request.answer.done() for request in held] == [True, True, False, False, False, False]
+    assert [request.admission.done() for request in held] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     place.come(A, B)
     await answered(*held[:4])
     accounts = [member.account.in_flight for member in place.house.fleet.pool.members]
@@ -85,7 +92,7 @@ async def test_queued_requests_are_rejected_at_their_deadline():
     place.gate.pump()
     (rejection,) = await answered(short)
     assert (rejection.status, rejection.reason) == (503, "rejected-no-endpoints")
-    assert not empty.answer.done()
+    assert not empty.admission.done()
     place.house.now += 4.0
     place.gate.pump()
     assert (await answered(empty))[0].status == 503
@@ -132,7 +139,7 @@ async def test_priorities_displace_and_overtake():
     place.come(A)
     order = []
     for name, held in (("first", first), ("vip", vip)):
-        held.answer.add_done_callback(lambda _, name=name: order.append(name))
+        held.admission.add_done_callback(lambda _, name=name: order.append(name))
     await answered(first, vip)
     await asyncio.sleep(0)
     assert order == ["vip", "first"]
@@ -159,14 +166,14 @@ async def test_tenants_are_limited():
     assert place.gate.reserve(prepared, place.now).status == 429
     place.gate.record_usage(reserved, {"prompt": 1, "completion": 5}, place.now)
     assert isinstance(place.gate.reserve(prepared, place.now), RateReservation)
-    assert place.gate.queue.turns.attained("t", place.now) == pytest.approx(10.0)
+    assert place.gate.queue.fair_share.attained("t", place.now) == pytest.approx(10.0)
 
 
 async def test_a_header_that_is_no_number_counts_as_absent():
     """Bad input of a client changes nothing."""
     held = Place(empty_timeout_s=7).ask(x_extproc_queue_timeout_ms="-5", x_llm_d_slo_ttft_ms="soon")
-    assert held.waiter.deadline == held.waiter.arrived + 7
-    assert held.waiter.slo_s == math.inf
+    assert held.item.deadline == held.item.arrived + 7
+    assert held.item.slo_s == math.inf
 
 
 async def test_pending_load_ends_with_the_wait():
@@ -185,8 +192,8 @@ async def test_pending_load_ends_with_the_wait():
     place.gate.pump()
     await answered(*held[1:])
     for request in held[1:]:
-        if isinstance(request.answer.result(), Admission):
-            request.answer.result().ticket.close(place.now)
+        if isinstance(request.admission.result(), Admission):
+            request.admission.result().reservation.close(place.now)
     assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
@@ -214,8 +221,8 @@ async def test_new_settings_apply_to_queued_requests():
     assert isinstance(place.gate.reserve(prepared, place.now), RateReservation)
     place.gate.reconfigure(FlowControlSection(enabled=True, half_life_s=1.0, **limited))
     assert place.gate.reserve(prepared, place.now).status == 429
-    place.gate.queue.turns.charge("t", 64.0, place.now)
-    assert place.gate.queue.turns.attained("t", place.now + 2.0) == pytest.approx(16.0)
+    place.gate.queue.fair_share.charge("t", 64.0, place.now)
+    assert place.gate.queue.fair_share.attained("t", place.now + 2.0) == pytest.approx(16.0)
     place.gate.reconfigure(FlowControlSection(enabled=True, tenant_header="X-Team", **limited))
     assert place.gate.tenant(prepared) == "t"
     place.gate.reconfigure(FlowControlSection(enabled=True))
@@ -230,4 +237,4 @@ async def test_usage_replaces_the_estimate():
     reserved = place.gate.reserve(place.house.dispatcher.prepare(raw), place.now)
     assert reserved.prompt_tokens == 1000
     place.gate.record_usage(reserved, {"prompt": 1010, "completion": 5}, place.now)
-    assert place.gate.queue.turns.attained("", place.now) == pytest.approx(20.0)
+    assert place.gate.queue.fair_share.attained("", place.now) == pytest.approx(20.0)

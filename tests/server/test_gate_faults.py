@@ -101,7 +101,7 @@ async def test_a_request_that_was_cancelled_is_not_charged():
     """Its stream has not been told yet: nothing goes anywhere, and nothing is a bug."""
     place = Place()
     held = place.ask()
-    held.answer.cancel()
+    held.admission.cancel()
     place.come(A)
     place.gate.pump()
     assert place.house.in_flight == 0
@@ -115,5 +115,5 @@ async def test_a_disconnected_client_is_not_awaited():
     place = Place()
     held = place.ask()
     place.gate.cancel(held, place.now)
-    assert held.answer.cancelled()
+    assert held.admission.cancelled()
     place.gate.close()

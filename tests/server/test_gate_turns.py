@@ -16,7 +16,7 @@ async def test_many_requests_are_dispatched_over_several_loop_iterations():
     place.come(A)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert 0 < sum(request.answer.done() for request in held) < 400
+    assert 0 < sum(request.admission.done() for request in held) < 400
     await answered(*held)
     assert place.gate.outcomes["dispatched"] == 400
 
@@ -36,7 +36,7 @@ async def test_a_pump_is_short_with_slow_decisions():
     done = []
     while not done or done[-1] < len(held):
         await asyncio.sleep(0)
-        done.append(sum(request.answer.done() for request in held))
+        done.append(sum(request.admission.done() for request in held))
     assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
 
 
@@ -66,7 +66,7 @@ async def test_thousands_of_deadlines_expire_over_several_loop_iterations():
     held = [place.ask(tokens=1) for _ in range(400)]
     place.house.now += 6.0
     place.gate.pump()
-    assert 0 < sum(request.answer.done() for request in held) < 400
+    assert 0 < sum(request.admission.done() for request in held) < 400
     await answered(*held)
     assert place.gate.outcomes == {"expired": 400}
 
@@ -134,7 +134,7 @@ def test_capacity_during_a_sweep_goes_to_the_first_in_order():
         place.gate.pump()
         assert place.looks == 3
         place.load(A, waiting=0, running=4, kv_usage=0.5)
-        await asyncio.gather(*(request.answer for request in place.held))
+        await asyncio.gather(*(request.admission for request in place.held))
         assert place.gate.outcomes == {"dispatched": 9}
         place.gate.close()
 
@@ -178,7 +178,7 @@ def test_timers_take_at_most_half_of_the_time():
 
     async def test(loop):
         place = Computing(loop, look_s=0.001, held=20)
-        place.gate._controller.next_s = lambda soonest_s, now: 0.002
+        place.gate._controller.next_pump_s = lambda soonest_s, now: 0.002
         place.gate.notify_capacity()
         await asyncio.sleep(1.0)
         assert 0.3 < place.pumped_s < 0.52

@@ -32,9 +32,9 @@ def check_health(
     """What the service answers to a name; facts are true unless they are named."""
     readiness = Readiness(
         lambda: facts.get("synced", True),
-        measured=lambda: facts.get("measured", True),
-        fits=lambda: facts.get("fits", True),
-        leader=None if elected is None else lambda: elected,
+        is_scraped=lambda: facts.get("measured", True),
+        is_protocol_supported=lambda: facts.get("fits", True),
+        is_leader=None if elected is None else lambda: elected,
     )
     if draining:
         readiness.start_draining()
@@ -105,7 +105,9 @@ def test_with_election_other_names_are_unknown(*, name: str, elected: bool):
 def test_the_list_agrees_with_check(*, elected: bool | None):
     """List names what is known, with the answers that Check gives."""
     readiness = Readiness(
-        lambda: True, measured=lambda: False, leader=None if elected is None else lambda: elected
+        lambda: True,
+        is_scraped=lambda: False,
+        is_leader=None if elected is None else lambda: elected,
     )
     statuses = HealthServicer(readiness).list().statuses
     names = {"", "liveness", "readiness", EXT_PROC}

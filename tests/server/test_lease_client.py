@@ -109,12 +109,14 @@ async def lease_fixture(folder, **times):
 async def test_lease_is_created_renewed_and_read(tmp_path):
     """A create, a replacement and a read agree on version, holder and transitions."""
     async with lease_fixture(tmp_path) as (api, client):
-        assert await client.look() is None
-        created = await client.put(FIRST)
+        assert await client.read() is None
+        created = await client.write(FIRST)
         assert created == lease_state.LeaseRecord("me", 15, 0, "1")
-        renewed = await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        renewed = await client.write(
+            lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1")
+        )
         assert renewed.version == "2"
-        assert await client.look() == renewed
+        assert await client.read() == renewed
         path = f"{ALL}/{NAME}"
         assert api.requests == [("GET", path), ("POST", ALL), ("PUT", path), ("GET", path)]
         spec = api.lease["spec"]
@@ -124,21 +126,21 @@ async def test_lease_is_created_renewed_and_read(tmp_path):
 async def test_foreign_labels_are_kept(tmp_path):
     """What somebody wrote into the Lease is written back."""
     async with lease_fixture(tmp_path) as (api, client):
-        await client.put(FIRST)
+        await client.write(FIRST)
         api.lease["metadata"]["labels"] = {"team": "a"}
-        await client.look()
-        await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        await client.read()
+        await client.write(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert api.lease["metadata"]["labels"] == {"team": "a"}
 
 
 async def test_a_lost_race_is_a_conflict(tmp_path):
     """A write that comes second is refused, which is no failure; so is one to a deleted Lease."""
     async with lease_fixture(tmp_path) as (api, client):
-        await client.put(FIRST)
-        late = await client.put(FIRST)
+        await client.write(FIRST)
+        late = await client.write(FIRST)
         assert (late.conflict, "409" in late.message) == (True, True)
         api.lease = None
-        gone = await client.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        gone = await client.write(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert gone.conflict
 
 
@@ -154,7 +156,7 @@ async def test_refusals_are_reported(tmp_path, answer, words):
     """With the Lease, the status, the server's words and, where rights are missing, which."""
     async with lease_fixture(tmp_path) as (api, client):
         api.next = refused(*answer)
-        failed = await client.put(FIRST)
+        failed = await client.write(FIRST)
         assert isinstance(failed, leader_elector.LeaseRequestFailed)
         assert not failed.conflict
         assert all(word in failed.message for word in words), failed.message
@@ -164,7 +166,7 @@ async def test_an_invalid_answer_is_a_failure(tmp_path):
     """Is a failure, not an error."""
     async with lease_fixture(tmp_path) as (api, client):
         api.next = web.Response(text="<html>")
-        assert isinstance(await client.look(), leader_elector.LeaseRequestFailed)
+        assert isinstance(await client.read(), leader_elector.LeaseRequestFailed)
 
 
 async def test_a_server_without_an_answer_times_out(tmp_path):
@@ -173,18 +175,18 @@ async def test_a_server_without_an_answer_times_out(tmp_path):
     with socket.create_server(("127.0.0.1", api._port)):
         async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as client:
             async with asyncio.timeout(300):
-                failed = await client.look()
+                failed = await client.read()
     assert "no answer" in failed.message
 
 
 async def test_a_rotated_token_is_used(tmp_path):
     """Refused once, it is read again for the next attempt."""
     async with lease_fixture(tmp_path) as (api, client):
-        await client.put(FIRST)
+        await client.write(FIRST)
         api.token = "new"
         api.kubeconfig("new")
-        assert isinstance(await client.look(), leader_elector.LeaseRequestFailed)
-        assert await client.look() == lease_state.LeaseRecord("me", 15, 0, "1")
+        assert isinstance(await client.read(), leader_elector.LeaseRequestFailed)
+        assert await client.read() == lease_state.LeaseRecord("me", 15, 0, "1")
 
 
 async def test_an_invalid_kubeconfig_is_refused(tmp_path):

@@ -22,7 +22,7 @@ class Scene:
     def pass_(self, seconds, *, computing=0.0):
         self.now += seconds
         self.computed += computing
-        self.subject.look()
+        self.subject.measure()
 
     def above(self, bound, *, cpu=False):
         histogram = self.counters.event_loop_lag_cpu_s if cpu else self.counters.event_loop_lag_s
@@ -107,7 +107,7 @@ async def test_a_measurement_that_raises_is_not_the_last():
     subject.start()
     before = subject._timer
     with pytest.raises(StopIteration):
-        subject.look()
+        subject.measure()
     assert subject._timer is not before
     assert not subject._timer.cancelled()
     subject.stop()

@@ -245,13 +245,13 @@ class Leases:
     async def close(self):
         self.closed = True
 
-    async def look(self):
+    async def read(self):
         if self.wrong:
             self.wrong -= 1
             raise TypeError(SECRET)
         return self.stored
 
-    async def put(self, put):
+    async def write(self, put):
         self.stored = LeaseRecord(put.holder, put.duration_s, put.transitions, "1")
         return self.stored
 
@@ -270,10 +270,10 @@ async def test_a_candidate_that_raises_competes_again(caplog):
         supervisor=supervisor,
     )
     for _ in range(2):
-        assert await subject._attempted() <= supervision.LONGEST_PAUSE_S
+        assert await subject._attempt_supervised() <= supervision.LONGEST_PAUSE_S
         assert not subject.is_leader
         assert supervisor.degraded == ["election"]
-    await subject._attempted()
+    await subject._attempt_supervised()
     assert subject.is_leader
     assert supervisor.degraded == []
     assert supervisor.failures["election"] == 2
@@ -286,11 +286,11 @@ class Line(redis_peer_channel.RedisPeerChannel):
 
     def __init__(self, sites):
         self._supervisor = sites.supervisor
-        self._sites = sites
+        self._registry = sites
         self._clock = lambda: 1.0
         self.heard = []
 
-    def _on_messages(self, carried):
+    def _on_entry(self, carried):
         if carried == b"poison":
             raise UnicodeDecodeError("utf-8", b"x", 0, 1, SECRET)
         self.heard.append(carried)
@@ -313,9 +313,9 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
     line = Line(types.SimpleNamespace(supervisor=supervisor))
     line._settings = types.SimpleNamespace(stream="s")
     line._reading = Reading()
-    line._away = set()
+    line._failing_tasks = set()
     with pytest.raises(ConnectionResetError):
-        await line._listen()
+        await line._receive()
     assert line.heard == [b"a", b"b"]
     assert supervisor.failures["peer_sync"] == 1
     assert SECRET not in caplog.text
@@ -331,7 +331,7 @@ class Followed:
         self.subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.0, pool="p"),
             self,
-            listed=(),
+            flag_entries=(),
             resolver=None,
             clock=lambda: 1.0,
             rng=random.Random(1),

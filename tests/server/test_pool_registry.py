@@ -39,7 +39,11 @@ def sites(text, *, written=None, heard=True, on_change=lambda: None, prefix_budg
         prefix_budget,
     )
     return PoolRegistry(
-        read(text), shared, written=written or {}, heard=lambda: heard, on_change=on_change
+        read(text),
+        shared,
+        configured=written or {},
+        is_discovery_synced=lambda: heard,
+        on_change=on_change,
     )
 
 
@@ -75,7 +79,7 @@ async def test_configured_pools_have_endpoints_after_sync():
     assert where(subject, host="z").address == B
     assert subject.profile == "adaptive,random"
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 1]
-    assert list(subject.watched()) == ["a", "b"]
+    assert list(subject.views()) == ["a", "b"]
 
 
 async def test_prefix_indexes_of_all_pools_share_one_bound():
@@ -143,7 +147,7 @@ async def test_readiness_waits_for_kubernetes_discovery():
     assert sites("cluster: {discover_pools: cluster}").synced
 
 
-ANY_CLAIM = "cluster: {discover_pools: cluster, claims: [{pools: ['*']}]}\n"
+ANY_CLAIM = "cluster: {discover_pools: cluster, match_rules: [{pools: ['*']}]}\n"
 
 
 async def test_annotations_match_nothing_without_a_rule(caplog):
@@ -155,11 +159,11 @@ async def test_annotations_match_nothing_without_a_rule(caplog):
     subject.on_pools_changed({"a-evil/p": evil}, ())
     subject.on_pools_changed({"a-evil/p": evil}, ())
     assert ask(subject).pool == "b/prod"
-    refused = [line for line in caplog.messages if "claims nothing" in line]
+    refused = [line for line in caplog.messages if "matches nothing" in line]
     assert refused == [
-        "pool a-evil/p claims nothing: model * has no rule in cluster.claims",
+        "pool a-evil/p matches nothing: model * has no rule in cluster.match_rules",
     ]
-    states = {name: view.match_state for name, view in subject.watched().items()}
+    states = {name: view.match_state for name, view in subject.views().items()}
     assert states == {"b/prod": "none", "a-evil/p": "rejected"}
 
 
@@ -177,9 +181,9 @@ async def test_the_older_pool_takes_overlapping_matches(caplog):
     )
     assert ask(subject).pool == "z/old"
     assert ask(subject, host="own").pool == "own"
-    states = {name: view.match_state for name, view in subject.watched().items()}
+    states = {name: view.match_state for name, view in subject.views().items()}
     assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
-    assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
+    assert sum("matches requests of pool own" in line for line in caplog.messages) == 2
     # Made anew, it is the younger one.
     subject.on_pools_changed(
         {"z/old": discovered(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ()
@@ -190,14 +194,14 @@ async def test_the_older_pool_takes_overlapping_matches(caplog):
 async def test_matches_are_compared_in_bounded_work(monkeypatch):
     """Many pools with many conditions hold the event loop for milliseconds, and all are served."""
     num_calls = 0
-    overlap = pool_match.overlap
+    overlap = pool_match.overlaps
 
     def counted(first, second):
         nonlocal num_calls
         num_calls += pool_match.num_comparisons(first, second)
         return overlap(first, second)
 
-    monkeypatch.setattr(pool_match, "overlap", counted)
+    monkeypatch.setattr(pool_match, "overlaps", counted)
     brought = {}
     for number in range(30):
         hosts = [f"h{at}.p{number}" for at in range(64)]
@@ -207,7 +211,7 @@ async def test_matches_are_compared_in_bounded_work(monkeypatch):
     subject = sites(ANY_CLAIM)
     subject.on_pools_changed(brought, ())
     assert 0 < num_calls <= 20_000
-    states = {name: view.match_state for name, view in subject.watched().items()}
+    states = {name: view.match_state for name, view in subject.views().items()}
     assert states.pop("n/p02") == "overlapped"
     assert set(states.values()) == {"in_force"}
     assert ask(subject, host="h1.p1").pool == "n/p01"

@@ -95,7 +95,10 @@ def sites():
     http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
     shared = RuntimeContext(counters, guards, http, scraper.EndpointCounts(), time.monotonic)
     return PoolRegistry(
-        loader.settings(loader.parse(POOLS, where="f")), shared, written={}, heard=lambda: True
+        loader.settings(loader.parse(POOLS, where="f")),
+        shared,
+        configured={},
+        is_discovery_synced=lambda: True,
     )
 
 
@@ -233,8 +236,8 @@ async def test_events_are_written_at_once_and_batched_under_load(server):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
         first.send()
-        first.line._outbox.publish_open()
-        waiting = first.line._outbox.take()
+        first.line._event_log.publish_open()
+        waiting = first.line._event_log.take()
         assert len(waiting.facts) >= 2
         assert await reader.xlen("extproc") == 1
 

@@ -28,11 +28,14 @@ class Scene:
         self.path = path
         settings = self.read()
         self.picker = app.EndpointPickerProcess(settings, clock=lambda: 1.0)
-        self.parts = self.picker.sites.by_name[""].parts
+        self.parts = self.picker.pool_registry.by_name[""].parts
         self.parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
         source = reload.ConfigSource(lambda _: [str(path)], self.read)
         self.reloader = reload.Reloader(
-            source, settings, adopt=self.picker.adopt, on_reload=self.picker.tell_of_reload
+            source,
+            settings,
+            apply_settings=self.picker.apply_settings,
+            on_reload=self.picker.log_reload,
         )
 
     def read(self):
@@ -73,7 +76,7 @@ def test_an_unchanged_file_is_not_read(scene):
 
 def test_sighup_reloads_an_unchanged_file(scene):
     """Asked for, it is read though nothing changed."""
-    scene.reloader.ask()
+    scene.reloader.request_reload()
     asyncio.run(scene.reloader.step())
     assert scene.picker.counters.reloads == {"ok": 1}
 
@@ -156,7 +159,7 @@ def test_pending_names_fields_that_cannot_change():
         scheduling=SchedulingSection(strategy="random"),
         seed=3,
     )
-    assert list(reloading.pending(old, new)) == [
+    assert list(reloading.find_restart_fields(old, new)) == [
         "server.metrics_port",
         "pool.name",
         "scrape.path",

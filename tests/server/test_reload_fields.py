@@ -50,7 +50,7 @@ def deadline(scene, status=429, **request):
     held = scene.gate.enqueue(
         prepared, Deferral(1.0, Rejection(status, "busy", reason="x")), scene.now
     )
-    return held.waiter.deadline - scene.now
+    return held.item.deadline - scene.now
 
 
 def holds(scene, count):
@@ -61,7 +61,7 @@ def holds(scene, count):
 def models_page(scene):
     scene.list_models("m")
     raw = HttpRequest({":method": "GET", ":path": "/v1/models"})
-    return type(scene.picker.sites.pool_selector.route(raw, scene.now).outcome).__name__
+    return type(scene.picker.pool_registry.pool_selector.route(raw, scene.now).outcome).__name__
 
 
 def picker_of(scene):
@@ -76,7 +76,7 @@ def health(name):
 
 def claim_of_brought(scene):
     """What a pool that Kubernetes brings, before or after, claims by its annotations."""
-    sites = scene.picker.sites
+    sites = scene.picker.pool_registry
     pool = DiscoveredPool((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
     if "n/p" not in sites.by_name:
         sites.on_pools_changed({"n/p": pool}, ())
@@ -109,9 +109,9 @@ LIVE = {
         "pool: {rewrites: [{targets: [{model: tiny}]}]}",
         lambda scene: scene.decision().model_rewrite,
     ),
-    "cluster.claims": (
+    "cluster.match_rules": (
         "cluster: {discover_pools: cluster}",
-        "cluster: {discover_pools: cluster, claims: [{pools: ['n/*']}]}",
+        "cluster: {discover_pools: cluster, match_rules: [{pools: ['n/*']}]}",
         claim_of_brought,
     ),
     "pools.match": (
@@ -367,7 +367,7 @@ def test_a_live_field_applies_at_once(field, tmp_path):
         reloaded.read_again(after)
         observed = look(reloaded)
         fresh = Scene(after)
-        fresh.picker.adopt(after)  # sets the level, as `run` does
+        fresh.picker.apply_settings(after)  # sets the level, as `run` does
         assert observed == look(fresh)
         assert observed != old
 
@@ -385,8 +385,8 @@ def test_flow_control_is_enabled_by_a_restart_only():
             untouched, reloaded = (Scene(read(BUSY % started)) for _ in range(2))
             reloaded.read_again(read(BUSY % wanted))
             assert busy(reloaded) == busy(untouched)
-            assert list(reloaded.picker.sites.flow_controllers) == list(
-                untouched.picker.sites.flow_controllers
+            assert list(reloaded.picker.pool_registry.flow_controllers) == list(
+                untouched.picker.pool_registry.flow_controllers
             )
 
     asyncio.run(scenario())
@@ -399,7 +399,7 @@ def test_attained_service_keeps_its_decay():
         scene = Scene(read(HOLDING % "half_life_s: 60"))
         scene.read_again(read(HOLDING % "half_life_s: 1, order: edf, fairness: none"))
         queue = scene.gate.queue
-        assert queue.settings.half_life_s == queue.turns._half_life_s == 60.0
+        assert queue.settings.half_life_s == queue.fair_share._half_life_s == 60.0
         assert (queue.settings.order, queue.settings.fairness) == ("fcfs", "least-served")
 
     asyncio.run(scenario())
@@ -416,8 +416,10 @@ def test_pools_discovered_later_use_the_new_settings():
                 "flow_control: {enabled: true}\nscheduling: {strategy: random}\n"
             )
         )
-        scene.picker.sites.on_pools_changed({"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ())
-        site = scene.picker.sites.by_name["n/p"]
+        scene.picker.pool_registry.on_pools_changed(
+            {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
+        )
+        site = scene.picker.pool_registry.by_name["n/p"]
         assert site.flow_controller is None
         assert site.profile == "random"
         assert site.parts.settings.prefix.capacity_blocks == 7

@@ -34,7 +34,7 @@ class Following:
         self.subject = reload.Reloader(
             reload.ConfigSource(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
             loader.settings(loader.read(path)),
-            adopt=self.adopt,
+            apply_settings=self.adopt,
             on_reload=self.results.append,
         )
 

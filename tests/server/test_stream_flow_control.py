@@ -94,8 +94,8 @@ def refusals(answers):
 async def turned(stream):
     """Let the loop turn until a stream's wait is over."""
     for _ in range(50):
-        if stream.queued is None or stream.queued.answer.done():
-            return stream.queued.answer.result()
+        if stream.queued is None or stream.queued.admission.done():
+            return stream.queued.admission.result()
         await asyncio.sleep(0)
     raise AssertionError("the wait goes on")
 
@@ -148,14 +148,14 @@ async def test_a_routed_request_keeps_no_prompt(limited):
             while stream.queued is not None:
                 place.house.now += 40.0
                 place.gate.pump()
-                if stream.queued.answer.done():
-                    list(stream.resume(stream.queued.answer.result()))
+                if stream.queued.admission.done():
+                    list(stream.resume(stream.queued.admission.result()))
         served = [place.send(prompt=f"{n} " + "y" * mib)[0] for n in range(4)]
         for stream in served:
             if stream.queued is not None:
                 place.house.now += 40.0
                 place.gate.pump()
-                list(stream.resume(stream.queued.answer.result()))
+                list(stream.resume(stream.queued.admission.result()))
         gc.collect()
         assert all(stream.is_routed for stream in (*held, *served))
         assert tracemalloc.get_traced_memory()[0] < mib / 2
@@ -228,8 +228,8 @@ async def _conserved(steps, rng):
             place.list_endpoints(A)
             place.gate.pump()
         for stream in open_:
-            if stream.queued is not None and stream.queued.answer.done() and rng.random() < 0.5:
-                list(stream.resume(stream.queued.answer.result()))
+            if stream.queued is not None and stream.queued.admission.done() and rng.random() < 0.5:
+                list(stream.resume(stream.queued.admission.result()))
         charged = [s for s in open_ if s.is_routed or s.queued is not None]
         assert account.requests.level == 1e6 - len(charged) - served
         if not charged and not served:

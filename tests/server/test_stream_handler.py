@@ -21,7 +21,7 @@ from extproc.protocol.messages import (
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
-from extproc.telemetry.counters import LEFT, ProcessCounters
+from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import House
 
@@ -200,6 +200,6 @@ def test_a_stream_of_a_removed_endpoint_leaves_no_series():
         answered.finish()
         silent.finish()
     counted = scene.counters.for_pool("")
-    assert counted.responses == {(LEFT, "200"): 50}
-    assert counted.without_response == {LEFT: 50}
+    assert counted.responses == {(REMOVED_ENDPOINT, "200"): 50}
+    assert counted.without_response == {REMOVED_ENDPOINT: 50}
     assert not counted.requests_routed

@@ -44,7 +44,7 @@ class Scene:
             lambda: {"": self.house.fleet.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
-            traits=ClusterOptions(),
+            options=ClusterOptions(),
             counters=self.counters,
         )
 
@@ -374,14 +374,14 @@ def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):
     async def test():
         async with serving() as scene:
             well = await listening(scene)
-            real = messages.SotwCodec.hear
+            real = messages.SotwCodec.handle_request
 
             def raising(speaker, data):
                 if b"poison" in data:
                     raise OverflowError("what an Envoy said")
                 return real(speaker, data)
 
-            monkeypatch.setattr(messages.SotwCodec, "hear", raising)
+            monkeypatch.setattr(messages.SotwCodec, "handle_request", raising)
             bad = scene.open_sotw()
             await bad.say(CLUSTER, node=core.Node(id="poison"))
             assert await bad.call.code() is grpc.StatusCode.INTERNAL

@@ -40,7 +40,7 @@ ALLOWED = (
     ),
     (
         "extproc/flow_control/*.py",
-        "endpoints number place toward waits",
+        "endpoints is_queued number place preferred_endpoint",
         "a queued item is plain data of the package, which the queue and its bands write",
     ),
     (

@@ -85,7 +85,7 @@ async def following(kubeconfig: Path, *sources: settings.KubernetesSource, **wan
         clock=time.monotonic,
         rng=random.Random(5),
         on_pools=told.told,
-        on_fact=told.noted,
+        on_event=told.noted,
     )
     await follower.start()
     try:

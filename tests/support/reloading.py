@@ -46,15 +46,15 @@ class Scene:
         self.now = 100.0
         self.started = settings
         self.picker = app.EndpointPickerProcess(settings, clock=lambda: self.now)
-        for site in self.picker.sites.by_name.values():
+        for site in self.picker.pool_registry.by_name.values():
             site.parts.store.set_endpoints([Endpoint(one) for one in ADDRESSES], self.now)
 
     def read_again(self, settings):
-        self.picker.adopt(reloading.in_force(self.started, settings))
+        self.picker.apply_settings(reloading.apply_live_fields(self.started, settings))
 
     @property
     def site(self):
-        return next(iter(self.picker.sites.by_name.values()))
+        return next(iter(self.picker.pool_registry.by_name.values()))
 
     @property
     def fleet(self):
@@ -66,7 +66,7 @@ class Scene:
 
     @property
     def gate(self):
-        return self.picker.sites.flow_controllers[""]
+        return self.picker.pool_registry.flow_controllers[""]
 
     def raw(self, model="m", subset=None, **headers):
         body = json.dumps({"model": model, "prompt": "x"}).encode()
@@ -75,7 +75,7 @@ class Scene:
         return HttpRequest(all_headers, body, subset=subset)
 
     def route(self, **request):
-        return self.picker.sites.pool_selector.route(self.raw(**request), self.now)
+        return self.picker.pool_registry.pool_selector.route(self.raw(**request), self.now)
 
     def decision(self, **request):
         return self.route(**request).outcome

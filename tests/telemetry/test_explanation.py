@@ -180,10 +180,10 @@ def test_costs_are_shown_in_milliseconds():
 def test_short_form_fits_a_header():
     """One line of ASCII says who was chosen, at what cost, and who came next."""
     outcome = decision(profile="adaptive", scores=[], cost=PRICED, totals=[-0.5, -0.0123])
-    assert explanation.short(outcome) == (
+    assert explanation.format_short(outcome) == (
         "adaptive; chose=10.0.0.2:8000; cost=12.3ms; cached=0/2; next=10.0.0.1:8000; cost=500.0ms"
     )
-    assert explanation.short(decision()) == (
+    assert explanation.format_short(decision()) == (
         "default; chose=10.0.0.2:8000; score=2.000; cached=0/2; next=10.0.0.1:8000; score=1.000"
     )
 
@@ -194,7 +194,7 @@ def test_a_recorded_decision_is_explained_with_its_result():
     record = ring.add("id-1", decision(block_hashes=[1, 2]), 5.0)
     assert (record.decision.request.prompt, record.decision.block_hashes) == (b"", ())
     record.status, record.seconds, record.usage = "200", 1.5, {"cached": 7}
-    document = explanation.recorded(record, 8.0)
+    document = explanation.explain_record(record, 8.0)
     assert (document["seconds_ago"], document["status"], document["usage"]) == (
         3.0,
         "200",
@@ -203,7 +203,7 @@ def test_a_recorded_decision_is_explained_with_its_result():
     assert explanation_text.render_past(document).startswith(
         "request id-1: 3.0 s ago, status 200, took 1.500 s; tokens reported: 7 cached\n"
     )
-    assert explanation.summary(record, 8.0)["endpoint"] == "10.0.0.2:8000"
+    assert explanation.summarize_record(record, 8.0)["endpoint"] == "10.0.0.2:8000"
 
 
 def fleet():
@@ -268,7 +268,7 @@ def test_a_pool_state_round_trips():
     pool = fleet()
     document = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
     read = msgspec.convert(document, pool_state.PoolState)
-    outcome = offline_explain.decide(
+    outcome = offline_explain.route_offline(
         sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     first, second = outcome.candidates
@@ -291,7 +291,7 @@ def test_excluded_endpoints_are_explained_with_the_reason():
     )
     assert 3.0 <= document["again_s"] <= 4.0
     read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
-    outcome = offline_explain.decide(
+    outcome = offline_explain.route_offline(
         sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     shown = explanation.explain(outcome)

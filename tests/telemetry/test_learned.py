@@ -17,7 +17,7 @@ def test_learned_values_are_on_the_page():
             "": PoolView(
                 house.fleet.pool,
                 lambda _: PrefixCacheStats(5.0, 4.0, 100),
-                house.fleet.bytes_per_token.learned,
+                house.fleet.bytes_per_token.ratios,
                 conversations=house.dispatcher.conversation_stats,
             )
         },

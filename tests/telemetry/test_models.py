@@ -85,7 +85,7 @@ def test_the_ring_keeps_the_rewrite():
     ring.add("id", decision(model_rewrite="sql", excluded_by_model=[B.endpoint]), 1.0)
     record = ring.find("id")
     assert record is not None
-    document = explanation.recorded(record, 2.0)
+    document = explanation.explain_record(record, 2.0)
     assert document["model_rewrite"]["name"] == "sql"
     assert document["excluded_by_model"] == ["10.0.0.2:8000"]
 
@@ -100,7 +100,7 @@ def test_models_of_a_pool_state_round_trip():
     read = msgspec.convert(document, pool_state.PoolState)
     body = b'{"model": "llama_sql", "prompt": "x"}'
     raw = HttpRequest({":path": "/v1/completions"}, body)
-    outcome = offline_explain.decide(sections.Settings(), read, raw, where="state")
+    outcome = offline_explain.route_offline(sections.Settings(), read, raw, where="state")
     assert [candidate.endpoint.address for candidate in outcome.candidates] == [
         "10.0.0.1:8000",
         "10.0.0.3:8000",
@@ -113,10 +113,10 @@ def test_metrics_of_models():
     counters = ProcessCounters()
     counts = counters.for_pool("")
     counts.model_list_polls["10.0.0.1:8000", "ok"] += 2
-    counts.routed(decision(model_unlisted=True))
-    counts.rejected(model_not_found("x", ["y"]))
-    counts.rewritten(edited=True)
-    counts.rewritten(edited=False)
+    counts.record_routed(decision(model_unlisted=True))
+    counts.record_rejection(model_not_found("x", ["y"]))
+    counts.record_rewrite(edited=True)
+    counts.record_rewrite(edited=False)
     page = Exposition(
         counters,
         lambda: {"": PoolView(TWO.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},

@@ -14,7 +14,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest
 from extproc.server import grpcio_server
-from extproc.telemetry.counters import LEFT, ProcessCounters
+from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import DecisionLog, ExceptionLog, StreamRecorder
 
 
@@ -82,8 +82,8 @@ def test_recorder_counts_removed_endpoints_under_a_common_label():
     scene.route().on_finished(endpoint=None, status="200", duration_s=1.0)
     scene.route().on_finished(endpoint=None, status="", duration_s=1.0)
     counted = scene.counters.for_pool("default")
-    assert counted.responses == {(LEFT, "200"): 1}
-    assert counted.without_response == {LEFT: 1}
+    assert counted.responses == {(REMOVED_ENDPOINT, "200"): 1}
+    assert counted.without_response == {REMOVED_ENDPOINT: 1}
 
 
 def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):

@@ -47,7 +47,7 @@ def test_a_misspelled_field_is_refused():
 
 def test_a_context_is_built():
     """Facts of the turn and of the request; chance by seed."""
-    context = builders.context(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
+    context = builders.context(5, model="m", headers={"x": "y"}, first_user_message="o", now=7.0)
     assert (context.request.model, context.request.api, context.headers) == (
         "m",
         "chat",
@@ -64,7 +64,7 @@ def test_loaded_candidates_vary_and_repeat():
     assert len({c.endpoint.address for c in crowd}) == 1000
     assert {c.residency for c in crowd} == set(AdapterResidency)
     assert sum(c.load is NO_LOAD for c in crowd) == 200
-    assert all(c.load is NO_LOAD for c in builders.loaded_candidates(20, known=False))
+    assert all(c.load is NO_LOAD for c in builders.loaded_candidates(20, scraped=False))
 
 
 def test_identical_candidates_differ_in_scrapes_only():
@@ -72,4 +72,4 @@ def test_identical_candidates_differ_in_scrapes_only():
     alike = builders.identical_candidates(50)
     assert {(c.in_flight, c.estimated_requests, c.matched_tokens) for c in alike} == {(0, 4.0, 0)}
     assert len({c.load for c in alike}) > 20
-    assert {c.load for c in builders.identical_candidates(5, known=False)} == {NO_LOAD}
+    assert {c.load for c in builders.identical_candidates(5, scraped=False)} == {NO_LOAD}

@@ -194,5 +194,5 @@ def test_removed_endpoints_are_forgotten():
     renderer = ResourceEncoder(ClusterOptions())
     stays, leaves = LbEndpoint("10.0.0.1:8000"), LbEndpoint("10.0.0.2:8000")
     renderer.assignment("engines", [stays, leaves])
-    renderer.keep({stays})
-    assert renderer._known.keys() == {stays}
+    renderer.drop_others({stays})
+    assert renderer._encoded.keys() == {stays}

@@ -34,7 +34,7 @@ class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
         pool: The pool that is scaled.
         cluster: Client of the API server; None where no pool needs one.
         namespace: Namespace of this process, for targets that name none.
-        leads: True while this replica holds the Lease.
+        is_leader: True while this replica holds the Lease.
         clock: Monotonic seconds.
         supervisor: Keeps loops alive.
     """
@@ -42,7 +42,7 @@ class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolRuntime
     cluster: ScaleClient | None
     namespace: str
-    leads: Callable[[], bool]
+    is_leader: Callable[[], bool]
     clock: Callable[[], float]
     supervisor: Supervisor
 
@@ -65,7 +65,7 @@ class Actuator(Protocol):
         """
 
     @property
-    def acts(self) -> bool:
+    def can_scale(self) -> bool:
         """True while this process may change the number of replicas."""
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class AdvisoryActuator:
         return cls()
 
     @property
-    def acts(self) -> bool:
+    def can_scale(self) -> bool:
         """True: every replica may publish its decision; none without Kubernetes holds a Lease."""
         return True
 

@@ -38,13 +38,13 @@ from extproc.telemetry.counters import ProcessCounters
 _log = logging.getLogger("extproc.server")
 
 #: Name of the loop that keeps what was learned, for the supervisor.
-_MEMORY = "autoscaling memory"
+_STATE_INSTANCE = "autoscaling memory"
 
 #: Name of the loop that writes Events about found pools.
-_EVENTS = "autoscaling events"
+_EVENTS_INSTANCE = "autoscaling events"
 
 #: Seconds that handing over may hold up the end of a process.
-_LAST_S = 1.0
+_FINAL_SAVE_S = 1.0
 
 #: Seconds between two looks for refused annotations to write Events about.
 _REPORT_S = 1.0
@@ -54,8 +54,8 @@ class Autoscaler:
     """Scales all pools with autoscaling: configured pools, and discovered pools as they change.
 
     Args:
-        tallies: Metrics of the process.
-        leads: True while this replica holds the Lease.
+        counters: Metrics of the process.
+        is_leader: True while this replica holds the Lease.
         token: Returns the bearer token for requests to peers; empty for none.
         on_step: Called after every step of a loop.
         on_removed: Called when a loop was removed.
@@ -72,9 +72,9 @@ class Autoscaler:
         self,
         settings: Settings,
         registry: PoolRegistry,
-        tallies: ProcessCounters,
+        counters: ProcessCounters,
         *,
-        leads: Callable[[], bool],
+        is_leader: Callable[[], bool],
         clock: Callable[[], float],
         token: Callable[[], str],
         on_step: Callable[[ControlLoop], None] = lambda _: None,
@@ -83,9 +83,9 @@ class Autoscaler:
         shared = settings.autoscaling
         self._rules = shared.discovered_pools if settings.cluster.discover_pools != "none" else ()
         self._save_s = shared.save_s
-        self._supervisor = tallies.supervisor
+        self._supervisor = counters.supervisor
         self._changed = asyncio.Event()
-        self._others = asyncio.Event()
+        self._pools_by_target = asyncio.Event()
         self._numbers: dict[str, int] = {}
         self._step_listener = on_step
         self._on_removed = on_removed
@@ -94,7 +94,7 @@ class Autoscaler:
             identity,
             shared.peers,
             timeout_s=shared.peer_timeout_s,
-            own=self._own,
+            own_counters=self._own_counters,
             token=token,
             on_waiting=self._wake,
         )
@@ -113,19 +113,19 @@ class Autoscaler:
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
         self._context = AutoscalerContext(
-            tallies, self.peers, self._cluster, here, leads, clock, self._on_step
+            counters, self.peers, self._cluster, here, is_leader, clock, self._on_step
         )
         for plan in pools.pool_plans(settings):
             wanted = plan.settings.pool.autoscaling
             if wanted is not None:
-                self._add(ScaledPool(registry.by_name[plan.name], wanted, self._context))
+                self._add_pool(ScaledPool(registry.by_name[plan.name], wanted, self._context))
         # A file is this replica's own.
-        self._writes: Callable[[], bool] = _always if shared.state_file else leads
-        self._memory = _build_memory(
+        self._writes: Callable[[], bool] = _always if shared.state_file else is_leader
+        self._state_store = _build_state_store(
             shared, self._cluster, settings.cluster.lease.namespace or here, clock
         )
 
-    def figures(self) -> Mapping[str, ScalingMetrics]:
+    def metrics(self) -> Mapping[str, ScalingMetrics]:
         """Metrics by name of the pool."""
         shown = {name: pool.loop.metrics.snapshot() for name, pool in self._scaled.items()}
         for name, count in self._refusals.items():
@@ -143,9 +143,11 @@ class Autoscaler:
         if self._cluster is not None:
             await self._cluster.open()
         # Saved state comes from other processes: it must not stop this replica from starting.
-        await self._supervisor.attempt("autoscaling", self._recall(), instance=_MEMORY)
+        await self._supervisor.attempt(
+            "autoscaling", self._restore_states(), instance=_STATE_INSTANCE
+        )
         for pool in self._scaled.values():
-            remind = functools.partial(self._remind, pool.loop)
+            remind = functools.partial(self._restore_loop, pool.loop)
             self._supervisor.call("autoscaling", remind, instance=pool.runtime.name)
 
     def sync_pools(self) -> None:
@@ -157,36 +159,40 @@ class Autoscaler:
             self._forget(name)
         for name, runtime in sorted(brought.items()):
             if self._logged.get(name) != (runtime, runtime.annotations):
-                rescale = functools.partial(self._rescale, name, runtime)
+                rescale = functools.partial(self._update_pool, name, runtime)
                 self._supervisor.call("autoscaling", rescale, instance=name)
-        self._others.set()
+        self._pools_by_target.set()
 
     async def run(self) -> None:
         """Run the loops of all pools, as pools come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             keep = self._supervisor.keep
-            if self._memory is not None:
-                saving = functools.partial(self._keep, self._memory)
-                tasks.create_task(keep("autoscaling", saving, instance=_MEMORY), name=_MEMORY)
+            if self._state_store is not None:
+                saving = functools.partial(self._save_repeatedly, self._state_store)
+                tasks.create_task(
+                    keep("autoscaling", saving, instance=_STATE_INSTANCE), name=_STATE_INSTANCE
+                )
             if self._cluster is not None and self._rules:
                 reporting = functools.partial(self._report, self._cluster)
-                tasks.create_task(keep("autoscaling", reporting, instance=_EVENTS), name=_EVENTS)
+                tasks.create_task(
+                    keep("autoscaling", reporting, instance=_EVENTS_INSTANCE), name=_EVENTS_INSTANCE
+                )
             running: dict[ScaledPool, asyncio.Task[None]] = {}
             while True:
-                self._others.clear()
+                self._pools_by_target.clear()
                 for pool in [pool for pool in running if pool not in self._scaled.values()]:
                     running.pop(pool).cancel()
                 for name, pool in self._scaled.items():
                     if pool not in running:
                         supervised = keep("autoscaling", pool.run, instance=f"pool {name}")
                         running[pool] = tasks.create_task(supervised, name=f"autoscaling {name}")
-                await self._others.wait()
+                await self._pools_by_target.wait()
 
     async def hand_over(self) -> None:
         """Save the state for the next leader, while this replica still leads."""
-        if self._memory is not None and self._writes():
+        if self._state_store is not None and self._writes():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._save(self._memory), _LAST_S)
+                await asyncio.wait_for(self._save(self._state_store), _FINAL_SAVE_S)
 
     async def close(self) -> None:
         """Close connections."""
@@ -194,28 +200,28 @@ class Autoscaler:
         if self._cluster is not None:
             await self._cluster.close()
 
-    async def _recall(self) -> None:
-        if self._memory is None:
+    async def _restore_states(self) -> None:
+        if self._state_store is None:
             return
-        self._saved_states, self._shift_s = await self._memory.load() or ({}, 0.0)
+        self._saved_states, self._shift_s = await self._state_store.load() or ({}, 0.0)
         if self._saved_states:
             _log.info(
                 "autoscaling: going on with what was kept of %d pools", len(self._saved_states)
             )
 
-    def _add(self, pool: ScaledPool) -> None:
+    def _add_pool(self, pool: ScaledPool) -> None:
         self._scaled[pool.runtime.name] = pool
         self.loops[pool.runtime.name] = pool.loop
 
-    def _rescale(self, name: str, runtime: PoolRuntime) -> None:
+    def _update_pool(self, name: str, runtime: PoolRuntime) -> None:
         """Apply the current annotations of a discovered pool."""
         try:
             wanted = pool_annotations.resolve_scaling(self._rules, name, runtime.annotations)
             self._logged[name] = runtime, runtime.annotations
         except ConfigError as error:
             self._logged[name] = runtime, runtime.annotations
-            self._drop(name)
-            self._fault(name, str(error))
+            self._remove_pool(name)
+            self._report_fault(name, str(error))
             self._refusals[name] += 1
             self._unreported[name] = str(error)
             return
@@ -223,36 +229,38 @@ class Autoscaler:
         now = self._scaled.get(name)
         if now is not None and now.runtime is runtime and now.scaling == wanted:
             return
-        state = self._drop(name)
+        state = self._remove_pool(name)
         if wanted is None:
             return
         pool = ScaledPool(runtime, wanted, self._context)
-        other = self._other(pool)
+        other = self._find_pool_with_target(pool)
         if other is not None:
             self._logged[name] = runtime, None  # it is looked at again: the other one may go
-            self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
+            self._report_fault(
+                name, f"what it names is scaled for pool {other or 'of the configuration'}"
+            )
             return
         self._faults.pop(name, None)
-        self._add(pool)
+        self._add_pool(pool)
         pool.attach()
         if state is not None:
             pool.loop.restore(state, shift_s=0.0)
         else:
-            self._remind(pool.loop)
+            self._restore_loop(pool.loop)
 
-    def _other(self, pool: ScaledPool) -> str | None:
+    def _find_pool_with_target(self, pool: ScaledPool) -> str | None:
         """Name of the pool that scales the same object already; None where there is none."""
         if pool.target is None:
             return None
-        place = _place(pool.target)
+        place = _target_path(pool.target)
         taken = (
             name
             for name, other in self._scaled.items()
-            if other.target is not None and _place(other.target) == place
+            if other.target is not None and _target_path(other.target) == place
         )
         return next(taken, None)
 
-    def _drop(self, name: str) -> LoopState | None:
+    def _remove_pool(self, name: str) -> LoopState | None:
         """Stop scaling a pool; returns its state, None where it was not scaled."""
         pool = self._scaled.pop(name, None)
         if pool is None:
@@ -264,7 +272,7 @@ class Autoscaler:
 
     def _forget(self, name: str) -> None:
         """Drop everything about a removed pool: a later pool of its name is a new pool."""
-        self._drop(name)
+        self._remove_pool(name)
         del self._logged[name]
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
@@ -272,27 +280,27 @@ class Autoscaler:
         self._unreported.pop(name, None)
         self._changed.set()
 
-    def _remind(self, loop: ControlLoop) -> None:
+    def _restore_loop(self, loop: ControlLoop) -> None:
         state = self._saved_states.pop(loop.name, None)
         if state is not None:
             loop.restore(state, shift_s=self._shift_s)
 
-    def _fault(self, name: str, why: str) -> None:
-        if self._faults.get(name) != why:
-            self._faults[name] = why
-            _log.error("pool %s is not scaled: %s", name, why)
+    def _report_fault(self, name: str, reason: str) -> None:
+        if self._faults.get(name) != reason:
+            self._faults[name] = reason
+            _log.error("pool %s is not scaled: %s", name, reason)
 
     async def _report(self, cluster: scale_subresource.ScaleClient) -> None:
         """Write Events about refused annotations of pools, while this replica leads."""
         while True:
             await asyncio.sleep(_REPORT_S)
             await self.report(cluster)
-            self._supervisor.works("autoscaling", _EVENTS)
+            self._supervisor.record_success("autoscaling", _EVENTS_INSTANCE)
 
     async def report(self, cluster: scale_subresource.ScaleClient) -> None:
         """Write the Events that are not written yet."""
-        while self._unreported and self._context.leads():
-            name, why = self._unreported.popitem()
+        while self._unreported and self._context.is_leader():
+            name, reason = self._unreported.popitem()
             namespace, _, pool = name.rpartition("/")
             about = ScaleTarget(
                 kind="InferencePool",
@@ -301,20 +309,20 @@ class Autoscaler:
                 group=POOL_GROUP,
                 version="v1",
             )
-            note = f"extproc does not scale it: {why}"
+            note = f"extproc does not scale it: {reason}"
             await cluster.write_event(about, "InvalidAnnotation", note, warning=True)
 
-    async def _keep(self, store: state_store.StateStore) -> None:
+    async def _save_repeatedly(self, store: state_store.StateStore) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._save_s)
             self._changed.clear()
             if self._writes():
                 await self._save(store)
-            self._supervisor.works("autoscaling", _MEMORY)
+            self._supervisor.record_success("autoscaling", _STATE_INSTANCE)
 
     async def _save(self, store: state_store.StateStore) -> None:
-        if self._registry.listed:
+        if self._registry.is_discovery_synced:
             # Discovery is complete: state that is left belongs to no pool.
             self._saved_states.clear()
         await store.save(
@@ -325,12 +333,12 @@ class Autoscaler:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
             self._numbers[loop.name] = loop.desired.replicas
             self._changed.set()
-        self._supervisor.works("autoscaling", loop.name)
+        self._supervisor.record_success("autoscaling", loop.name)
         self._supervisor.call(
             "autoscaling", functools.partial(self._step_listener, loop), instance=loop.name
         )
 
-    def _own(self) -> dict[str, PickerCounters]:
+    def _own_counters(self) -> dict[str, PickerCounters]:
         return {name: pool.counts.read() for name, pool in self._scaled.items()}
 
     def _wake(self, pools: Iterable[str]) -> None:
@@ -359,7 +367,7 @@ def _build_cluster(settings: Settings, identity: str) -> scale_subresource.Scale
     return scale_subresource.ScaleClient(reaching, identity)
 
 
-def _build_memory(
+def _build_state_store(
     shared: AutoscalingSection,
     cluster: scale_subresource.ScaleClient | None,
     namespace: str,
@@ -375,7 +383,7 @@ def _build_memory(
     return None
 
 
-def _place(target: ScaleTarget) -> tuple[str, str, str, str]:
+def _target_path(target: ScaleTarget) -> tuple[str, str, str, str]:
     """Key of a target: group, resource, namespace and name, without the API version."""
     return target.group, target.resource, target.namespace, target.name
 

@@ -27,10 +27,10 @@ _log = logging.getLogger("extproc.server")
 
 #: Seconds until the next step while a request waits at zero replicas: the last attempt failed,
 #: or the election of the replica that may act is still running.
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 #: Seconds until the first look of a picker whose pool is not known yet.
-_UNKNOWN_S = 0.2
+_SYNC_POLL_S = 0.2
 
 
 class LoopState(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ class ControlLoop:
 
     Args:
         scaling: Policy, bounds and parameters.
-        acting: Applies decisions.
+        actuator: Applies decisions.
         counters: Counters of this process for the pool.
         peers: Counters of other replicas of the endpoint picker.
         on_change: Called after every step, successful or not.
@@ -151,7 +151,7 @@ class ControlLoop:
         runtime: PoolRuntime,
         scaling: ScalingSection,
         *,
-        acting: actuator.Actuator,
+        actuator: actuator.Actuator,
         counters: demand_counters.DemandCounters,
         peers: PeerCounterClient,
         clock: Callable[[], float],
@@ -160,7 +160,7 @@ class ControlLoop:
         self.name = runtime.name
         self.desired: ScalingDecision | None = None
         self.demand: Demand | None = None
-        self.actuator = acting
+        self.actuator = actuator
         self._runtime = runtime
         self._counters = counters
         self._peers = peers
@@ -172,9 +172,9 @@ class ControlLoop:
         )
         self.metrics = LoopMetrics(self._scaler.policy.window_s)
         self._woken = asyncio.Event()
-        self._asleep = True
+        self._is_waiting = True
         self._waits_since: float | None = None
-        self._failing = ""
+        self._reported_error = ""
         self._requested: int | None = None
 
     @property
@@ -182,16 +182,16 @@ class ControlLoop:
         """True if at least a single replica is desired."""
         return self.desired is not None and self.desired.replicas > 0
 
-    def arrived(self) -> None:
+    def on_arrival(self) -> None:
         """Handle a request that is queued. Cheap: it is called for every queued request."""
-        if self._asleep and not self._woken.is_set():
+        if self._is_waiting and not self._woken.is_set():
             if self._waits_since is None:
                 self._waits_since = self._clock()
             self._woken.set()
 
     def wake(self) -> None:
         """Handle the report of a peer that a request is queued."""
-        if self._asleep:
+        if self._is_waiting:
             self._woken.set()
 
     def state(self) -> LoopState:
@@ -228,7 +228,7 @@ class ControlLoop:
             immediate: True if a request waits for it: peers get our counters, theirs are not read.
         """
         if not self._runtime.synced:
-            return _UNKNOWN_S
+            return _SYNC_POLL_S
         own = self._counters.read()
         looking = self.actuator.current_replicas(self._counters.available)
         if immediate:
@@ -236,18 +236,22 @@ class ControlLoop:
         else:
             peer_counters, spec = await asyncio.gather(self._peers.read(self.name), looking)
         if isinstance(spec, actuator.ActuatorError):
-            self._failed(spec)
+            self._report_error(spec)
             if immediate:
                 await self._peers.push()
-            return _AGAIN_S if own.held else self._scaler.policy.interval_s
+            return _RETRY_S if own.held else self._scaler.policy.interval_s
         self._decide(own, peer_counters, spec)
         failed = await self._act(spec)
         if immediate:
             await self._peers.push()
-        elif own.held and self._asleep:
+        elif own.held and self._is_waiting:
             # The replica that may act was notified and did not: another may lead by now.
             await self._peers.push()
-        return _AGAIN_S if failed or (own.held and self._asleep) else self._scaler.policy.interval_s
+        return (
+            _RETRY_S
+            if failed or (own.held and self._is_waiting)
+            else self._scaler.policy.interval_s
+        )
 
     def _decide(
         self, own: PickerCounters, peer_counters: Mapping[str, PickerCounters | None], spec: int
@@ -258,7 +262,7 @@ class ControlLoop:
         demand = self._estimator.read(now, pickers, observation)
         self.demand, self.desired = demand, self._scaler.step(demand)
         self.metrics.record(demand, self.desired, pickers)
-        self._asleep, self._requested = not spec, spec
+        self._is_waiting, self._requested = not spec, spec
         if spec:
             self._waits_since = None
 
@@ -266,21 +270,21 @@ class ControlLoop:
         """Apply the decision; returns True if that failed."""
         desired = self.desired
         failed: actuator.ActuatorError | None = None
-        acted = desired is not None and desired.replicas != spec and self.actuator.acts
+        acted = desired is not None and desired.replicas != spec and self.actuator.can_scale
         if desired is not None and acted:
             failed = await self.actuator.scale(desired, spec)
             if failed is None:
-                self._asleep, self._requested = not desired.replicas, desired.replicas
+                self._is_waiting, self._requested = not desired.replicas, desired.replicas
                 self.metrics.changed(desired.reason)
                 if self._waits_since is not None:
                     self.metrics.woken(self._clock() - self._waits_since)
                     self._waits_since = None
                 self._log_change(desired, spec)
         if failed is not None:
-            self._failed(failed)
-        elif self._failing:
-            self._failing = ""
-            _log.info("%s: scaling works again", self._named)
+            self._report_error(failed)
+        elif self._reported_error:
+            self._reported_error = ""
+            _log.info("%s: scaling works again", self._title)
         self._on_change(self)
         return failed is not None
 
@@ -292,16 +296,16 @@ class ControlLoop:
                 f"{change}"
             )
         because = f": {desired.explanation}" if desired.explanation else ""
-        _log.info("%s: %s, %s%s", self._named, change, desired.reason, because)
+        _log.info("%s: %s, %s%s", self._title, change, desired.reason, because)
 
-    def _failed(self, failed: actuator.ActuatorError) -> None:
+    def _report_error(self, error: actuator.ActuatorError) -> None:
         self.metrics.failed()
-        if failed.message != self._failing:
-            self._failing = failed.message
-            _log.warning("%s: %s", self._named, failed.message)
+        if error.message != self._reported_error:
+            self._reported_error = error.message
+            _log.warning("%s: %s", self._title, error.message)
 
     @property
-    def _named(self) -> str:
+    def _title(self) -> str:
         return f"autoscaling of pool {self.name}" if self.name else "autoscaling"
 
 
@@ -309,27 +313,27 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all scaled pools.
 
     Attributes:
-        tallies: Metrics of the process.
+        counters: Metrics of the process.
         peers: The other pickers.
         cluster: Client of scale targets; None where no object is scaled.
         namespace: Namespace of targets that name none.
-        leads: True while this replica holds the Lease.
+        is_leader: True while this replica holds the Lease.
         clock: Monotonic seconds.
         on_step: Called after every step of a loop.
     """
 
-    tallies: ProcessCounters
+    counters: ProcessCounters
     peers: PeerCounterClient
     cluster: scale_subresource.ScaleClient | None
     namespace: str
-    leads: Callable[[], bool]
+    is_leader: Callable[[], bool]
     clock: Callable[[], float]
     on_step: Callable[[ControlLoop], None]
 
     @property
     def supervisor(self) -> Supervisor:
         """Keeps loops alive."""
-        return self.tallies.supervisor
+        return self.counters.supervisor
 
 
 class ScaledPool:
@@ -355,12 +359,12 @@ class ScaledPool:
         self.runtime = runtime
         self.scaling = scaling
         self.target = None if scaling.target is None else scaling.target.located(context.namespace)
-        tallies = context.tallies.for_pool(runtime.name)
-        self.counts = demand_counters.DemandCounters(runtime, tallies)
+        counters = context.counters.for_pool(runtime.name)
+        self.counts = demand_counters.DemandCounters(runtime, counters)
         self.loop = ControlLoop(
             runtime,
             scaling,
-            acting=_build_actuator(runtime, scaling, context),
+            actuator=_build_actuator(runtime, scaling, context),
             counters=self.counts,
             peers=context.peers,
             clock=context.clock,
@@ -371,13 +375,13 @@ class ScaledPool:
     def attach(self) -> None:
         """Subscribe to queued requests, and start the actuator."""
         if self.runtime.flow_controller is not None:
-            self.runtime.flow_controller.add_arrival_listener(self.loop.arrived)
+            self.runtime.flow_controller.add_arrival_listener(self.loop.on_arrival)
         self.loop.actuator.start()
 
     def detach(self) -> None:
         """Unsubscribe; replicas stay as they are."""
         if self.runtime.flow_controller is not None:
-            self.runtime.flow_controller.remove_arrival_listener(self.loop.arrived)
+            self.runtime.flow_controller.remove_arrival_listener(self.loop.on_arrival)
 
     async def run(self) -> None:
         """Run the loop and its actuator until cancelled."""
@@ -399,7 +403,7 @@ def _build_actuator(
         pool=pool,
         cluster=context.cluster,
         namespace=context.namespace,
-        leads=context.leads,
+        is_leader=context.is_leader,
         clock=context.clock,
         supervisor=context.supervisor,
     )

@@ -18,12 +18,12 @@ class DemandCounters:
     """Reads the counters of a pool. Totals never decrease, even if a part of them does.
 
     Args:
-        tallies: Metrics of the pool.
+        counters: Metrics of the pool.
     """
 
-    def __init__(self, runtime: PoolRuntime, tallies: PoolCounters) -> None:
+    def __init__(self, runtime: PoolRuntime, counters: PoolCounters) -> None:
         self._runtime = runtime
-        self._tallies = tallies
+        self._counters = counters
         self._arrived = 0.0
         self._prompt_tokens = 0.0
         self._answered = 0
@@ -63,15 +63,19 @@ class DemandCounters:
 
     def read(self) -> PickerCounters:
         """Current counters of this process."""
-        tallies, pool = self._tallies, self._runtime.parts.store.pool
-        gate = self._runtime.flow_controller
-        held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
+        counters, pool = self._counters, self._runtime.parts.store.pool
+        flow_controller = self._runtime.flow_controller
+        held, held_tokens = (
+            (0, 0)
+            if flow_controller is None
+            else (flow_controller.queue.count, flow_controller.queue.tokens)
+        )
         refused = sum(
-            count for (status, _), count in tallies.rejections.items() if status in _WANTED
+            count for (status, _), count in counters.rejections.items() if status in _WANTED
         )
         # A request that stops waiting is counted elsewhere a moment later.
-        self._arrived = max(self._arrived, float(tallies.routed_total + refused + held))
-        tokens = tallies.prompt_tokens - tallies.matched_tokens
+        self._arrived = max(self._arrived, float(counters.routed_total + refused + held))
+        tokens = counters.prompt_tokens - counters.matched_tokens
         tokens += held_tokens
         self._prompt_tokens = max(self._prompt_tokens, float(tokens))
         self._read_answers(pool)
@@ -86,12 +90,12 @@ class DemandCounters:
 
     def _read_answers(self, pool: Pool) -> None:
         """Add answer tokens; an answer without usage counts with the mean of the engines."""
-        tallies = self._tallies
-        answered = tallies.answered_total - self._answered
-        reports = tallies.reported_total - self._reports
-        reported_tokens = tallies.usage["completion"] - self._reported_tokens
-        self._answered, self._reports = tallies.answered_total, tallies.reported_total
-        self._reported_tokens = tallies.usage["completion"]
+        counters = self._counters
+        answered = counters.answered_total - self._answered
+        reports = counters.reported_total - self._reports
+        reported_tokens = counters.usage["completion"] - self._reported_tokens
+        self._answered, self._reports = counters.answered_total, counters.reported_total
+        self._reported_tokens = counters.usage["completion"]
         usual = step_time_estimator.pool_mean(
             [member.rates for member in pool.members]
         ).output_tokens
@@ -101,5 +105,5 @@ class DemandCounters:
 def available(pool: Pool) -> int:
     """Ready replicas (count); a replica with several ports counts once."""
     return len(
-        {member.endpoint.uid or member.endpoint.address for member in pool.members if member.up}
+        {member.endpoint.uid or member.endpoint.address for member in pool.members if member.is_up}
     )

@@ -154,7 +154,7 @@ def register(server: grpc.aio.Server, scaler: KedaExternalScaler, supervisor: Su
     """Register the service on a gRPC server; `extproc.wire.keda` encodes and decodes."""
 
     async def failed(error: Exception, context: Context) -> NoReturn:
-        supervisor.note("keda", error)
+        supervisor.record_error("keda", error)
         await _refuse(context, grpc.StatusCode.INTERNAL, "the call failed")
 
     def call(answer: Callable[[bytes, Context], Awaitable[bytes]]) -> Served:

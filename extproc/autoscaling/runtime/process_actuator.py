@@ -30,19 +30,19 @@ _log = logging.getLogger("extproc.server")
 _ENGINES = "engines"
 
 #: Seconds between two looks whether an engine answers, or has nothing left to do.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 #: Seconds until another engine is tried where one ended by itself.
-_AGAIN_S = 5.0
+_RESTART_PAUSE_S = 5.0
 
 #: Seconds one answer to a look may take, and bytes of it.
 _HEALTH_S, _HEALTH_BYTES = 1.0, 65536
 
 #: Largest TCP port.
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 
 #: Its digits (count): `int` raises on thousands of them.
-_MOST_PORT_DIGITS = 5
+_MAX_PORT_DIGITS = 5
 
 #: Last lines of an engine that are shown when it fails (count).
 _LAST_LINES = 5
@@ -54,15 +54,15 @@ class EngineProcess:
     Attributes:
         address: `ip:port`; empty while it is unknown.
         ready: True once it answers and may get requests.
-        wanted: False once it has to end.
+        is_wanted: False once it has to end.
     """
 
     def __init__(self, number: int, address: str) -> None:
         self.number = number
         self.address = address
         self.ready = False
-        self.wanted = True
-        self.leaves = asyncio.Event()
+        self.is_wanted = True
+        self.is_leaving = asyncio.Event()
         self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
 
 
@@ -70,7 +70,7 @@ class ProcessActuator:
     """Starts and ends engines, and is the discovery of their pool.
 
     Args:
-        wanted: Command and time limits.
+        launch: Command and time limits.
         runtime: Pool of the engines.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
@@ -79,13 +79,13 @@ class ProcessActuator:
 
     def __init__(
         self,
-        wanted: LaunchSection,
+        launch: LaunchSection,
         runtime: PoolRuntime,
         *,
         clock: Callable[[], float],
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._wanted = wanted
+        self._launch = launch
         self._runtime = runtime
         self._clock = clock
         self._supervisor = supervisor or Supervisor(clock=clock)
@@ -108,7 +108,7 @@ class ProcessActuator:
         return cls(scaling.launch, context.pool, clock=context.clock, supervisor=context.supervisor)
 
     @property
-    def acts(self) -> bool:
+    def can_scale(self) -> bool:
         """True: there is no Lease without Kubernetes."""
         return True
 
@@ -140,28 +140,30 @@ class ProcessActuator:
                     wait_s = self._not_before - self._clock()
                     try:
                         self._adjust(tasks)
-                        self._supervisor.works("autoscaling", _ENGINES)
+                        self._supervisor.record_success("autoscaling", _ENGINES)
                     except Exception as error:  # noqa: BLE001 - the group's end would end all engines
-                        wait_s = self._supervisor.failed("autoscaling", error, instance=_ENGINES)
+                        wait_s = self._supervisor.record_failure(
+                            "autoscaling", error, instance=_ENGINES
+                        )
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
         finally:
             self._http.close()
 
     def _adjust(self, tasks: asyncio.TaskGroup) -> None:
-        staying = [engine for engine in self._engines if engine.wanted]
+        staying = [engine for engine in self._engines if engine.is_wanted]
         # The youngest go first: the others have more in their caches. What is not ready goes before.
         going = sorted(staying, key=lambda engine: (engine.ready, -engine.number))
         for engine in going[: max(0, len(staying) - self._spec)]:
-            engine.wanted = False
-            engine.leaves.set()
+            engine.is_wanted = False
+            engine.is_leaving.set()
         if self._clock() < self._not_before:
             return
         for _ in range(self._spec - len(staying)):
             self._numbers += 1
             engine = EngineProcess(self._numbers, "")
             supervised = self._supervisor.attempt(
-                "autoscaling", self._keep(engine), instance=f"engine {engine.number}"
+                "autoscaling", self._run_engine(engine), instance=f"engine {engine.number}"
             )
             task = tasks.create_task(supervised, name=f"engine {engine.number}")
             self._engines[engine] = task
@@ -169,23 +171,23 @@ class ProcessActuator:
 
     def _publish(self) -> None:
         """Publish the endpoints: engines that answer and have to stay."""
-        ready = [engine for engine in self._engines if engine.ready and engine.wanted]
+        ready = [engine for engine in self._engines if engine.ready and engine.is_wanted]
         endpoints = [
             Endpoint(engine.address, name=f"engine-{engine.number}", uid=str(engine.number))
             for engine in ready
         ]
         self._runtime.on_discovered(DiscoveredPool(tuple(endpoints)))
 
-    async def _keep(self, engine: EngineProcess) -> None:
+    async def _run_engine(self, engine: EngineProcess) -> None:
         """Run an engine from its start to its end."""
-        argv = list(self._wanted.command)
+        argv = list(self._launch.command)
         if any(PORT in word for word in argv):
-            port = _free_port(self._wanted.host)
+            port = _free_port(self._launch.host)
             argv = [word.replace(PORT, str(port)) for word in argv]
-            engine.address = _address(self._wanted.host, port)
+            engine.address = _address(self._launch.host, port)
         if shutil.which(argv[0]) is None:
             engine.lines.append(f"there is no program {argv[0]}")
-            self._ended(engine)
+            self._on_exit(engine)
             return
         try:
             process = await asyncio.create_subprocess_exec(
@@ -196,34 +198,34 @@ class ProcessActuator:
             )
         except OSError as error:
             engine.lines.append(f"it cannot be started: {error.strerror}")
-            self._ended(engine)
+            self._on_exit(engine)
             return
         reading = asyncio.ensure_future(self._read(engine, process))
         try:
             await self._serve(engine, process)
         finally:
             try:
-                await self._end(process)
+                await self._terminate(process)
                 await reading
             finally:
-                self._ended(engine)
+                self._on_exit(engine)
 
     async def _serve(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
         ended = asyncio.ensure_future(process.wait())
-        leaves = asyncio.ensure_future(engine.leaves.wait())
-        starting = asyncio.ensure_future(self._answers(engine))
+        leaves = asyncio.ensure_future(engine.is_leaving.wait())
+        starting = asyncio.ensure_future(self._is_healthy(engine))
         try:
             await asyncio.wait(
                 {ended, leaves, starting},
-                timeout=self._wanted.start_s,
+                timeout=self._launch.start_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if ended.done():
                 return
             if not starting.done():
-                if engine.wanted:
+                if engine.is_wanted:
                     _log.warning(
-                        "engine %d did not answer within %g s", engine.number, self._wanted.start_s
+                        "engine %d did not answer within %g s", engine.number, self._launch.start_s
                     )
                 return
             fault = starting.exception()
@@ -236,10 +238,10 @@ class ProcessActuator:
             busy = self._in_flight(engine)
             await asyncio.wait({ended, leaves}, return_when=asyncio.FIRST_COMPLETED)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._wanted.drain_s):
+                async with asyncio.timeout(self._launch.drain_s):
                     while busy() and not ended.done():
                         # A count has no event, and a late look does no harm.
-                        await asyncio.wait({ended}, timeout=_LOOK_S)
+                        await asyncio.wait({ended}, timeout=_POLL_S)
         finally:
             for task in (ended, leaves, starting):
                 task.cancel()
@@ -249,22 +251,22 @@ class ProcessActuator:
         member = self._runtime.parts.store.pool.find(engine.address)
         return (lambda: 0) if member is None else (lambda: member.account.in_flight)
 
-    async def _answers(self, engine: EngineProcess) -> None:
+    async def _is_healthy(self, engine: EngineProcess) -> None:
         """Wait until the health check of an engine succeeds."""
         while True:
             if engine.address:
                 host, _, port = engine.address.rpartition(":")
-                where = client.target(host.strip("[]"), int(port), path=self._wanted.health)
+                where = client.target(host.strip("[]"), int(port), path=self._launch.health)
                 if isinstance(await self._http.get(where), bytes):
                     self._http.forget(where)
                     return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _read(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
         """Read the output of an engine, and its address where the output contains it."""
         if process.stdout is None:
             return
-        where = re.compile(re.escape(self._wanted.listening) + r"(\S+:\d+)\b")
+        where = re.compile(re.escape(self._launch.listening) + r"(\S+:\d+)\b")
         with contextlib.suppress(ValueError):  # a line without an end
             async for raw in process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip()
@@ -272,32 +274,32 @@ class ProcessActuator:
                 _log.debug("engine %d: %s", engine.number, line)
                 match = where.search(line)
                 if match and not engine.address:
-                    engine.address = reachable(match[1], self._wanted.host)
+                    engine.address = connectable_address(match[1], self._launch.host)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             if process.returncode is None:
                 process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), self._wanted.stop_s)
+            await asyncio.wait_for(process.wait(), self._launch.stop_s)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
 
-    def _ended(self, engine: EngineProcess) -> None:
+    def _on_exit(self, engine: EngineProcess) -> None:
         """Remove an ended engine; if it had to stay, another is started after a pause."""
         self._engines.pop(engine, None)
-        if engine.wanted:
+        if engine.is_wanted:
             _log.warning(
                 "engine %d ended: %s", engine.number, " | ".join(engine.lines) or "it said nothing"
             )
-            self._not_before = self._clock() + _AGAIN_S
+            self._not_before = self._clock() + _RESTART_PAUSE_S
         self._publish()
         self._changed.set()
 
 
-def reachable(printed: str, host: str) -> str:
+def connectable_address(printed: str, host: str) -> str:
     """`ip:port` of an engine from the address it printed; empty where that has no port.
 
     Args:
@@ -306,9 +308,9 @@ def reachable(printed: str, host: str) -> str:
             name such as `localhost`: an endpoint is an address that others can connect to.
     """
     place, _, port = printed.rpartition("/")[2].rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= _MOST_PORT_DIGITS):
+    if not (port.isascii() and port.isdigit() and len(port) <= _MAX_PORT_DIGITS):
         return ""
-    if not 1 <= int(port) <= _MOST_PORT:
+    if not 1 <= int(port) <= _MAX_PORT:
         return ""
     try:
         address = ipaddress.ip_address(place.strip("[]"))

@@ -22,7 +22,7 @@ Object = dict[str, Any]
 MERGE = "application/merge-patch+json"
 
 #: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).
-_MOST_NOTE = 1024
+_MAX_NOTE_LENGTH = 1024
 
 
 class _ScaleSpec(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class _ScaleTargetRef(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class _RivalSpec(msgspec.Struct, frozen=True):
+class _HorizontalAutoscalerSpec(msgspec.Struct, frozen=True):
     scaleTargetRef: _ScaleTargetRef = _ScaleTargetRef()  # noqa: N815 - Kubernetes' spelling
 
 
@@ -47,13 +47,13 @@ class _ObjectMetadata(msgspec.Struct, frozen=True):
     uid: str = ""
 
 
-class _Rival(msgspec.Struct, frozen=True):
+class _HorizontalAutoscaler(msgspec.Struct, frozen=True):
     metadata: _ObjectMetadata = _ObjectMetadata()
-    spec: _RivalSpec = _RivalSpec()
+    spec: _HorizontalAutoscalerSpec = _HorizontalAutoscalerSpec()
 
 
-class _Rivals(msgspec.Struct, frozen=True):
-    items: tuple[_Rival, ...] | None
+class _HorizontalAutoscalers(msgspec.Struct, frozen=True):
+    items: tuple[_HorizontalAutoscaler, ...] | None
 
 
 class _Map(msgspec.Struct, frozen=True):
@@ -84,12 +84,12 @@ def namespaced_path(group: str, version: str, namespace: str, *segments: str) ->
     return api_path(group, version, "namespaces", namespace, *segments)
 
 
-def title(target: ScaleTarget) -> str:
+def format_target(target: ScaleTarget) -> str:
     """Name of the target for messages."""
     return f"{target.kind} {target.namespace}/{target.name}"
 
 
-def replicas(answer: bytes) -> int | None:
+def parse_replicas(answer: bytes) -> int | None:
     """Replicas in the spec of a Scale; None for other bytes."""
     try:
         return msgspec.json.decode(answer, type=_Scale).spec.replicas
@@ -97,15 +97,15 @@ def replicas(answer: bytes) -> int | None:
         return None
 
 
-def scale(replicas: int) -> Object:
+def build_scale(replicas: int) -> Object:
     """Patch of a Scale."""
     return {"spec": {"replicas": replicas}}
 
 
-def rivals(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
+def parse_competing_autoscalers(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
     """Names of the autoscalers in a list that scale the target; None for other bytes."""
     try:
-        listed = msgspec.json.decode(answer, type=_Rivals).items or ()
+        listed = msgspec.json.decode(answer, type=_HorizontalAutoscalers).items or ()
     except DECODE_FAILURES:
         return None
     return tuple(
@@ -116,7 +116,7 @@ def rivals(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
     )
 
 
-def event(
+def build_event(
     target: ScaleTarget,
     *,
     uid: str,
@@ -124,7 +124,7 @@ def event(
     note: str,
     warning: bool,
     at: dt.datetime,
-    by: str,
+    reporter: str,
 ) -> Object:
     """Build an Event about the target.
 
@@ -135,7 +135,7 @@ def event(
         note: For people.
         warning: True for type Warning, False for Normal.
         at: Time of the Event.
-        by: Identity of this process.
+        reporter: Identity of this process.
     """
     when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
     about = {
@@ -150,18 +150,18 @@ def event(
         "metadata": {"generateName": f"{target.name}.", "namespace": target.namespace},
         "involvedObject": about | ({"uid": uid} if uid else {}),
         "reason": reason,
-        "message": note[:_MOST_NOTE],
+        "message": note[:_MAX_NOTE_LENGTH],
         "type": "Warning" if warning else "Normal",
         "firstTimestamp": when,
         "lastTimestamp": when,
         "count": 1,
-        "source": {"component": "extproc", "host": by},
+        "source": {"component": "extproc", "host": reporter},
         "reportingComponent": "extproc",
-        "reportingInstance": by,
+        "reportingInstance": reporter,
     }
 
 
-def config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
+def build_config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
     """Build a ConfigMap with our labels."""
     labels = {"app.kubernetes.io/part-of": "extproc"}
     return {
@@ -172,7 +172,7 @@ def config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
     }
 
 
-def data(answer: bytes) -> dict[str, str]:
+def parse_config_map(answer: bytes) -> dict[str, str]:
     """Data of a ConfigMap; empty for other bytes."""
     try:
         return msgspec.json.decode(answer, type=_Map).data or {}

@@ -30,23 +30,23 @@ _log = logging.getLogger("extproc.server")
 
 #: Seconds one request may take. Bound to what the election leaves: a leader stops `duration_s -
 #: renew_s` (5 s) before another can begin, and its requests must be over by then.
-_LIMIT_S = 4.0
+_TIMEOUT_S = 4.0
 
 #: Events that may wait to be written (count).
-_MOST_EVENTS = 16
+_MAX_QUEUED_EVENTS = 16
 
 
 class ScaleClient:
     """Client of the API server for all scale targets of this process.
 
     Args:
-        reaching: Location of its address and our credentials.
+        settings: Location of its address and our credentials.
         identity: Identity of this replica.
     """
 
-    def __init__(self, reaching: KubernetesSettings, identity: str) -> None:
+    def __init__(self, settings: KubernetesSettings, identity: str) -> None:
         self.identity = identity
-        self._reaching = reaching
+        self._settings = settings
         self._server: api_client.KubernetesApiClient | None = None
         self._warned = False
 
@@ -58,7 +58,7 @@ class ScaleClient:
         """
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
-        self._server = api_client.KubernetesApiClient(self._reaching)
+        self._server = api_client.KubernetesApiClient(self._settings)
         await self._server.open()
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class ScaleClient:
         for _ in range(2):
             generation = self._server.generation
             answer = await self._server.send(
-                method, path, body=body, seconds=_LIMIT_S / 2.0, kind=kind
+                method, path, body=body, seconds=_TIMEOUT_S / 2.0, kind=kind
             )
             if not isinstance(answer, api_errors.ApiError) or not answer.credentials_expired:
                 return answer
@@ -88,30 +88,30 @@ class ScaleClient:
         return answer
 
     async def write_event(
-        self, about: ScaleTarget, reason: str, note: str, *, warning: bool = False
+        self, target: ScaleTarget, reason: str, note: str, *, warning: bool = False
     ) -> None:
         """Write an Event; only the first failure is logged, and no write is repeated.
 
         Args:
-            about: The object, with everything filled in.
+            target: The object, with everything filled in.
             reason: A single word.
             note: For people.
             warning: True for type Warning, False for Normal.
         """
-        body = scale_objects.event(
-            about,
+        body = scale_objects.build_event(
+            target,
             uid="",
             reason=reason,
             note=note,
             warning=warning,
             at=dt.datetime.now(dt.UTC),
-            by=self.identity,
+            reporter=self.identity,
         )
-        path = scale_objects.namespaced_path("", "v1", about.namespace, "events")
-        refused = await self.send("POST", path, body)
-        if isinstance(refused, api_errors.ApiError) and not self._warned:
+        path = scale_objects.namespaced_path("", "v1", target.namespace, "events")
+        answer = await self.send("POST", path, body)
+        if isinstance(answer, api_errors.ApiError) and not self._warned:
             self._warned = True
-            _log.warning("autoscaling: no Event can be written: %s", refused.message)
+            _log.warning("autoscaling: no Event can be written: %s", answer.message)
 
 
 class ScaleSubresourceActuator:
@@ -119,8 +119,8 @@ class ScaleSubresourceActuator:
 
     Args:
         target: The object, with everything filled in.
-        cluster: Client of the API server.
-        leads: True while this replica holds the Lease.
+        scale_client: Client of the API server.
+        is_leader: True while this replica holds the Lease.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
 
@@ -129,20 +129,20 @@ class ScaleSubresourceActuator:
     def __init__(
         self,
         target: ScaleTarget,
-        cluster: ScaleClient,
-        leads: Callable[[], bool],
+        scale_client: ScaleClient,
+        is_leader: Callable[[], bool],
         supervisor: Supervisor | None = None,
     ) -> None:
         self._target = target
-        self._cluster = cluster
-        self._leads = leads
+        self._scale_client = scale_client
+        self._is_leader = is_leader
         self._supervisor = supervisor or Supervisor()
         self._path = scale_objects.target_path(target)
-        self._rivals = CompetingAutoscalers(target, cluster)
+        self._competing_autoscalers = CompetingAutoscalers(target, scale_client)
         #: Reason why this process does not scale, until the leader wrote an Event about it.
-        self._unsaid = ""
+        self._pause_reason = ""
         self._denials = api_errors.Denials()
-        self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
+        self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MAX_QUEUED_EVENTS)
 
     @classmethod
     def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
@@ -154,37 +154,37 @@ class ScaleSubresourceActuator:
         if scaling.target is None or context.cluster is None:
             raise ValueError("expected a section with target and an API server, got none")
         target = scaling.target.located(context.namespace)
-        return cls(target, context.cluster, context.leads, context.supervisor)
+        return cls(target, context.cluster, context.is_leader, context.supervisor)
 
     def start(self) -> None:
         """See `Actuator`."""
 
     @property
-    def acts(self) -> bool:
+    def can_scale(self) -> bool:
         """True if this replica leads and every list showed no other autoscaler."""
-        return self._leads() and self._rivals.names == ()
+        return self._is_leader() and self._competing_autoscalers.names == ()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""
         del available
-        if self._unsaid and self._leads():
-            self._record("StandsDown", self._unsaid, warning=True)
-            self._unsaid = ""
-        answer = await self._cluster.send("GET", f"{self._path}/scale")
-        missing = self._denials.is_missing("get", answer)
+        if self._pause_reason and self._is_leader():
+            self._record("StandsDown", self._pause_reason, warning=True)
+            self._pause_reason = ""
+        answer = await self._scale_client.send("GET", f"{self._path}/scale")
+        is_denied = self._denials.is_missing("get", answer)
         if isinstance(answer, api_errors.ApiError):
-            return ActuatorError(self._refusal("read", answer, "get" if missing else ""))
-        spec = scale_objects.replicas(answer)
-        return ActuatorError(f"the scale of {self._named} cannot be read") if spec is None else spec
+            return ActuatorError(self._error_text("read", answer, "get" if is_denied else ""))
+        spec = scale_objects.parse_replicas(answer)
+        return ActuatorError(f"the scale of {self._title} cannot be read") if spec is None else spec
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Actuator`."""
-        answer = await self._cluster.send(
-            "PATCH", f"{self._path}/scale", scale_objects.scale(desired.replicas)
+        answer = await self._scale_client.send(
+            "PATCH", f"{self._path}/scale", scale_objects.build_scale(desired.replicas)
         )
-        missing = self._denials.is_missing("patch", answer)
+        is_denied = self._denials.is_missing("patch", answer)
         if isinstance(answer, api_errors.ApiError):
-            return ActuatorError(self._refusal("changed", answer, "patch" if missing else ""))
+            return ActuatorError(self._error_text("changed", answer, "patch" if is_denied else ""))
         note = f"from {spec} to {desired.replicas} replicas, {desired.reason}"
         note += f": {desired.explanation}" if desired.explanation else ""
         self._record("Scaled", note)
@@ -196,23 +196,23 @@ class ScaleSubresourceActuator:
     async def run(self) -> None:
         """Watch for other autoscalers and write Events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._write_events(), name=f"events of {self._named}")
+            tasks.create_task(self._write_events(), name=f"events of {self._title}")
             while True:
-                pause_s = await self.look_for_others()
+                pause_s = await self.update_competing_autoscalers()
                 await asyncio.sleep(pause_s)
 
-    async def look_for_others(self) -> float:
+    async def update_competing_autoscalers(self) -> float:
         """Look for other autoscalers of the target; returns seconds until the next look."""
-        before = self._rivals.names
-        pause_s = await self._rivals.update()
-        now = self._rivals.names
+        before = self._competing_autoscalers.names
+        pause_s = await self._competing_autoscalers.update()
+        now = self._competing_autoscalers.names
         if now and now != before:
             names = " and ".join(now)
-            _log.warning("autoscaling: %s scales %s: we do not", names, self._named)
-            self._unsaid = f"{names} scales it: extproc does not"
+            _log.warning("autoscaling: %s scales %s: we do not", names, self._title)
+            self._pause_reason = f"{names} scales it: extproc does not"
         elif before and not now:
-            self._unsaid = ""
-            _log.info("autoscaling: no other autoscaler of %s is left: we scale it", self._named)
+            self._pause_reason = ""
+            _log.info("autoscaling: no other autoscaler of %s is left: we scale it", self._title)
         return pause_s
 
     def _record(self, reason: str, note: str, *, warning: bool = False) -> None:
@@ -223,20 +223,20 @@ class ScaleSubresourceActuator:
     async def _write_events(self) -> None:
         while True:
             reason, note, warning = await self._events.get()
-            event = self._cluster.write_event(self._target, reason, note, warning=warning)
+            event = self._scale_client.write_event(self._target, reason, note, warning=warning)
             # What it raises must not begin the look for others anew.
             await self._supervisor.attempt(
-                "autoscaling", event, instance=f"event about {self._named}"
+                "autoscaling", event, instance=f"event about {self._title}"
             )
 
     @property
-    def _named(self) -> str:
-        return scale_objects.title(self._target)
+    def _title(self) -> str:
+        return scale_objects.format_target(self._target)
 
-    def _refusal(self, what: str, refused: api_errors.ApiError, verb: str) -> str:
+    def _error_text(self, action: str, error: api_errors.ApiError, verb: str) -> str:
         """Message of a refusal; with the missing right where `verb` names it."""
-        text = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
-        text += refused.message
+        text = f"the scale of {self._title} cannot be {action}: {error.status or 'no answer'} "
+        text += error.message
         if verb:
             text += (
                 f'; add to a Role of the service account there: apiGroups: ["{self._target.group}"], '
@@ -330,7 +330,7 @@ class CompetingAutoscalers:
         )
         answer = await self._api.send("GET", path)
         if not isinstance(answer, api_errors.ApiError):
-            names = scale_objects.rivals(answer, self._target)
+            names = scale_objects.parse_competing_autoscalers(answer, self._target)
             if names is not None:
                 known.names, known.refused, known.warned = names, 0, False
                 return True
@@ -348,7 +348,7 @@ class CompetingAutoscalers:
             known.warned = True
             _log.warning(
                 "autoscaling: %s is not scaled until %s in %s were listed: %s %s",
-                scale_objects.title(self._target),
+                scale_objects.format_target(self._target),
                 kind.plural,
                 self._target.namespace,
                 answer.status or "no answer",
@@ -364,9 +364,9 @@ class CompetingAutoscalers:
                 'there: apiGroups: ["%s"], resources: ["%s"], verbs: ["list"]',
                 kind.plural,
                 self._target.namespace,
-                f"{scale_objects.title(self._target)} still counts as scaled by {known.names[0]}"
+                f"{scale_objects.format_target(self._target)} still counts as scaled by {known.names[0]}"
                 if known.names
-                else f"an autoscaler of {scale_objects.title(self._target)} among them works against us",
+                else f"an autoscaler of {scale_objects.format_target(self._target)} among them works against us",
                 kind.group,
                 kind.plural,
             )

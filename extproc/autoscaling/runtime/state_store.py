@@ -72,24 +72,24 @@ class FileStateStore:
         except FileNotFoundError:
             return {}, 0.0
         except OSError as error:
-            self._say("read", error)
+            self._log_failure("read", error)
             return None
-        return read(text, self._clock(), self._time())
+        return decode_states(text, self._clock(), self._time())
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
         """See `StateStore`: the file is replaced at once, so a kill leaves the last version."""
-        text = write(pools, self._clock(), self._time())
+        text = encode_states(pools, self._clock(), self._time())
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
             beside.write_text(text, encoding="utf-8")
             beside.replace(self._path)
         except OSError as error:
-            self._say("written", error)
+            self._log_failure("written", error)
         else:
             self._logged = ""
 
-    def _say(self, what: str, error: OSError) -> None:
-        message = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
+    def _log_failure(self, action: str, error: OSError) -> None:
+        message = f"autoscaling: {self._path} cannot be {action}: {error.strerror}"
         if message != self._logged:
             self._logged = message
             _log.warning("%s", message)
@@ -131,30 +131,32 @@ class ConfigMapStateStore:
         if isinstance(answer, api_errors.ApiError):
             if answer.status == 404:
                 return {}, 0.0
-            self._say("read", answer, "get" if missing else "")
+            self._log_failure("read", answer, "get" if missing else "")
             return None
         self._logged = ""
-        return read(scale_objects.data(answer).get(_KEY, ""), self._clock(), self._time())
+        return decode_states(
+            scale_objects.parse_config_map(answer).get(_KEY, ""), self._clock(), self._time()
+        )
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
         """See `StateStore`."""
-        text = write(pools, self._clock(), self._time())
+        text = encode_states(pools, self._clock(), self._time())
         answer = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             verb = "create"
-            body = scale_objects.config_map(self._namespace, self._name, {_KEY: text})
+            body = scale_objects.build_config_map(self._namespace, self._name, {_KEY: text})
             answer = await self._cluster.send("POST", self._root, body)
         missing = self._denials.is_missing(verb, answer)
         if isinstance(answer, api_errors.ApiError):
-            self._say("written", answer, verb if missing else "")
+            self._log_failure("written", answer, verb if missing else "")
         else:
             self._logged = ""
 
-    def _say(self, what: str, refused: api_errors.ApiError, verb: str) -> None:
+    def _log_failure(self, action: str, error: api_errors.ApiError, verb: str) -> None:
         message = (
-            f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
-            f"{refused.status or 'no answer'} {refused.message}"
+            f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {action}: "
+            f"{error.status or 'no answer'} {error.message}"
         )
         if verb:
             message += (
@@ -166,13 +168,13 @@ class ConfigMapStateStore:
             _log.warning("%s", message)
 
 
-def write(pools: Mapping[str, LoopState], now: float, time: float) -> str:
+def encode_states(pools: Mapping[str, LoopState], now: float, time: float) -> str:
     """Encode states of all loops."""
     raw = {name: msgspec.Raw(msgspec.json.encode(state)) for name, state in pools.items()}
     return msgspec.json.encode(StoredState(now, time, raw)).decode()
 
 
-def read(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
+def decode_states(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
     """Decode states, and the lead of our clock in seconds; malformed states are dropped."""
     states: dict[str, LoopState] = {}
     try:

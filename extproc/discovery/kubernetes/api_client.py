@@ -24,10 +24,10 @@ from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.errors import ConfigError
 
 #: What a connection may end with, besides an answer.
-_LOST = (aiohttp.ClientError, OSError, TimeoutError, EOFError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, EOFError)
 
 #: What broken kubeconfig files make the client raise, besides its own error.
-_MISREAD = (
+_PROTOCOL_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -40,10 +40,10 @@ _MISREAD = (
 _JSON = "application/json"
 
 #: Longest Retry-After that is obeyed (seconds): pools stand still meanwhile.
-_MOST_RETRY_AFTER_S = 10
+_MAX_RETRY_AFTER_S = 10
 
 #: Longest body of an error that is read.
-_MOST_ERROR_BYTES = 64 * 1024
+_MAX_ERROR_BYTES = 64 * 1024
 
 #: A peer that vanished without a word is noticed after 15 + 3 * 5 seconds; a watch may be silent
 #: for minutes.
@@ -57,8 +57,8 @@ _KEEPALIVE = {
 class _Session:
     """One client session, closed after retirement as soon as its last reader ends."""
 
-    def __init__(self, opened: client.ApiClient) -> None:
-        self.client = opened
+    def __init__(self, client: client.ApiClient) -> None:
+        self.client = client
         self._users = 0
         self._retired = False
 
@@ -84,14 +84,14 @@ class KubernetesApiClient:
     """Client of one API server.
 
     Args:
-        wanted: Where its address and our credentials are.
+        settings: Where its address and our credentials are.
 
     Attributes:
         name: Its address, for people.
     """
 
-    def __init__(self, wanted: settings.KubernetesSettings) -> None:
-        self._wanted = wanted
+    def __init__(self, settings: settings.KubernetesSettings) -> None:
+        self._settings = settings
         self._session: _Session | None = None
         self._generation = 0
         self._renewing = asyncio.Lock()
@@ -103,10 +103,10 @@ class KubernetesApiClient:
         Raises:
             ConfigError: If it is missing or broken.
         """
-        opened = await _load(self._wanted)
-        old, self._session = self._session, _Session(opened)
+        client = await _load_configuration(self._settings)
+        old, self._session = self._session, _Session(client)
         self._generation += 1
-        self.name = str(opened.configuration.host)
+        self.name = str(client.configuration.host)
         if old is not None:
             await old.retire()
 
@@ -135,16 +135,16 @@ class KubernetesApiClient:
 
     async def page(self, collection: WatchedCollection, more: str) -> bytes | api_errors.ApiError:
         """See `api_errors.KubernetesApi`."""
-        query = {"limit": str(self._wanted.page)} | ({"continue": more} if more else {})
-        wanted = self._wanted
-        timeout = aiohttp.ClientTimeout(total=wanted.request_s, sock_connect=wanted.connect_s)
+        query = {"limit": str(self._settings.page)} | ({"continue": more} if more else {})
+        settings = self._settings
+        timeout = aiohttp.ClientTimeout(total=settings.request_s, sock_connect=settings.connect_s)
         async with self._request(collection, query, timeout) as answer:
             if isinstance(answer, api_errors.ApiError):
                 return answer
             try:
                 return await answer.read()
-            except _LOST as error:
-                return api_errors.ApiError(0, _why(error))
+            except _CONNECTION_ERRORS as error:
+                return api_errors.ApiError(0, _error_text(error))
 
     async def send(
         self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
@@ -160,15 +160,15 @@ class KubernetesApiClient:
         if self._session is None:
             return api_errors.ApiError(0, "not connected")
         limits = aiohttp.ClientTimeout(total=seconds)
-        async with self._session.used() as opened:
-            answer = await _ask(opened, path, {}, limits, method=method, body=body, kind=kind)
+        async with self._session.used() as client:
+            answer = await _call_api(client, path, {}, limits, method=method, body=body, kind=kind)
             if isinstance(answer, api_errors.ApiError):
                 return answer
             async with answer:
                 try:
                     return await answer.read()
-                except _LOST as error:
-                    return api_errors.ApiError(0, _why(error))
+                except _CONNECTION_ERRORS as error:
+                    return api_errors.ApiError(0, _error_text(error))
 
     @contextlib.asynccontextmanager
     async def watch(
@@ -182,7 +182,7 @@ class KubernetesApiClient:
             "timeoutSeconds": str(seconds),
         }
         timeout = aiohttp.ClientTimeout(
-            total=seconds + self._wanted.request_s, sock_connect=self._wanted.connect_s
+            total=seconds + self._settings.request_s, sock_connect=self._settings.connect_s
         )
         async with self._request(collection, query, timeout) as answer:
             if isinstance(answer, api_errors.ApiError):
@@ -201,12 +201,12 @@ class KubernetesApiClient:
         if self._session is None:
             yield api_errors.ApiError(0, "not connected")
             return
-        async with self._session.used() as opened:
+        async with self._session.used() as client:
             answer: aiohttp.ClientResponse | api_errors.ApiError
             try:
                 # A watch may last for minutes, but it begins at once.
-                async with asyncio.timeout(self._wanted.request_s):
-                    answer = await _ask(opened, collection.path, query, limits)
+                async with asyncio.timeout(self._settings.request_s):
+                    answer = await _call_api(client, collection.path, query, limits)
             except TimeoutError:
                 answer = api_errors.ApiError(0, "no answer in time")
             try:
@@ -216,8 +216,8 @@ class KubernetesApiClient:
                     answer.close()
 
 
-async def _ask(
-    opened: client.ApiClient,
+async def _call_api(
+    client: client.ApiClient,
     path: str,
     query: Mapping[str, str],
     limits: aiohttp.ClientTimeout,
@@ -227,28 +227,28 @@ async def _ask(
     kind: str = _JSON,
 ) -> aiohttp.ClientResponse | api_errors.ApiError:
     try:
-        method, url, headers, *_ = await opened.param_serialize(
+        method, url, headers, *_ = await client.param_serialize(
             method,
             path,
             query_params=list(query.items()),
             header_params={"Accept": _JSON} | ({} if body is None else {"Content-Type": kind}),
             auth_settings=["BearerToken"],
         )
-        call = await opened.call_api(method, url, headers, body, _request_timeout=limits)
+        call = await client.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = call.response
         if response.status in {200, 201}:
             return response
         async with response:
-            error_body = await response.content.read(_MOST_ERROR_BYTES)
+            error_body = await response.content.read(_MAX_ERROR_BYTES)
     except config.ConfigException as error:
-        return api_errors.ApiError(0, _why(error), credentials_expired=True)
-    except _LOST as error:
+        return api_errors.ApiError(0, _error_text(error), credentials_expired=True)
+    except _CONNECTION_ERRORS as error:
         return api_errors.ApiError(
-            0, _why(error), credentials_expired=isinstance(error, aiohttp.ClientSSLError)
+            0, _error_text(error), credentials_expired=isinstance(error, aiohttp.ClientSSLError)
         )
     return api_errors.ApiError(
         response.status,
-        watch_events.status(error_body).message or response.reason or "",
+        watch_events.decode_status(error_body).message or response.reason or "",
         _seconds(response.headers.get("Retry-After", "")),
         credentials_expired=response.status == 401,
     )
@@ -256,7 +256,7 @@ async def _ask(
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
     """Yields chunks until the watch ends, for any reason: the caller resumes from its version."""
-    with contextlib.suppress(*_LOST):
+    with contextlib.suppress(*_CONNECTION_ERRORS):
         async for chunk in response.content.iter_any():
             yield chunk
 
@@ -276,35 +276,35 @@ def _keep_alive(response: aiohttp.ClientResponse) -> None:
                 link.setsockopt(socket.IPPROTO_TCP, option, number)
 
 
-async def _load(wanted: settings.KubernetesSettings) -> client.ApiClient:
+async def _load_configuration(settings: settings.KubernetesSettings) -> client.ApiClient:
     configuration = client.Configuration()
     # Every watch holds a connection; the default of 100 would leave the last ones waiting.
     configuration.connection_pool_maxsize = 0
-    where = wanted.kubeconfig
+    where = settings.kubeconfig
     try:
-        if not where and _inside():
+        if not where and _in_cluster_token():
             where = "the service account"
             config.load_incluster_config(client_configuration=configuration)
         else:
             where = where or os.environ.get("KUBECONFIG", "") or "~/.kube/config"
             await config.load_kube_config(
                 config_file=where,
-                context=wanted.context or None,
+                context=settings.context or None,
                 client_configuration=configuration,
                 persist_config=False,
             )
         # In a thread: it reads the system's authorities, for as long as 0.2 s.
         return await asyncio.to_thread(client.ApiClient, configuration=configuration)
-    except (config.ConfigException, *_MISREAD) as error:
+    except (config.ConfigException, *_PROTOCOL_ERRORS) as error:
         raise ConfigError(
             "kubernetes",
             wanted="the address of an API server and credentials for it",
-            got=f"{_why(error)} ({where})",
+            got=f"{_error_text(error)} ({where})",
             fix="run inside a pod with a service account, or name a kubeconfig file",
         ) from error
 
 
-def _inside() -> bool:
+def _in_cluster_token() -> bool:
     """Returns True in a pod with a service account."""
     token = pathlib.Path(incluster_config.SERVICE_TOKEN_FILENAME)
     return token.is_file() and bool(os.environ.get(incluster_config.SERVICE_HOST_ENV_NAME))
@@ -313,11 +313,11 @@ def _inside() -> bool:
 def _seconds(text: str) -> float:
     """Parses Retry-After as seconds, up to 10; API servers do not use the form with a date."""
     return (
-        float(min(int(text), _MOST_RETRY_AFTER_S))
+        float(min(int(text), _MAX_RETRY_AFTER_S))
         if text.isascii() and text.isdigit() and len(text) < 9
         else 0.0
     )
 
 
-def _why(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -19,7 +19,7 @@ _REPORTS = "reports"
 OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
-async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesApi:
+async def connect(settings: settings.KubernetesSettings) -> api_errors.KubernetesApi:
     """Connects to the API server through the official client.
 
     Raises:
@@ -27,9 +27,9 @@ async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesA
     """
     from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy and optional
 
-    server = api_client.KubernetesApiClient(wanted)
-    await server.open()
-    return server
+    client = api_client.KubernetesApiClient(settings)
+    await client.open()
+    return client
 
 
 class KubernetesDiscovery:
@@ -38,13 +38,13 @@ class KubernetesDiscovery:
     `start` comes first, then `run`. While the server is away the last pools stand.
 
     Args:
-        wanted: What is watched, and how patiently.
+        settings: What is watched, and how patiently.
         connect: Opens the API server.
         rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with
             the same and what came since if it raises. A pool is first reported when everything it
             depends on was listed.
-        on_fact: Called when something happened. Kinds: `synced` and `unsynced`
+        on_event: Called when something happened. Kinds: `synced` and `unsynced`
             (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,
             `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
         supervisor: Keeps the loops alive; None for one of its own.
@@ -52,7 +52,7 @@ class KubernetesDiscovery:
 
     def __init__(
         self,
-        wanted: settings.KubernetesSettings,
+        settings: settings.KubernetesSettings,
         *,
         connect: Callable[
             [settings.KubernetesSettings], Awaitable[api_errors.KubernetesApi]
@@ -60,21 +60,21 @@ class KubernetesDiscovery:
         clock: Callable[[], float],
         rng: random.Random,
         on_pools: OnPools,
-        on_fact: Callable[[DiscoveryEvent], None] = lambda _: None,
+        on_event: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._wanted = wanted
+        self._settings = settings
         self._connect = connect
         self._clock = clock
         self._rng = rng
         self._on_pools = on_pools
-        self._on_fact = on_fact
+        self._on_event = on_event
         self._supervisor = supervisor or Supervisor(clock=clock)
-        self._cluster = store.ObjectStore(wanted)
-        self._server: api_errors.KubernetesApi | None = None
-        self._feeds: tuple[reflector.Reflector, ...] = ()
-        self._wake = asyncio.Event()
-        self._watches = watch_plan.WatchStatuses(self._cluster.collections, clock())
+        self._object_store = store.ObjectStore(settings)
+        self._api_client: api_errors.KubernetesApi | None = None
+        self._reflectors: tuple[reflector.Reflector, ...] = ()
+        self._has_changes = asyncio.Event()
+        self._watches = watch_plan.WatchStatuses(self._object_store.collections, clock())
         #: What `on_pools` has not taken yet.
         self._changed: dict[str, DiscoveredPool] = {}
         self._removed: set[str] = set()
@@ -83,7 +83,7 @@ class KubernetesDiscovery:
     @property
     def synced(self) -> bool:
         """True once every collection was listed, including empty ones."""
-        return self._cluster.synced
+        return self._object_store.synced
 
     @property
     def statuses(self) -> tuple[watch_plan.WatchStatus, ...]:
@@ -96,93 +96,97 @@ class KubernetesDiscovery:
         Raises:
             ConfigError: If the API server's address or the credentials are missing or broken.
         """
-        self._server = server = await self._connect(self._wanted)
-        self._feeds = tuple(
+        self._api_client = server = await self._connect(self._settings)
+        self._reflectors = tuple(
             reflector.Reflector(
                 collection,
                 server,
-                self._cluster,
+                self._object_store,
                 listener=self,
-                wanted=self._wanted,
+                settings=self._settings,
                 clock=self._clock,
                 rng=self._rng,
                 supervisor=self._supervisor,
             )
-            for collection in self._cluster.collections
+            for collection in self._object_store.collections
         )
         try:
-            async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
-                for feed in self._feeds:
-                    title = feed.collection.title
-                    supervised = self._supervisor.keep("kubernetes", feed.sync, instance=title)
+            async with asyncio.timeout(self._settings.start_s), asyncio.TaskGroup() as tasks:
+                for follower in self._reflectors:
+                    title = follower.collection.title
+                    supervised = self._supervisor.keep("kubernetes", follower.sync, instance=title)
                     tasks.create_task(supervised, name=f"list {title}")
         except TimeoutError:
             missing = [
                 collection.title
-                for collection in self._cluster.collections
-                if not self._cluster.is_synced(collection)
+                for collection in self._object_store.collections
+                if not self._object_store.is_synced(collection)
             ]
-            self.happened(
+            self.on_event(
                 "unsynced",
                 f"{server.name} has not listed {', '.join(missing)} within "
-                f"{self._wanted.start_s:g} s; their pools are not ready until it does",
+                f"{self._settings.start_s:g} s; their pools are not ready until it does",
             )
         except BaseException:
             await self.close()
             raise
-        if not self._supervisor.call("kubernetes", self._report, instance=_REPORTS):
-            self._wake.set()
+        if not self._supervisor.call("kubernetes", self._report_changes, instance=_REPORTS):
+            self._has_changes.set()
 
     async def run(self) -> None:
         """Watches all collections until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for feed in self._feeds:
-                    title = feed.collection.title
-                    supervised = self._supervisor.keep("kubernetes", feed.run, instance=title)
+                for follower in self._reflectors:
+                    title = follower.collection.title
+                    supervised = self._supervisor.keep("kubernetes", follower.run, instance=title)
                     tasks.create_task(supervised, name=f"watch {title}")
-                supervised = self._supervisor.keep("kubernetes", self._reports, instance=_REPORTS)
+                supervised = self._supervisor.keep(
+                    "kubernetes", self._run_reports, instance=_REPORTS
+                )
                 tasks.create_task(supervised, name="report pools of Kubernetes")
         finally:
             await self.close()
 
     async def close(self) -> None:
         """Closes all connections; `run` does so at its end."""
-        if self._server is not None:
-            await self._server.close()
+        if self._api_client is not None:
+            await self._api_client.close()
 
-    def changed(self) -> None:
+    def on_changed(self) -> None:
         """Schedules a report after a reflector changed the store."""
-        if self._cluster.dirty or (not self._synced_reported and self._cluster.synced):
-            self._wake.set()
+        if self._object_store.has_changes or (
+            not self._synced_reported and self._object_store.synced
+        ):
+            self._has_changes.set()
 
-    def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
+    def on_state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
         """Records the state of a reflector; logs server-wide changes once for all reflectors."""
         facts = self._watches.update(
             collection, kind, detail, server=self._name(), now=self._clock()
         )
         for fact, text in facts:
-            self.happened(fact, text)
+            self.on_event(fact, text)
 
-    def happened(self, kind: str, detail: str) -> None:
+    def on_event(self, kind: str, detail: str) -> None:
         """Passes on an event worth a log line."""
-        self._on_fact(DiscoveryEvent(kind, detail, self._cluster.endpoints))
+        self._on_event(DiscoveryEvent(kind, detail, self._object_store.endpoints))
 
     def _name(self) -> str:
-        return self._server.name if self._server is not None else ""
+        return self._api_client.name if self._api_client is not None else ""
 
-    async def _reports(self) -> None:
+    async def _run_reports(self) -> None:
         """Reports the first change after a quiet time at once, later ones in batches."""
         while True:
-            await self._wake.wait()
-            self._report()
-            self._supervisor.works("kubernetes", _REPORTS)
-            await asyncio.sleep(self._wanted.coalesce_s)
+            await self._has_changes.wait()
+            self._report_changes()
+            self._supervisor.record_success("kubernetes", _REPORTS)
+            await asyncio.sleep(self._settings.coalesce_s)
 
-    def _report(self) -> None:
-        changes = self._cluster.collect()
+    def _report_changes(self) -> None:
+        changes = self._object_store.collect()
         for key, fault in changes.faults.items():
-            self._supervisor.note("kubernetes", fault, instance=key)
+            self._supervisor.record_error("kubernetes", fault, instance=key)
         for key in changes.removed:
             self._changed.pop(key, None)
         self._removed = (self._removed - changes.discovered.keys()) | changes.removed
@@ -191,7 +195,7 @@ class KubernetesDiscovery:
             self._on_pools(self._changed, frozenset(self._removed))
             self._changed, self._removed = {}, set()
         # Only now: where something raised, the next try begins at once.
-        self._wake.clear()
-        if self._cluster.synced and not self._synced_reported:
+        self._has_changes.clear()
+        if self._object_store.synced and not self._synced_reported:
             self._synced_reported = True
-            self.happened("synced", self._name())
+            self.on_event("synced", self._name())

@@ -23,12 +23,12 @@ from extproc.request import MAX_NAME_BYTES
 BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: kubectl's copy of the complete object.
-_NOISE = "kubectl.kubernetes.io/last-applied-configuration"
+_IGNORED_ANNOTATIONS = "kubectl.kubernetes.io/last-applied-configuration"
 
 #: Addresses whose reading is remembered (count): pods keep theirs from event to event.
 _ADDRESSES_KEPT = 16_384
 
-_ENDED = frozenset({"Succeeded", "Failed"})
+_ENDED_PHASES = frozenset({"Succeeded", "Failed"})
 
 _PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -202,7 +202,7 @@ class _Slice(msgspec.Struct, rename="camel"):
     ports: list[_SlicePort] | None = None
 
 
-def pod(raw: _Pod) -> objects.Pod:
+def decode_pod(raw: _Pod) -> objects.Pod:
     """Converts a pod; `objects.Pod` defines readiness.
 
     Source: docs/reference/protocol-conformance.md#point-60.
@@ -210,7 +210,7 @@ def pod(raw: _Pod) -> objects.Pod:
     meta, status = raw.metadata, raw.status
     ready = (
         meta.deletion_timestamp is None
-        and status.phase not in _ENDED
+        and status.phase not in _ENDED_PHASES
         and any(
             condition.type == "Ready" and condition.status == "True"
             for condition in status.conditions or ()
@@ -222,20 +222,20 @@ def pod(raw: _Pod) -> objects.Pod:
         name=meta.name,
         uid=meta.uid,
         created=meta.creation_timestamp or "",
-        ip=address(status.pod_ip),
+        ip=normalize_address(status.pod_ip),
         ready=ready,
         labels=meta.labels or NO_LABELS,
         node=raw.spec.node_name,
         active_ports=notes.active_before if notes.active is None else notes.active,
         model_port=notes.model_port,
-        model_ip=address(notes.model_ip),
+        model_ip=normalize_address(notes.model_ip),
     )
 
 
 _NO_NOTES = _PodAnnotations()
 
 
-def _pool(raw: _Pool) -> objects.InferencePool:
+def _decode_pool(raw: _Pool) -> objects.InferencePool:
     spec = raw.spec
     return objects.InferencePool(
         namespace=raw.metadata.namespace,
@@ -244,53 +244,57 @@ def _pool(raw: _Pool) -> objects.InferencePool:
         selector=spec.selector.match_labels,
         ports=tuple(dict.fromkeys(port.number for port in spec.target_ports)),
         app_protocol=spec.app_protocol,
-        annotations=_notes(raw.metadata),
+        annotations=_read_pod_annotations(raw.metadata),
         created=raw.metadata.creation_timestamp or "",
     )
 
 
-def _old_pool(raw: _OldPool) -> objects.InferencePool:
+def _decode_old_pool(raw: _OldPool) -> objects.InferencePool:
     return objects.InferencePool(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
         group=settings.OLD_POOL_GROUP,
         selector=raw.spec.selector,
         ports=(raw.spec.target_port_number,),
-        annotations=_notes(raw.metadata),
+        annotations=_read_pod_annotations(raw.metadata),
         created=raw.metadata.creation_timestamp or "",
     )
 
 
-def _notes(meta: _Annotated) -> Mapping[str, str]:
-    return {key: text for key, text in (meta.annotations or {}).items() if key != _NOISE}
+def _read_pod_annotations(meta: _Annotated) -> Mapping[str, str]:
+    return {
+        key: text for key, text in (meta.annotations or {}).items() if key != _IGNORED_ANNOTATIONS
+    }
 
 
-def _ref(raw: _Ref) -> objects.PoolRef | None:
+def _decode_ref(raw: _Ref) -> objects.PoolRef | None:
     return objects.PoolRef(raw.group, raw.name) if raw.kind == "InferencePool" else None
 
 
-def _objective(raw: _Objective) -> objects.ObjectiveObject:
+def _decode_objective(raw: _Objective) -> objects.ObjectiveObject:
     return objects.ObjectiveObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
-        pool=_ref(raw.spec.pool_ref),
+        pool=_decode_ref(raw.spec.pool_ref),
         priority=raw.spec.priority or 0,
     )
 
 
-def _rewrite(raw: _Rewrite) -> objects.RewriteObject:
+def _decode_rewrite(raw: _Rewrite) -> objects.RewriteObject:
     return objects.RewriteObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
-        pool=_ref(raw.spec.pool_ref),
+        pool=_decode_ref(raw.spec.pool_ref),
         created=raw.metadata.creation_timestamp or "",
         rules=tuple(
-            rule for raw_rule in raw.spec.rules or () if (rule := _rule(raw_rule)) is not None
+            rule
+            for raw_rule in raw.spec.rules or ()
+            if (rule := _decode_rule(raw_rule)) is not None
         ),
     )
 
 
-def _rule(raw: _Rule) -> inference_policy.RewriteRule | None:
+def _decode_rule(raw: _Rule) -> inference_policy.RewriteRule | None:
     """Converts a rule; None if all its matches are unknown, lest it match every request."""
     matches = raw.matches or []
     generic = not matches or any(match.model is None for match in matches)
@@ -306,7 +310,7 @@ def _rule(raw: _Rule) -> inference_policy.RewriteRule | None:
     )
 
 
-def _slice(raw: _Slice) -> objects.EndpointSlice:
+def _decode_slice(raw: _Slice) -> objects.EndpointSlice:
     labels = raw.metadata.labels or NO_LABELS
     return objects.EndpointSlice(
         namespace=raw.metadata.namespace,
@@ -318,15 +322,15 @@ def _slice(raw: _Slice) -> objects.EndpointSlice:
             for port in raw.ports or ()
             if port.port is not None and port.protocol in {None, "TCP"}
         ),
-        backends=tuple(_backend(endpoint) for endpoint in raw.endpoints or ()),
+        backends=tuple(_decode_backend(endpoint) for endpoint in raw.endpoints or ()),
     )
 
 
-def _backend(raw: _Backend) -> objects.SliceBackend:
+def _decode_backend(raw: _Backend) -> objects.SliceBackend:
     """Converts an endpoint; of several equivalent addresses the first counts, as in kube-proxy."""
     target = raw.target_ref if raw.target_ref and raw.target_ref.kind == "Pod" else _TargetRef()
     return objects.SliceBackend(
-        ip=address(raw.addresses[0]) if raw.addresses else "",
+        ip=normalize_address(raw.addresses[0]) if raw.addresses else "",
         # The API defines an unknown condition as ready.
         ready=raw.conditions.ready is not False and raw.conditions.terminating is not True,
         name=target.name,
@@ -337,7 +341,7 @@ def _backend(raw: _Backend) -> objects.SliceBackend:
 
 
 @functools.lru_cache(maxsize=_ADDRESSES_KEPT)
-def address(text: str) -> str:
+def normalize_address(text: str) -> str:
     """Returns an IP address in canonical form; empty for any other text."""
     if not text:
         return ""
@@ -360,12 +364,12 @@ class DecodedForm(msgspec.Struct, frozen=True):
 
 
 FORMS: Mapping[watch_plan.ResourceType, DecodedForm] = {
-    watch_plan.PODS: DecodedForm(_Pod, pod),
-    watch_plan.SLICES: DecodedForm(_Slice, _slice),
-    watch_plan.POOLS: DecodedForm(_Pool, _pool),
-    watch_plan.OLD_POOLS: DecodedForm(_OldPool, _old_pool),
-    watch_plan.OBJECTIVES: DecodedForm(_Objective, _objective),
-    watch_plan.OLD_OBJECTIVES: DecodedForm(_Objective, _objective),
-    watch_plan.REWRITES: DecodedForm(_Rewrite, _rewrite),
-    watch_plan.OLD_REWRITES: DecodedForm(_Rewrite, _rewrite),
+    watch_plan.PODS: DecodedForm(_Pod, decode_pod),
+    watch_plan.SLICES: DecodedForm(_Slice, _decode_slice),
+    watch_plan.POOLS: DecodedForm(_Pool, _decode_pool),
+    watch_plan.OLD_POOLS: DecodedForm(_OldPool, _decode_old_pool),
+    watch_plan.OBJECTIVES: DecodedForm(_Objective, _decode_objective),
+    watch_plan.OLD_OBJECTIVES: DecodedForm(_Objective, _decode_objective),
+    watch_plan.REWRITES: DecodedForm(_Rewrite, _decode_rewrite),
+    watch_plan.OLD_REWRITES: DecodedForm(_Rewrite, _decode_rewrite),
 }

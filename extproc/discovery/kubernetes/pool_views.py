@@ -210,7 +210,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     created: str = ""
 
 
-def spec_of(pool: objects.InferencePool) -> PoolSpec:
+def build_spec(pool: objects.InferencePool) -> PoolSpec:
     """Returns the spec of an InferencePool."""
     return PoolSpec(
         selector=pool.selector,
@@ -247,7 +247,7 @@ class PodView:
         """Replaces the policy."""
         self.policy = policy
 
-    def respecify(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
+    def set_spec(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
         """Replaces the spec and selects pods again.
 
         Args:
@@ -257,9 +257,9 @@ class PodView:
         self.spec = spec
         self._members = {}
         for pod in pods:
-            self.consider(pod.name, pod)
+            self.update_pod(pod.name, pod)
 
-    def consider(self, name: str, pod: objects.Pod | None) -> bool:
+    def update_pod(self, name: str, pod: objects.Pod | None) -> bool:
         """Applies a changed or deleted pod.
 
         Returns:
@@ -321,7 +321,7 @@ class SliceView:
 View = PodView | SliceView
 
 
-def policy_of(
+def build_policy(
     pool: objects.PoolRef,
     objectives: Iterable[objects.ObjectiveObject],
     rewrites: Iterable[objects.RewriteObject],

@@ -11,7 +11,7 @@ POOL_GROUP = "inference.networking.k8s.io"
 OLD_POOL_GROUP = "inference.networking.x-k8s.io"
 
 #: Most target ports of a pool (docs/spec/protocol.md#inferencepool).
-MOST_PORTS = 8
+MAX_PORTS = 8
 
 
 class InferencePoolRef(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class PodSelector(msgspec.Struct, frozen=True):
     Attributes:
         namespace: Of the pods.
         labels: All of them must match; at least one.
-        ports: Each is an endpoint of every pod, at most `MOST_PORTS`. Empty: every pod names its
+        ports: Each is an endpoint of every pod, at most `MAX_PORTS`. Empty: every pod names its
             one port in the annotation `model-pod-port`, as pods of KubeAI do, and a pod without
             it is no endpoint.
         name: What to call the pool.

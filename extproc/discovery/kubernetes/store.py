@@ -49,47 +49,51 @@ class ObjectStore:
     """Cache of API objects, and the views of pools over it.
 
     Args:
-        wanted: What is watched.
+        kubernetes_settings: What is watched.
 
     Raises:
         ConfigError: If the sources contradict themselves.
     """
 
-    def __init__(self, wanted: settings.KubernetesSettings) -> None:
-        watch_plan.check(wanted.sources)
-        self._wanted = wanted
-        self.collections = watch_plan.plan_watches(wanted.sources, policies=wanted.policies)
-        self._presence = dict.fromkeys(self.collections, CollectionStatus.UNKNOWN)
+    def __init__(self, kubernetes_settings: settings.KubernetesSettings) -> None:
+        watch_plan.check_sources(kubernetes_settings.sources)
+        self._settings = kubernetes_settings
+        self.collections = watch_plan.plan_watches(
+            kubernetes_settings.sources, policies=kubernetes_settings.policies
+        )
+        self._statuses = dict.fromkeys(self.collections, CollectionStatus.UNKNOWN)
         self._objects: dict[WatchedCollection, dict[tuple[str, str], objects.Value]] = {
             collection: {} for collection in self.collections
         }
         self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
         self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
-        self._decrees: dict[tuple[watch_plan.ResourceType, str], dict[str, objects.Value]]
-        self._decrees = defaultdict(dict)
+        self._policy_objects: dict[tuple[watch_plan.ResourceType, str], dict[str, objects.Value]]
+        self._policy_objects = defaultdict(dict)
         self._services = {
             (ref.namespace, ref.name): ref.key
-            for ref in wanted.sources
+            for ref in kubernetes_settings.sources
             if isinstance(ref, settings.ServiceRef)
         }
         self._groups = {
             ref.key: ref.group
-            for ref in wanted.sources
+            for ref in kubernetes_settings.sources
             if isinstance(ref, settings.InferencePoolRef)
         }
         self._views: dict[str, pool_views.View] = {}
         #: One label of every selector, to find the pools a pod may belong to.
-        self._anchors: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = defaultdict(dict)
-        self._settled: set[str] = set()
+        self._views_by_label: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = (
+            defaultdict(dict)
+        )
+        self._complete_pools: set[str] = set()
         self._published: dict[str, endpoint_list.DiscoveredPool] = {}
         self._dirty: set[str] = set()
-        self._redecreed: set[str] = set()
-        for source in wanted.sources:
-            self._begin(source)
-        self._fixed = frozenset(self._views)
+        self._policy_changed: set[str] = set()
+        for source in kubernetes_settings.sources:
+            self._add_source(source)
+        self._configured = frozenset(self._views)
 
     @property
-    def dirty(self) -> bool:
+    def has_changes(self) -> bool:
         """True if `collect` may return changes."""
         return bool(self._dirty)
 
@@ -110,16 +114,16 @@ class ObjectStore:
         faults: dict[tuple[str, str], Exception] = {}
         listed = {(value.namespace, value.name): value for value in values}
         for key in [key for key in self._objects[collection] if key not in listed]:
-            self.put(collection, key, None)
+            self.apply(collection, key, None)
         for key, value in listed.items():
             try:
-                self.put(collection, key, value)
+                self.apply(collection, key, value)
             except Exception as error:  # noqa: BLE001 - the other objects count
                 faults[key] = error
-        self.settle(collection, CollectionStatus.LISTED)
+        self.set_status(collection, CollectionStatus.LISTED)
         return faults
 
-    def put(
+    def apply(
         self, collection: WatchedCollection, key: tuple[str, str], value: objects.Value | None
     ) -> None:
         """Applies one event: an object was added, modified or deleted.
@@ -131,43 +135,43 @@ class ObjectStore:
         """
         if collection.namespace not in {"", key[0]}:
             return
-        known = self._objects[collection]
-        old = known.get(key)
+        stored = self._objects[collection]
+        old = stored.get(key)
         if old == value:
             return
         if value is None:
-            del known[key]
+            del stored[key]
         else:
-            known[key] = value
+            stored[key] = value
         match value or old:
             case objects.Pod():
-                self._pod(key, old, value)
+                self._apply_pod(key, old, value)
             case objects.InferencePool() as pool:
-                self._pool(pool, value)
+                self._apply_pool(pool, value)
             case objects.EndpointSlice():
-                self._slice(old, value)
+                self._apply_slice(old, value)
             case _:
-                self._decree(collection.resource, key, old, value)
+                self._apply_policy_object(collection.resource, key, old, value)
 
-    def settle(self, collection: WatchedCollection, presence: CollectionStatus) -> None:
+    def set_status(self, collection: WatchedCollection, status: CollectionStatus) -> None:
         """Records the status of a collection; an absent one is emptied."""
-        if self._presence[collection] is presence:
+        if self._statuses[collection] is status:
             return
-        self._presence[collection] = presence
-        if presence is CollectionStatus.ABSENT:
+        self._statuses[collection] = status
+        if status is CollectionStatus.ABSENT:
             for name in list(self._objects[collection]):
-                self.put(collection, name, None)
+                self.apply(collection, name, None)
         for key, view in self._views.items():
             if collection.namespace in {"", view.namespace}:
-                self._redecree(key)
+                self._mark_policy_changed(key)
                 self._dirty.add(key)
 
     def is_synced(self, collection: WatchedCollection) -> bool:
         """Returns True if the server has answered for a collection."""
-        presence = self._presence[collection]
+        status = self._statuses[collection]
         if collection.resource.optional:
-            return presence is not CollectionStatus.UNKNOWN
-        return presence in {CollectionStatus.LISTED, CollectionStatus.ABSENT}
+            return status is not CollectionStatus.UNKNOWN
+        return status in {CollectionStatus.LISTED, CollectionStatus.ABSENT}
 
     def collect(self) -> PoolChanges:
         """Returns the pools that changed since the last call, without those not yet complete."""
@@ -178,10 +182,10 @@ class ObjectStore:
         for key in self._dirty:
             view = self._views.get(key)
             if view is None:
-                self._redecreed.discard(key)
+                self._policy_changed.discard(key)
                 if self._published.pop(key, None) is not None:
                     removed.add(key)
-            elif not self._complete(key, view):
+            elif not self._is_complete(key, view):
                 waiting.add(key)
             else:
                 try:
@@ -197,15 +201,15 @@ class ObjectStore:
 
     def _build_pool(self, key: str, view: pool_views.View) -> endpoint_list.DiscoveredPool:
         """Builds the current state of a pool."""
-        if key in self._redecreed and isinstance(view, pool_views.PodView):
-            view.set_policy(self._policy(view))
+        if key in self._policy_changed and isinstance(view, pool_views.PodView):
+            view.set_policy(self._build_policy(view))
         now = view.to_discovered_pool()
-        self._redecreed.discard(key)
+        self._policy_changed.discard(key)
         return now
 
-    def _begin(self, source: settings.KubernetesSource) -> None:
+    def _add_source(self, source: settings.KubernetesSource) -> None:
         """Adds the pools that exist independently of any object."""
-        override = self._wanted.override_ip
+        override = self._settings.override_ip
         match source:
             case settings.InferencePoolRef():
                 self._views[source.key] = pool_views.PodView(
@@ -215,14 +219,14 @@ class ObjectStore:
                 spec = pool_views.PoolSpec(selector=source.labels, ports=source.ports)
                 view = pool_views.PodView(source.namespace, spec, override_ip=override)
                 self._views[source.key] = view
-                self._anchor(source.key, view)
+                self._index_view(source.key, view)
             case settings.ServiceRef():
                 self._views[source.key] = pool_views.SliceView(source.namespace, source.port)
             case settings.AllPools():
                 return
         self._dirty.add(source.key)
 
-    def _pod(
+    def _apply_pod(
         self, key: tuple[str, str], old: objects.Value | None, new: objects.Value | None
     ) -> None:
         namespace, name = key
@@ -236,65 +240,74 @@ class ObjectStore:
             if isinstance(version, objects.Pod):
                 labels.update(version.labels.items())
         for label, text in labels:
-            for at, view in self._anchors.get((namespace, label, text), _NO_POOLS).items():
-                if view.consider(name, pod):
-                    self._dirty.add(at)
+            for pool_key, view in self._views_by_label.get(
+                (namespace, label, text), _NO_POOLS
+            ).items():
+                if view.update_pod(name, pod):
+                    self._dirty.add(pool_key)
 
-    def _pool(self, pool: objects.InferencePool, new: objects.Value | None) -> None:
+    def _apply_pool(self, pool: objects.InferencePool, new: objects.Value | None) -> None:
         key = f"{pool.namespace}/{pool.name}"
-        if not self._ours(pool, key):
+        if not self._is_covered(pool, key):
             return
         if isinstance(new, objects.InferencePool):
             self._pools[key][pool.group] = new
         else:
             self._pools[key].pop(pool.group, None)
-        known = self._pools[key]
-        valid = next((known[group] for group in watch_plan.POOLS_OF if group in known), None)
+        by_group = self._pools[key]
+        current = next(
+            (by_group[group] for group in watch_plan.POOLS_OF if group in by_group), None
+        )
         view = self._views.get(key)
         if view is None:
-            view = pool_views.PodView(pool.namespace, None, override_ip=self._wanted.override_ip)
+            view = pool_views.PodView(pool.namespace, None, override_ip=self._settings.override_ip)
             self._views[key] = view
         if not isinstance(view, pool_views.PodView):
             return
-        self._unanchor(key, view)
-        spec = None if valid is None else pool_views.spec_of(valid)
-        view.respecify(spec, self._pods[pool.namespace].values())
-        self._anchor(key, view)
-        self._redecree(key)
+        self._unindex_view(key, view)
+        spec = None if current is None else pool_views.build_spec(current)
+        view.set_spec(spec, self._pods[pool.namespace].values())
+        self._index_view(key, view)
+        self._mark_policy_changed(key)
         self._dirty.add(key)
-        if valid is None and key not in self._fixed:
+        if current is None and key not in self._configured:
             del self._views[key], self._pools[key]
-            self._settled.discard(key)
+            self._complete_pools.discard(key)
 
-    def _ours(self, pool: objects.InferencePool, key: str) -> bool:
+    def _is_covered(self, pool: objects.InferencePool, key: str) -> bool:
         """Returns True if a source covers the pool: by name and group, or an `AllPools`."""
-        if key in self._fixed:
+        if key in self._configured:
             return self._groups.get(key) == pool.group
         return any(
             isinstance(source, settings.AllPools)
             and source.group == pool.group
             and source.namespace in {"", pool.namespace}
-            for source in self._wanted.sources
+            for source in self._settings.sources
         )
 
-    def _anchor(self, key: str, view: pool_views.PodView) -> None:
+    def _index_view(self, key: str, view: pool_views.PodView) -> None:
         if view.spec is not None:
-            self._anchors[self._rarest(view.namespace, view.spec.selector)][key] = view
+            self._views_by_label[self._rarest_label(view.namespace, view.spec.selector)][key] = view
 
-    def _unanchor(self, key: str, view: pool_views.PodView) -> None:
+    def _unindex_view(self, key: str, view: pool_views.PodView) -> None:
         if view.spec is None:
             return
         for label, text in view.spec.selector.items():
-            at = (view.namespace, label, text)
-            if self._anchors.get(at, _NO_POOLS).pop(key, None) and not self._anchors[at]:
-                del self._anchors[at]
+            label_key = (view.namespace, label, text)
+            if (
+                self._views_by_label.get(label_key, _NO_POOLS).pop(key, None)
+                and not self._views_by_label[label_key]
+            ):
+                del self._views_by_label[label_key]
 
-    def _rarest(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
+    def _rarest_label(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
         """Returns the label that the fewest pools share, so that few pools are checked per pod."""
-        places = [(namespace, label, text) for label, text in sorted(selector.items())]
-        return min(places, key=lambda place: len(self._anchors.get(place, _NO_POOLS)))
+        label_keys = [(namespace, label, text) for label, text in sorted(selector.items())]
+        return min(
+            label_keys, key=lambda label_key: len(self._views_by_label.get(label_key, _NO_POOLS))
+        )
 
-    def _slice(self, old: objects.Value | None, new: objects.Value | None) -> None:
+    def _apply_slice(self, old: objects.Value | None, new: objects.Value | None) -> None:
         for endpoint_slice in (old, new):
             if not isinstance(endpoint_slice, objects.EndpointSlice):
                 continue
@@ -307,7 +320,7 @@ class ObjectStore:
                     view.slices.pop(endpoint_slice.name, None)
                 self._dirty.add(key)
 
-    def _decree(
+    def _apply_policy_object(
         self,
         resource: watch_plan.ResourceType,
         key: tuple[str, str],
@@ -315,51 +328,61 @@ class ObjectStore:
         new: objects.Value | None,
     ) -> None:
         namespace, name = key
-        by_name = self._decrees[resource, namespace]
+        by_name = self._policy_objects[resource, namespace]
         if new is None:
             by_name.pop(name, None)
         else:
             by_name[name] = new
-        for decree in (old, new):
+        for policy_object in (old, new):
             if (
-                isinstance(decree, objects.ObjectiveObject | objects.RewriteObject)
-                and decree.pool is not None
+                isinstance(policy_object, objects.ObjectiveObject | objects.RewriteObject)
+                and policy_object.pool is not None
             ):
-                self._redecree(f"{namespace}/{decree.pool.name}")
+                self._mark_policy_changed(f"{namespace}/{policy_object.pool.name}")
 
-    def _redecree(self, key: str) -> None:
+    def _mark_policy_changed(self, key: str) -> None:
         """Marks the policy of a pool for one rebuild, however many objects changed."""
-        self._redecreed.add(key)
+        self._policy_changed.add(key)
         self._dirty.add(key)
 
-    def _policy(self, view: pool_views.PodView) -> inference_policy.InferencePolicy:
+    def _build_policy(self, view: pool_views.PodView) -> inference_policy.InferencePolicy:
         if view.spec is None or view.spec.ref is None:
             return inference_policy.EMPTY_POLICY
-        in_force = [
-            decree
+        policy_objects = [
+            policy_object
             for kind in watch_plan.POLICY_RESOURCES
-            for decree in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
+            for policy_object in self._policy_objects[
+                self._current_resource(kind, view.namespace), view.namespace
+            ].values()
         ]
-        return pool_views.policy_of(
+        return pool_views.build_policy(
             view.spec.ref,
-            [decree for decree in in_force if isinstance(decree, objects.ObjectiveObject)],
-            [decree for decree in in_force if isinstance(decree, objects.RewriteObject)],
+            [
+                policy_object
+                for policy_object in policy_objects
+                if isinstance(policy_object, objects.ObjectiveObject)
+            ],
+            [
+                policy_object
+                for policy_object in policy_objects
+                if isinstance(policy_object, objects.RewriteObject)
+            ],
         )
 
-    def _valid(
+    def _current_resource(
         self, kind: tuple[watch_plan.ResourceType, watch_plan.ResourceType], namespace: str
     ) -> watch_plan.ResourceType:
         """Returns the resource of the new API group if it is listed, else that of the old one."""
         new, old = kind
         listed = any(
-            collection.covers(new, namespace) and presence is CollectionStatus.LISTED
-            for collection, presence in self._presence.items()
+            collection.covers(new, namespace) and status is CollectionStatus.LISTED
+            for collection, status in self._statuses.items()
         )
         return new if listed else old
 
-    def _complete(self, key: str, view: pool_views.View) -> bool:
+    def _is_complete(self, key: str, view: pool_views.View) -> bool:
         """Returns True once the server has answered for all collections of a pool; final."""
-        if key in self._settled:
+        if key in self._complete_pools:
             return True
         if isinstance(view, pool_views.SliceView):
             needed = [
@@ -383,7 +406,7 @@ class ObjectStore:
             ]
         if not all(self.is_synced(collection) for collection in needed):
             return False
-        self._settled.add(key)
+        self._complete_pools.add(key)
         return True
 
 

@@ -79,15 +79,15 @@ class ListPage(msgspec.Struct, frozen=True):
 
     Attributes:
         values: Objects that could be read.
-        broken: Those that could not.
+        invalid_objects: Those that could not.
         version: Resource version of the list.
-        more: Token of the next page; empty on the last.
+        continue_token: Token of the next page; empty on the last.
     """
 
     values: tuple[objects.Value, ...]
-    broken: tuple[InvalidObject, ...]
+    invalid_objects: tuple[InvalidObject, ...]
     version: str
-    more: str = ""
+    continue_token: str = ""
 
 
 class ApiStatus(msgspec.Struct, frozen=True):
@@ -147,54 +147,56 @@ class WatchReader:
         generic: Any = _Line
         self._line: msgspec.json.Decoder[_Line[Any]] = msgspec.json.Decoder(generic[form.raw])
 
-    def line(self, text: bytes) -> WatchEvent:
+    def decode_event(self, text: bytes) -> WatchEvent:
         """Parses one line of a watch."""
         try:
             line = self._line.decode(text)
         except decode.BROKEN:
-            return self._other(text)
+            return self._decode_other(text)
         raw = line.object
         version = raw.metadata.resource_version
         match line.type:
             case "ADDED" | "MODIFIED":
                 if not raw.metadata.name:
                     return _NAMELESS
-                value = self._decoded(raw)
+                value = self._decode_value(raw)
                 return value if isinstance(value, InvalidObject) else Applied(value, version)
             case "DELETED":
                 return Deleted(raw.metadata.namespace, raw.metadata.name, version)
             case "BOOKMARK":
                 return Bookmark(version)
             case _:
-                return self._other(text)
+                return self._decode_other(text)
 
-    def page(self, text: bytes) -> ListPage | UndecodableMessage:
+    def decode_list(self, text: bytes) -> ListPage | UndecodableMessage:
         """Parses one page of a list."""
         try:
             page = _LIST.decode(text)
         except decode.BROKEN as error:
-            return UndecodableMessage(_why(error))
+            return UndecodableMessage(_error_text(error))
         values: list[objects.Value] = []
-        broken: list[InvalidObject] = []
+        invalid_objects: list[InvalidObject] = []
         for item in page.items or ():
-            value = self._read(item)
+            value = self._decode_object(item)
             if isinstance(value, InvalidObject):
-                broken.append(value)
+                invalid_objects.append(value)
             else:
                 values.append(value)
-        return ListPage(tuple(values), tuple(broken), page.metadata.version, page.metadata.more)
+        return ListPage(
+            tuple(values), tuple(invalid_objects), page.metadata.version, page.metadata.more
+        )
 
-    def _read(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
+    def _decode_object(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
         try:
             raw = self._object.decode(text)
         except decode.BROKEN as error:
-            key = _key(text)
-            return InvalidObject(key.namespace, key.name, key.version, _why(error))
+            key = _decode_key(text)
+            return InvalidObject(key.namespace, key.name, key.version, _error_text(error))
         if not raw.metadata.name:
             return InvalidObject(raw.metadata.namespace, "", "", "it has no name")
-        return self._decoded(raw)
+        return self._decode_value(raw)
 
-    def _decoded(self, raw: Any) -> objects.Value | InvalidObject:
+    def _decode_value(self, raw: Any) -> objects.Value | InvalidObject:
         """Converts an object; an object whose conversion raises is invalid, alone."""
         try:
             return self._value(raw)
@@ -203,23 +205,23 @@ class WatchReader:
             reason = f"reading it raised {type(error).__name__}"
             return InvalidObject(named.namespace, named.name, named.resource_version, reason)
 
-    def _other(self, text: bytes) -> WatchEvent:
+    def _decode_other(self, text: bytes) -> WatchEvent:
         """Parses a line without a valid object: an error, a bookmark or a broken object."""
         try:
             line = _ANY_LINE.decode(text)
         except decode.BROKEN as error:
-            return UndecodableMessage(_why(error))
-        key = _key(line.object)
+            return UndecodableMessage(_error_text(error))
+        key = _decode_key(line.object)
         match line.type:
             case "ERROR":
-                failed = status(line.object)
+                failed = decode_status(line.object)
                 return WatchError(failed.code, failed.message or failed.reason)
             case "BOOKMARK" if key.version:
                 return Bookmark(key.version)
             case "DELETED" if key.name:
                 return Deleted(key.namespace, key.name, key.version)
             case "ADDED" | "MODIFIED" if key.name:
-                value = self._read(line.object)
+                value = self._decode_object(line.object)
                 if isinstance(value, InvalidObject):
                     return value
         return UndecodableMessage(f"an event of type {line.type[:40]!r} that says nothing")
@@ -228,7 +230,7 @@ class WatchReader:
 _NAMELESS = UndecodableMessage("an object without a name")
 
 
-def status(text: bytes | msgspec.Raw) -> ApiStatus:
+def decode_status(text: bytes | msgspec.Raw) -> ApiStatus:
     """Parses an error message of the server; empty fields if it is none."""
     try:
         return _STATUS.decode(text)
@@ -236,12 +238,12 @@ def status(text: bytes | msgspec.Raw) -> ApiStatus:
         return ApiStatus(message=bytes(text)[:200].decode("utf-8", "replace"))
 
 
-def _key(text: msgspec.Raw) -> _Key:
+def _decode_key(text: msgspec.Raw) -> _Key:
     try:
         return _KEYED.decode(text).metadata
     except decode.BROKEN:
         return _Key()
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error)[:200] or type(error).__name__

@@ -93,7 +93,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
         return self.resource == resource and self.namespace in {"", namespace}
 
 
-def check(sources: Sequence[settings.KubernetesSource]) -> None:
+def check_sources(sources: Sequence[settings.KubernetesSource]) -> None:
     """Rejects sources that contradict each other.
 
     Raises:
@@ -129,11 +129,11 @@ def _check_selector(source: settings.PodSelector, where: str) -> None:
             got="none, which would take every pod",
             fix="name the labels of the engines",
         )
-    distinct = len(set(source.ports)) == len(source.ports) <= settings.MOST_PORTS
+    distinct = len(set(source.ports)) == len(source.ports) <= settings.MAX_PORTS
     if not distinct or not all(1 <= port <= 65535 for port in source.ports):
         raise ConfigError(
             where,
-            wanted=f"at most {settings.MOST_PORTS} different ports from 1 to 65535",
+            wanted=f"at most {settings.MAX_PORTS} different ports from 1 to 65535",
             got=", ".join(map(str, source.ports)),
             fix="correct the target ports",
         )
@@ -159,59 +159,66 @@ def plan_watches(
         }
         for ref in pools:
             if ref.group == group and ref.namespace not in names:
-                names[ref.namespace] = {pool.name for pool in pools if _beside(pool, ref)}
+                names[ref.namespace] = {pool.name for pool in pools if _is_redundant(pool, ref)}
         collections += [
-            WatchedCollection(resource, namespace, fields=_named(only))
-            for namespace, only in _widest(names).items()
+            WatchedCollection(resource, namespace, fields=_name_selector(only))
+            for namespace, only in _drop_covered(names).items()
         ]
-    homes = dict.fromkeys(
+    namespaces = dict.fromkeys(
         [source.namespace for source in wide] + [source.namespace for source in pools], ""
     )
     if policies:
         decrees = [resource for kind in POLICY_RESOURCES for resource in kind]
         collections += [
-            WatchedCollection(resource, home) for resource in decrees for home in _widest(homes)
+            WatchedCollection(resource, home)
+            for resource in decrees
+            for home in _drop_covered(namespaces)
         ]
     for selector in selectors:
-        alone = sum(candidate.namespace == selector.namespace for candidate in selectors) == 1
-        homes.setdefault(selector.namespace, _selecting(selector.labels) if alone else "")
+        single_objects = (
+            sum(candidate.namespace == selector.namespace for candidate in selectors) == 1
+        )
+        namespaces.setdefault(
+            selector.namespace, _label_selector(selector.labels) if single_objects else ""
+        )
     collections += [
-        WatchedCollection(PODS, home, labels=labels) for home, labels in _widest(homes).items()
+        WatchedCollection(PODS, home, labels=labels)
+        for home, labels in _drop_covered(namespaces).items()
     ]
     collections += [
         WatchedCollection(
             SLICES,
             service.namespace,
-            labels=_selecting({"kubernetes.io/service-name": service.name}),
+            labels=_label_selector({"kubernetes.io/service-name": service.name}),
         )
         for service in services
     ]
     return tuple(collections)
 
 
-def _widest(homes: Mapping[str, _T]) -> Mapping[str, _T]:
+def _drop_covered(namespaces: Mapping[str, _T]) -> Mapping[str, _T]:
     """Drops the namespaces if the cluster-wide collection is watched."""
-    return {"": homes[""]} if "" in homes else homes
+    return {"": namespaces[""]} if "" in namespaces else namespaces
 
 
-def _beside(ref: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
+def _is_redundant(ref: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
     return (ref.group, ref.namespace) == (other.group, other.namespace)
 
 
-def _named(names: set[str]) -> str:
+def _name_selector(names: set[str]) -> str:
     """Field selector for one name, so that a Role may be limited to it by resourceNames."""
     return f"metadata.name={next(iter(names))}" if len(names) == 1 else ""
 
 
-def _selecting(labels: Mapping[str, str]) -> str:
+def _label_selector(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={text}" for key, text in sorted(labels.items()))
 
 
 #: States of a watch. `connected`: listed, and its changes arrive. The next three are about the
 #: server itself, the others about a single collection.
 CONNECTED = "connected"
-AWAY = ("disconnected", "unauthorized", "misconfigured")
-STATES = ("unknown", CONNECTED, *AWAY, "forbidden", "not-installed", "unreadable")
+DISCONNECTED = ("disconnected", "unauthorized", "misconfigured")
+STATES = ("unknown", CONNECTED, *DISCONNECTED, "forbidden", "not-installed", "unreadable")
 
 
 class WatchStatus(msgspec.Struct, frozen=True):
@@ -231,7 +238,7 @@ class WatchStatus(msgspec.Struct, frozen=True):
     unsynced_since: float | None
 
     @property
-    def stands(self) -> bool:
+    def is_unsynced(self) -> bool:
         """True if its pools are stale; a missing optional resource does not count."""
         missing = self.state == "not-installed" and self.collection.resource.optional
         return self.state != CONNECTED and not missing
@@ -280,7 +287,7 @@ class WatchStatuses:
         )
         if state == before.state:
             return
-        if state in AWAY:
+        if state in DISCONNECTED:
             if state != self._away:
                 self._away = state
                 self._faulty = True
@@ -295,7 +302,7 @@ class WatchStatuses:
     def _ended(self, latest: str, server: str) -> Iterator[tuple[str, str]]:
         """Describes the end of an outage: the server answers again, for all or for some."""
         states = [status.state for status in self._statuses.values()]
-        if any(state in AWAY for state in states):
+        if any(state in DISCONNECTED for state in states):
             return
         away, self._away = self._away, ""
         forbidden = [
@@ -311,10 +318,10 @@ class WatchStatuses:
             yield CONNECTED, server
 
 
-def lines(statuses: Iterable[WatchStatus], now: float) -> Iterator[str]:
+def describe_statuses(statuses: Iterable[WatchStatus], now: float) -> Iterator[str]:
     """Describes every watch whose pools are stale, for how long, and why."""
     for status in statuses:
-        if status.stands and status.unsynced_since is not None:
+        if status.is_unsynced and status.unsynced_since is not None:
             why = f"{status.state}: {status.detail}" if status.detail else status.state
             seconds = round(now - status.unsynced_since)
             yield f"{status.collection.title} not in step for {seconds} s: {why}"

@@ -83,9 +83,9 @@ class AutoscaledFleet:
         self._loads = [0] * len(nodes)
         flow_callbacks = controller.FlowCallbacks(
             decide=lambda sim_request, _: self._room(sim_request),
-            waits=lambda _, __: None,
-            go=self._go,
-            refuse=self._refuse,
+            on_waiting=lambda _, __: None,
+            dispatch=self._go,
+            reject=self._refuse,
         )
         self._gate = flow_control.SimFlowController(
             _holding(config.hold), timeline=timeline, acts=flow_callbacks

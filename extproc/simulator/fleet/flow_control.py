@@ -73,7 +73,7 @@ class SimFlowController(Generic[GrantT]):
         self._headers = holding.headers
         self._timeline = timeline
         self._acts = acts
-        own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
+        own = msgspec.structs.replace(acts, dispatch=self._go, reject=self._refuse)
         self._controller = FlowController(holding.queue, own, VirtualTimer(timeline))
         self._waiters: dict[str, QueuedItem] = {}
 
@@ -99,7 +99,9 @@ class SimFlowController(Generic[GrantT]):
         Returns:
             Why it is refused. None where it waits, or may go where `outcome` says.
         """
-        why = self._controller.check(outcome, priority=sim_request.work.priority, toward=toward)
+        why = self._controller.check(
+            outcome, priority=sim_request.work.priority, preferred_endpoint=toward
+        )
         return None if why is None else self.enqueue(sim_request, why)
 
     def is_queued(self, sim_request: SimRequest) -> bool:
@@ -148,11 +150,11 @@ class SimFlowController(Generic[GrantT]):
 
     def _go(self, sim_request: SimRequest, way: GrantT) -> None:
         del self._waiters[sim_request.id]
-        self._acts.go(sim_request, way)
+        self._acts.dispatch(sim_request, way)
 
     def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
         del self._waiters[sim_request.id]
-        self._acts.refuse(sim_request, why)
+        self._acts.reject(sim_request, why)
 
     def _tenant(self, sim_request: SimRequest) -> str:
         work = sim_request.work

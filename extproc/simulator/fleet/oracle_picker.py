@@ -84,14 +84,14 @@ class OraclePicker:
         sim_request.predicted_tokens = best.cached
         self._uncached[sim_request.id] = work.prompt_tokens - best.cached
         account = self._accounts[where]
-        ticket = self._tickets[sim_request.id] = account.open(
+        reservation = self._tickets[sim_request.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
         )
         self._recurrence.record_sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
         if chain:
             size = _CHAIN * KEY_TOKENS
             account.track_context(
-                ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth
+                reservation, chain, range(0, (len(chain) + 1) * size, size), growth=growth
             )
         return where
 

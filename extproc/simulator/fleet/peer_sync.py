@@ -31,7 +31,7 @@ class PeerSyncBus:
             message = outbox.take()
             if message is not None:
                 for mirror in self._mirrors:
-                    mirror.take(message, self._timeline.now)
+                    mirror.apply_message(message, self._timeline.now)
 
         outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
         peer_sync.connect([("", director)], outbox)

@@ -92,10 +92,10 @@ class ExtprocPicker:
         self._knows_max_tokens = told_max_tokens
         scrape = settings.scrape
         self._scraping = scrape.enabled
-        self._pace = self.parts.scraping.pace
+        self._pace = self.parts.scraping.schedule
         self._needs = self.parts.director.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
-        self._tickets: dict[str, Reservation] = {}
+        self._reservations: dict[str, Reservation] = {}
         self._promises: dict[str, conversations.PendingShare] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
@@ -112,10 +112,10 @@ class ExtprocPicker:
         if went is not None and settings.flow_control.enabled:
             callbacks = controller.FlowCallbacks(
                 decide=self._decide_again,
-                waits=self._promise,
-                go=lambda sim_request, outcome: self._grant(sim_request, outcome, went),
-                refuse=lambda sim_request, why: self._refuse(sim_request, why, went),
-                bits=self._endpoint_bits,
+                on_waiting=self._promise,
+                dispatch=lambda sim_request, outcome: self._grant(sim_request, outcome, went),
+                reject=lambda sim_request, why: self._refuse(sim_request, why, went),
+                endpoint_bits=self._endpoint_bits,
             )
             self.gate = flow_control.SimFlowController(
                 settings.flow_control, timeline=timeline, acts=callbacks
@@ -172,7 +172,7 @@ class ExtprocPicker:
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
                 for_target=lambda adapter: serving.bits_for(adapter or MODEL),
-                named=serving.bits_of_addresses,
+                for_addresses=serving.bits_of_addresses,
                 version=serving,
             )
         return self._bits
@@ -185,7 +185,7 @@ class ExtprocPicker:
             self._promises[sim_request.id] = promise
 
     def _take_back(self, sim_request: SimRequest) -> None:
-        conversations.remove(self._promises.pop(sim_request.id, None))
+        conversations.remove_pending(self._promises.pop(sim_request.id, None))
 
     def _decide(self, sim_request: SimRequest, *, may_defer: bool = True) -> Outcome:
         work = sim_request.work
@@ -222,7 +222,9 @@ class ExtprocPicker:
     def _commit(self, sim_request: SimRequest, outcome: Decision) -> int:
         """Charge a decision; returns the node."""
         work = sim_request.work
-        self._tickets[sim_request.id] = self.parts.director.reserve(outcome, self._timeline.now)
+        self._reservations[sim_request.id] = self.parts.director.reserve(
+            outcome, self._timeline.now
+        )
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1
@@ -239,12 +241,12 @@ class ExtprocPicker:
 
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
-        ticket = self._tickets.pop(sim_request.id)
+        reservation = self._reservations.pop(sim_request.id)
         director, now = self.parts.director, self._timeline.now
         status = _status(sim_request)
         if status:
-            director.on_response_headers(ticket, status, now)
-        director.release(ticket, now, answered=bool(status))
+            director.on_response_headers(reservation, status, now)
+        director.release(reservation, now, answered=bool(status))
         if self.gate is not None and not sim_request.failure:
             self.gate.charge(sim_request)
         self._changed()

@@ -40,15 +40,15 @@ class Place:
         self.sites = PoolRegistry(
             settings,
             shared,
-            written={},
-            heard=lambda: self.listed,
+            configured={},
+            is_discovery_synced=lambda: self.listed,
             on_change=self.sync_pools,
         )
         self.subject = Autoscaler(
             settings,
             self.sites,
             tallies,
-            leads=lambda: True,
+            is_leader=lambda: True,
             clock=lambda: self.now,
             token=str,
             on_step=on_step,
@@ -87,11 +87,11 @@ def test_discovered_pools_are_scaled_while_they_exist():
     place = Place()
     place.bring("a/x", "b/y", "c/z")
     assert place.scaled == ["a/x", "b/y"]
-    assert set(place.subject.figures()) == {"a/x", "b/y"}
+    assert set(place.subject.metrics()) == {"a/x", "b/y"}
     place.take_away("a/x")
     assert place.scaled == ["b/y"]
     assert place.gone == ["a/x"]
-    assert set(place.subject.figures()) == {"b/y"}
+    assert set(place.subject.metrics()) == {"b/y"}
 
 
 async def test_a_queued_request_wakes_the_loop_of_its_pool():
@@ -172,7 +172,7 @@ async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     place.bring("a/y", max="many")
     place.bring("a/y", max="2")
     assert place.scaled == ["a/y"]
-    refusals = {name: metrics.refusals for name, metrics in place.subject.figures().items()}
+    refusals = {name: metrics.refusals for name, metrics in place.subject.metrics().items()}
     assert refusals == {"a/x": 1, "a/y": 1}
     await place.subject.report(cluster)
     ((about, reason, note, warning),) = cluster.written
@@ -181,7 +181,7 @@ async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     await place.subject.report(cluster)
     assert len(cluster.written) == 1
     place.take_away("a/x")
-    assert set(place.subject.figures()) == {"a/y"}
+    assert set(place.subject.metrics()) == {"a/y"}
 
 
 class Cluster:
@@ -218,12 +218,12 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     place.subject._cluster = Cluster()
     place.listed = False
     await place.subject.start()
-    await place.subject._save(place.subject._memory)
+    await place.subject._save(place.subject._state_store)
     assert sorted(remembered["saved"]) == ["a/none", "a/x"]
     place.bring("a/x")
     assert place.subject.loops["a/x"].state().scaler == loop.state().scaler
     place.listed = True
-    await place.subject._save(place.subject._memory)
+    await place.subject._save(place.subject._state_store)
     assert sorted(remembered["saved"]) == ["a/x"]
 
 
@@ -259,7 +259,7 @@ class StateStoreFixture:
 async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
     """Every replica reads it: none would start."""
     place = Place()
-    place.subject._memory, place.subject._cluster = StateStoreFixture(), None
+    place.subject._state_store, place.subject._cluster = StateStoreFixture(), None
     await place.subject.start()
     assert place.subject._supervisor.failures["autoscaling"] == 1
     assert "what was kept" not in caplog.text
@@ -268,7 +268,7 @@ async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
 async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """Its annotations may raise, and so may its loop: the other pool is looked at."""
     place = Place()
-    place.subject._memory = StateStoreFixture()
+    place.subject._state_store = StateStoreFixture()
     place.subject._save_s = 0.001
     real, looked = ControlLoop.step, asyncio.Event()
 
@@ -290,14 +290,14 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     assert supervisor.degraded == ["autoscaling"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    rescale = Autoscaler._rescale
+    rescale = Autoscaler._update_pool
 
     def raising(subject, name, site):
         if name == "a/x":
             raise OverflowError
         rescale(subject, name, site)
 
-    monkeypatch.setattr(Autoscaler, "_rescale", raising)
+    monkeypatch.setattr(Autoscaler, "_update_pool", raising)
     place.bring("a/x", "b/y", max="2")
     assert place.scaled == ["a/x", "b/y"]
     place.bring("a/z")

@@ -31,7 +31,7 @@ class Hands:
 
     def __init__(self, spec):
         self.spec = spec
-        self.acts = True
+        self.can_scale = True
         self.fails = ""
         self.requested = []
         self.recalled = None
@@ -86,7 +86,9 @@ class Place:
         )
         pool = {"kubernetes": {"inference_pool": "p", "namespace": "n"}}
         settings = configured(scaling={}, pool=pool, holding={"enabled": True})
-        self.sites = PoolRegistry(settings, shared, written={"n/p": ""}, heard=lambda: True)
+        self.sites = PoolRegistry(
+            settings, shared, configured={"n/p": ""}, is_discovery_synced=lambda: True
+        )
         self.site = self.sites.by_name[""]
         self.hands, self.others = Hands(spec), Others()
         self.changes = []
@@ -94,13 +96,13 @@ class Place:
         self.loop = ControlLoop(
             self.site,
             ScalingSection(policy=policy, params=params, **{"max": 3, **scaling}),
-            acting=self.hands,
+            actuator=self.hands,
             counters=DemandCounters(self.site, tallies.for_pool("")),
             peers=self.others,
             clock=lambda: self.now,
             on_change=self.changes.append,
         )
-        self.site.flow_controller.add_arrival_listener(self.loop.arrived)
+        self.site.flow_controller.add_arrival_listener(self.loop.on_arrival)
 
     def come(self, *addresses):
         self.sites.on_pools_changed({"n/p": DiscoveredPool(tuple(map(Endpoint, addresses)))}, ())
@@ -156,7 +158,7 @@ async def test_a_queued_request_wakes_the_loop():
 async def test_only_the_leader_scales():
     """A follower knows the number and asks for nothing, but tells the others that it waits."""
     place = Place()
-    place.hands.acts = False
+    place.hands.can_scale = False
     place.come()
     place.ask()
     assert await place.loop.step(immediate=True) == 1.0
@@ -248,17 +250,17 @@ async def test_counters_report_arrivals_and_queued_requests():
     assert (first.held, first.in_flight, first.arrived) == (1, 0, 1.0)
     assert first.prompt_tokens >= 1.0
     place.come("127.0.0.1:1")
-    granted = await held.answer
+    granted = await held.admission
     second = counting.read()
     assert (second.held, second.in_flight, second.arrived) == (0, 1, 1.0)
-    tallies = counting._tallies
-    tallies.routed(granted.decision)
-    tallies.finished("127.0.0.1:1", "200")
-    tallies.used({"prompt": 3, "completion": 40})
+    tallies = counting._counters
+    tallies.record_routed(granted.decision)
+    tallies.record_finished("127.0.0.1:1", "200")
+    tallies.record_usage({"prompt": 3, "completion": 40})
     third = counting.read()
     assert (third.arrived, third.answered, third.answer_tokens) == (1.0, 1.0, 40.0)
     # A streamed answer says nothing of its length: the engines' mean stands for it.
-    tallies.finished("127.0.0.1:1", "200")
+    tallies.record_finished("127.0.0.1:1", "200")
     assert counting.read().answer_tokens > 40.0
 
 

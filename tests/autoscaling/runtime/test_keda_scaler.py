@@ -116,7 +116,7 @@ async def picker():
     async with serving.running(settings) as running:
         picker = running.picker
         # Not `sync`: there is no API server; what it would say is said here.
-        picker.sites.on_pools_changed({"n/p": DiscoveredPool()}, ())
+        picker.pool_registry.on_pools_changed({"n/p": DiscoveredPool()}, ())
         await picker._autoscaler.start()
         loop = asyncio.ensure_future(picker._autoscaler.run())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel:
@@ -146,7 +146,7 @@ async def test_a_queued_request_is_pushed_to_keda():
             name, *target = await depth.spec()
             assert (name, target) == ("queue-depth", [3, 2.5])
             assert await depth.value(name) == (1, 1.0)
-            running.picker.sites.on_pools_changed(
+            running.picker.pool_registry.on_pools_changed(
                 {"n/p": DiscoveredPool((Endpoint("127.0.0.1:9"),))}, ()
             )
             await stream.hear()

@@ -26,7 +26,7 @@ async def picker(name, *written, held=0, port=0):
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
     heard = []
     peers = PeerCounterClient(
-        name, written, timeout_s=300.0, own=lambda: counters, on_waiting=heard.extend
+        name, written, timeout_s=300.0, own_counters=lambda: counters, on_waiting=heard.extend
     )
     peers.heard = heard
     application = web.Application()
@@ -60,7 +60,9 @@ async def test_peers_exchange_their_counters():
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as somebody of whom nothing is known."""
     async with picker("b", held=1) as other:
-        subject = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=300.0, own=dict)
+        subject = PeerCounterClient(
+            "a", [f"127.0.0.1:{other.port}"], timeout_s=300.0, own_counters=dict
+        )
         assert await subject.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
         assert await subject.read("p") == {"b": None}
@@ -69,7 +71,9 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    subject = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=300.0, own=dict)
+    subject = PeerCounterClient(
+        "a", ["no-such-name.invalid:9090"], timeout_s=300.0, own_counters=dict
+    )
     assert await subject.read("p") == {"no-such-name.invalid:9090": None}
 
 
@@ -83,7 +87,7 @@ async def test_peers_are_notified_of_a_queued_request():
     ):
         await subject.read("p")
         await other.read("p")
-        other._own = lambda: {"p": PickerCounters(held=9), "q": PickerCounters()}
+        other._own_counters = lambda: {"p": PickerCounters(held=9), "q": PickerCounters()}
         await other.push()
         assert subject.heard == ["p"]
         assert subject.last("p") == {"b": PickerCounters(held=9)}
@@ -97,7 +101,7 @@ async def test_counters_pushed_by_unknown_addresses_are_ignored():
             "stranger",
             [f"127.0.0.1:{subject.port}"],
             timeout_s=300.0,
-            own=lambda: {"p": PickerCounters(held=5)},
+            own_counters=lambda: {"p": PickerCounters(held=5)},
         )
         await other.read("p")
         await other.push()
@@ -119,7 +123,7 @@ async def test_invalid_bodies_are_refused():
 def test_addresses_need_a_port(written):
     """Anything else is refused at start."""
     with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
-        PeerCounterClient("a", [written], timeout_s=300.0, own=dict)
+        PeerCounterClient("a", [written], timeout_s=300.0, own_counters=dict)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
     monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own=dict)
+    subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own_counters=dict)
     async with asyncio.timeout(300):
         assert await subject.read("p") == {"extproc-peers:9090": None}
         assert not await subject.is_peer("127.0.0.1")
@@ -157,7 +161,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=300.0, own=dict)
+    subject = PeerCounterClient("a", ["a..b:9090"], timeout_s=300.0, own_counters=dict)
     assert await subject.read("p") == {"a..b:9090": None}
 
 
@@ -170,12 +174,12 @@ async def test_connections_to_removed_peers_are_closed(monkeypatch):
             return list(addresses)
 
         monkeypatch.setattr(peer_counters, "_addresses", resolved)
-        subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own=dict)
+        subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
         await subject.read("p")
-        assert len(subject._asking._idle_connections) == 1
+        assert len(subject._poll_client._idle_connections) == 1
         addresses.clear()
         await subject.read("p")
-        assert len(subject._asking._idle_connections) == 0
+        assert len(subject._poll_client._idle_connections) == 0
         subject.close()
 
 
@@ -189,7 +193,7 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         return answers[0]
 
     monkeypatch.setattr(peer_counters, "_addresses", addresses)
-    subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own=dict)
+    subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
     assert await subject.is_peer("10.0.0.1")
     assert await subject.is_peer("fd00::2")
     for _ in range(100):
@@ -203,4 +207,6 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
     assert await subject.is_peer("10.0.0.9")
     assert not await subject.is_peer("10.0.0.1")
     subject.close()
-    assert not await PeerCounterClient("b", [], timeout_s=300.0, own=dict).is_peer("10.0.0.1")
+    assert not await PeerCounterClient("b", [], timeout_s=300.0, own_counters=dict).is_peer(
+        "10.0.0.1"
+    )

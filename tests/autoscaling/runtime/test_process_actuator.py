@@ -52,10 +52,10 @@ async def pick(running):
 async def test_the_first_request_starts_an_engine():
     """It is held at zero, an engine is started, and it goes there once that answers."""
     async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
-        assert running.picker.sites.synced
-        assert not running.picker.sites.pools()[""].members
+        assert running.picker.pool_registry.synced
+        assert not running.picker.pool_registry.pools()[""].members
         address = await pick(running)
-        (member,) = running.picker.sites.pools()[""].members
+        (member,) = running.picker.pool_registry.pools()[""].members
         assert member.endpoint.address == address
         async with (
             aiohttp.ClientSession() as http,
@@ -92,7 +92,7 @@ async def test_an_engine_may_print_its_address():
 )
 def test_launch_makes_an_address_that_can_be_connected_to(printed, address):
     """Every address and a name stand for the host of the endpoints; a wrong port is none."""
-    assert process_actuator.reachable(printed, "127.0.0.9") == address
+    assert process_actuator.connectable_address(printed, "127.0.0.9") == address
 
 
 async def test_launch_reads_an_engine_that_listens_on_every_address():
@@ -105,19 +105,19 @@ async def test_launch_reads_an_engine_that_listens_on_every_address():
 
 async def test_launch_replaces_an_engine_whose_health_check_raises(monkeypatch, caplog):
     """Such an engine gets no request, and the log says why it was ended."""
-    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.1)
     caplog.set_level("INFO", "extproc.server")
-    before = process_actuator.ProcessActuator._answers
+    before = process_actuator.ProcessActuator._is_healthy
 
     async def broken(self, engine):
         if engine.number == 1:
             raise ValueError("a port that is none")
         await before(self, engine)
 
-    monkeypatch.setattr(process_actuator.ProcessActuator, "_answers", broken)
+    monkeypatch.setattr(process_actuator.ProcessActuator, "_is_healthy", broken)
     async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
         await pick(running)
-        (member,) = running.picker.sites.pools()[""].members
+        (member,) = running.picker.pool_registry.pools()[""].members
         assert member.endpoint.name == "engine-2"
     assert any("ValueError at" in text for text in caplog.messages)
     assert not any("a port that is none" in text for text in caplog.messages)
@@ -125,7 +125,7 @@ async def test_launch_replaces_an_engine_whose_health_check_raises(monkeypatch, 
 
 async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
     """Its last words are in the log, and another one is tried after a while."""
-    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.1)
     caplog.set_level("INFO", "extproc.server")
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
     async with picker(command, min=1):
@@ -142,7 +142,7 @@ async def test_a_missing_program_is_reported(caplog):
                 "there is no program /no/such/engine" in message for message in caplog.messages
             ):
                 await asyncio.sleep(0.02)
-        assert not running.picker.sites.pools()[""].members
+        assert not running.picker.pool_registry.pools()[""].members
 
 
 async def test_a_stopped_engine_finishes_its_requests(caplog):
@@ -157,7 +157,7 @@ async def test_a_stopped_engine_finishes_its_requests(caplog):
             address = dict(response.sets)[peer.DESTINATION]
             await engines.scale(ScalingDecision(0, ScalingReason.IDLE), 1)
             async with asyncio.timeout(serving.LIMIT_S):
-                while running.picker.sites.pools()[""].members:
+                while running.picker.pool_registry.pools()[""].members:
                     await asyncio.sleep(0.01)
             # It still answers: a request of ours is open there.
             _, writer = await asyncio.open_connection(*address.split(":"))
@@ -181,15 +181,15 @@ async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch):
         await real(engines, engine, process)
 
     monkeypatch.setattr(process_actuator.ProcessActuator, "_serve", serve)
-    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(process_actuator, "_RESTART_PAUSE_S", 0.0)
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
         first = await pick(running)
         supervisor = running.picker.counters.supervisor
         engines = running.picker._autoscaler.loops[""].actuator
         await engines.scale(ScalingDecision(2, ScalingReason.UP), 1)
         async with asyncio.timeout(300):
-            while len(running.picker.sites.pools()[""].members) < 2:
+            while len(running.picker.pool_registry.pools()[""].members) < 2:
                 await asyncio.sleep(0.02)
         assert supervisor.failures["autoscaling"] >= 1
-        members = running.picker.sites.pools()[""].members
+        members = running.picker.pool_registry.pools()[""].members
         assert first in [member.endpoint.address for member in members]

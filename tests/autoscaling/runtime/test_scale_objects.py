@@ -61,10 +61,10 @@ def test_state_store_uses_a_single_config_map(namespace, name):
 def test_autoscalers_are_unknown_where_the_answer_is_no_list():
     """An empty list says that there are none."""
     target = ScaleTarget(name="vllm", namespace="n").filled
-    assert scale_objects.rivals(b'{"items": []}', target) == ()
-    assert scale_objects.rivals(b'{"items": null}', target) == ()
-    assert scale_objects.rivals(b'{"kind": "Status"}', target) is None
-    assert scale_objects.rivals(b"[", target) is None
+    assert scale_objects.parse_competing_autoscalers(b'{"items": []}', target) == ()
+    assert scale_objects.parse_competing_autoscalers(b'{"items": null}', target) == ()
+    assert scale_objects.parse_competing_autoscalers(b'{"kind": "Status"}', target) is None
+    assert scale_objects.parse_competing_autoscalers(b"[", target) is None
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,15 @@ def test_autoscalers_are_unknown_where_the_answer_is_no_list():
 )
 def test_undecodable_answers_are_empty(answer):
     """Nesting without end and text that is no UTF-8 are no list, no Scale and no ConfigMap."""
-    assert scale_objects.rivals(answer, ScaleTarget(name="vllm", namespace="n").filled) is None
-    assert scale_objects.replicas(answer.replace(b"items", b"spec")) is None
-    assert scale_objects.data(b'{"data": {"a": "\xff"}}') == scale_objects.data(answer) == {}
+    assert (
+        scale_objects.parse_competing_autoscalers(
+            answer, ScaleTarget(name="vllm", namespace="n").filled
+        )
+        is None
+    )
+    assert scale_objects.parse_replicas(answer.replace(b"items", b"spec")) is None
+    assert (
+        scale_objects.parse_config_map(b'{"data": {"a": "\xff"}}')
+        == scale_objects.parse_config_map(answer)
+        == {}
+    )

@@ -70,15 +70,15 @@ async def test_scaling_stays_paused_while_lists_of_other_autoscalers_fail(failur
     caplog.set_level("INFO", "extproc.server")
     api = ApiFixture(horizontalpodautoscalers=listed("h"))
     subject = scale(api)
-    await subject.look_for_others()
-    assert not subject.acts
+    await subject.update_competing_autoscalers()
+    assert not subject.can_scale
     api.answers[HPA.plural] = failure
     for _ in range(20):
-        await subject.look_for_others()
-        assert not subject.acts
+        await subject.update_competing_autoscalers()
+        assert not subject.can_scale
     api.answers[HPA.plural] = listed()
-    assert await subject.look_for_others() == 60.0
-    assert subject.acts
+    assert await subject.update_competing_autoscalers() == 60.0
+    assert subject.can_scale
     assert "no other autoscaler of Deployment n/vllm is left" in caplog.text
 
 
@@ -86,25 +86,25 @@ async def test_scaling_continues_while_lists_of_other_autoscalers_fail():
     """Where no other autoscaler was known, scaling goes on."""
     api = ApiFixture()
     subject = scale(api)
-    await subject.look_for_others()
-    assert subject.acts
+    await subject.update_competing_autoscalers()
+    assert subject.can_scale
     for failure in (ApiError(0, "no answer"), ApiError(403, "no"), ApiError(503, "busy")):
         api.answers[HPA.plural] = failure
-        await subject.look_for_others()
-        assert subject.acts
+        await subject.update_competing_autoscalers()
+        assert subject.can_scale
 
 
 async def test_scale_waits_until_every_kind_was_listed(caplog):
     """A first list that fails says nothing of other autoscalers; the log names it once."""
     api = ApiFixture(horizontalpodautoscalers=ApiError(503, "starting"))
     subject = scale(api)
-    pauses = [await subject.look_for_others() for _ in range(6)]
-    assert not subject.acts
+    pauses = [await subject.update_competing_autoscalers() for _ in range(6)]
+    assert not subject.can_scale
     assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert caplog.text.count("is not scaled until horizontalpodautoscalers in n were listed") == 1
     api.answers[HPA.plural] = listed()
-    await subject.look_for_others()
-    assert subject.acts
+    await subject.update_competing_autoscalers()
+    assert subject.can_scale
 
 
 async def test_scale_reports_a_lost_permission_after_several_refusals():
@@ -124,12 +124,12 @@ async def test_autoscaler_list_reports_a_missing_permission_after_several_refusa
     api = ApiFixture(scaledobjects=ApiError(403, "no"))
     subject = scale(api)
     for _ in range(3):
-        await subject.look_for_others()
-        assert not subject.acts
+        await subject.update_competing_autoscalers()
+        assert not subject.can_scale
         assert "no right to list" not in caplog.text
-    assert await subject.look_for_others() == 60.0
-    assert subject.acts
-    await subject.look_for_others()
+    assert await subject.update_competing_autoscalers() == 60.0
+    assert subject.can_scale
+    await subject.update_competing_autoscalers()
     assert caplog.text.count("no right to list scaledobjects in n") == 1
 
 
@@ -137,13 +137,13 @@ async def test_autoscaler_list_reports_an_uninstalled_kind_after_several_refusal
     """The definitions of an API server that has just started come a moment later."""
     api = ApiFixture(scaledobjects=listed("s"))
     subject = scale(api)
-    await subject.look_for_others()
+    await subject.update_competing_autoscalers()
     api.answers[SCALED_OBJECT.plural] = ApiError(404, "no such resource")
     for _ in range(3):
-        await subject.look_for_others()
-        assert not subject.acts
-    await subject.look_for_others()
-    assert subject.acts
+        await subject.update_competing_autoscalers()
+        assert not subject.can_scale
+    await subject.update_competing_autoscalers()
+    assert subject.can_scale
 
 
 async def test_scale_writes_further_events_after_an_event_raised():

@@ -36,8 +36,8 @@ class Watched:
 def test_states_are_restored_on_another_clock():
     """Monotonic clocks differ; the time of day says by how much."""
     watched = Watched()
-    text = state_store.write({"p": watched.state}, 60.0, 1000.0)
-    states, shift_s = state_store.read(text, 7.0, 1010.0)
+    text = state_store.encode_states({"p": watched.state}, 60.0, 1000.0)
+    states, shift_s = state_store.decode_states(text, 7.0, 1010.0)
     # 10 s later by the time of day: what was at 60 is at -3 on this clock.
     assert shift_s == -63.0
     other = Watched(until=-1)
@@ -49,17 +49,17 @@ def test_states_are_restored_on_another_clock():
 
 def test_a_clock_set_back_gives_no_future_times():
     """What was seen is then as old as if it were just now."""
-    text = state_store.write({}, 60.0, 1000.0)
-    assert state_store.read(text, 7.0, 900.0) == ({}, -53.0)
+    text = state_store.encode_states({}, 60.0, 1000.0)
+    assert state_store.decode_states(text, 7.0, 900.0) == ({}, -53.0)
 
 
 def test_unreadable_states_are_skipped():
     """Of one pool or of all; another's state is still read."""
-    assert state_store.read("", 1.0, 1.0) == ({}, 0.0)
-    assert state_store.read("{", 1.0, 1.0) == ({}, 0.0)
-    good = state_store.write({"p": Watched().state}, 60.0, 1000.0)
+    assert state_store.decode_states("", 1.0, 1.0) == ({}, 0.0)
+    assert state_store.decode_states("{", 1.0, 1.0) == ({}, 0.0)
+    good = state_store.encode_states({"p": Watched().state}, 60.0, 1000.0)
     broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
-    assert list(state_store.read(broken, 60.0, 1000.0)[0]) == ["p"]
+    assert list(state_store.decode_states(broken, 60.0, 1000.0)[0]) == ["p"]
 
 
 class Cluster:

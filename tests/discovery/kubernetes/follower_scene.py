@@ -38,7 +38,7 @@ class Scene:
             clock=time.monotonic,
             rng=random.Random(1),
             on_pools=self._on_pools,
-            on_fact=self._on_fact,
+            on_event=self._on_fact,
         )
 
     def _on_pools(self, changed, removed):

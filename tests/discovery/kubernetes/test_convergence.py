@@ -123,16 +123,18 @@ class Play:
         waiting = [collection for collection, queue in self.queues.items() if queue]
         if waiting:
             collection = waiting[at % len(waiting)]
-            self.take(collection, self.readers[collection].line(self.queues[collection].pop(0)))
+            self.take(
+                collection, self.readers[collection].decode_event(self.queues[collection].pop(0))
+            )
 
     def take(self, collection, event):
         match event:
             case watch_events.Applied(value, _):
-                self.subject.put(collection, (value.namespace, value.name), value)
+                self.subject.apply(collection, (value.namespace, value.name), value)
             case watch_events.Deleted(namespace, name, _) | watch_events.InvalidObject(
                 namespace, name
             ):
-                self.subject.put(collection, (namespace, name), None)
+                self.subject.apply(collection, (namespace, name), None)
             case _:
                 raise AssertionError(event)
 
@@ -140,7 +142,9 @@ class Play:
         collection = self.subject.collections[at % len(self.subject.collections)]
         self.queues[collection].clear()
         mine = [value for value in self.truth.values() if collection in self.holders(value)]
-        self.subject.replace(collection, self.readers[collection].page(builders.page(*mine)).values)
+        self.subject.replace(
+            collection, self.readers[collection].decode_list(builders.page(*mine)).values
+        )
 
     def collect(self, _=None):
         changes = self.subject.collect()
@@ -154,7 +158,7 @@ class Play:
     def settle(self):
         """Lists what never was, and delivers the rest."""
         for at, collection in enumerate(self.subject.collections):
-            if self.subject._presence[collection] is store.CollectionStatus.UNKNOWN:
+            if self.subject._statuses[collection] is store.CollectionStatus.UNKNOWN:
                 self.relist(at)
         while any(self.queues.values()):
             self.deliver(0)
@@ -177,8 +181,8 @@ def test_any_interleaving_converges_to_the_listed_state(script):
     fresh.truth = play.truth
     assert late == fresh.settle()
     assert play.subject.synced
-    assert not play.subject.dirty
-    assert not play.subject._redecreed
+    assert not play.subject.has_changes
+    assert not play.subject._policy_changed
     for pool in late.values():
         addresses = [endpoint.address for endpoint in pool.endpoints]
         assert len(set(addresses)) == len(addresses)
@@ -198,6 +202,6 @@ def test_indices_do_not_leak():
     known = play.subject
     assert set(play.pools) == {"one/p", "two/sel", "one/engines"}
     assert not any(known._objects.values())
-    assert set(known._anchors) == {("two", "app", "y")}
-    assert known._settled == {"one/p", "two/sel", "one/engines"}
+    assert set(known._views_by_label) == {("two", "app", "y")}
+    assert known._complete_pools == {"one/p", "two/sel", "one/engines"}
     assert not any(map(bool, known._pods.values()))

@@ -157,7 +157,7 @@ def test_a_403_of_a_restarted_api_server_is_retried(tmp_path):
 
 def test_lost_permissions_are_the_last_reported_state(tmp_path, monkeypatch):
     """No word of being connected while pods are forbidden; one once they are not."""
-    monkeypatch.setattr(reflector, "_SURELY_FORBIDDEN_S", 0.05)
+    monkeypatch.setattr(reflector, "_FORBIDDEN_GRACE_S", 0.05)
 
     async def scene():
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
@@ -171,12 +171,12 @@ def test_lost_permissions_are_the_last_reported_state(tmp_path, monkeypatch):
             assert "connected" not in scene.kinds()
             assert scene.facts[-1].kind == "forbidden"
             assert "pods in namespace default" in scene.facts[-1].detail
-            (pods,) = [status for status in scene.subject.statuses if status.stands]
+            (pods,) = [status for status in scene.subject.statuses if status.is_unsynced]
             assert (pods.collection.title, pods.state) == ("pods in namespace default", "forbidden")
             assert scene.names() == ["a"]
             scene.server.forbidden.clear()
             await scene.until_fact("connected")
-            assert not any(status.stands for status in scene.subject.statuses)
+            assert not any(status.is_unsynced for status in scene.subject.statuses)
 
     asyncio.run(scene())
 

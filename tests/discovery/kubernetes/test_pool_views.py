@@ -6,12 +6,12 @@ from tests.discovery.kubernetes import builders
 
 def pod(**facts):
     line = builders.line("ADDED", builders.pod(**facts))
-    return watch_events.WatchReader(watch_plan.PODS).line(line).value
+    return watch_events.WatchReader(watch_plan.PODS).decode_event(line).value
 
 
 def slice_of(**facts):
     line = builders.line("ADDED", builders.slice_of(**facts))
-    return watch_events.WatchReader(watch_plan.SLICES).line(line).value
+    return watch_events.WatchReader(watch_plan.SLICES).decode_event(line).value
 
 
 def addresses(endpoints):

@@ -49,19 +49,19 @@ class FeedFixture:
             self.server,
             known,
             listener=self,
-            wanted=wanted,
+            settings=wanted,
             clock=lambda: self.now,
             rng=chance,
             supervisor=Supervisor(clock=lambda: self.now),
         )
 
-    def changed(self):
+    def on_changed(self):
         pass
 
-    def happened(self, kind, detail):
+    def on_event(self, kind, detail):
         self.states.append(kind)
 
-    def state(self, collection, kind, detail):
+    def on_state(self, collection, kind, detail):
         self.states.append(kind)
 
     def pauses(self, answer, count):

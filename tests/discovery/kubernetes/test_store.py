@@ -32,8 +32,8 @@ class World:
         """Lists all collections, in which these are all objects there are."""
         for collection in self.subject.collections:
             mine = [value for value in values if collection in self.collections(value)]
-            page = watch_events.WatchReader(collection.resource).page(builders.page(*mine))
-            assert page.broken == ()
+            page = watch_events.WatchReader(collection.resource).decode_list(builders.page(*mine))
+            assert page.invalid_objects == ()
             self.subject.replace(collection, page.values)
         return self.collect()
 
@@ -42,17 +42,17 @@ class World:
             for collection in self.collections(value):
                 event = (
                     watch_events.WatchReader(collection.resource)
-                    .line(builders.line("MODIFIED", value))
+                    .decode_event(builders.line("MODIFIED", value))
                     .value
                 )
-                self.subject.put(collection, (event.namespace, event.name), event)
+                self.subject.apply(collection, (event.namespace, event.name), event)
         return self.collect()
 
     def delete(self, *values):
         for value in values:
             for collection in self.collections(value):
                 about = value["metadata"]
-                self.subject.put(collection, (about["namespace"], about["name"]), None)
+                self.subject.apply(collection, (about["namespace"], about["name"]), None)
         return self.collect()
 
     def collect(self):
@@ -99,7 +99,7 @@ def test_forbidden_policies_count_as_listed_and_pods_do_not(presence, optional, 
     world = World(listed=False)
     for collection in world.subject.collections:
         if collection.resource.optional is optional:
-            world.subject.settle(collection, presence)
+            world.subject.set_status(collection, presence)
         else:
             world.subject.replace(collection, ())
     assert world.subject.synced is synced
@@ -168,7 +168,7 @@ def test_a_recreated_pool_is_not_removed():
     world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
     for collection in world.collections(builders.pool()):
-        world.subject.put(collection, ("default", "pool"), None)
+        world.subject.apply(collection, ("default", "pool"), None)
     assert world.put(builders.pool()) == set()
     assert world.addresses() == ["10.0.0.1:8000"]
 
@@ -259,7 +259,7 @@ def test_where_both_groups_are_installed_only_the_new_one_is_read():
     world = World(listed=False)
     for collection in world.subject.collections:
         if collection.resource == watch_plan.OBJECTIVES:
-            world.subject.settle(collection, store.CollectionStatus.ABSENT)
+            world.subject.set_status(collection, store.CollectionStatus.ABSENT)
         else:
             world.subject.replace(collection, ())
     world.put(builders.pool(), builders.objective(priority=7, group=builders.OLD_GROUP))
@@ -272,7 +272,7 @@ def test_where_both_groups_are_installed_only_the_new_one_is_read():
     world.subject.replace(new, ())
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {}
-    world.subject.settle(new, store.CollectionStatus.ABSENT)
+    world.subject.set_status(new, store.CollectionStatus.ABSENT)
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {"high": 7}
 

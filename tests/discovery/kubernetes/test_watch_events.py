@@ -39,7 +39,7 @@ def test_a_pod_is_read():
         node="n1",
         annotations={"llm-d.ai/active-ports": "8000", "model-pod-port": "8001", "x": "y"},
     )
-    assert PODS.line(builders.line("ADDED", value, "7")) == watch_events.Applied(
+    assert PODS.decode_event(builders.line("ADDED", value, "7")) == watch_events.Applied(
         objects.Pod(
             namespace="default",
             name="a",
@@ -70,7 +70,7 @@ def test_a_pod_is_not_ready(facts):
 
     Source: docs/reference/protocol-conformance.md#point-60.
     """
-    event = PODS.line(builders.line("MODIFIED", builders.pod(**facts)))
+    event = PODS.decode_event(builders.line("MODIFIED", builders.pod(**facts)))
     assert event.value.ready is False
 
 
@@ -78,7 +78,9 @@ def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
     """The new key beats the legacy one (docs/reference/protocol-conformance.md#point-62)."""
     old, new = "inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports"
     read = [
-        PODS.line(builders.line("ADDED", builders.pod(annotations=notes))).value.active_ports
+        PODS.decode_event(
+            builders.line("ADDED", builders.pod(annotations=notes))
+        ).value.active_ports
         for notes in ({old: "1"}, {old: "1", new: "2"}, {old: "1", new: ""}, {})
     ]
     assert read == ["1", "2", "", None]
@@ -87,25 +89,25 @@ def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
 def test_deletions_bookmarks_and_errors_are_read():
     """Deletions, bookmarks and errors carry what is needed to go on."""
     gone = {"kind": "Status", "status": "Failure", "metadata": {}, "code": 410, "message": "old"}
-    assert PODS.line(builders.line("DELETED", builders.pod("a"), "8")) == watch_events.Deleted(
-        "default", "a", "8"
-    )
+    assert PODS.decode_event(
+        builders.line("DELETED", builders.pod("a"), "8")
+    ) == watch_events.Deleted("default", "a", "8")
     mark = {"kind": "Pod", "metadata": {}, "spec": {"containers": None}, "status": {}}
-    assert PODS.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
-    assert PODS.line(builders.line("ERROR", gone)) == watch_events.WatchError(410, "old")
+    assert PODS.decode_event(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
+    assert PODS.decode_event(builders.line("ERROR", gone)) == watch_events.WatchError(410, "old")
 
 
 def test_a_bookmark_of_a_resource_with_required_fields():
     """Bookmarks of pools have an empty spec, which no pool may have."""
     mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
     reader = watch_events.WatchReader(watch_plan.POOLS)
-    assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
+    assert reader.decode_event(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
 
 
 def test_an_invalid_object_has_a_name():
     """So that it can count as gone, and its version to go on from."""
     value = builders.pod("a") | {"status": {"podIP": 5}}
-    event = PODS.line(builders.line("MODIFIED", value, "7"))
+    event = PODS.decode_event(builders.line("MODIFIED", value, "7"))
     assert (event.namespace, event.name, event.version) == ("default", "a", "7")
     assert "podIP" in event.reason
 
@@ -113,7 +115,7 @@ def test_an_invalid_object_has_a_name():
 def test_an_invalid_object_can_be_deleted():
     """Its deletion names it."""
     value = builders.pod("a") | {"status": 5}
-    assert PODS.line(builders.line("DELETED", value, "7")) == watch_events.Deleted(
+    assert PODS.decode_event(builders.line("DELETED", value, "7")) == watch_events.Deleted(
         "default", "a", "7"
     )
 
@@ -121,10 +123,12 @@ def test_an_invalid_object_can_be_deleted():
 def test_an_invalid_object_hides_no_other_of_a_list():
     """The page holds what can be read, and says what cannot."""
     broken = builders.pod("b") | {"metadata": builders.meta("b", labels=["x"])}
-    page = PODS.page(builders.page(builders.pod("a"), broken, 5, builders.pod("c"), more="t"))
+    page = PODS.decode_list(
+        builders.page(builders.pod("a"), broken, 5, builders.pod("c"), more="t")
+    )
     assert [value.name for value in page.values] == ["a", "c"]
-    assert [broken.name for broken in page.broken] == ["b", ""]
-    assert (page.version, page.more) == ("1", "t")
+    assert [broken.name for broken in page.invalid_objects] == ["b", ""]
+    assert (page.version, page.continue_token) == ("1", "t")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,8 @@ def test_a_pool_the_schema_forbids_is_broken(spec):
     """A selector of nothing would take every pod of the namespace."""
     reader = watch_events.WatchReader(watch_plan.POOLS)
     assert isinstance(
-        reader.line(builders.line("ADDED", builders.pool(**spec))), watch_events.InvalidObject
+        reader.decode_event(builders.line("ADDED", builders.pool(**spec))),
+        watch_events.InvalidObject,
     )
 
 
@@ -150,12 +155,12 @@ def test_both_groups_of_pools_are_read():
     """The old one has a plain map and one port."""
     new = (
         watch_events.WatchReader(watch_plan.POOLS)
-        .line(builders.line("ADDED", builders.pool()))
+        .decode_event(builders.line("ADDED", builders.pool()))
         .value
     )
     old = (
         watch_events.WatchReader(watch_plan.OLD_POOLS)
-        .line(builders.line("ADDED", builders.old_pool()))
+        .decode_event(builders.line("ADDED", builders.old_pool()))
         .value
     )
     assert (new.selector, new.ports) == (old.selector, old.ports) == ({"app": "vllm"}, (8000,))
@@ -167,7 +172,9 @@ def test_the_last_applied_annotation_is_dropped():
     value = builders.pool()
     noise = "kubectl.kubernetes.io/last-applied-configuration"
     value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
-    pool = watch_events.WatchReader(watch_plan.POOLS).line(builders.line("ADDED", value)).value
+    pool = (
+        watch_events.WatchReader(watch_plan.POOLS).decode_event(builders.line("ADDED", value)).value
+    )
     assert pool.annotations == {"a": "b"}
 
 
@@ -176,7 +183,9 @@ def test_a_rule_with_an_unknown_match_is_skipped():
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
     rewrite = (
-        watch_events.WatchReader(watch_plan.REWRITES).line(builders.line("ADDED", value)).value
+        watch_events.WatchReader(watch_plan.REWRITES)
+        .decode_event(builders.line("ADDED", value))
+        .value
     )
     assert [(rule.models, rule.targets[0].model) for rule in rewrite.rules] == [((), "o")]
 
@@ -185,9 +194,9 @@ def test_a_rule_with_an_unknown_match_is_skipped():
 def test_no_bytes_raise(text):
     """Whatever stands in a line or a page, it is a value."""
     for reader in READERS:
-        assert isinstance(reader.line(text), watch_events.WatchEvent)
+        assert isinstance(reader.decode_event(text), watch_events.WatchEvent)
         assert isinstance(
-            reader.page(text), watch_events.ListPage | watch_events.UndecodableMessage
+            reader.decode_list(text), watch_events.ListPage | watch_events.UndecodableMessage
         )
 
 
@@ -197,15 +206,15 @@ def test_no_document_raises(value, kind):
     line = json.dumps({"type": kind, "object": value}).encode()
     page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [value, value]}).encode()
     for reader in READERS:
-        assert isinstance(reader.line(line), watch_events.WatchEvent)
-        decoded = reader.page(page)
-        assert len(decoded.values) + len(decoded.broken) == 2
+        assert isinstance(reader.decode_event(line), watch_events.WatchEvent)
+        decoded = reader.decode_list(page)
+        assert len(decoded.values) + len(decoded.invalid_objects) == 2
 
 
 def test_deep_nesting_is_a_value():
     """The decoder gives up before the stack does."""
     line = b'{"type":"ADDED","object":{"metadata":' + b"[" * 100_000
-    assert isinstance(PODS.line(line), watch_events.UndecodableMessage)
+    assert isinstance(PODS.decode_event(line), watch_events.UndecodableMessage)
 
 
 def test_an_object_that_raises_is_the_only_invalid_one():
@@ -219,10 +228,12 @@ def test_an_object_that_raises_is_the_only_invalid_one():
         return real(raw)
 
     reader._value = raising
-    page = reader.page(builders.page(builders.pod("a"), builders.pod("bad"), builders.pod("b")))
+    page = reader.decode_list(
+        builders.page(builders.pod("a"), builders.pod("bad"), builders.pod("b"))
+    )
     assert [value.name for value in page.values] == ["a", "b"]
-    (broken,) = page.broken
+    (broken,) = page.invalid_objects
     assert (broken.name, broken.reason) == ("bad", "reading it raised OverflowError")
-    event = reader.line(builders.line("MODIFIED", builders.pod("bad"), "7"))
+    event = reader.decode_event(builders.line("MODIFIED", builders.pod("bad"), "7"))
     assert isinstance(event, watch_events.InvalidObject)
     assert event.version == "7"

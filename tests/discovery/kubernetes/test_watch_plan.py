@@ -85,10 +85,10 @@ def test_watches_keep_the_time_of_the_last_sync():
     board.update("disconnected", PODS, detail="refused", now=10.0)
     board.update("forbidden", PODS, detail="403", now=20.0)
     assert board.status(PODS).unsynced_since == 10.0
-    (line,) = watch_plan.lines(board.subject.statuses, 30.0)
+    (line,) = watch_plan.describe_statuses(board.subject.statuses, 30.0)
     assert line == "pods in namespace n not in step for 20 s: forbidden: 403"
     board.update("connected", PODS, now=40.0)
-    assert list(watch_plan.lines(board.subject.statuses, 50.0)) == []
+    assert list(watch_plan.describe_statuses(board.subject.statuses, 50.0)) == []
 
 
 def test_watches_of_an_absent_optional_kind_have_no_state():
@@ -96,7 +96,7 @@ def test_watches_of_an_absent_optional_kind_have_no_state():
     board = BoardFixture()
     board.update("connected", PODS, POOLS)
     board.update("not-installed", OBJECTIVES, detail="missing")
-    assert list(watch_plan.lines(board.subject.statuses, 9.0)) == []
+    assert list(watch_plan.describe_statuses(board.subject.statuses, 9.0)) == []
 
 
 @given(
@@ -108,7 +108,7 @@ def test_watches_of_an_absent_optional_kind_have_no_state():
 def test_watches_report_the_final_state(steps):
     """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
     board = BoardFixture()
-    faults = {*watch_plan.AWAY, "forbidden", "unreadable"}
+    faults = {*watch_plan.DISCONNECTED, "forbidden", "unreadable"}
     for collection, state in steps:
         before = len(board.reported)
         board.update(state, collection)

@@ -31,9 +31,9 @@ class FlowControlFixture:
         self.refused = []
         acts = FlowCallbacks(
             decide=self.decide,
-            waits=lambda _sim_request, _address: None,
-            go=self.grant,
-            refuse=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
+            on_waiting=lambda _sim_request, _address: None,
+            dispatch=self.grant,
+            reject=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
         section = flow_control.FlowControlSection(enabled=True, **facts)
         self.gate = SimFlowController(section, timeline=self.timeline, acts=acts)
