@@ -467,7 +467,7 @@ def build_candidates(
             adapters=adapters,
             now=now,
             imputation=imputation,
-            home=home,
+            last_account=last_account,
         )
     candidates: list[Candidate] = []
     place = resident = AdapterResidency.RESIDENT
@@ -497,7 +497,7 @@ def build_candidates(
                 member.rates,
                 place,
                 account.active_context_tokens,
-                account is home,
+                account is last_account,
             )
         )
     return candidates
@@ -511,7 +511,7 @@ def _build_imputed(
     adapters: frozenset[str],
     now: float,
     imputation: Imputation,
-    home: InflightLoad | None,
+    last_account: InflightLoad | None,
 ) -> list[Candidate]:
     """The same where pages are filled; apart, since looking for that in each takes an eighth more."""
     candidates: list[Candidate] = []
