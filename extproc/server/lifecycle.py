@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import uvloop
 
 from extproc.config.settings import Settings
-from extproc.server import health, reload
+from extproc.server import grpc_workarounds, health, reload
 from extproc.server.app import EndpointPickerProcess, Loop
 from extproc.supervision import LoopName
 
@@ -36,6 +37,7 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     )
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
+    grpc_workarounds.configure_malloc(os.environ)
     uvloop.run(serve(settings, source, announce=_announce))
     return 0
 

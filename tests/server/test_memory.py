@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import types
+
+import pytest
 
 from extproc.server import grpc_workarounds
 
@@ -34,3 +37,25 @@ async def test_memory_is_trimmed_again_when_the_last_streams_end(monkeypatch):
         crowds.count(streams)
     for _ in range(2):
         await asyncio.wait_for(trims.get(), 300.0)
+
+
+def test_malloc_keeps_memory_between_requests(monkeypatch):
+    """The numbers are glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+    options = {}
+    library = types.SimpleNamespace(
+        mallopt=lambda option, value: not options.update({option: value})
+    )
+    monkeypatch.setattr(grpc_workarounds.ctypes, "CDLL", lambda _: library)
+    assert grpc_workarounds.configure_malloc({"PATH": "/bin"})
+    assert options == {-1: 4 << 20, -3: 1 << 20}
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_malloc_of_the_environment_stands(name):
+    assert not grpc_workarounds.configure_malloc({name: "x"})
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    """Musl has no mallopt."""
+    monkeypatch.setattr(grpc_workarounds.ctypes, "CDLL", lambda _: object())
+    assert not grpc_workarounds.configure_malloc({})
