@@ -201,7 +201,7 @@ def test_the_policy_changes_without_a_restart():
     """What a file says now is in force from the next request on; nothing needs a restart."""
     parts = built(POOL)
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
-    routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
+    routing, _ = factory.rebuild_routing(wanted, where="pool.yaml", guards=parts.guards)
     parts.director.reconfigure(routing)
     outcome = decision(parts, "other")
     assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")
