@@ -27,9 +27,9 @@ class FilterTreeStep(msgspec.Struct, frozen=True, gc=False):
     """One filter on the way through a tree of filters.
 
     Attributes:
-        name: Which filter.
+        name: Kind of the filter.
         survivors: Candidates it passed; none where it failed, and then its input goes on.
-        branch: What follows: the node for `success`, `failure` or `either`; empty where the walk ends.
+        branch: Branch that follows: `success`, `failure` or `either`; empty where the walk ends.
         error_type: The type of what it raised, which is a failure; empty when it answered.
     """
 
@@ -43,7 +43,7 @@ class FilterResult(msgspec.Struct, frozen=True, gc=False):
     """One filter step: the candidates still in play after it.
 
     Attributes:
-        name: Which filter.
+        name: Kind of the filter.
         survivors: Candidates it passed.
         branches: The way through it in order, where it is a tree.
     """
@@ -112,10 +112,10 @@ class CostResult(msgspec.Struct, frozen=True, gc=False):
     """Cost of each finalist, lower is better, aligned with `Decision.scored_candidates`.
 
     Attributes:
-        name: Which cost model.
+        name: Kind of the cost model.
         unit: Unit of costs and terms, such as `s`; empty for plain numbers.
-        costs: What the picker compared.
-        terms: What they are made of: a name and one number for each finalist.
+        costs: What the picker compared, in `unit`; aligned with `Decision.scored_candidates`.
+        terms: Terms of the costs: a name and a number for each scored candidate, in `unit`.
     """
 
     name: str
@@ -129,8 +129,8 @@ class BodyEdit(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         start: Offset of the first byte.
-        stop: Offset behind the last one; equal to `start` where nothing is taken out.
-        content: What stands there instead.
+        stop: Byte offset after the last replaced byte; equal to `start` where nothing is removed.
+        content: Bytes that replace them.
     """
 
     start: int
@@ -153,8 +153,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: The parsed request.
-        endpoints: In order of preference, never empty; the first one serves, the others are
-            fallbacks for a data plane that can retry (EPP protocol 004, comma list).
+        endpoints: Endpoints in order of preference, never empty; the first one serves, the others
+            are fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
         candidates: Endpoints in play before the first filter.
         excluded_by_model: Endpoints that were not, because they do not serve the model.
@@ -164,18 +164,19 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         filters: Each filter step in order.
         scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.
-        cost: What each finalist would cost, where the profile has a cost model.
-        totals: What the picker compared, higher is better, aligned with `scored_candidates`: weighted sums
-            of scores, or negated costs.
-        picker: Which picker chose.
+        cost: Cost of each scored candidate; None where the profile has no cost model.
+        totals: Totals that the picker compared, higher is better, aligned with `scored_candidates`:
+            weighted sums of scores, or negated costs.
+        picker: Kind of the picker.
         block_hashes: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
         matched_tokens: Prompt tokens believed cached on the first endpoint.
         answer_headers: Headers to add to the answer, where the data plane shows it to us.
-        plugin_keys: What plugins with a memory know the request by, such as a session; name to value.
-        degraded: Why the ordinary way could not be taken; empty when it was.
+        plugin_keys: Keys by which stateful plugins recognize the request, such as a session; name
+            to value.
+        degraded: Reason of a degraded decision; empty for a normal one.
         model_rewrite: The name the engine knows the model by, where the client's is another one;
             empty to leave the body alone.
-        body_edit: Where in the body that name goes; None when the body cannot be edited.
+        body_edit: Replacement of the model in the body; None when the body cannot be edited.
         client_model: The client's name for it, which the answer is to say again; empty to leave the
             answer alone.
         pool: Name of the pool, where there are several.
@@ -222,10 +223,10 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         status: HTTP status, a member of Envoy's StatusCode enum.
-        message: For the client; never holds prompt text or secrets.
+        message: Text for the client; never holds prompt text or secrets.
         reason: Value of `x-llm-d-request-dropped-reason`; empty when the vocabulary has none.
         retry_after_s: Seconds after which trying again may help; None when it will not.
-        code: What programs tell the error by, as OpenAI's API names it; empty takes the status.
+        code: Error code of OpenAI's API; empty derives it from the status.
     """
 
     status: int

@@ -11,9 +11,9 @@ class ExtprocError(Exception):
     """Base of everything this package raises on purpose.
 
     Args:
-        wanted: What is expected.
-        got: What was there.
-        fix: What the reader should do.
+        wanted: The expected value.
+        got: The actual value.
+        fix: Advice to the reader.
     """
 
     def __init__(self, *, wanted: str, got: str, fix: str) -> None:
@@ -38,9 +38,9 @@ class ConfigError(ExtprocError):
 
     Args:
         where: The file and YAML path, or the flag.
-        wanted: What is expected.
-        got: What was there.
-        fix: What the reader should do.
+        wanted: The expected value.
+        got: The actual value.
+        fix: Advice to the reader.
     """
 
     def __init__(self, where: str, *, wanted: str, got: str, fix: str) -> None:

@@ -84,8 +84,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     """A parsed inference request.
 
     Attributes:
-        api: Which surface was called: `chat`, `completions`, `embeddings`, ..., `opaque`, or `grpc`
-            for an unknown gRPC method.
+        api: API surface: `chat`, `completions`, `embeddings`, ..., `opaque`, or `grpc` for an
+            unknown gRPC method.
         model: The LLM name in the body; empty when it names none.
         adapter: The LoRA adapter, where the surface names one apart from the model. vLLM names an
             adapter in `model`, so this is then empty and `target` is the model.
@@ -95,7 +95,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
         prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
         stream: Whether the client requested a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.
-        session: What ties turns of one conversation together; empty when nothing does.
+        session: Identity of the conversation; empty when the request states none.
         subset: See `HttpRequest.subset`.
         objective: Name of the InferenceObjective the client named, if it is one of this pool; empty
             otherwise.

@@ -65,7 +65,7 @@ class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
         available: Replicas that answer.
         waiting: Requests that wait in engines, as scraped.
         running: Requests in batches of engines, as scraped.
-        rates: How fast its engines are; None while there is none to learn from.
+        rates: Step times of its engines; None while no engine has shown any.
     """
 
     spec: int
@@ -79,9 +79,10 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a `DemandEstimator`, JSON that another process can restore.
 
     Attributes:
-        at: When it last read, on its own clock; None for never.
+        at: Monotonic seconds of the last reading, on the clock of its process; None before the
+            first.
         counters: Last counters of every picker, with the time of each.
-        rates: Of the engines, as last learned.
+        rates: Step times of the engines, as last learned.
         answers: Answers that count, fading; the prior is the first.
         answer_tokens: Their tokens; None until the rates say how many the prior has.
         prompt_tokens: Mean uncached prompt tokens of a request.
@@ -153,8 +154,8 @@ def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf
     `B = slowdown + (slowdown - 1) step_s / k`.
 
     Args:
-        rates: How fast the engine is.
-        slowdown: At least 1.
+        rates: Step times of the engine.
+        slowdown: Factor by which a sequence may be slower than alone, 1 or more.
         most: Largest number of concurrent requests.
     """
     each_s = rates.decode_s + rates.context_s * rates.context_tokens
@@ -174,7 +175,7 @@ def work(
     Args:
         prompt_tokens: P, the uncached ones.
         output_tokens: O.
-        rates: How fast the engine is.
+        rates: Step times of the engine.
         at_once: B, requests the engine has.
     """
     shared_s = rates.iteration_s(at_once) / at_once

@@ -85,8 +85,8 @@ class PolicyRunner:
 
         Args:
             saved: State of that scaler, from JSON.
-            shift_s: What our clock shows more than its clock did at one moment. Of monotonic clocks
-                of two processes only their owner can tell, from the time of day.
+            shift_s: Seconds to add to its times: the difference between the monotonic clocks of the
+                two processes, known from the time of day.
 
         Returns:
             Whether it could be read. If not, nothing changes.

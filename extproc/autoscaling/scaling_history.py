@@ -48,7 +48,7 @@ class TimeWindow(msgspec.Struct, frozen=True):
     """Samples of a quantity over time; a sample covers the time since the sample before it.
 
     Attributes:
-        begun: Time of the first sample ever; None before it.
+        begun: Monotonic seconds of the first sample ever; None before it.
         samples: Pairs of time and value, in order; the first may lie before the window, and marks
             where the time of the second begins.
     """

@@ -159,8 +159,8 @@ class EnvoyReport(msgspec.Struct, frozen=True):
 
     Attributes:
         file: Its name.
-        longest_wait_s: How long a request may wait before it is routed (seconds).
-        findings: In the order of the file.
+        longest_wait_s: Longest time a request may wait before it is routed (seconds).
+        findings: Findings in the order of the file.
     """
 
     file: str
@@ -184,11 +184,11 @@ class CheckReport(msgspec.Struct, frozen=True):
         errors: Everything for which `serve` would not start; the rest is empty where the file
             cannot be read at all.
         resolved: Settings and profile; None where there are none.
-        warnings: What may surprise.
-        notes: What is so on this machine and may be otherwise on another one.
+        warnings: Settings that may surprise.
+        notes: Facts of this machine that may differ elsewhere, such as a port in use.
         description: The settings in words.
-        envoy: Of `--envoy`.
-        diff: Of `--diff`.
+        envoy: Report of `--envoy`; None without the flag.
+        diff: Report of `--diff`; None without the flag.
     """
 
     where: str

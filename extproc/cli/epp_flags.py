@@ -22,7 +22,7 @@ class CompatibleFlag(msgspec.Struct, frozen=True):
         name: Without dashes.
         accepted_values: Values that change nothing here.
         refused: Whether any other value ends the program; otherwise it is a warning.
-        message: What to do instead, or why nothing has to be done.
+        message: Text that says what to do instead, or why nothing has to be done.
         boolean: Whether it may stand without a value, meaning true.
     """
 
@@ -141,7 +141,7 @@ def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
     """Warnings for log flags among unknown words.
 
     Args:
-        words: What the parser left.
+        words: Words that the parser did not know.
         known: Every flag there is, for the guess at what was meant.
 
     Raises:

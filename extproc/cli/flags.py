@@ -26,7 +26,7 @@ class Resolved(msgspec.Struct, frozen=True):
         settings: File and flags together.
         profile: The scheduling profile they name; its plugins have all the signals they need.
         where: The file, or the defaults, for later errors.
-        warnings: One line for each flag that has no effect, or not the one it asks for.
+        warnings: A line for each flag that has no effect, or another than requested.
     """
 
     settings: Settings
@@ -94,7 +94,7 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     """Settings from parsed flags.
 
     Args:
-        args: From a parser that `add` prepared, with what it did not know in `unknown_flags`.
+        args: Parsed flags of a parser that `add` prepared, with unknown words in `unknown_flags`.
         document: The configuration; None reads the one that the flags name.
 
     Raises:

@@ -17,8 +17,8 @@ class ObjectFlag(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Without dashes.
-        metavar: For --help.
-        text: For --help.
+        metavar: Placeholder of the value in the help text.
+        text: Help text.
     """
 
     name: str

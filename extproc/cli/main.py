@@ -101,7 +101,7 @@ def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
     """The parser of the command line.
 
     Args:
-        commands: Those whose flags are needed; of the others there is only the name.
+        commands: Commands whose flags are needed; of the others only the name is known.
     """
     parser = argparse.ArgumentParser(
         prog="extproc",

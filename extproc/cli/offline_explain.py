@@ -23,8 +23,8 @@ def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, wher
     """Decide a request offline, as a server with these settings and this pool would.
 
     Args:
-        settings: Of the server.
-        pool: What it would know.
+        settings: Settings of the server.
+        pool: State of the pool at the decision.
         where: The state's file, for errors.
 
     Raises:

@@ -29,7 +29,7 @@ class BoundParameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         metric: The metric of the condition.
         parameter: The older parameter, the bound.
-        default: Its default; None if upstream had none.
+        default: Its default, in the unit of the metric; None if upstream had none.
     """
 
     metric: str

@@ -72,7 +72,8 @@ def build_tree_params(
     """Return parameters of a tree with a filter in every node.
 
     Args:
-        params: As written: `root`, or the root node itself, as the first gateway's files have it.
+        params: Parameters as written: `root`, or the root node itself, as in files of the first
+            gateway.
         build: Builds the filters.
         where: The file, for errors.
         path: Path of `params` in the file, for errors.
@@ -189,7 +190,7 @@ def from_decision_tree(
         params: Parameters of the decision tree, as written.
         find: Looks plugins up.
         where: The file, for errors.
-        path: Where `params` stands in it, for errors.
+        path: Path of `params` in the document, for errors.
 
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.

@@ -49,7 +49,7 @@ class ExternalPlugins(msgspec.Struct, frozen=True):
 
     Attributes:
         origin: The file, or the entry point and its package.
-        classes: In the order they are defined; at least one.
+        classes: Plugin classes in order of definition; at least one.
     """
 
     origin: str

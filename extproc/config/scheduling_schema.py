@@ -65,7 +65,7 @@ class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         type: Its kind, ours or upstream's. No default: it says what the entry is.
-        name: What profiles call it; empty takes the type.
+        name: Name in profiles; empty takes the type.
         parameters: Its parameters; none takes the defaults of the plugin.
     """
 

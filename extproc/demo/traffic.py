@@ -58,7 +58,7 @@ def conversations(
     """Generate conversations; equal seeds generate equal ones.
 
     Args:
-        turns: Turns of each.
+        turns: Turns of each conversation (count).
         model: Base model of three quarters of them.
         adapters: The rest are spread over these.
         seed: Start of all chance.

@@ -28,7 +28,8 @@ class DnsResolution(msgspec.Struct, frozen=True):
     """Endpoints of a list, and the resolution status of its names.
 
     Attributes:
-        endpoints: In the order of the list, and by address within one name; none twice.
+        endpoints: Endpoints in the order of the list, and by address within a name, without
+            duplicates.
         answers: The answer in use of every name that ever had one and is still listed.
         stale: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
@@ -46,7 +47,8 @@ class DnsResolver:
     """Resolves A and AAAA records of all names concurrently.
 
     Args:
-        timeout_s: For one name. The system's own time-out is 5 s and more per name server.
+        timeout_s: Time limit for a name (seconds). The system's own is 5 s and more per name
+            server.
     """
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:

@@ -41,7 +41,7 @@ class EndpointListEntry(msgspec.Struct, frozen=True):
     Attributes:
         host: IPv4 or IPv6 literal in its shortest form, without brackets, or a host name.
         port: 1..65535.
-        name: What people call it; empty when they do not.
+        name: Display name; empty for none.
         labels: Free labels; `namespace` is one of them.
     """
 
@@ -60,7 +60,7 @@ def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, .
     """Parses a loaded YAML or JSON document.
 
     Args:
-        document: What the loader returned.
+        document: Parsed YAML or JSON.
         where: Name of the file, for messages.
 
     Raises:
@@ -247,7 +247,7 @@ class DiscoveredPool(msgspec.Struct, frozen=True):
         policy: Priorities and rewrites.
         app_protocol: Protocol of the engines: `http`, `kubernetes.io/h2c`, or empty when not
             set.
-        annotations: Of the object that defines the pool.
+        annotations: Annotations of the object that defines the pool.
         created: Creation time of that object, RFC 3339 in UTC; empty when unknown.
     """
 

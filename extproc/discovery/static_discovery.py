@@ -46,7 +46,7 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
         kind: `list-replaced` (the store has a new list), `file-broken` (the old list stays),
             `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
             `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
-        detail: What exactly.
+        detail: Details, for people.
         endpoints: Endpoints now.
     """
 
@@ -59,7 +59,7 @@ class StaticDiscovery:
     """Updates the sink at start, on file changes and on changed DNS answers.
 
     Args:
-        settings: How sources are followed.
+        settings: File, intervals and limits.
         store: Receiver of the endpoints.
         flag_entries: Entries from flags; they come before those of the file.
         resolver: Resolver of host names.

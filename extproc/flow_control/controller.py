@@ -107,7 +107,7 @@ class FlowController(Generic[ItemT, GrantT]):
     """Queues the requests of a pool until they are dispatched or rejected.
 
     Args:
-        settings: How requests wait; `queue.reconfigure` replaces them.
+        settings: Bounds, order and timeouts; `queue.reconfigure` replaces them.
         callbacks: Actions of the driver on requests.
         timer: Clock of the driver; no callback is scheduled while the queue is empty.
         budget: Work per call of `pump`; None for no limit.
@@ -147,7 +147,7 @@ class FlowController(Generic[ItemT, GrantT]):
 
         Args:
             outcome: The outcome with an empty queue.
-            priority: Of the request.
+            priority: Priority of the request.
             preferred_endpoint: Address of the endpoint it would go to; empty where that is not known.
         """
         if isinstance(outcome, (Deferral, Rejection)):

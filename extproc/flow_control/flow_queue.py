@@ -140,8 +140,10 @@ class QueuedItem:
     """A queued request.
 
     Args:
-        arrived: When it began to wait.
-        deadline: When it ends.
+        arrived: Monotonic seconds at which it began to wait.
+        deadline: Monotonic seconds at which its wait ends.
+        priority: Priority of its objective.
+        bytes: Size of its body in bytes.
 
     Attributes:
         tenant: Tenant that sent it.

@@ -125,7 +125,7 @@ class TenantRateLimiter:
     names gives a tenant a bucket that is full again.
 
     Args:
-        default: For tenants without a limit of their own.
+        default: Limit of tenants without a limit of their own.
         by_tenant: Limits of single tenants.
     """
 
@@ -167,8 +167,8 @@ class TenantRateLimiter:
         takes more than there is, and what follows waits the longer.
 
         Args:
-            tenant: Whose.
-            tokens: Of its prompt and, at most, its answer.
+            tenant: Tenant of the request.
+            tokens: Prompt tokens, and the most that the response may have.
             now: Monotonic seconds.
 
         Returns:

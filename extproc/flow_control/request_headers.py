@@ -18,7 +18,7 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     Attributes:
         tenant: Tenant that sent it; empty if unknown.
-        priority: Of its objective.
+        priority: Priority of its objective.
         objective: Its name.
         target: Key of the endpoints that can serve it; see `QueuedItem`.
         size: Bytes of its body.
@@ -59,7 +59,7 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
         """The tenant of a request, cut to 256 bytes; empty if no header names it.
 
         Args:
-            headers: Of the request, names in lower case.
+            headers: Headers of the request, names in lower case.
             served_by: The adapter or model it asks for.
         """
         for name in self.tenant_headers:

@@ -98,7 +98,7 @@ class BytesPerTokenEstimator:
 
         Args:
             model: LLM or adapter name.
-            prompt_bytes: Of its text; 0 when it came as token ids.
+            prompt_bytes: Bytes of prompt text; 0 when it came as token ids.
         """
         return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
 

@@ -457,7 +457,7 @@ def build_candidates(
         adapters: Names known to be adapters.
         now: Monotonic seconds.
         imputation: Of the pages of these members; None where every page counts as it is.
-        last_account: Of the endpoint where the prompt is expected to go on; None where there is none.
+        last_account: Account of the endpoint of the conversation's last turn; None without one.
     """
     if imputation is not None:
         return _build_imputed(

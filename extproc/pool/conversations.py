@@ -34,6 +34,7 @@ class ConversationTracker:
 
     Args:
         max_prompts: Prompts remembered (count). 65,536 take some 17 MB.
+        prompt_tokens: Mean prompt tokens of a request.
 
     Attributes:
         continuation_ratio: Share of requests that go on from an earlier one, 0..1.
@@ -64,7 +65,7 @@ class ConversationTracker:
         """Endpoint of the latest prompt that this one continues; None if new or freed.
 
         Args:
-            chain: The prompt's block hashes, root first.
+            chain: Block hashes of the prompt, 64 bits each, root first.
         """
         latest = self._latest(chain)
         return None if latest is None else latest.account()
@@ -73,7 +74,7 @@ class ConversationTracker:
         """Tokens a conversation will grow by: young ones grow to the size of the others.
 
         Args:
-            prompt_tokens: Of its latest prompt.
+            prompt_tokens: Prompt tokens of its latest turn.
         """
         return self.continuation_ratio * max(0.0, self.prompt_tokens - prompt_tokens)
 
@@ -98,9 +99,9 @@ class ConversationTracker:
         """A prompt was sent.
 
         Args:
-            chain: Its block hashes, root first.
-            account: Of the endpoint it was sent to.
-            prompt_tokens: Of the prompt.
+            chain: Block hashes of the prompt, 64 bits each, root first.
+            account: Account of the endpoint it was sent to.
+            prompt_tokens: Tokens of the prompt.
 
         Returns:
             The turn, to be marked when the request ends; None where no later prompt can match it.
@@ -129,8 +130,8 @@ class PendingShare(msgspec.Struct, frozen=True, gc=False):
     """The load that a queued request will add.
 
     Attributes:
-        account: Of the endpoint it waits for.
-        share: Of its cache.
+        account: Account of the endpoint that it waits for.
+        share: Share of the KV cache that it will hold there.
     """
 
     account: InflightLoad
@@ -141,7 +142,7 @@ class PendingLoad:
     """Adds the load of queued requests to the endpoints of a pool, and removes it.
 
     Args:
-        tracker: How conversations grow.
+        tracker: Estimates the growth of conversations.
         tokens: Prompt tokens by depth of a chain.
 
         counted: Whether any profile reads the pending load; nothing is added otherwise.
@@ -168,9 +169,9 @@ class PendingLoad:
         """Add the load of a queued request to an endpoint.
 
         Args:
-            address: Of the endpoint; empty for none.
-            chain: The prompt's block hashes, root first.
-            prompt_tokens: Of the prompt.
+            address: Address of the endpoint; empty for none.
+            chain: Block hashes of the prompt, 64 bits each, root first.
+            prompt_tokens: Tokens of the prompt.
 
         Returns:
             What to take back once the request goes on or leaves; None where there is nothing.

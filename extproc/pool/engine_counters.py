@@ -61,9 +61,9 @@ class WorkCounters(msgspec.Struct, frozen=True, gc=False):
         computed: Prompt tokens computed.
         generated: Tokens generated.
         context: Tokens of context that running requests have; None when unknown.
-        loads: Adapters that came onto the device.
+        loads: Adapters that were loaded onto the device (count).
         loading_s: Seconds of adapter loads where the engine tells them, else 0.
-        idled: How often our account had no open request left.
+        idled: Times at which our account had no open request left (count).
     """
 
     at: float
@@ -93,7 +93,7 @@ class CounterReader:
 
         Args:
             ran: Adapters of requests that ended since the last one.
-            idled: How often nothing of ours was left on the engine (count, ever).
+            idled: Times at which none of our requests was left on the engine (count, cumulative).
             shared: Tokens of context that the cache holds once for several running requests.
 
         Returns:

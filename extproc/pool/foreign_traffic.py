@@ -55,7 +55,7 @@ class ForeignTraffic:
 
         Args:
             own: Our requests there (count).
-            foreign: Those of others.
+            foreign: Open requests of others on the endpoint (count).
             before: The load until then.
             after: The load from now on.
         """
@@ -123,7 +123,8 @@ class TypicalWork:
         """Uncached prompt tokens of requests whose length is unknown.
 
         Args:
-            requests: How many (count).
-            kv_tokens: What the engine's KV cache holds, which no request exceeds; None while unknown.
+            requests: Requests (count).
+            kv_tokens: Size of the engine's KV cache in tokens, which no request exceeds; None while
+                unknown.
         """
         return requests * (min(kv_tokens, self.typical) if kv_tokens else self.typical)

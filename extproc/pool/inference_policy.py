@@ -24,7 +24,7 @@ class RewriteRule(msgspec.Struct, frozen=True):
 
     Attributes:
         models: Names it is for; empty is every request.
-        targets: At least one.
+        targets: Targets, at least one.
     """
 
     models: tuple[str, ...]
@@ -35,7 +35,7 @@ class InferencePolicy(msgspec.Struct, frozen=True):
     """All of it for one pool.
 
     Attributes:
-        priorities: By name of an InferenceObjective; a name that is not here has priority 0.
+        priorities: Priorities by name of an InferenceObjective; other names have priority 0.
         rules: Older objects first, and in the order of the list within one.
     """
 

@@ -36,7 +36,7 @@ class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
     """Adapter slot state of one endpoint, valid until its account or load changes.
 
     Attributes:
-        load: Of which it was worked out.
+        load: Load that it was computed from.
         known: Names that were known to be adapters then.
         full: Every slot is in use.
         room: A slot is free.
@@ -77,6 +77,21 @@ class InflightLoad:
         kv_tokens_scraped: Of these, in the last scrape.
         adapter_slots: What `adapters` worked out of `adapters` and `recent`; None since they changed.
         typical_work: The usual work of a request, of the whole pool.
+
+    Args:
+        endpoint: Endpoint of the account.
+        from_peers: Of the open requests, those of other replicas (count), where replicas exchange
+            them.
+        active_context_tokens: Context tokens of the open requests, common prefixes counted once,
+            with the expected growth of young conversations; 0 while no plugin needs it.
+        answered: Requests closed with an answer (count, cumulative).
+        served: Of the answered requests, those with a prompt that this replica sent itself.
+        idled: Times at which an answer left no open request (count, cumulative).
+        texts: Text prompts answered since the last comparison with the engine's counters:
+            [requests, bytes of text] by adapter or model name.
+        done: Uncached prompt tokens ever computed, as of `at`.
+        tokens_per_s: Growth of `done` in tokens per second.
+        kv_tokens_scraped: Part of `kv_tokens_sent` that the last scrape contains.
     """
 
     __slots__ = (
@@ -148,7 +163,7 @@ class InflightLoad:
         Args:
             target: Adapter or model name of the request.
             prompt_tokens: Estimated prompt tokens, 0 or more.
-            cached_tokens: Of these, believed to be in the engine's prefix cache.
+            cached_tokens: Of these, tokens predicted to be in the engine's prefix cache.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
             blocks: The prompt's chain of block hashes, root first.
             last_turn: Marked when the request ends; None for none.
@@ -191,7 +206,7 @@ class InflightLoad:
 
         Args:
             requests: Open requests (count).
-            prompt_tokens: Of all of them.
+            prompt_tokens: Prompt tokens of all of them.
             queued_tokens: Uncached prompt tokens that are not yet computed.
         """
         for at in range(requests):
@@ -273,7 +288,7 @@ class InflightLoad:
         """Set how fast queued work drains.
 
         Args:
-            rates: How fast the engine is.
+            rates: Step times of the engine.
             requests: Requests on it (count), whose decodes share its iterations.
         """
         per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
@@ -363,9 +378,10 @@ class LastTurn(msgspec.Struct, eq=False):
     """The latest prompt of a conversation.
 
     Attributes:
-        account: Of the endpoint it was sent to; weak, so that endpoints that left are freed.
+        account: Account of the endpoint it was sent to; a weak reference, so that removed endpoints
+            are freed.
         at: When, monotonic seconds.
-        ended: When its request was over; infinity while it is open.
+        ended: Monotonic seconds at which its request ended; infinity while it is open.
     """
 
     account: weakref.ref[InflightLoad]
@@ -379,11 +395,11 @@ class Reservation(msgspec.Struct, eq=False):
     Attributes:
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
-        uncached_tokens: Of these, not in the engine's prefix cache, at least 1.
+        uncached_tokens: Prompt tokens not in the engine's prefix cache, at least 1.
         sent: `InflightLoad.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         at: Monotonic seconds at which it was opened.
-        endpoint: Whose account it is charged to.
+        endpoint: Endpoint that is charged.
         blocks: The prompt's chain while it may have to be taken back; empty when it stands.
         sole_endpoint: Whether no other endpoint was named that may answer in its place.
         refused: Whether it was answered, and not served.

@@ -144,8 +144,11 @@ class OutlierDetector:
     """Health of the endpoints of one pool. Mutable; owned by `PoolStore`.
 
     Args:
-        settings: When endpoints are left out.
+        settings: Thresholds and times; may be replaced at any time.
         rng: Chance, for back-off.
+        newest: Monotonic seconds at which the last endpoint was added or readmitted; minus infinity
+            before.
+        ejections: Ejections by cause (count).
 
     Attributes:
         version: Changes whenever a condition does.
@@ -212,10 +215,10 @@ class OutlierDetector:
         """Take in the outcome of a request.
 
         Args:
-            incarnation: Of the endpoint when the request was sent.
-            outcome: What it says.
-            sent_at: When it was sent.
-            cause: Why it failed.
+            incarnation: `Endpoint.incarnation` when the request was sent.
+            outcome: Outcome of the request.
+            sent_at: Monotonic seconds at which it was sent.
+            cause: Cause of a failure.
             sole: Whether no other endpoint can have answered in its place.
         """
         record = self._records.get(incarnation)
@@ -238,7 +241,7 @@ class OutlierDetector:
         """A scrape connected.
 
         Args:
-            incarnation: Whose.
+            incarnation: `Endpoint.incarnation`.
             restarted: The engine is another process than at the scrape before.
             moved: Whether its counters moved; None when it has none.
             idle: Whether it has nothing to do.
@@ -275,7 +278,7 @@ class OutlierDetector:
         """A scrape failed.
 
         Args:
-            incarnation: Whose.
+            incarnation: `Endpoint.incarnation`.
             connected: Something answered, only not with a page: that says nothing.
             refused: The endpoint's own port refused the connection.
         """

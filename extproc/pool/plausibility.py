@@ -80,7 +80,7 @@ def next_progress(
     """The progress after another page.
 
     Args:
-        progress: Until then.
+        progress: Progress before this scrape.
         account: Our requests there.
         before: The page until then.
         after: The page that was just read.
@@ -98,7 +98,7 @@ def find_flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, 
 
     Args:
         account: Our requests there.
-        progress: With this page.
+        progress: Progress with this page.
         served: `InflightLoad.served` when the page was requested.
     """
     bits = 0

@@ -84,7 +84,7 @@ class SharedContext:
         """Remove a request that ended.
 
         Args:
-            share: From `open`; once.
+            share: Result of `open`; closed once.
         """
         users, counted = self._users, self._counted
         self.tokens -= share.growth

@@ -37,8 +37,9 @@ class ModelMatch(msgspec.Struct, frozen=True, gc=False):
     """Endpoints of a pool that may serve a request, and the others.
 
     Attributes:
-        positions: Of those that list the name or whose list is unknown, ascending.
-        others: Those whose list lacks it.
+        positions: Positions in `Pool.members` of endpoints that list the name or whose list is
+            unknown, ascending.
+        others: Endpoints whose list lacks the name.
     """
 
     positions: tuple[int, ...]
@@ -71,7 +72,7 @@ class ModelIndex:
         own need not list it: then the model decides.
 
         Args:
-            model: What the request names; empty for a request that names nothing.
+            model: Model of the request; empty for a request without a model.
             adapter: The adapter, where it is named apart from the model.
 
         Returns:
@@ -89,7 +90,7 @@ class ModelIndex:
         as a base model and the part behind it as an adapter; the first such underscore counts.
 
         Args:
-            name: What a request names.
+            name: Model name of a request.
         """
         alias = self._aliases.get(name)
         if alias is not None:
@@ -116,7 +117,7 @@ class ModelIndex:
         model; SGLang need not list its adapters.
 
         Args:
-            name: What a request names.
+            name: Model name of a request.
         """
         base, colon, adapter = name.partition(":")
         if not colon or base not in self.bases or name in self.names:
@@ -196,14 +197,14 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
         account: Our own open requests there; the one part that moves between snapshots.
         load: The last scrape.
         foreign: Requests of others at that scrape: max(0, scraped - own).
-        foreign_waiting: Of these, waiting.
+        foreign_waiting: Of the foreign requests, those that wait in the engine (count).
         foreign_tokens: Uncached prompt tokens of those, at the usual work of a request.
-        rates: How fast it is, as far as was learned.
-        failures: Consecutive connection failures of the scraper.
+        rates: Learned step times.
+        failures: Consecutive connection failures of the scraper (count).
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it listed itself; None until it has.
         condition: Whether it takes part.
-        flaws: What its last page lacks or gets wrong, bits of `plausibility`.
+        flaws: Missing or implausible values of its last page, bits of `plausibility`.
         progress: Since when its engine's counters stand as they do.
     """
 
@@ -246,10 +247,11 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     """All endpoints at one moment.
 
     Attributes:
-        members: In the order discovery named them.
+        members: Endpoints in the order of discovery.
         positions: Address to index in `members`; the same object until the endpoints change.
-        down: How many members are not up.
-        unhealthy_or_doubtful: How many are not, or failed requests of late.
+        down: Members that are not up (count).
+        unhealthy_or_doubtful: Members that are not healthy, or whose requests failed lately
+            (count).
         newest: Monotonic seconds at which the last member came or came back; minus infinity when
             all were there from the start.
         adapters: Names known to be LoRA adapters.
@@ -280,8 +282,8 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         reached, or all.
 
         Args:
-            subset: As in `allowed`.
-            model_match: As in `allowed`.
+            subset: Subset hint, as in `allowed`.
+            model_match: Match of the model, as in `allowed`.
         """
         members = self.allowed(subset, model_match)
         return healthiest(members) if self.unhealthy_or_doubtful else members

@@ -68,7 +68,8 @@ class StepTimeEstimator:
     """Estimates the step times of one engine.
 
     Args:
-        prior: What to believe until the engine shows otherwise.
+        prior: Step times until the engine shows others.
+        rates: Learned step times, near the prior where there is no evidence.
 
     Attributes:
         rates: What it has shown, near the prior where it has not.
@@ -107,7 +108,7 @@ class StepTimeEstimator:
         """Take another prior.
 
         Args:
-            prior: What several engines of the pool have shown, from `pool_mean`; nothing happens
+            prior: Step times that several engines of the pool have shown, from `pool_mean`; ignored
                 while it has no evidence.
         """
         if prior.evidence:
@@ -359,7 +360,7 @@ class PoolStepTimeEstimators:
         """Estimator of an endpoint, its prior the pool mean, at most a second old.
 
         Args:
-            incarnation: Of the endpoint.
+            incarnation: `Endpoint.incarnation`.
         """
         if now - self._at >= _STANDS_S:
             self._at, self._pooled = now, self._now()
@@ -377,7 +378,7 @@ class RecursiveLeastSquares:
     Its normal equations are a handful of numbers, whatever the number of rows.
 
     Args:
-        bounds: Lowest and highest value of each unknown.
+        bounds: Lowest and highest value of each unknown, in its unit.
     """
 
     __slots__ = ("_bounds", "_matrix", "_size", "_vector")
@@ -393,9 +394,10 @@ class RecursiveLeastSquares:
 
         Args:
             row: Factor of each unknown.
-            total: Their sum; above 0. How large it is does not weigh.
+            total: Sum of the row, in any unit, above 0; its size does not change the weight of the
+                row.
             keep: Share of the past that it leaves, 0..1.
-            weight: Of this row, 0..1.
+            weight: Weight of this row, 0..1.
         """
         vector = self._vector
         shares = [factor / total for factor in row]
@@ -413,7 +415,7 @@ class RecursiveLeastSquares:
         bound and the others are solved again; one that no row has is its prior.
 
         Args:
-            prior: What to believe before any row, above 0.
+            prior: Values before any row, above 0, in the units of the unknowns.
             weight: Weight of the prior against rows, above 0.
         """
         estimate = list(prior)

@@ -44,9 +44,9 @@ class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         endpoint: The endpoint in its life then.
         in_flight: Our own requests on it.
-        sent: `InflightLoad.sent`.
+        sent: `InflightLoad.sent` when the scrape was requested (tokens).
         written: `InflightLoad.kv_tokens_sent`.
-        served: `InflightLoad.served`.
+        served: `InflightLoad.served` when the scrape was requested (requests).
     """
 
     endpoint: Endpoint
@@ -74,7 +74,7 @@ class ScrapeObserver(Protocol):
             endpoint: The endpoint scraped.
             before: The load until then.
             after: The load from now on.
-            rates: How fast the engine is.
+            rates: Step times of the engine.
             restarted: Whether the engine is another process now.
         """
 
@@ -301,8 +301,8 @@ class PoolStore:
         """Take in which names an engine answers to; they stand until it restarts.
 
         Args:
-            endpoint: In its incarnation when its models were requested.
-            models: What it listed.
+            endpoint: The endpoint, in its incarnation when its models were requested.
+            models: Models that it listed.
         """
         member = self._pool.find(endpoint.address)
         if member is None or member.endpoint.incarnation != endpoint.incarnation:

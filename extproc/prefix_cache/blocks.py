@@ -118,7 +118,7 @@ def seed(*parts: str) -> bytes:
     prompt that follows it.
 
     Args:
-        parts: Whatever makes equal prompt bytes unequal for the engine.
+        parts: Values, such as model and adapter, that separate equal prompts in the engine's cache.
     """
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     head = b"".join(b"%d:%b" % (len(part), part) for part in encoded)
@@ -131,7 +131,7 @@ def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> list[i
     Args:
         prompt: The prompt as the engine will see it.
         seed: See `seed`.
-        schedule: Where blocks end.
+        schedule: Block boundaries.
 
     Returns:
         One 60-bit hash per full block, from the root to the tail.

@@ -85,7 +85,7 @@ class Calibration:
 
         Args:
             queries: Prompt tokens looked up since the last scrape.
-            hits: Of these, found.
+            hits: Of these, the tokens that were cached.
 
         Returns:
             Whether `factor` changed.
@@ -165,6 +165,10 @@ class EndpointCacheState:
         prompt_tokens: Of a request, mean; 0 before the first.
         capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
         requests: How many were sent (count).
+
+    Args:
+        prompt_tokens: Mean prompt tokens of a request; 0 before the first.
+        requests: Requests sent (count).
     """
 
     __slots__ = (
@@ -189,7 +193,7 @@ class CacheModel:
     """Sizes each endpoint's part of the index by its engine's capacity and counters.
 
     Args:
-        index: Whose parts are sized.
+        index: Index whose capacities are set.
         tokens: Cumulative prompt tokens by depth of a chain, at `BYTES_PER_TOKEN`.
         most_blocks: Blocks of one endpoint at most, whatever its engine holds.
     """
@@ -222,8 +226,8 @@ class CacheModel:
             endpoint: Its endpoint.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
-            cached_tokens: Of these, predicted as cached there.
-            bytes_per_token: Of its prompt.
+            cached_tokens: Of these, tokens predicted as cached there.
+            bytes_per_token: Bytes per token of its prompt.
         """
         state = self.state_of(endpoint)
         state.requests += 1
@@ -248,11 +252,11 @@ class CacheModel:
         """A request that was committed did not run: nothing of it is cached.
 
         Args:
-            endpoint: In its life then.
+            endpoint: The endpoint, in its incarnation when the request was sent.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
-            cached_tokens: Of these, predicted as cached before.
-            bytes_per_token: Of its prompt.
+            cached_tokens: Of these, tokens that were predicted as cached.
+            bytes_per_token: Bytes per token of its prompt.
         """
         known = self._states.get(index_key(endpoint))
         if known is None:

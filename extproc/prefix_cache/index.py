@@ -168,7 +168,7 @@ class PrefixIndex:
         A chain longer than the endpoint's capacity is cut at its tail.
 
         Args:
-            key: Which endpoint; unknown ones are given a slot.
+            key: Key of the endpoint; a new key is given a slot.
             blocks: A chain, root first.
         """
         slot = self.slot(key)
@@ -220,7 +220,7 @@ class PrefixIndex:
         """Stop believing that an endpoint holds a chain, or anything that goes on from it.
 
         Args:
-            key: Which endpoint.
+            key: Key of the endpoint.
             blocks: The chain, root first.
             keep: Leading blocks that are still predicted as held.
         """
@@ -245,7 +245,7 @@ class PrefixIndex:
         """Bound one endpoint; what no longer fits is forgotten, least recently used first.
 
         Args:
-            key: Which endpoint; unknown ones are given a slot.
+            key: Key of the endpoint; a new key is given a slot.
             capacity_blocks: Blocks predicted as held by it at most; 0 for none.
         """
         slot = self.slot(key)

@@ -40,6 +40,9 @@ class RadixNode:
         owner: The cache of one of them, which keeps its part of the run here: most runs have one
             holder, and a table of parts would cost more than the run.
         span: What the owner holds.
+
+    Args:
+        span: Span of the owner.
     """
 
     __slots__ = ("children", "hashes", "holders", "owner", "parent", "partly", "span")
@@ -103,7 +106,7 @@ class RadixNode:
 
         Args:
             chain: Packed blocks from the root.
-            depth: How many of them lie before this run.
+            depth: Blocks of the chain before this node (count).
         """
         hashes = self.hashes
         start = depth * WIDTH
@@ -132,6 +135,9 @@ class Totals:
     Attributes:
         parts: All of them (count).
         shared: Those of runs that another cache owns (count).
+
+    Args:
+        shared: Spans of nodes that another cache owns (count).
     """
 
     __slots__ = ("parts", "shared")
@@ -155,6 +161,11 @@ class CachedSpan:
         age: Epoch of the last touch, see `PrefixIndex`.
         older: The neighbour that was touched before.
         newer: The neighbour that was touched after.
+
+    Args:
+        run: The node.
+        held_blocks: Blocks of the node that are held, from its head (count).
+        age: Time of the last use, as a serial number of the index.
     """
 
     __slots__ = ("age", "held_blocks", "newer", "older", "run")
@@ -171,8 +182,8 @@ class EndpointCache:
     """The blocks of one endpoint, at most `capacity` of them.
 
     Args:
-        capacity: Bound on `held`.
-        totals: Where parts of all caches are counted.
+        capacity: Bound on `held` in blocks; 0 holds nothing.
+        totals: Counters of the spans of all caches.
 
     Attributes:
         capacity: Bound on `held`; 0 holds nothing.

@@ -137,8 +137,8 @@ class UploadProgress(msgspec.Struct, frozen=True):
     """Progress of a body at the last check.
 
     Attributes:
-        began: When it was first looked at, monotonic seconds.
-        moved: When it was first looked at with this size.
+        began: Monotonic seconds of the first observation.
+        moved: Monotonic seconds at which this size was first observed.
         size_bytes: Bytes received.
     """
 

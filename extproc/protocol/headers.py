@@ -71,7 +71,7 @@ def changed_length(length: str, growth_bytes: int) -> tuple[tuple[str, str], ...
 
     Args:
         length: The length before, as its header says it.
-        growth_bytes: By how much it changed; negative if it is shorter now.
+        growth_bytes: Change of the length in bytes; negative if it is shorter now.
     """
     if not is_length(length):
         return ()

@@ -114,8 +114,9 @@ class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         kind: Kind of the message.
-        headers: Of a headers or trailers message, names in lower case; of duplicates the last.
-        body: Of a body message.
+        headers: Headers of a headers or trailers message, names in lower case; of duplicates the
+            last.
+        body: Bytes of a body message.
         end_of_stream: Nothing more comes in this direction, trailers included.
         modes: Body modes, on the message that declares them.
         hints: Metadata, if the message carries any.
@@ -162,7 +163,7 @@ class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         answers: REQUEST_BODY or RESPONSE_BODY.
-        body: At most `CHUNK_BYTES` bytes.
+        body: Chunk of at most `CHUNK_BYTES` bytes.
         end_of_stream: The direction ends here.
         destination: The chosen endpoint, as dynamic metadata only, where no headers message was seen.
     """
@@ -177,7 +178,7 @@ class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
     """Continue unchanged.
 
     Attributes:
-        answers: Any kind but UNKNOWN.
+        answers: Kind of the answered message; any but UNKNOWN.
         destination: The chosen endpoint, as dynamic metadata only, where no headers can be set any more.
     """
 
@@ -220,7 +221,7 @@ class ImmediateResponse(msgspec.Struct, frozen=True, gc=False):
         status: HTTP status.
         headers: Response headers.
         body: JSON in the OpenAI error shape.
-        grpc_status: For gRPC clients; None for the others.
+        grpc_status: Status for gRPC clients; None for others.
     """
 
     status: int
@@ -234,7 +235,7 @@ class WithRequestCost(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         reply: The reply itself.
-        cost: For the rate limiter of the data plane.
+        cost: Weighted tokens of the response (`usage.cost`), for rate limiters of the data plane.
     """
 
     reply: ProcessingResponse

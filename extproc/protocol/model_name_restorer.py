@@ -250,7 +250,7 @@ def for_response(
     """Build the restorer of a response.
 
     Args:
-        headers: Of the answer, names in lower case.
+        headers: Headers of the response, names in lower case.
         engine_model: The model name in the request to the engine.
         client_model: The model name in the request of the client.
 

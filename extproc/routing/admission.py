@@ -91,8 +91,8 @@ def excess_wait_s(
 
     Args:
         candidates: Eligible endpoints, at least one.
-        limit_s: How long is too long (seconds).
-        priority: Of the request.
+        limit_s: Wait above which an endpoint has no capacity (seconds).
+        priority: Priority of the request.
         leaves_headroom: Whether requests of priorities above 0 come.
     """
     ceiling = _KV_TARGET_BESIDE_PRIORITY if leaves_headroom else _KV_TARGET
@@ -136,8 +136,8 @@ def admit(
     Args:
         run_profile: Runs the profile over candidates.
         candidates: Eligible endpoints, at least one.
-        limit_s: Seconds of waiting from which an endpoint has no place.
-        priority: Of the request.
+        limit_s: Wait above which an endpoint has no capacity (seconds).
+        priority: Priority of the request.
         may_defer: Whether it may wait for an endpoint while another one has a place.
         leaves_headroom: Whether requests of priorities above 0 come.
 

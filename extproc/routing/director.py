@@ -47,7 +47,7 @@ class Director:
         routing: Profiles and settings; `reconfigure` replaces them.
         index: Predicted prefix blocks per endpoint.
         cache_model: Keeps the index near what engines hold.
-        schedule: How prompts are cut into blocks.
+        schedule: Block boundaries of prompts.
         counts: Where exceptions of plugins that remember go; None keeps them to the director.
 
     Attributes:
@@ -151,7 +151,7 @@ class Director:
         """Choose an endpoint for a prepared request, without charging it.
 
         Args:
-            prepared: From `prepare`, now or a while ago.
+            prepared: Result of `prepare`, now or earlier.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
@@ -183,7 +183,7 @@ class Director:
         """Choose an endpoint for a parsed and hashed request, without charging it.
 
         Args:
-            chain: The prompt's block hashes, root first, cut as the schedule cuts.
+            chain: Block hashes of the prompt, 64 bits each, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
@@ -217,7 +217,7 @@ class Director:
         """Charge a decision to its endpoint and predict its prompt as cached there.
 
         Args:
-            decision: From `route` or `route_fallback`, in the same turn.
+            decision: Result of `route` or `route_fallback`, from the same turn of the event loop.
 
         Raises:
             LookupError: The endpoint is not in the pool; `reserve` was not called in the same turn.
@@ -265,10 +265,10 @@ class Director:
 
         Args:
             member: Endpoint to charge, of the current pool.
-            chain: The prompt's block hashes, root first.
+            chain: Block hashes of the prompt, 64 bits each, root first.
             target: Adapter or model name.
             prompt_tokens: Estimated prompt tokens.
-            cached_tokens: Of these, predicted as cached there.
+            cached_tokens: Of these, tokens predicted as cached there.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
             from_peers: Whether another picker sent it.
         """
@@ -336,7 +336,7 @@ class Director:
         """Prompt tokens of a chain that are predicted as cached on an endpoint.
 
         Args:
-            member: Of the current pool.
+            member: Member of the current pool.
             chain: A prompt's block hashes, root first, `max_blocks` at most.
             target: Adapter or model name.
             prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
@@ -350,7 +350,7 @@ class Director:
         """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
-            reservation: From `reserve`.
+            reservation: Result of `reserve`.
             status: `:status` as text.
             served: Address of the endpoint that answered, where the data plane says so.
         """
@@ -434,7 +434,7 @@ class Director:
         """Close the accounts of a request that was never sent, and retract its prediction.
 
         Args:
-            reservation: From `reserve`.
+            reservation: Result of `reserve`.
         """
         try:
             reservation.close(now, answered=False)
@@ -448,7 +448,7 @@ class Director:
         """Close the accounts of a request that ended, whatever the reason.
 
         Args:
-            reservation: From `reserve`.
+            reservation: Result of `reserve`.
             answered: Whether response headers were seen.
         """
         ran = not reservation.refused

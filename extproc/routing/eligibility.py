@@ -38,7 +38,7 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
     """Endpoints that a request may be sent to, and the excluded endpoints by reason.
 
     Attributes:
-        members: In pool order, at least one.
+        members: Eligible endpoints in pool order, at least one.
         excluded_by_model: Endpoints that do not serve the model.
         model_unlisted: No allowed endpoint lists the model, and all of them listed theirs.
         excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
@@ -75,7 +75,7 @@ def find_eligible(
         respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Reject models that no endpoint serves, if all served models are known.
         may_defer: Whether a request may wait for the first endpoint.
-        health: How endpoints are tried again and eased in.
+        health: Settings of outlier detection and slow start.
         rng: Chance, for slow start.
 
     Returns:

@@ -44,9 +44,9 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     """A request was committed to an endpoint.
 
     Attributes:
-        number: Of the request, its picker's own, counted from 1.
+        number: Number of the request, counted from 1 by its replica.
         pool: Name of the pool.
-        address: Of the endpoint.
+        address: Address of the endpoint.
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
@@ -66,7 +66,7 @@ class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=Fal
     """A request is over.
 
     Attributes:
-        number: Of the request.
+        number: Number of the request.
         answered: Whether the engine computed it.
         ran: Whether its prompt may be cached where it was sent; False when it was refused there.
     """
@@ -81,9 +81,8 @@ class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=Fal
 
     Attributes:
         until: The latest number.
-        numbers: Of the open requests.
-        serial: Of the list, its picker's own, counted from 1; 0 from versions that do not number
-            lists.
+        numbers: Numbers of the open requests.
+        serial: Number of the list, counted from 1 by its replica; 0 from versions without it.
     """
 
     until: _Number
@@ -204,7 +203,7 @@ class PoolEventLog:
     """The event log as the director of a pool writes to it.
 
     Args:
-        event_log: Where facts wait.
+        event_log: Log of the process.
         pool: Name of the pool.
     """
 
@@ -287,7 +286,7 @@ class PeerReplica:
         """Take in what a picker says.
 
         Args:
-            message: As it was carried.
+            message: The decoded message.
 
         Returns:
             Names of the pools in which requests ended.

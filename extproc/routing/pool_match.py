@@ -42,7 +42,7 @@ def matches(match: PoolMatch, headers: Mapping[str, str]) -> bool:
 
     Args:
         match: The conditions.
-        headers: Of the request, names in lower case, pseudo headers included.
+        headers: Headers of the request, names in lower case, pseudo headers included.
     """
     if match.hosts:
         host = request_host(headers)
@@ -68,7 +68,7 @@ def is_within(match: PoolMatch, limit: PoolMatch) -> bool:
 
     Args:
         match: The conditions; lower-case hosts and header names.
-        limit: The same; a kind of condition that it lacks limits nothing.
+        limit: Conditions of the limit; a kind of condition that it lacks limits nothing.
     """
     return (
         _all_within(match.hosts, limit.hosts, _host_within)

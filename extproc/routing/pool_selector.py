@@ -31,7 +31,7 @@ class PoolRoute(msgspec.Struct, frozen=True):
     """A pool with its match conditions and its director.
 
     Attributes:
-        name: Of the pool.
+        name: Name of the pool.
         director: Routes over it.
         match: Conditions on its requests. An empty match takes requests for a model it serves, with a
             subset hint of its endpoints, or that match no other pool.
@@ -46,10 +46,10 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
     """Outcome of a request, with the pool and the director that chose it.
 
     Attributes:
-        outcome: Where it goes, why nowhere, or what to answer at once.
+        outcome: Decision, deferral, rejection or direct response.
         prepared: The prepared request; None if it was rejected before.
         pool: Name of the pool that decided; empty where none was found.
-        director: Of that pool.
+        director: Director of that pool.
     """
 
     outcome: Outcome | DirectResponse
@@ -78,6 +78,7 @@ class PoolSelector:
         routes: The pools, in the order in which their matches are examined.
         list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
             several pools.
+        default_pool: Pool that counts rejections before a pool is selected.
 
     Attributes:
         default_pool: Under which pool to count what is refused before a pool is found.

@@ -78,7 +78,7 @@ class PolicyResolver:
         """The request with the priority of its objective; unchanged without an objective.
 
         Args:
-            headers: Of the request, names in lower case.
+            headers: Headers of the request, names in lower case.
         """
         if not self._priorities:
             return request
@@ -109,7 +109,7 @@ class PolicyResolver:
         """The request with the model of a rule for all requests, if it named no model.
 
         Args:
-            raw: As it came.
+            raw: The HTTP request.
             refused: Rejection from parsing.
             rng: As for `rewrite_target`.
 
@@ -142,8 +142,8 @@ def weighted_choice(targets: Sequence[TargetModel], share: float) -> TargetModel
     0, all are drawn alike (docs/spec/protocol.md#model-rewrite).
 
     Args:
-        targets: At least one.
-        share: Where on the way through all weights, 0 to below 1.
+        targets: Targets, at least one.
+        share: Position within the sum of all weights, 0 to below 1.
     """
     total = sum([target.weight or 0 for target in targets])
     if not total:
@@ -164,8 +164,8 @@ def sticky_choice(rule: RewriteRule, session: str) -> TargetModel:
     Sessions are spread in proportion; another weight moves only sessions to or from its target.
 
     Args:
-        rule: With two targets or more.
-        session: Not empty.
+        rule: Rule with at least two targets.
+        session: Session of the request, not empty.
     """
     weighted = any(target.weight for target in rule.targets)
     # With the rule in it, since two canaries at once must not hit the same conversations.
@@ -196,8 +196,8 @@ class ModelRewrite(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: The request with the base model, and the adapter if there is one.
-        hashed: The same named as engines hash it, so that it shares blocks with requests that used
-            the engine's name from the start.
+        hashed: The same request named as engines hash it, so that it shares blocks with requests
+            that use the engine's name.
         upstream_model: The name to put into the body; empty where it stays.
     """
 
@@ -221,7 +221,7 @@ def resolve_model(
     KubeAI's `model_adapter`.
 
     Args:
-        headers: Of the request, names in lower case.
+        headers: Headers of the request, names in lower case.
         serving: Endpoints by model.
         rewrite_target: Model of a rewrite; empty where there is none.
         kubeai_names: Whether `model_adapter` is understood.
@@ -251,7 +251,7 @@ def attach_model_rewrite(
     """Attach the model names for the request body and for the response to an outcome.
 
     Args:
-        outcome: Of the renamed request.
+        outcome: Outcome of the renamed request.
         sent: See `ModelRewrite`.
     """
     if not sent or not isinstance(outcome, Decision):
@@ -277,7 +277,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: The request with its model and adapter to be served, and its priority.
-        chain: The prompt's block hashes, root first, as engines hash them.
+        chain: Block hashes of the prompt, 64 bits each, root first.
         raw: The request as it came.
         parsed: The request as parsed.
         upstream_model: The name to put into the body; empty where it stays.
@@ -320,7 +320,7 @@ class RequestPreparer:
     Args:
         store: Pool with its models and its inference policy.
         routing: Settings and configured policy; `reconfigure` replaces them.
-        schedule: How prompts are cut into blocks.
+        schedule: Block boundaries of prompts.
     """
 
     def __init__(

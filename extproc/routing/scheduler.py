@@ -41,8 +41,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
             sends requests where they were not allowed.
         reject_unlisted: Reject requests for models that no endpoint serves, if all served models
             are known. False, because engines answer that themselves.
-        busy_s: How long a request may wait on an endpoint before it counts as busy; None where
-            requests do not queue, and none is deferred.
+        busy_s: Wait above which an endpoint counts as busy (seconds); None where requests do not
+            queue, and none is deferred.
         kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
     """
 
@@ -58,9 +58,9 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     """Routing configuration that a reload replaces as a single value.
 
     Attributes:
-        profile: For models without one of their own.
+        profile: Profile of models without one of their own.
         by_model: Profiles of single models.
-        settings: How requests are routed.
+        settings: Routing settings.
         policy: Objectives and rewrites that the configuration has.
         hashes_prompts: Whether any profile reads prefixes; worked out, as are the next ones.
         tracks_conversations: Whether any profile reads conversations.
@@ -127,7 +127,7 @@ def with_expected_hits(
 
     Args:
         key: Identity of the conversation; empty for none.
-        tokens: Of the prompt.
+        tokens: Tokens of the prompt.
         members: Candidates.
         matched: Per member, prompt tokens that our own index believes cached there.
         peers: Load of other replicas.
@@ -163,8 +163,8 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
     largest u only: a member further away would have to be several times as fast to win.
 
     Args:
-        key: Not empty.
-        members: At least one.
+        key: Identity of the conversation, not empty.
+        members: Candidates, at least one.
     """
     seed = mmh3.hash(key, 0, signed=False)
     draw = mmh3.hash
@@ -190,7 +190,7 @@ class PrefixMatcher:
     """Looks prompts up in the index for the members of a pool.
 
     Args:
-        store: Whose members.
+        store: Store of the members.
         index: Predicted prefix blocks per endpoint.
     """
 
@@ -207,9 +207,9 @@ class PrefixMatcher:
         """Predicted cached prompt tokens per member.
 
         Args:
-            chain: The prompt's block hashes, root first.
+            chain: Block hashes of the prompt, 64 bits each, root first.
             members: Endpoints to match.
-            tokens: By depth in the chain.
+            tokens: Prompt tokens by depth in the chain.
         """
         if not chain:
             return [0] * len(members)
@@ -239,7 +239,7 @@ class Scheduler:
         index: Predicted prefix blocks per endpoint.
         conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
-        schedule: How prompts are cut into blocks.
+        schedule: Block boundaries of prompts.
     """
 
     def __init__(

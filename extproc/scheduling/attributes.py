@@ -20,7 +20,7 @@ class Attribute(msgspec.Struct, frozen=True):
     """One number of a candidate.
 
     Attributes:
-        signal: What it is made of.
+        signal: Signal that it is read from.
         read: The number; None when unknown.
         extra_metric: Name in `scrape.extra_metrics`; empty for a built-in number.
     """

@@ -24,8 +24,8 @@ class ContextRange(msgspec.Struct, frozen=True):
     """Prompt lengths in tokens, both ends included.
 
     Attributes:
-        low: Shortest.
-        high: Longest.
+        low: Shortest context (tokens, inclusive).
+        high: Longest context (tokens, inclusive).
     """
 
     low: int

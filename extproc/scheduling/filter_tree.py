@@ -78,7 +78,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     and `nextOnSuccessOrFailure`.
 
     Attributes:
-        root: Where the walk starts.
+        root: First node of the walk.
     """
 
     kind: ClassVar[str] = "tree"

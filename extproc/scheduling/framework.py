@@ -147,7 +147,7 @@ class Picker(Plugin, Protocol):
             context: The request and what belongs to its scheduling.
             candidates: Never empty.
             totals: Weighted sums of the scores, or negated costs, aligned with `candidates`.
-            count: At least 1.
+            count: Endpoints to return, at least 1.
 
         Returns:
             Positions in `candidates`, in order of preference.

@@ -21,7 +21,7 @@ def adapter(context: SchedulingContext, candidates: Sequence[Candidate]) -> str:
     the context knows it or some candidate is labelled with that name.
 
     Args:
-        candidates: Whose labels count.
+        candidates: Candidates whose labels count.
     """
     if context.adapter:
         return context.adapter
@@ -33,7 +33,7 @@ def capable(adapter_name: str, candidates: Sequence[Candidate]) -> Sequence[Cand
     """The candidates that serve an adapter.
 
     Args:
-        adapter_name: From `adapter`.
+        adapter_name: Result of `adapter`.
         candidates: Endpoints in play.
 
     Returns:

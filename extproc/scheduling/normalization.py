@@ -18,7 +18,7 @@ def impute_mean(values: Sequence[float | None]) -> Sequence[float] | None:
     no more.
 
     Args:
-        values: One for each candidate, in any unit.
+        values: A value for each candidate, in any unit; None if it is unknown.
 
     Returns:
         The values without gaps; None when none is known.
@@ -36,8 +36,8 @@ def min_max_inverted(values: Sequence[float | None]) -> list[float]:
     """`(high - v) / (high - low)`, low and high the extremes of the values; all equal scores 1.
 
     Args:
-        values: One for each candidate, lower is better. Unknown ones count as the mean of the known
-            ones; when none is known all score `NEUTRAL`.
+        values: A value for each candidate, lower is better. Unknown values count as the mean of the
+            known ones; when none is known all score `NEUTRAL`.
     """
     known = impute_mean(values)
     if not known:

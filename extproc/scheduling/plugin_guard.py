@@ -39,7 +39,7 @@ class GuardLimits(msgspec.Struct, frozen=True, kw_only=True):
             over 100 endpoints; all streams of the process wait that long.
         max_overruns: Overruns among the last calls that end in a bypass (count). 3, because a pause of
             the machine makes one, and hardly three in ten.
-        calls: How many calls back overruns count.
+        calls: Window of calls in which overruns count.
         bypass_s: Seconds without it, until one call is tried. 30 keep a plugin that takes a whole
             second to 3 % of the time.
     """
@@ -71,7 +71,7 @@ class GuardFactory(msgspec.Struct, frozen=True):
     Attributes:
         stopwatch: Seconds from any start, never going back.
         counts: Where facts go.
-        limits: The same for every plugin.
+        limits: Limits of every plugin.
     """
 
     stopwatch: Callable[[], float]

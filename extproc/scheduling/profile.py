@@ -56,7 +56,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     model, totals are its negated costs, and scorers are recorded without counting.
 
     Attributes:
-        name: What decisions and metrics call it.
+        name: Name in decisions and metrics.
         filters: Run in order, each on what the one before left.
         scorers: Each with its weight, 0 or more; 0 records the score without letting it count.
         picker: Has the last word.
@@ -142,8 +142,8 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         Args:
             context: Input of the plugins besides the candidates.
             candidates: Endpoints in play; may be empty.
-            count: How many endpoints to name at most, the first one and its fallbacks; `max_endpoints`
-                where that is more.
+            count: Endpoints to return at most, fallbacks included; `max_endpoints` where that is
+                more.
 
         Returns:
             A decision; or 503 without candidates, or 429 when the filters left none.

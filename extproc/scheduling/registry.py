@@ -185,7 +185,7 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
     """Look a kind up.
 
     Args:
-        table: One of the tables of `PluginRegistry`.
+        table: A table of `PluginRegistry`.
         kind: The kind to look up.
         where: File and path the kind was read from, for the error.
 

@@ -47,7 +47,7 @@ class SessionSource(
 
     Attributes:
         header: A request header.
-        attribute: Any name: what the request parsers found in body and headers.
+        attribute: Any name: the session that the request parsers read from body and headers.
     """
 
     header: str = ""
@@ -69,7 +69,7 @@ class SessionId(
     """Parameters of the strategy with a memory.
 
     Attributes:
-        sources: Where sessions are named; the first that is not empty counts.
+        sources: Sources of the session; the first that is not empty counts.
         eviction_ttl_seconds: Seconds a session is remembered unused.
         eviction_sweep_seconds: No effect: what is too old is dropped when something is added.
     """
@@ -116,9 +116,9 @@ class SessionAffinity:
     """Session lookup of the filter and the scorer, by one of the two strategies.
 
     Args:
-        strategy: Which.
+        strategy: Strategy of the affinity.
         header: The token's header, for the strategy without a memory.
-        settings: For the strategy with one.
+        settings: Settings of the strategy `session-id`.
     """
 
     def __init__(self, strategy: SessionStrategy, header: str, settings: SessionId) -> None:

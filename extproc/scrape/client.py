@@ -113,7 +113,7 @@ class ScrapeClient:
     """Fetches pages over keep-alive connections.
 
     Args:
-        timeout_s: For connecting, asking and reading together.
+        timeout_s: Time limit for connecting, sending and reading together (seconds).
         cap_bytes: Longest body taken.
         idle_s: A connection unused for longer is not used again. Engines close theirs after 5 s
             (uvicorn's default), and a request that crosses the close is lost.

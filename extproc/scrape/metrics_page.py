@@ -79,7 +79,7 @@ class UnreadablePage(msgspec.Struct, frozen=True):
     """A page that is not in the Prometheus text format.
 
     Attributes:
-        reason: What it is instead, in a few words.
+        reason: Kind of content, in a few words.
     """
 
     reason: str

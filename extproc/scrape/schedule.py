@@ -61,8 +61,8 @@ def wait_s(
 
     Args:
         busy: Whether requests are or were on the endpoint since its last scrape.
-        busy_endpoints: How many endpoints are busy, this one included.
-        idle_endpoints: How many are not.
+        busy_endpoints: Busy endpoints, this one included (count).
+        idle_endpoints: Idle endpoints (count).
         failures: Failed scrapes in a row.
         refused: Whether the last of them was a refused connection.
         rng: Chance, for the jitter.

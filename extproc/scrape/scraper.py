@@ -43,10 +43,10 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Path of the page on every endpoint.
-        timeout_s: For one scrape from connect to last byte. A real vLLM answers in 44 ms at worst
-            under load; ten times that and more is an engine in trouble.
+        timeout_s: Time limit of a scrape, from connect to last byte (seconds). A real vLLM answers
+            in 44 ms at worst under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
-        follow_s: How often the endpoint set is compared with the loops.
+        follow_s: Seconds between comparisons of the endpoint set with the loops.
         schedule: Scrape intervals.
         models: Intervals of model list polling.
         extra: Metrics for `Load.extra`; None for none.
@@ -67,7 +67,7 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         address: The endpoint's address.
         outcome: `ok`, or why not: a `client.FetchFailed` reason, `unreadable`, or `bug: <type>`.
-        seconds: From asking to having read the page.
+        seconds: Duration from the request to the decoded page (seconds).
         engine: The engine recognised; empty for an unknown one or a failure.
         listing: Whether the request was for the model list.
     """
@@ -202,7 +202,7 @@ class Scraper:
     """Runs one `EndpointScraper` per endpoint of the pool.
 
     Args:
-        settings: How pages are fetched.
+        settings: Paths, time limits and intervals.
         store: Source of endpoints, receiver of loads and model lists.
         client: Fetches pages.
         rng: Chance, for spreading.

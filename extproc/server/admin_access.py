@@ -27,7 +27,7 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     """Read the token or password of a file, without surrounding blanks; empty for no file.
 
     Args:
-        path: Of the file; empty for none.
+        path: Path of the file; empty for none.
         where: The field or flag that names it, for errors.
 
     Raises:
@@ -126,7 +126,7 @@ class AdminAccess:
         """Status and reason for which a page is refused; None where it is not.
 
         Args:
-            path: Of the page, decoded.
+            path: Decoded path of the page.
             remote: IP address of the client.
             authorization: Header of that name; empty where there is none.
         """

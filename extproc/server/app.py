@@ -288,7 +288,8 @@ class EndpointPickerProcess:
         """Apply other settings.
 
         Args:
-            settings: Those it was started with but for live fields, see `reloading.in_force`.
+            settings: New settings; fields that need a restart have their old value, see
+                `reloading.apply_live_fields`.
 
         Raises:
             ConfigError: A profile cannot be built, or there is no admin token in its file; nothing was

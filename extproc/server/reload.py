@@ -58,7 +58,7 @@ class Reloader:
 
     Args:
         source: Source of the configuration.
-        settings: What is in force.
+        settings: Settings in force.
         apply_settings: Puts settings in force, which differ from `settings` in live fields only; raises
             before it changes anything.
         on_reload: Called after every attempt.

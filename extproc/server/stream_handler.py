@@ -66,7 +66,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
         body_budget: Limit of bytes that all exchanges buffer.
         observer: Records streams and requests.
         clock: Monotonic seconds.
-        rng: For sampling streamed responses.
+        rng: Random numbers for sampling streamed responses.
         settings: Reloadable settings.
         flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.

@@ -13,8 +13,8 @@ class ScalingMetrics(msgspec.Struct, frozen=True):
     """Autoscaling values of one pool.
 
     Attributes:
-        gauges: By the last part of their names; empty before the first step of the loop.
-        replicas: By state.
+        gauges: Gauges by the last part of their names; empty before the first step of the loop.
+        replicas: Replicas by state (count).
         changes: Changes of the desired replicas (count), by reason.
         failures: Failures to read or change the target (count).
         refusals: Rejected annotations of the pool (count).
@@ -45,7 +45,7 @@ def scaling_families(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
     """Yields all families, also when no pool is scaled.
 
     Args:
-        pools: By name.
+        pools: Metrics by name of the pool.
     """
     for name, text in _SCALING_GAUGES.items():
         gauge = GaugeMetricFamily(f"extproc_scaling_{name}", text, labels=["pool"])
@@ -135,6 +135,9 @@ class XdsCounters:
         streams_open: Open xDS streams now.
         responses: Responses sent, by type: `clusters`, `endpoints`.
         nacks: Of these, rejected by Envoy.
+
+    Args:
+        nacks: Responses rejected by Envoy, by type (count).
     """
 
     def __init__(self) -> None:

@@ -41,6 +41,11 @@ class PoolCounters:
         routed_total: Routed requests, also those of endpoints that left.
         answered_total: Of these, answered.
         reported_total: Of these, responses that reported token usage.
+
+    Args:
+        matched_tokens: Of the prompt tokens, those predicted to be cached on the chosen endpoint.
+        answered_total: Of the routed requests, those answered (count).
+        reported_total: Of the answered requests, those that reported token usage (count).
     """
 
     def __init__(self) -> None:
@@ -160,6 +165,9 @@ class ProcessCounters:
         supervisor: Keeps loops alive, and counts their failures.
         pools: Counters by name of the pool. A rejection before a pool was found counts under the
             default pool, which has the empty name if there are several.
+
+    Args:
+        event_loop_lag_cpu_s: Part of the event loop lag in which its thread computed (seconds).
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,8 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     """An outcome as JSON, with its reasons.
 
     Args:
-        outcome: What was decided.
-        health: From `health`, at the time of the decision; None when unknown.
+        outcome: Outcome of routing.
+        health: Result of `health` at the time of the decision; None when unknown.
 
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
@@ -132,7 +132,7 @@ def explain_record(record: DecisionRecord, now: float) -> Json:
     """A recorded decision as JSON, with its age and the result of its request.
 
     Args:
-        record: From the ring.
+        record: Record of the decision log.
     """
     return {
         "id": record.id,
@@ -148,7 +148,7 @@ def summarize_record(record: DecisionRecord, now: float) -> Json:
     """A recorded decision as one row of a list.
 
     Args:
-        record: From the ring.
+        record: Record of the decision log.
     """
     decision = record.decision
     return {

@@ -40,7 +40,7 @@ def render_table(explanation: Json) -> str:
     """Renders an explanation as text.
 
     Args:
-        explanation: From `explain`, or its JSON from a server.
+        explanation: Result of `explain`, or its JSON from a server.
     """
     if explanation["outcome"] in {"rejection", "deferral"}:
         return _refused(explanation)
@@ -62,7 +62,7 @@ def render_past(record: Json) -> str:
     """Renders a recorded decision as text.
 
     Args:
-        record: From `explanation.explain_record`, or its JSON from a server.
+        record: Result of `explanation.explain_record`, or its JSON from a server.
     """
     came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
     status = f"status {record['status']}" if record["status"] else "no answer seen"

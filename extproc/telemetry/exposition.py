@@ -33,7 +33,7 @@ class Exposition(Collector):
     """Renders the metrics page on demand.
 
     Args:
-        counters: What was counted.
+        counters: Metrics of the process.
         pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
         gauges: Readers of `PROCESS_GAUGES`, by name.

@@ -34,13 +34,13 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     Attributes:
         address: `ip:port`.
-        name: What people call it.
+        name: Display name.
         labels: Labels from discovery.
-        incarnation: Which life of the address this is (count).
+        incarnation: Number of the incarnation of the address.
         failures: Consecutive connection failures of the scraper (count).
-        failure: Why its last scrape failed; empty when it did not.
+        failure: Reason why its last scrape failed; empty when it did not.
         health: `healthy`, `suspect`, `ejected`, `probing` or `down`.
-        cause: Why it is left out; empty when it is not.
+        cause: Reason of its ejection; empty when it is not ejected.
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.
         ejections: Times in a row (count).
@@ -48,12 +48,12 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             none.
         in_flight: Open requests of this replica on it (count).
         prompt_tokens: Estimated prompt tokens of these.
-        queued_tokens: Of these, uncached and believed not yet computed.
+        queued_tokens: Uncached prompt tokens that are probably not computed yet.
         foreign: Requests of others at the last scrape (count); None when it is to be worked out of
             the others.
         age_s: Seconds since the last scrape; None when there was none. A state written by hand
             needs none: values without an age are fresh.
-        engine: Which engine it is.
+        engine: Type of the engine.
         waiting: Requests queued in the engine (count).
         running: Requests in its batch (count).
         kv_usage: Share of KV blocks held by live requests, 0..1.
@@ -101,7 +101,7 @@ class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """All endpoints of a pool at one moment.
 
     Attributes:
-        endpoints: In the order of the pool.
+        endpoints: Endpoints in the order of the pool.
     """
 
     endpoints: tuple[EndpointState, ...] = ()

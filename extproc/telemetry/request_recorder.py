@@ -74,7 +74,7 @@ class DecisionRecord(msgspec.Struct, eq=False):
         at: Monotonic seconds of the decision.
         decision: Without prompt and blocks.
         status: HTTP status of the answer; empty while there is none.
-        seconds: From the first event to the end of the stream; None while it is open.
+        seconds: Seconds from the first event to the end of the stream; None while it is open.
         usage: Tokens the engine reported, by kind.
     """
 
@@ -113,8 +113,8 @@ class DecisionLog:
         """Adds a decision; a later decision of the same id replaces an earlier one.
 
         Args:
-            request_id: As the client or the data plane named it.
-            decision: As committed.
+            request_id: Id from the client or the data plane.
+            decision: The committed decision.
             pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)

@@ -21,8 +21,8 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
     """A request of KEDA for a scaled object.
 
     Attributes:
-        name: Of the ScaledObject.
-        namespace: Where it is.
+        name: Name of the ScaledObject.
+        namespace: Namespace of the ScaledObject.
         metadata: Metadata of its trigger.
         metric: Name of the metric; empty if none is requested.
     """
@@ -59,8 +59,8 @@ def encode_metric_spec(name: str, target: float) -> bytes:
     """Encode the metric and its target value per replica.
 
     Args:
-        name: Of the metric.
-        target: Above 0.
+        name: Name of the metric.
+        target: Target value of the metric per replica, above 0.
     """
     spec = keda_pb2.MetricSpec(
         metric_name=name, target_size=max(1, math.ceil(target)), target_size_float=target

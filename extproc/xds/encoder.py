@@ -73,7 +73,7 @@ class ResourceEncoder:
     """Encodes resources and caches the bytes of single endpoints, which rarely change.
 
     Args:
-        options: What every cluster has in common.
+        options: Options of every cluster.
     """
 
     def __init__(self, options: ClusterOptions) -> None:
@@ -90,7 +90,7 @@ class ResourceEncoder:
         """Encodes an EDS cluster that sends to the endpoints that extproc names, in their order.
 
         Args:
-            name: Of the cluster.
+            name: Name of the cluster.
             h2c: Whether its engines speak HTTP/2 without TLS (appProtocol kubernetes.io/h2c): then
                 their answers to health checks are unknown, and there are none.
         """

@@ -36,7 +36,7 @@ class LbEndpoint(msgspec.Struct, frozen=True):
         address: `ip:port`, IPv6 in brackets.
         health: Health status sent to Envoy.
         region: Region of the node; empty without a label.
-        zone: Of the machine, likewise.
+        zone: Zone of the machine; empty where unknown.
     """
 
     address: str
@@ -49,9 +49,9 @@ class XdsResource(msgspec.Struct, frozen=True):
     """One encoded, versioned resource.
 
     Attributes:
-        name: Of the cluster, for both types.
-        version: Of its content: equal bytes have equal versions, whichever replica made them.
-        body: In Envoy's type, serialised.
+        name: Name of the cluster, for both types.
+        version: Hash of the content: equal bytes have equal versions on every replica.
+        body: Serialized resource of Envoy's type.
     """
 
     name: str

@@ -27,10 +27,10 @@ class SotwRequest(msgspec.Struct, frozen=True):
     """Decoded `DiscoveryRequest`.
 
     Attributes:
-        type_url: Of which type.
-        names: All it subscribes to.
-        nonce: Of the answer this one is about, empty for none.
-        error: Why it refused that answer, empty if it did not.
+        type_url: Type of the resources.
+        names: Complete list of subscribed names.
+        nonce: Nonce of the response that it acknowledges or rejects; empty for none.
+        error: Error of a NACK; empty for an ACK.
     """
 
     type_url: str
@@ -43,10 +43,10 @@ class SotwResponse(msgspec.Struct, frozen=True):
     """Response to send as a `DiscoveryResponse`.
 
     Attributes:
-        type_url: Of which type.
-        version: Of these resources together.
-        nonce: By which the peer refers to it.
-        resources: All of the type that are subscribed to.
+        type_url: Type of the resources.
+        version: Combined version of these resources.
+        nonce: Identity of the response, which the ACK or NACK repeats.
+        resources: All subscribed resources of the type.
     """
 
     type_url: str
@@ -59,8 +59,8 @@ class Nack(msgspec.Struct, frozen=True):
     """Rejection of a response by Envoy.
 
     Attributes:
-        type_url: Of which type.
-        version: Of the answer.
+        type_url: Type of the resources.
+        version: Version or nonce of the rejected response.
         error: Message of Envoy.
     """
 
@@ -187,12 +187,12 @@ class DeltaRequest(msgspec.Struct, frozen=True):
     """Decoded `DeltaDiscoveryRequest`.
 
     Attributes:
-        type_url: Of which type.
+        type_url: Type of the resources.
         subscribe: Names it wants from now on.
         unsubscribe: Names it no longer wants.
         initial_versions: Versions by name that it still has from an earlier stream; first request only.
-        nonce: Of the answer this one is about, empty for none.
-        error: Why it refused that answer, empty if it did not.
+        nonce: Nonce of the response that it acknowledges or rejects; empty for none.
+        error: Error of a NACK; empty for an ACK.
     """
 
     type_url: str
@@ -207,10 +207,10 @@ class DeltaResponse(msgspec.Struct, frozen=True):
     """Response to send as a `DeltaDiscoveryResponse`.
 
     Attributes:
-        type_url: Of which type.
-        nonce: By which the peer refers to it.
-        resources: New ones and others than before.
-        removed: Names that are no more.
+        type_url: Type of the resources.
+        nonce: Identity of the response, which the ACK or NACK repeats.
+        resources: New and changed resources.
+        removed: Names of removed resources.
     """
 
     type_url: str

@@ -30,7 +30,8 @@ class SnapshotCache:
     and would eject an engine that recovered while every replica of extproc was down.
 
     Args:
-        options: What every cluster has in common.
+        options: Options of every cluster.
+        faults: Exceptions of the last update by pool name; such a pool keeps its resources.
 
     Attributes:
         snapshot: The latest resources.
@@ -50,7 +51,7 @@ class SnapshotCache:
         Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
 
         Args:
-            pools: By their names.
+            pools: Pools by name.
             h2c: Names of those whose engines speak HTTP/2 without TLS.
         """
         if len(pools) != len(self._entries):
@@ -67,8 +68,8 @@ class SnapshotCache:
         """Rebuilds resources of changed pools; returns True if the snapshot changed.
 
         Args:
-            pools: By their names.
-            h2c: As in `is_stale`.
+            pools: Pools by name.
+            h2c: Names of pools whose engines speak HTTP/2 without TLS.
         """
         self.faults.clear()
         entries: dict[str, _CacheEntry] = {}

@@ -24,9 +24,9 @@ class AdaptiveState(msgspec.Struct, frozen=True):
     Attributes:
         arriving: Work that arrived (token seconds per second).
         enough: Replicas that would have been enough.
-        busy_at: When there was last a request; None for never.
+        busy_at: Monotonic seconds of the last request; None for never.
         starting: Replicas that were starting at the last step.
-        raised_at: When the last of them began to; None for never.
+        raised_at: Monotonic seconds at which the last of them were requested; None for never.
     """
 
     arriving: TimeWindow = TimeWindow()

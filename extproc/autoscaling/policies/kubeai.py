@@ -21,7 +21,7 @@ class KubeAIState(msgspec.Struct, frozen=True):
 
     Attributes:
         ring: Active requests of the last ticks, the oldest first; empty before the first tick.
-        next_at: When the next tick is due; None for at once.
+        next_at: Monotonic seconds of the next tick; None for at once.
         lower: Ticks in a row that wanted fewer replicas.
     """
 

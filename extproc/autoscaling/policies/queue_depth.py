@@ -20,7 +20,7 @@ class QueueDepthState(msgspec.Struct, frozen=True):
     Attributes:
         depths: Requests per replica over the window.
         spec: Replicas requested at the last step; None before the first.
-        changed_at: When that was last another number; None for never.
+        changed_at: Monotonic seconds of the last change of that number; None for never.
     """
 
     depths: TimeWindow = TimeWindow()

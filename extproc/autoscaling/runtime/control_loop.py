@@ -52,6 +52,8 @@ class LoopMetrics:
 
     Args:
         window_s: Seconds the queue depth is averaged over.
+        wake_s: Seconds from the last request that waited at zero replicas until a replica was
+            requested; None before the first.
 
     Attributes:
         demand: Demand of the last step; None before it.

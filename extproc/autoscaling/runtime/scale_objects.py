@@ -66,7 +66,7 @@ def api_path(group: str, version: str, *segments: str) -> str:
     Args:
         group: API group; empty for the core one.
         version: API version.
-        segments: What follows, such as `namespaces`, `default`, `events`.
+        segments: Further path segments, such as `namespaces`, `default`, `events`.
     """
     root = ("apis", group) if group else ("api",)
     return "".join(f"/{quote(segment, safe='')}" for segment in (*root, version, *segments))

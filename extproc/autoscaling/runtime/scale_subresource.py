@@ -95,7 +95,7 @@ class ScaleClient:
         Args:
             target: The object, with everything filled in.
             reason: A single word.
-            note: For people.
+            note: Message for people.
             warning: True for type Warning, False for Normal.
         """
         body = scale_objects.build_event(

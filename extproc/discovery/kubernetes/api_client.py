@@ -84,7 +84,7 @@ class KubernetesApiClient:
     """Client of one API server.
 
     Args:
-        settings: Where its address and our credentials are.
+        settings: Kubeconfig, context and time limits.
 
     Attributes:
         name: Its address, for people.
@@ -114,7 +114,8 @@ class KubernetesApiClient:
         """Reloads tokens, certificates and address; requests in progress continue.
 
         Args:
-            generation: That which failed; of many that fail at once the first loads for all.
+            generation: Number of the credentials that failed; of many calls at once the first loads
+                for all.
 
         Raises:
             ConfigError: If the configuration is broken now.
@@ -152,9 +153,9 @@ class KubernetesApiClient:
         """Sends any other request, for components that share the connection.
 
         Args:
-            path: From `/apis` or `/api` on.
-            body: What becomes JSON; None for nothing.
-            seconds: For everything.
+            path: URL path, beginning with `/apis` or `/api`.
+            body: Object to send as JSON; None for no body.
+            seconds: Time limit of the complete call (seconds).
             kind: Content type of the body, which selects the kind of a PATCH.
         """
         if self._session is None:

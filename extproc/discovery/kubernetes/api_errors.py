@@ -23,7 +23,7 @@ class ApiError(msgspec.Struct, frozen=True):
 
     Attributes:
         status: HTTP status; 0 when there was no answer at all.
-        message: For people.
+        message: Error text of the server, for people.
         retry_after_s: Retry-After of the server.
         credentials_expired: Whether fresh credentials may help.
     """
@@ -73,7 +73,8 @@ class KubernetesApi(Protocol):
         """Reloads tokens, certificates and address; requests in progress continue.
 
         Args:
-            generation: That which failed; of many that fail at once the first loads for all.
+            generation: Number of the credentials that failed; of many calls at once the first loads
+                for all.
 
         Raises:
             ConfigError: If the configuration is broken now.
@@ -83,7 +84,7 @@ class KubernetesApi(Protocol):
         """Fetches one page of a list.
 
         Args:
-            collection: Of what.
+            collection: Collection to list.
             more: Token of the page; empty for the first.
         """
 
@@ -93,9 +94,9 @@ class KubernetesApi(Protocol):
         """Opens a watch and yields its bytes until it ends for any reason.
 
         Args:
-            collection: Of what.
+            collection: Collection to watch.
             version: Resource version to go on after.
-            seconds: After which the server ends it.
+            seconds: Seconds after which the server ends the watch.
         """
 
     async def close(self) -> None:

@@ -38,7 +38,7 @@ class KubernetesDiscovery:
     `start` comes first, then `run`. While the server is away the last pools stand.
 
     Args:
-        settings: What is watched, and how patiently.
+        settings: Sources to watch, and retry intervals.
         connect: Opens the API server.
         rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with

@@ -14,11 +14,11 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A pod.
 
     Attributes:
-        namespace: Where it is.
+        namespace: Namespace of the pod.
         name: Unique there at one time.
         uid: Unique for ever.
         created: RFC 3339 in UTC, so that text order is time order.
-        ip: In its shortest form; empty while it has none.
+        ip: IP address in its shortest form; empty while it has none.
         ready: Condition Ready is True, it is not being deleted and has not ended.
         labels: All of them.
         node: Name of its node.
@@ -44,12 +44,12 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
     """An InferencePool of either API group.
 
     Attributes:
-        namespace: Where it and its pods are.
+        namespace: Namespace of the object and of its pods.
         name: Its name.
         group: API group it was read from.
         selector: Labels a pod must carry, all of them.
         ports: Target ports in their order.
-        app_protocol: As written; empty when not set.
+        app_protocol: `appProtocol` of the pool; empty when not set.
         annotations: All but what kubectl leaves behind.
         created: RFC 3339 in UTC.
     """
@@ -75,9 +75,9 @@ class ObjectiveObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceObjective.
 
     Attributes:
-        namespace: Where it is.
-        name: What requests name in their header.
-        pool: Whose requests; None for something that is no InferencePool.
+        namespace: Namespace of the object.
+        name: Name of the object, which requests state in their header.
+        pool: InferencePool of the requests; None for a reference to another kind.
         priority: 0 when not set; below 0 may be shed.
     """
 
@@ -91,11 +91,11 @@ class RewriteObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceModelRewrite.
 
     Attributes:
-        namespace: Where it is.
+        namespace: Namespace of the object.
         name: Its name.
-        pool: Whose requests; None for something that is no InferencePool.
+        pool: InferencePool of the requests; None for a reference to another kind.
         created: RFC 3339 in UTC.
-        rules: In their order.
+        rules: Rules in their order.
     """
 
     namespace: str
@@ -109,10 +109,10 @@ class SliceBackend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One endpoint of an EndpointSlice.
 
     Attributes:
-        ip: In its shortest form; empty for what is no IP address.
+        ip: IP address in its shortest form; empty for an invalid address.
         ready: Ready, and not terminating.
-        name: Of the pod behind it; empty for none.
-        uid: Of the pod.
+        name: Name of its pod; empty for none.
+        uid: UID of its pod.
         node: Name of its node.
         zone: Name of its zone.
     """
@@ -137,12 +137,12 @@ class EndpointSlice(msgspec.Struct, frozen=True, kw_only=True):
     """An EndpointSlice.
 
     Attributes:
-        namespace: Where it is.
+        namespace: Namespace of the object.
         name: Its name.
         service: Name of its Service.
         family: `IPv4`, `IPv6` or `FQDN`.
         ports: TCP ports with a number.
-        backends: In their order.
+        backends: Backends in their order.
     """
 
     namespace: str

@@ -197,8 +197,8 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
         selector: Labels a pod must carry, all of them.
         ports: Target ports; none when each pod names its own.
         ref: Reference that objectives and rewrites use; None for other than an InferencePool.
-        app_protocol: As written.
-        annotations: Of the InferencePool.
+        app_protocol: `appProtocol` of the pool; empty when not set.
+        annotations: Annotations of the InferencePool.
         created: Creation time of the InferencePool, RFC 3339 in UTC.
     """
 
@@ -229,6 +229,7 @@ class PodView:
         namespace: Of the pods.
         spec: None as long as the object that defines the pool is not there.
         override_ip: See `Settings.override_ip`.
+        policy: Policy of the pool.
 
     Attributes:
         namespace: The same.
@@ -251,7 +252,7 @@ class PodView:
         """Replaces the spec and selects pods again.
 
         Args:
-            spec: How; None if nothing defines it any more.
+            spec: New spec; None if no object defines the pool.
             pods: All of the namespace.
         """
         self.spec = spec
@@ -297,6 +298,7 @@ class SliceView:
     Args:
         namespace: Of the Service.
         port: See `settings.ServiceRef`.
+        slices: EndpointSlices by name.
 
     Attributes:
         namespace: The same.
@@ -330,8 +332,9 @@ def build_policy(
 
     Args:
         pool: Pool of the policy.
-        objectives: Of its namespace, in any order.
-        rewrites: The same. Of one age, the name decides, so that replicas agree.
+        objectives: Objectives of its namespace, in any order.
+        rewrites: Rewrites of its namespace, in any order; the name decides between equal ages, so
+            that replicas agree.
     """
     aged = sorted(
         (rewrite for rewrite in rewrites if rewrite.pool == pool),

@@ -53,9 +53,9 @@ class Reflector:
     """Keeps one collection of the object store in sync with the cluster.
 
     Args:
-        object_store: What is kept true.
+        object_store: Store that is kept in sync.
         listener: Receiver of changes and states.
-        settings: How patiently.
+        settings: Retry intervals and time limits.
         rng: Chance, for spreading what would else fall together.
         supervisor: Hears of objects that make us raise, and of steps that went well.
     """

@@ -18,7 +18,7 @@ class InferencePoolRef(msgspec.Struct, frozen=True):
     """One InferencePool by name; it becomes the pool `namespace/name`, existing or not.
 
     Attributes:
-        namespace: Of the pool and its pods.
+        namespace: Namespace of the pool and its pods.
         name: `metadata.name`.
         group: `POOL_GROUP` or `OLD_POOL_GROUP`.
     """
@@ -37,12 +37,12 @@ class PodSelector(msgspec.Struct, frozen=True):
     """Pods by their labels, without any CRD; they become the pool `namespace/name`.
 
     Attributes:
-        namespace: Of the pods.
+        namespace: Namespace of the pods.
         labels: All of them must match; at least one.
         ports: Each is an endpoint of every pod, at most `MAX_PORTS`. Empty: every pod names its
             one port in the annotation `model-pod-port`, as pods of KubeAI do, and a pod without
             it is no endpoint.
-        name: What to call the pool.
+        name: Name of the pool.
     """
 
     namespace: str
@@ -74,8 +74,8 @@ class ServiceRef(msgspec.Struct, frozen=True):
     Labels of pods are unknown then, but for `namespace`, the host and the zone.
 
     Attributes:
-        namespace: Of the Service.
-        name: Of the Service.
+        namespace: Namespace of the Service.
+        name: Name of the Service.
         port: Name of the Service's port, or number of the port on the pods (the target port:
             slices do not carry the other). Empty: the only port there is.
     """
@@ -97,7 +97,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of Kubernetes discovery.
 
     Attributes:
-        sources: What is watched; the keys of the pools must differ.
+        sources: Sources to watch; the keys of their pools must differ.
         kubeconfig: Path of a kubeconfig file. Empty: the service account of the pod, if its files
             are there, else what KUBECONFIG names, else the default place.
         context: Context of the kubeconfig file; empty for its current one.
@@ -109,9 +109,9 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             annotate a pod could then draw traffic to any address.
         start_s: How long `start` waits for the first complete lists. It then gives up waiting,
             not trying: a replica whose API server is down is not ready, and becomes so later.
-        request_s: For one list page, from asking to its last byte. A page of 500 pods is some
-            5 MB.
-        connect_s: For one connection to be made, TLS included.
+        request_s: Time limit for one list page, from the request to its last byte (seconds). A page
+            of 500 pods is some 5 MB.
+        connect_s: Time limit for a connection, TLS included (seconds).
         watch_s: Least length of a watch before the server ends it; each is spread up to twice
             that, so that not all are renewed at once. client-go requests 5 to 10 minutes, too.
         page: Objects per list page (count), as client-go requests.

@@ -37,7 +37,8 @@ class PoolChanges(msgspec.Struct, frozen=True):
     Attributes:
         discovered: New or different, by key.
         removed: Keys of those that are no pools of ours any more.
-        faults: What making a pool raised, by key; it is tried again at the next call.
+        faults: Exceptions of pools that could not be built, by key; they are retried at the next
+            call.
     """
 
     discovered: Mapping[str, endpoint_list.DiscoveredPool]
@@ -129,7 +130,7 @@ class ObjectStore:
         """Applies one event: an object was added, modified or deleted.
 
         Args:
-            collection: Of which it is an object.
+            collection: Collection of the object.
             key: Its namespace and name.
             value: The object; None when it is gone.
         """

@@ -35,10 +35,10 @@ class InvalidObject(msgspec.Struct, frozen=True):
     """An object that cannot be decoded; it counts as deleted.
 
     Attributes:
-        namespace: Where it is.
+        namespace: Namespace of the object.
         name: Its name.
         version: Resource version to resume a watch after.
-        reason: What is wrong.
+        reason: The error as text.
     """
 
     namespace: str
@@ -57,8 +57,8 @@ class WatchError(msgspec.Struct, frozen=True):
     """An ERROR event that ends the watch; 410 means the version is too old.
 
     Attributes:
-        code: As an HTTP status.
-        message: For people.
+        code: HTTP status.
+        message: Error text of the server, for people.
     """
 
     code: int
@@ -79,7 +79,7 @@ class ListPage(msgspec.Struct, frozen=True):
 
     Attributes:
         values: Objects that could be read.
-        invalid_objects: Those that could not.
+        invalid_objects: Objects that could not be decoded.
         version: Resource version of the list.
         continue_token: Token of the next page; empty on the last.
     """
@@ -94,9 +94,9 @@ class ApiStatus(msgspec.Struct, frozen=True):
     """Error message of the server.
 
     Attributes:
-        code: As an HTTP status.
-        reason: One word.
-        message: For people.
+        code: HTTP status.
+        reason: Reason as a single word, such as `Forbidden`.
+        message: Error text of the server, for people.
     """
 
     code: int = 0

@@ -21,7 +21,7 @@ class ResourceType(msgspec.Struct, frozen=True):
     Attributes:
         group: API group; empty for the core one.
         version: API version to request.
-        plural: As in the path.
+        plural: Resource name in API paths.
         optional: Whether pools can be known without it.
     """
 
@@ -63,7 +63,7 @@ class WatchedCollection(msgspec.Struct, frozen=True):
     """One collection to list and watch.
 
     Attributes:
-        resource: Of which objects.
+        resource: Type of the objects.
         namespace: Namespace to watch; empty for all namespaces.
         labels: Label selector in the API's form; empty for all.
         fields: Field selector in the API's form; empty for all.
@@ -225,9 +225,9 @@ class WatchStatus(msgspec.Struct, frozen=True):
     """Status of one watch.
 
     Attributes:
-        collection: What is watched.
+        collection: The watched collection.
         state: One of `STATES`; `unknown` before the first answer.
-        detail: Why, for people; empty while it is connected.
+        detail: Reason of the state, for people; empty while it is connected.
         unsynced_since: Monotonic seconds of the last moment in step with the server, or of the
             start where there was none; None while it is in step.
     """
@@ -248,7 +248,7 @@ class WatchStatuses:
     """Status of all watches.
 
     Args:
-        collections: What is watched.
+        collections: The watched collections.
     """
 
     def __init__(self, collections: Iterable[WatchedCollection], now: float) -> None:
@@ -271,9 +271,9 @@ class WatchStatuses:
         """Records the state that a reflector reported.
 
         Args:
-            collection: Of the feed.
+            collection: The watched collection.
             state: One of `STATES`.
-            detail: Why, for people.
+            detail: Reason of the state, for people.
             server: Address of the API server, for people.
 
         Yields:

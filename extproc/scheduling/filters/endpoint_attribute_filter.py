@@ -29,7 +29,7 @@ class Threshold(
 
     Attributes:
         operator: Comparison of the attribute with `value`.
-        value: The bound.
+        value: The bound, in the unit of the attribute.
     """
 
     operator: Literal[
@@ -44,7 +44,7 @@ class AttributeFilterAlgorithm(
     """Comparison by which candidates are kept.
 
     Attributes:
-        type: By comparison.
+        type: Algorithm: a comparison with a threshold.
         threshold: The bound.
     """
 
@@ -61,7 +61,7 @@ class EndpointAttributeFilter(
     `filter/endpointattribute/filter.go`.
 
     Attributes:
-        attribute: Which number.
+        attribute: Name of the attribute.
         algorithm: The threshold.
         on_missing: Whether a candidate whose own page lacks the number passes. `Pass` is the upstream
             default.

@@ -95,9 +95,9 @@ class UtilizationDetector(
     `../flowcontrol/saturationdetector/utilization/detector.go`.
 
     Attributes:
-        queue_depth_threshold: Q. 5 is the upstream default.
-        kv_cache_util_threshold: K. 0.8 is the upstream default.
-        headroom: h, how far above the thresholds is allowed.
+        queue_depth_threshold: Q, waiting requests. 5 is the upstream default.
+        kv_cache_util_threshold: K, used share of the KV cache, 0 to 1. 0.8 is the upstream default.
+        headroom: h, share by which both thresholds may be exceeded, 0 or more.
     """
 
     kind: ClassVar[str] = "utilization-detector"
@@ -139,7 +139,7 @@ class ConcurrencyDetector(
         concurrency_mode: `requests`, `tokens` or `hybrid`.
         max_concurrency: Requests. 100 is the upstream default.
         max_token_concurrency: Tokens. 1000000 is the upstream default.
-        headroom: How far above the bound is allowed.
+        headroom: Share by which the bound may be exceeded, 0 or more.
     """
 
     kind: ClassVar[str] = "concurrency-detector"

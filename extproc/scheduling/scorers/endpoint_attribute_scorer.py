@@ -45,8 +45,8 @@ class Normalization(
     """Range for normalization; the adaptive one when neither is set.
 
     Attributes:
-        adaptive_range: From the candidates.
-        fixed_range: From the configuration.
+        adaptive_range: Range of the candidates' values.
+        fixed_range: Range of the configuration.
     """
 
     adaptive_range: AdaptiveRange | None = None
@@ -68,7 +68,7 @@ class AttributeScorerAlgorithm(
     """Conversion of a value into a score.
 
     Attributes:
-        type: Which end is better.
+        type: Direction: the end of the range that scores best.
         normalization: The range.
     """
 
@@ -89,7 +89,7 @@ class EndpointAttributeScorer(
     `matched_tokens`, and `extra.NAME` for the metric NAME of `scrape.extra_metrics`.
 
     Attributes:
-        attribute_key: Which number.
+        attribute_key: Name of the attribute.
         algorithm: Its conversion into a score.
     """
 
