@@ -205,7 +205,7 @@ def test_the_policy_changes_without_a_restart():
     parts.director.reconfigure(routing)
     outcome = decision(parts, "other")
     assert (outcome.request.priority, outcome.model_rewrite) == (3, "tiny")
-    assert list(reloading.pending(settings(POOL), wanted)) == []
+    assert list(reloading.find_restart_fields(settings(POOL), wanted)) == []
 
 
 @pytest.mark.parametrize(
