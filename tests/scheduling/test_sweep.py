@@ -70,7 +70,7 @@ turns = st.builds(
         ({}, {"x-llm-d-inference-objective": "sheddable"}, {"x-session": "s-1"})
     ),
     blocks=st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple),
-    opening=st.text(max_size=120),
+    first_user_message=st.text(max_size=120),
     continuation_ratio=st.floats(0, 1),
     expected_growth_tokens=st.floats(0, 1e4),
     idle_conversations_per_open=st.floats(0, 0.5),
