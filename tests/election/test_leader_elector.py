@@ -174,7 +174,7 @@ class LeasesFixture:
     def __init__(self):
         self.answer = None
 
-    async def look(self):
+    async def read(self):
         return self.answer
 
 
@@ -290,10 +290,10 @@ def test_run_ends_with_a_release():
         def __init__(self):
             self.store = Store()
 
-        async def look(self):
+        async def read(self):
             return self.store.do(None)
 
-        async def put(self, put):
+        async def write(self, put):
             return self.store.do(put)
 
         async def close(self):

@@ -19,10 +19,10 @@ def _ask(call):
 class _Far:
     """The store as one elector reaches it."""
 
-    async def look(self):
+    async def read(self):
         return await _ask(None)
 
-    async def put(self, put):
+    async def write(self, put):
         return await _ask(put)
 
     async def close(self):

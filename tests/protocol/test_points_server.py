@@ -25,7 +25,7 @@ class Broken:
         self.route_fallback = dispatcher.route_fallback
         self.reserve = dispatcher.reserve
         self.release = dispatcher.release
-        self.response_unwatched = dispatcher.is_response_unobserved
+        self.is_response_unobserved = dispatcher.is_response_unobserved
 
     def decide(self, prepared: PreparedRequest, now: float) -> Outcome:
         raise ZeroDivisionError(prepared.raw.body)

@@ -39,7 +39,7 @@ async def test_the_program_receives_the_number_of_replicas(tmp_path):
     """It is run with the number in its place, which is then what is asked for."""
     note = tmp_path / "note"
     hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=300.0)
-    assert hook.acts
+    assert hook.can_scale
     assert await hook.current_replicas(1) == 1
     assert await hook.scale(UP, 1) is None
     assert note.read_text() == "replicas=3\n"
@@ -77,6 +77,6 @@ async def test_a_missing_program_is_reported():
 async def test_advisory_actuator_returns_the_requested_replicas():
     """Where others act; before anything was told, that is what is there."""
     subject = AdvisoryActuator()
-    assert (subject.acts, await subject.current_replicas(2)) == (True, 2)
+    assert (subject.can_scale, await subject.current_replicas(2)) == (True, 2)
     await subject.scale(UP, 2)
     assert await subject.current_replicas(2) == 3

@@ -106,7 +106,7 @@ def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, capl
     poison(
         monkeypatch,
         store.ObjectStore,
-        "put",
+        "apply",
         lambda _, __, key, ___: key[1] == "bad",
     )
 
