@@ -39,6 +39,13 @@ _ACCOUNTS = (
 )
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file that a running picker reads: at no moment it is empty or half written."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
 class Installation:
     """extproc and Envoy, and what can be asked of them.
 

@@ -153,7 +153,7 @@ async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answer
         assert b"408" in await stalled_upload(place.port)
         # Twice as long as the time-out, and then 503, for there is no engine.
         assert (await http1.ask(place.port, PATH, CHAT)).status == 503
-        listed.write_text(f"endpoints: ['{engine.address}']\n")
+        installation.replace_file(listed, f"endpoints: ['{engine.address}']\n")
         up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
         await place.until(lambda found: up in found)
         answer = asyncio.ensure_future(http1.ask(place.port, "/slow", CHAT))

@@ -54,12 +54,12 @@ def place(live, listeners, listed, binary):
 @pytest.fixture
 def empty(live, place, listed, engine):
     """Nobody is there at first; `come` brings the engine."""
-    listed.write_text("endpoints: []\n")
+    installation.replace_file(listed, "endpoints: []\n")
     up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
     live.run(place.until(lambda found: up not in found))
 
     def come():
-        listed.write_text(f"endpoints: ['{engine.address}']\n")
+        installation.replace_file(listed, f"endpoints: ['{engine.address}']\n")
 
     return come
 

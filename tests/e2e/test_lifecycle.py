@@ -197,7 +197,7 @@ async def test_067_068_no_endpoint(tmp_path, empty):
         async with installation.installed(arguments=words) as place:
             if empty == "removed":
                 assert (await ask(place)).status == 200
-                file.write_text(none)
+                installation.replace_file(file, none)
                 series = f'extproc_endpoint_up{{endpoint="{served.address}"}}'
                 await place.until(lambda found: series not in found)
             for body in (CHAT, None):
@@ -208,7 +208,7 @@ async def test_067_068_no_endpoint(tmp_path, empty):
                 reason = answer.head.get("x-llm-d-request-dropped-reason")
                 assert reason == "rejected-no-endpoints"
                 assert answer.json()["error"]["code"] == 503
-            file.write_text(some)
+            installation.replace_file(file, some)
             await place.until(lambda found: series_of(served, found))
             assert (await ask(place)).status == 200
 

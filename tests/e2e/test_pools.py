@@ -137,10 +137,10 @@ async def test_pages_show_every_pool(place, engines):
 async def test_matches_are_reloaded(place, engines, config):
     """An edited file sends the next request elsewhere."""
     text = config.read_text()
-    config.write_text(text.replace("x-tier: batch", "x-tier: night"))
+    installation.replace_file(config, text.replace("x-tier: batch", "x-tier: night"))
     try:
         await place.until(lambda found: found.get('extproc_config_reloads_total{result="ok"}', 0))
         await served(engines, "llama", ask(place, headers=[("x-tier", "batch")]))
         await served(engines, "batch", ask(place, headers=[("x-tier", "night")]))
     finally:
-        config.write_text(text)
+        installation.replace_file(config, text)

@@ -77,7 +77,7 @@ class Keeper:
 
     def _list(self):
         addresses = [one.ready_line.rpartition(" ")[2] for one in self._engines]
-        self.listed.write_text(json.dumps({"endpoints": addresses}))
+        installation.replace_file(self.listed, json.dumps({"endpoints": addresses}))
 
 
 class Place:

@@ -10,6 +10,7 @@ import signal
 import aiohttp
 
 from extproc.demo import stack
+from tests.e2e import installation
 from tests.support import transport
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -74,7 +75,7 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
             return float(found.group(1)) if found else 0.0
 
         for count, text in enumerate(("log: {level: \0}\n", 'x: !!int ""\n', "x: !!timestamp x\n")):
-            config.write_text(HEAD + text)
+            installation.replace_file(config, HEAD + text)
             child.process.send_signal(signal.SIGHUP)
 
             async def refused(count=count):
@@ -82,7 +83,7 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
                 return errors > count
 
             await until(refused)
-        config.write_text(HEAD + "log: {level: debug}\n")
+        installation.replace_file(config, HEAD + "log: {level: debug}\n")
         child.process.send_signal(signal.SIGHUP)
 
         async def mended():

@@ -58,9 +58,7 @@ class Site:
 
     def list(self, *addresses: str) -> None:
         """Change the endpoints, at once for both."""
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps({"endpoints": list(addresses)}))
-        new.replace(self._file)
+        installation.replace_file(self._file, json.dumps({"endpoints": list(addresses)}))
 
     async def picker(self, at: int) -> stack.Child:
         """Start one, on the ports it had before."""
