@@ -96,7 +96,7 @@ format: $(VENV)/.dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 proto: $(VENV)/.dev ## Compile proto/ into extproc/wire/pb
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/ext_proc.proto proto/keda.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/*.proto
 
 docs: $(VENV)/.dev ## Build the documentation into build/docs/html; a broken link or anchor fails
 	$(BIN)/python -m tests.docs.site

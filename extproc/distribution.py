@@ -21,5 +21,5 @@ def installed_version() -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra, such as `pip install 'extproc-epp[xds]'`."""
+    """The command that installs an extra, such as `pip install 'extproc-epp[redis]'`."""
     return f"pip install '{NAME}[{extra}]'"

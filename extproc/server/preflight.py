@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from extproc import distribution
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.server import admin_access, listeners, redis_peer_channel
@@ -27,8 +25,6 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     ]
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))
-    if settings.xds.enabled:
-        steps.append(require_xds)
     if settings.server.transport == "native" and settings.server.secure_serving:
         steps.append(lambda: _refuse_cipher_suites(os.environ.get(_CIPHER_SUITES, "")))
     problems = []
@@ -55,21 +51,6 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
     for flag, port in numbers.items():
         if port and listeners.is_taken(server.host, port):
             yield f"{flag}: something on this machine listens on port {port} already"
-
-
-def require_xds() -> None:
-    """Refuse to serve xDS without its extra.
-
-    Raises:
-        ConfigError: The types of Envoy are not installed.
-    """
-    if importlib.util.find_spec("envoy_data_plane") is None:
-        raise ConfigError(
-            "xds.enabled",
-            wanted="the types of Envoy's xDS (envoy-data-plane)",
-            got="no such package",
-            fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
-        )
 
 
 def _refuse_cipher_suites(cipher_suites: str) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import grpc
 
 from extproc.pool.snapshot import Pool
-from extproc.server import preflight
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
-from extproc.xds import resources
+from extproc.xds import messages, resources
+from extproc.xds.messages import EncodedResponse, RequestResult, SessionCodec
 from extproc.xds.resources import ClusterOptions, XdsSnapshot
-
-if TYPE_CHECKING:
-    from extproc.xds.messages import EncodedResponse, RequestResult, SessionCodec
+from extproc.xds.snapshot_cache import SnapshotCache
 
 SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 SOTW = "StreamAggregatedResources"
@@ -109,11 +105,7 @@ class AggregatedDiscoveryServicer:
         counters: XdsCounters,
         supervisor: Supervisor | None = None,
     ) -> None:
-        preflight.require_xds()
-        # Here and not above: a second and 50 MB that only those pay who serve xDS.
-        snapshot_cache = importlib.import_module("extproc.xds.snapshot_cache")
-        self._messages = importlib.import_module("extproc.xds.messages")
-        self._snapshot_cache = snapshot_cache.SnapshotCache(options)
+        self._snapshot_cache = SnapshotCache(options)
         self._pools = pools
         self._h2c = h2c
         self._synced = synced
@@ -156,11 +148,11 @@ class AggregatedDiscoveryServicer:
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
-        await self._serve(self._messages.SotwCodec(), context)
+        await self._serve(messages.SotwCodec(), context)
 
     async def stream_delta(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `DeltaAggregatedResources`."""
-        await self._serve(self._messages.DeltaCodec(), context)
+        await self._serve(messages.DeltaCodec(), context)
 
     async def release(self) -> None:
         """End every stream with OK and take no more: Envoys keep what they hold, and go on."""

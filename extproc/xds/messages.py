@@ -1,4 +1,4 @@
-"""Decoding of discovery requests and encoding of responses (`envoy-data-plane`).
+"""Decoding of discovery requests and encoding of responses.
 
 Reading is total: what cannot be read is None, because a decoder that raises ends the stream with
 an error without a remedy.
@@ -6,27 +6,14 @@ an error without a remedy.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import betterproto2
 import msgspec
 
+from extproc.wire.pb import xds_pb2
 from extproc.xds import sessions
 from extproc.xds.resources import XdsResource, XdsSnapshot
 from extproc.xds.sessions import Nack
-
-with warnings.catch_warnings():
-    # pydantic deprecates a validator style that the generated classes use.
-    warnings.filterwarnings("ignore", message=r"Using `@model_validator`")
-    from envoy_data_plane.envoy.service.discovery import v3 as discovery_v3
-    from envoy_data_plane.google.protobuf import Any
-
-#: Field of `node` in both requests, and of the name in it. Envoy's lists all its extensions, 70 ms
-#: of parsing in the loop that picks; only the name is wanted.
-_NODE = {"whole": 2, "differences": 1}
-_NODE_ID = 1
 
 
 class EncodedResponse(msgspec.Struct, frozen=True):
@@ -107,22 +94,20 @@ class DeltaCodec:
 def decode_sotw_request(data: bytes) -> tuple[str, sessions.SotwRequest] | None:
     """Decodes a `DiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
-        node, rest = _split_node(data, _NODE["whole"])
-        message = discovery_v3.DiscoveryRequest.parse(rest)
-    except Exception:  # noqa: BLE001  whatever a parser raises at garbage
+        message = xds_pb2.DiscoveryRequest.FromString(data)
+    except Exception:  # noqa: BLE001  only wire knows protobuf's DecodeError
         return None
     request = sessions.SotwRequest(
         message.type_url, tuple(message.resource_names), message.response_nonce, _error(message)
     )
-    return node, request
+    return message.node.id, request
 
 
 def decode_delta_request(data: bytes) -> tuple[str, sessions.DeltaRequest] | None:
     """Decodes a `DeltaDiscoveryRequest` into node id and request; None if it cannot be decoded."""
     try:
-        node, rest = _split_node(data, _NODE["differences"])
-        message = discovery_v3.DeltaDiscoveryRequest.parse(rest)
-    except Exception:  # noqa: BLE001  whatever a parser raises at garbage
+        message = xds_pb2.DeltaDiscoveryRequest.FromString(data)
+    except Exception:  # noqa: BLE001  only wire knows protobuf's DecodeError
         return None
     request = sessions.DeltaRequest(
         message.type_url,
@@ -132,59 +117,42 @@ def decode_delta_request(data: bytes) -> tuple[str, sessions.DeltaRequest] | Non
         message.response_nonce,
         _error(message),
     )
-    return node, request
+    return message.node.id, request
 
 
 def _sotw_message(response: sessions.SotwResponse) -> EncodedResponse:
-    data = bytes(
-        discovery_v3.DiscoveryResponse(
-            version_info=response.version,
-            type_url=response.type_url,
-            nonce=response.nonce,
-            resources=[_any(response.type_url, resource) for resource in response.resources],
-        )
+    message = xds_pb2.DiscoveryResponse(
+        version_info=response.version,
+        type_url=response.type_url,
+        nonce=response.nonce,
+        resources=[_any(response.type_url, resource) for resource in response.resources],
     )
-    return EncodedResponse(response.type_url, data)
+    return EncodedResponse(response.type_url, message.SerializeToString())
 
 
 def _delta_message(response: sessions.DeltaResponse) -> EncodedResponse:
-    data = bytes(
-        discovery_v3.DeltaDiscoveryResponse(
-            type_url=response.type_url,
-            nonce=response.nonce,
-            resources=[
-                discovery_v3.Resource(
-                    name=resource.name,
-                    version=resource.version,
-                    resource=_any(response.type_url, resource),
-                )
-                for resource in response.resources
-            ],
-            removed_resources=list(response.removed),
-        )
+    message = xds_pb2.DeltaDiscoveryResponse(
+        type_url=response.type_url,
+        nonce=response.nonce,
+        resources=[
+            {
+                "name": resource.name,
+                "version": resource.version,
+                "resource": _any(response.type_url, resource),
+            }
+            for resource in response.resources
+        ],
+        removed_resources=response.removed,
     )
-    return EncodedResponse(response.type_url, data)
+    return EncodedResponse(response.type_url, message.SerializeToString())
 
 
-def _any(type_url: str, resource: XdsResource) -> Any:
-    return Any(type_url=type_url, value=resource.body)
+def _any(type_url: str, resource: XdsResource) -> dict[str, object]:
+    return {"type_url": type_url, "value": resource.body}
 
 
-def _error(request: discovery_v3.DiscoveryRequest | discovery_v3.DeltaDiscoveryRequest) -> str:
+def _error(request: Any) -> str:
     """Returns the reason of a NACK, never empty for one; empty for an ACK."""
-    status = request.error_detail
-    return "" if status is None else status.message or f"code {status.code}"
-
-
-def _split_node(data: bytes, number: int) -> tuple[str, bytes]:
-    """Splits a request into the node id and the rest."""
-    fields = list(betterproto2.parse_fields(data))
-    rest = b"".join(field.raw for field in fields if field.number != number)
-    nodes: Sequence[bytes] = [field.value for field in fields if field.number == number]
-    names = [
-        field.value.decode()
-        for node in nodes
-        for field in betterproto2.parse_fields(node)
-        if field.number == _NODE_ID
-    ]
-    return "".join(names), rest
+    if not request.HasField("error_detail"):
+        return ""
+    return request.error_detail.message or f"code {request.error_detail.code}"

@@ -8,8 +8,7 @@ import msgspec
 import xxhash
 
 from extproc.pool.snapshot import Pool
-from extproc.xds import resources
-from extproc.xds.encoder import ResourceEncoder
+from extproc.xds import encoder, resources
 from extproc.xds.resources import ClusterOptions, LbEndpoint, XdsResource, XdsSnapshot
 
 
@@ -39,7 +38,7 @@ class SnapshotCache:
     """
 
     def __init__(self, options: ClusterOptions) -> None:
-        self._encoder = ResourceEncoder(options)
+        self._options = options
         self._with_health = not options.health_check.path
         self._entries: dict[str, _CacheEntry] = {}
         self.faults: dict[str, Exception] = {}
@@ -82,9 +81,6 @@ class SnapshotCache:
                 if cluster in self._entries:
                     entries[cluster] = self._entries[cluster]
         self._entries = entries
-        self._encoder.drop_others(
-            {lb_endpoint for entry in entries.values() for lb_endpoint in entry.lb_endpoints}
-        )
         new: XdsSnapshot = {
             resources.CLUSTER: {name: entry.cluster for name, entry in entries.items()},
             resources.ASSIGNMENT: {name: entry.assignment for name, entry in entries.items()},
@@ -98,7 +94,7 @@ class SnapshotCache:
         name = resources.cluster_name(pool_name)
         before = self._entries.get(name)
         if before is None or before.h2c is not h2c:
-            cluster = _versioned(name, self._encoder.cluster(name, h2c=h2c))
+            cluster = _versioned(name, encoder.encode_cluster(name, self._options, h2c=h2c))
         elif self._has_same_endpoints(before.pool, pool):
             return before
         else:
@@ -106,7 +102,7 @@ class SnapshotCache:
         lb_endpoints = resources.lb_endpoints(pool, with_health=self._with_health)
         if before is not None and before.lb_endpoints == lb_endpoints:
             return _CacheEntry(pool, h2c, lb_endpoints, before.assignment, cluster)
-        assignment = _versioned(name, self._encoder.assignment(name, lb_endpoints))
+        assignment = _versioned(name, encoder.encode_assignment(name, lb_endpoints))
         return _CacheEntry(pool, h2c, lb_endpoints, assignment, cluster)
 
     def _has_same_endpoints(self, previous: Pool, current: Pool) -> bool:

@@ -1,6 +1,7 @@
 import json
 import re
 import socket
+import sys
 
 import pytest
 
@@ -280,12 +281,15 @@ def test_missing_extras_and_files_are_refused_before_serving(
     command, tmp_path, monkeypatch, capsys
 ):
     """Extras and files are looked at by `check` and `serve` alike, all of them."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    text = HEAD + f"server: {{cert_path: {tmp_path}, admin_token_file: {tmp_path}/token}}"
-    words = ["--endpoints", "10.0.0.1:1", "--xds", "--config-text", text]
+    monkeypatch.setitem(sys.modules, "redis", None)
+    text = HEAD + (
+        f"server: {{cert_path: {tmp_path}, admin_token_file: {tmp_path}/token}}\n"
+        "peer_sync: {url: 'redis://127.0.0.1:6379'}\n"
+    )
+    words = ["--endpoints", "10.0.0.1:1", "--config-text", text]
     assert main.main([command, *words]) == 2
     err = capsys.readouterr().err
-    for fact in ("pip install 'extproc-epp[xds]'", "tls.crt and tls.key", "admin_token_file"):
+    for fact in ("pip install 'extproc-epp[redis]'", "tls.crt and tls.key", "admin_token_file"):
         assert fact in err
 
 

@@ -11,9 +11,10 @@ import yaml
 
 from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
-from extproc.xds.encoder import ResourceEncoder, cluster_v3
+from extproc.xds import encoder
 from extproc.xds.resources import ClusterOptions
 from tests.e2e import installation
+from tests.support import xds_peer
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))
 
@@ -56,8 +57,8 @@ def engines(config):
     """The engines' cluster: of the file, or what extproc serves for it, read with Envoy's types."""
     if "dynamic_resources" not in config:
         return installation.cluster(config, "engines")
-    served = cluster_v3.Cluster.parse(
-        ResourceEncoder(ClusterOptions()).cluster("engines", h2c=False)
+    served = xds_peer.clusters.Cluster.parse(
+        encoder.encode_cluster("engines", ClusterOptions(), h2c=False)
     )
     return served.to_dict(casing=betterproto2.Casing.SNAKE)
 

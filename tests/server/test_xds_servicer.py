@@ -5,27 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 
 import grpc
 import pytest
 
 from extproc import supervision
 from extproc.endpoint import Endpoint, Load
-from extproc.errors import ConfigError
 from extproc.server import grpcio_server, xds_servicer
 from extproc.telemetry.control_plane_metrics import XdsCounters
-from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
+from extproc.xds import messages
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
 from tests.support.pool_fixture import House
 from tests.support.serving import LOCAL, run
-
-# isort: split
-from envoy_data_plane.envoy.config.cluster import v3 as clusters
-from envoy_data_plane.envoy.config.core import v3 as core
-from envoy_data_plane.envoy.config.endpoint import v3 as endpoints
-from envoy_data_plane.envoy.service.discovery import v3 as discovery
-from envoy_data_plane.google.rpc import Status
+from tests.support.xds_peer import Status, clusters, core, discovery, endpoints
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -359,13 +351,6 @@ def test_delta_streams_are_served():
             assert changed.resources[0].version != answer.resources[0].version
 
     run(test())
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    """The extra is named, before anything listens."""
-    monkeypatch.setitem(sys.modules, "envoy_data_plane", None)
-    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[xds\]'"):
-        Scene()
 
 
 def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):

@@ -4,8 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,20 +18,34 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 from extproc.wire.pb import ext_proc_pb2 as pb
-from tests.support import peer
+from extproc.wire.pb import keda_pb2, xds_pb2
+from tests.support import peer, xds_peer
 
-ROOT = Path(__file__).parent.parent.parent
-PROTO = ROOT / "proto" / "ext_proc.proto"
+PROTO = Path(__file__).parent.parent.parent / "proto"
 
-#: Where Envoy defines our messages that are not in its ext_proc service file.
+#: Envoy's modules that define our messages.
+MODULES = (
+    peer.ext_proc,
+    xds_peer.discovery,
+    xds_peer.clusters,
+    xds_peer.endpoints,
+    xds_peer.upstreams,
+    xds_peer.override_host,
+    xds_peer.least_request,
+    xds_peer.metadata,
+    peer.core,
+    xds_peer.types,
+)
+
+#: Messages that others define, or that have a name of their own where two of Envoy's share one.
 ELSEWHERE = {
-    "HeaderMap": peer.core.HeaderMap,
-    "HeaderValue": peer.core.HeaderValue,
-    "HeaderValueOption": peer.core.HeaderValueOption,
-    "Metadata": peer.core.Metadata,
     "ProcessingMode": peer.filters.ProcessingMode,
-    "HttpStatus": peer.http.HttpStatus,
+    "CommonHttpProtocolOptions": peer.core.HttpProtocolOptions,
+    "Status": xds_peer.Status,
 }
+
+#: Python types of Envoy's fields that hold messages of protobuf itself.
+WELL_KNOWN = {"Duration": "timedelta", "UInt32Value": "int", "BoolValue": "bool"}
 
 #: Fields that Envoy declares as enums and we read as numbers: the same varint on the wire, and a
 #: number we do not know does not fail the message.
@@ -48,6 +63,8 @@ OPEN_ENUMS = {
 TYPES = {
     FieldDescriptor.TYPE_BOOL: "bool",
     FieldDescriptor.TYPE_BYTES: "bytes",
+    FieldDescriptor.TYPE_DOUBLE: "double",
+    FieldDescriptor.TYPE_ENUM: "enum",
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_MESSAGE: "message",
     FieldDescriptor.TYPE_STRING: "string",
@@ -55,12 +72,32 @@ TYPES = {
 }
 
 
-MESSAGES: list[Descriptor] = list(pb.DESCRIPTOR.message_types_by_name.values())
+def messages(kinds: Iterable[Descriptor]) -> Iterator[Descriptor]:
+    """Messages and those within them, without the entries of maps."""
+    for kind in kinds:
+        if not kind.GetOptions().map_entry:
+            yield kind
+            yield from messages(kind.nested_types)
 
 
-def theirs(name: str) -> Any:
+MESSAGES = [
+    message
+    for module in (pb, xds_pb2)
+    for message in messages(module.DESCRIPTOR.message_types_by_name.values())
+]
+
+
+def their_name(ours: Descriptor) -> str:
+    """Name of Envoy's class: those of nested messages start with the name of the outer one."""
+    return ours.full_name.removeprefix(ours.file.package + ".").replace(".", "")
+
+
+def theirs(ours: Descriptor) -> Any:
     """Envoy's message of that name."""
-    return ELSEWHERE.get(name) or getattr(peer.ext_proc, name)
+    name = their_name(ours)
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 def described(field: FieldDescriptor) -> tuple[object, ...]:
@@ -85,18 +122,18 @@ def their_description(message: Any, name: str) -> tuple[object, ...]:
     return (meta.number, meta.proto_type, is_map or meta.repeated, meta.group)
 
 
-@pytest.mark.parametrize("ours", MESSAGES, ids=lambda ours: ours.name)
+@pytest.mark.parametrize("ours", MESSAGES, ids=their_name)
 def test_every_field_is_envoys(ours: Descriptor):
     """Each field has the number, type, repetition and oneof of Envoy's field of that name."""
-    message = theirs(ours.name)
+    message = theirs(ours)
     descriptors = {field.name: described(field) for field in ours.fields}
     assert descriptors == {name: their_description(message, name) for name in descriptors}
 
 
-@pytest.mark.parametrize("ours", MESSAGES, ids=lambda ours: ours.name)
+@pytest.mark.parametrize("ours", MESSAGES, ids=their_name)
 def test_message_fields_have_envoys_types(ours: Descriptor):
     """A field that holds a message holds the one of the same name as Envoy's."""
-    message = theirs(ours.name)
+    message = theirs(ours)
     for field in ours.fields:
         entry = field.message_type
         if entry is None:
@@ -104,7 +141,8 @@ def test_message_fields_have_envoys_types(ours: Descriptor):
         if entry.GetOptions().map_entry:
             entry = entry.fields_by_name["value"].message_type
         hint = str(message.__dataclass_fields__[field.name].type)
-        assert entry.name in re.findall(r"\w+", hint)
+        wanted = WELL_KNOWN.get(entry.name) or theirs(entry).__name__
+        assert wanted in re.findall(r"\w+", hint)
 
 
 def test_every_part_envoy_sends_is_known():
@@ -119,19 +157,20 @@ def test_every_part_envoy_sends_is_known():
     assert known == envoys
 
 
-def test_the_generated_module_matches_proto(tmp_path: Path):
+@pytest.mark.parametrize("module", [pb, keda_pb2, xds_pb2], ids=lambda one: one.DESCRIPTOR.name)
+def test_the_generated_module_matches_proto(module: ModuleType, tmp_path: Path):
     """Compiling proto/ anew gives the descriptor that is committed."""
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}"]
     output = tmp_path / "set"
     subprocess.run(
-        [*command, f"--descriptor_set_out={output}", PROTO.name],
+        [*command, f"--descriptor_set_out={output}", module.DESCRIPTOR.name],
         check=True,
         timeout=300,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     (compiled,) = FileDescriptorSet.FromString(output.read_bytes()).file
     committed = FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(committed)
+    module.DESCRIPTOR.CopyToProto(committed)
     for file in (compiled, committed):
         file.ClearField("name")  # relative to another folder
         forget_json_names(file.message_type)

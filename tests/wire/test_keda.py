@@ -1,33 +1,7 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
-
 from extproc.wire import keda
 from extproc.wire.pb import keda_pb2 as pb
-
-PROTO = Path(__file__).parent.parent.parent / "proto" / "keda.proto"
-
-
-def test_the_generated_module_matches_proto(tmp_path):
-    """`make proto` was run after the last change of proto/keda.proto."""
-    output = tmp_path / "set"
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}"]
-    subprocess.run([*command, f"--descriptor_set_out={output}", PROTO.name], check=True)
-    (compiled,) = FileDescriptorSet.FromString(output.read_bytes()).file
-    generated = FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(generated)
-    for descriptor in (compiled, generated):
-        for message in [
-            *descriptor.message_type,
-            *(n for m in descriptor.message_type for n in m.nested_type),
-        ]:
-            for field in message.field:
-                field.ClearField("json_name")
-    assert compiled == generated
 
 
 def test_bytes_that_are_no_message_are_none():
