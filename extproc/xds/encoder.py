@@ -96,13 +96,14 @@ def _locality(lb_endpoint: LbEndpoint) -> tuple[str, str]:
 
 
 def _add_endpoints(message: Any, lb_endpoints: Iterable[LbEndpoint]) -> None:
-    """Adds endpoints to a `LocalityLbEndpoints`, field by field: thousands may be there."""
+    """Adds endpoints to a `LocalityLbEndpoints` in place: thousands may be there."""
     for lb_endpoint in lb_endpoints:
-        added = message.lb_endpoints.add(health_status=lb_endpoint.health.value)
-        socket = added.endpoint.address.socket_address
         host, _, port = lb_endpoint.address.rpartition(":")
-        socket.address = _ip(host)
-        socket.port_value = int(port)
+        socket = {"address": _ip(host), "port_value": int(port)}
+        message.lb_endpoints.add(
+            endpoint={"address": {"socket_address": socket}},
+            health_status=lb_endpoint.health.value,
+        )
 
 
 @lru_cache(maxsize=32_768)
@@ -111,7 +112,7 @@ def _ip(host: str) -> str:
     return str(ipaddress.ip_address(host.strip("[]")))
 
 
-def _any(message: Any, name: str) -> dict[str, object]:
+def _any(message: Any, name: str) -> Any:
     """Packs a message under Envoy's name of its type."""
     return {"type_url": _TYPES + name, "value": message.SerializeToString(deterministic=True)}
 
