@@ -227,6 +227,8 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
         reason: Value of `x-llm-d-request-dropped-reason`; empty when the vocabulary has none.
         retry_after_s: Seconds after which trying again may help; None when it will not.
         code: Error code of OpenAI's API; empty derives it from the status.
+        cause: Cause for the log, finer than `reason`, such as `rate-limited`; a constant of the
+            code, never text of a request.
     """
 
     status: int
@@ -234,6 +236,7 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     reason: str = ""
     retry_after_s: int | None = None
     code: str = ""
+    cause: str = "bad-request"
 
 
 class Deferral(msgspec.Struct, frozen=True, gc=False):
@@ -297,6 +300,7 @@ _NO_ENDPOINTS = Rejection(
     "failed to find endpoint candidates for serving the request",
     reason="rejected-no-endpoints",
     retry_after_s=1,
+    cause="no-endpoints",
 )
 _NO_ENDPOINTS_YET = Deferral(math.inf, _NO_ENDPOINTS)
 
@@ -318,6 +322,7 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
         404,
         f"the model `{name}` does not exist; there are: {shown}",
         code=MODEL_NOT_FOUND,
+        cause="unknown-model",
     )
 
 
@@ -328,6 +333,7 @@ def saturated() -> Rejection:
         "no endpoints available for the given request",
         reason="rejected-saturated",
         retry_after_s=1,
+        cause="filtered-out",
     )
 
 
@@ -348,7 +354,11 @@ def all_busy(
 @functools.lru_cache(maxsize=64)  # one for every look at a waiting request otherwise
 def _busy(retry_after_s: int) -> Rejection:
     return Rejection(
-        429, "every endpoint is busy", reason="rejected-saturated", retry_after_s=retry_after_s
+        429,
+        "every endpoint is busy",
+        reason="rejected-saturated",
+        retry_after_s=retry_after_s,
+        cause="busy",
     )
 
 
@@ -362,4 +372,5 @@ def sheddable_dropped() -> Rejection:
         "system saturated, sheddable request dropped",
         reason="rejected-saturated",
         retry_after_s=1,
+        cause="shed",
     )

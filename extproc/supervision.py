@@ -33,6 +33,7 @@ LoopName = Literal[
     "election",
     "keda",
     "kubernetes",
+    "log",
     "peer_sync",
     "pools",
     "readiness",

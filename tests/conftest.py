@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import random
@@ -13,6 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+from tests.support.canary import CanaryHandler
 
 HERE = Path(__file__).parent
 
@@ -83,6 +86,11 @@ os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+#: Reads all that tests log; the root logger has it, so that libraries are read too.
+CANARIES = CanaryHandler()
+logging.getLogger().addHandler(CANARIES)
+logging.getLogger("extproc").setLevel(logging.INFO)
+
 RANKS = {HERE / name: rank for rank, name in enumerate(LONG)}
 assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
 
@@ -109,6 +117,15 @@ def pytest_runtest_setup(item):
     end = item.config.fuzz_end
     if end is not None and time.monotonic() > end:
         pytest.skip("the time for fuzzing is over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """No test logs what stands for a prompt or a secret."""
+    CANARIES.take_leaks()
+    result = yield
+    assert not CANARIES.take_leaks(), item.nodeid
+    return result
 
 
 @pytest.fixture(scope="module", autouse=True)

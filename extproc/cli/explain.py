@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     past.add_argument(
         "--id",
         metavar="ID",
-        help="explain a request that was routed: its x-request-id, or the id in the answer's body",
+        help="explain a request of the past: its x-request-id, or the id in the answer's body",
     )
     past.add_argument("--last", action="store_true", help="the same for the newest request")
     past.add_argument("--slowest", action="store_true", help="the same for the slowest request")
@@ -202,9 +202,9 @@ def _explain_recorded(args: argparse.Namespace, server: str) -> dict[str, Any]:
     """Explanation of a recorded request."""
     request_id = args.id or _select_recorded(args, server)
     explanation = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
-    if explanation["outcome"] == "rejection" and explanation["status"] == 404:
+    if "id" not in explanation and explanation["status"] == 404:
         raise NotRecordedError(
-            wanted=f"a request that was routed lately as {request_id}",
+            wanted=f"a request that was routed or refused lately as {request_id}",
             got=explanation["message"],
             fix="`extproc explain --last` shows the newest",
         )
@@ -218,7 +218,11 @@ def _select_recorded(args: argparse.Namespace, server: str) -> str:
         decisions = [
             decision for decision in decisions if not "200" <= (decision["status"] or "") < "400"
         ]
-        decisions = [decision for decision in decisions if decision["seconds"] is not None]
+        decisions = [
+            decision
+            for decision in decisions
+            if decision["status"] or decision["seconds"] is not None
+        ]
     if args.slowest:
         decisions = sorted(decisions, key=lambda decision: -(decision["seconds"] or 0.0))
     if not decisions:

@@ -279,4 +279,12 @@ FLAGS: Sequence[Flag] = (
     Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
     Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
     Flag("log-level", ("log", "level"), _text, "least severe level that is logged", "LEVEL"),
+    Flag("log-format", ("log", "format"), _text, "text or json", "FORMAT"),
+    Flag(
+        "log-requests",
+        ("log", "requests"),
+        _text,
+        "requests with a line: off, errors, all",
+        "WHICH",
+    ),
 )

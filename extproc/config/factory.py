@@ -13,6 +13,7 @@ from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
+from extproc.pool.snapshot import Pool
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
@@ -65,6 +66,10 @@ def _ignore_removed(_: Endpoint) -> None:
     """Default `on_gone`: removed endpoints have no other listener."""
 
 
+def _ignore_change(before: Pool, after: Pool) -> None:
+    """Default `on_changed`: changes of endpoints have no other listener."""
+
+
 def _untimed() -> plugin_guard.GuardFactory:
     """Return guards with a constant clock, so that no plugin exceeds its budget."""
     return plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
@@ -75,6 +80,7 @@ def build(
     *,
     where: str = "settings",
     on_gone: Callable[[Endpoint], None] = _ignore_removed,
+    on_changed: Callable[[Pool, Pool], None] = _ignore_change,
     guards: plugin_guard.GuardFactory | None = None,
     prefix_budget: IndexBudget | None = None,
 ) -> PoolParts:
@@ -83,6 +89,7 @@ def build(
     Args:
         where: The file or flags the settings came from, for errors.
         on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
+        on_changed: Called with the snapshots before and after endpoints or their health changed.
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
             is bypassed.
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
@@ -104,7 +111,12 @@ def build(
 
     rng = random.Random(settings.seed)
     detector = outlier_detection.OutlierDetector(settings.health, rng)
-    store = PoolStore(on_gone=forget, on_observed=model.observe_load, outlier_detector=detector)
+    store = PoolStore(
+        on_gone=forget,
+        on_observed=model.observe_load,
+        outlier_detector=detector,
+        on_changed=on_changed,
+    )
     return PoolParts(
         settings=settings,
         rng=rng,

@@ -195,7 +195,7 @@ TABLE: Final = (
             "max_entries",
         ),
     ),
-    ReloadRow("log", live=("level",)),
+    ReloadRow("log", live=("level", "requests"), restart=("format",)),
 )
 
 _POOLS = next(row for row in TABLE if row.section == "pools")

@@ -239,8 +239,8 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Recording and reporting of decisions.
 
     Attributes:
-        decisions: Decisions that /debug/decisions and `extproc explain --id` remember (count); 0
-            remembers none. 1000 with ten candidates take about 5 MB; with many candidates fewer are
+        decisions: Decisions that /debug/decisions and `extproc explain --id` remember, and as many
+            refused requests (count each); 0 remembers none. 1000 with ten candidates take about 5 MB; with many candidates fewer are
             remembered.
         header: Add a summary of the decision to responses as `x-extproc-decision`. False: it names
             endpoints, which clients need not know.
@@ -312,10 +312,18 @@ class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         level: Least severe level that is written. `info` writes a few lines at start and end, and
-            none per request.
+            when something happens to endpoints, discovery or the configuration; none per request.
+        format: `text`, or `json` for one object per line, which log collectors index by field.
+            Text, because people read it first.
+        requests: Requests that get a line of their own: `off`, `errors` for refused requests and
+            responses without a status below 400, or `all`. It has the request id, model, endpoint,
+            status, times, tokens and the reason of the choice, never a prompt or a header value
+            besides the id. Off, because Envoy's access log has a line per request already.
     """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+    requests: Literal["off", "errors", "all"] = "off"
 
 
 _SERVER = ServerSection()

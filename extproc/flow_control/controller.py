@@ -373,7 +373,10 @@ class FlowController(Generic[ItemT, GrantT]):
         if why.status == 503:
             return self._with_retry_estimate(why, now)
         rejection = msgspec.structs.replace(
-            why, message="no endpoint was free in time", reason="rejected-ttl-expired"
+            why,
+            message="no endpoint was free in time",
+            reason="rejected-ttl-expired",
+            cause="queue-timeout",
         )
         return self._with_retry_estimate(rejection, now)
 
@@ -404,7 +407,11 @@ def _build_limit_check(budget: LookBudget | None, clock: Callable[[], float]) ->
 
 def _shutting_down() -> Rejection:
     return Rejection(
-        503, "the picker is shutting down", reason="rejected-shutting-down", retry_after_s=1
+        503,
+        "the picker is shutting down",
+        reason="rejected-shutting-down",
+        retry_after_s=1,
+        cause="shutting-down",
     )
 
 
@@ -414,4 +421,5 @@ def _displaced(retry_after_s: int | None) -> Rejection:
         "displaced by a request of higher priority",
         reason="evicted-priority",
         retry_after_s=retry_after_s,
+        cause="displaced",
     )

@@ -367,6 +367,7 @@ class Queue:
             "too many requests are waiting",
             reason="rejected-saturated",
             retry_after_s=self.wait_s(now),
+            cause="queue-full",
         )
 
     def wait_s(self, now: float) -> int:

@@ -188,6 +188,7 @@ class TenantRateLimiter:
                     f"the limit of {bucket.rate:g} {unit} per second is reached",
                     reason="rejected-saturated",
                     retry_after_s=max(1, min(_MAX_RETRY_AFTER_S, wait_s)),
+                    cause="rate-limited",
                 )
         for bucket, amount, _ in amounts:
             if bucket is not None:

@@ -85,6 +85,10 @@ def _ignore_scrape(
     """Do nothing."""
 
 
+def _ignore_change(before: Pool, after: Pool) -> None:
+    """Do nothing."""
+
+
 class PoolStore:
     """Replaces the pool when discovery, a scrape or an account says so.
 
@@ -93,6 +97,7 @@ class PoolStore:
             dropped.
         on_observed: Called after every scrape that was taken in.
         outlier_detector: Decides which endpoints are ejected; None for the defaults and chance without a seed.
+        on_changed: Called with the snapshots before and after endpoints or their health changed.
 
     Attributes:
         bytes_per_token: Bytes per token of every model, learned.
@@ -106,8 +111,10 @@ class PoolStore:
         on_observed: ScrapeObserver | None = None,
         *,
         outlier_detector: outlier_detection.OutlierDetector | None = None,
+        on_changed: Callable[[Pool, Pool], None] = _ignore_change,
     ) -> None:
         self._on_gone = on_gone
+        self._on_changed = on_changed
         self._on_observed = on_observed or _ignore_scrape
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
@@ -379,6 +386,7 @@ class PoolStore:
             unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
             newest=self.outlier_detector.newest,
         )
+        self._on_changed(pool, self._pool)
 
     def _build_member(self, endpoint: Endpoint, now: float) -> EndpointSnapshot:
         self._incarnations += 1
@@ -414,7 +422,7 @@ class PoolStore:
         )
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
-        self._shown = self.outlier_detector.version
+        before, self._shown = self._pool, self.outlier_detector.version
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.is_up for member in members)
         self._pool = Pool(
@@ -427,6 +435,7 @@ class PoolStore:
             serving=_serving(members),
             has_unknown_values=_is_patchy(members),
         )
+        self._on_changed(before, self._pool)
 
 
 def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:

@@ -61,7 +61,8 @@ class BodyBuffer(msgspec.Struct):
         if not size:
             return None
         if self.size_bytes + size > self._limit_bytes:
-            return Rejection(413, f"request body is larger than {self._limit_bytes} bytes")
+            message = f"request body is larger than {self._limit_bytes} bytes"
+            return Rejection(413, message, cause="body-too-large")
         budget, after = self._budget, self.size_bytes + size
         if after > ALWAYS_TAKEN_BYTES:
             room = (budget.limit_bytes - budget.held_bytes + self.size_bytes) // SHARES
@@ -72,6 +73,7 @@ class BodyBuffer(msgspec.Struct):
                     f"which leaves room for one of {max(room, ALWAYS_TAKEN_BYTES)}",
                     reason="rejected-saturated",
                     retry_after_s=1,
+                    cause="too-many-bodies",
                 )
         budget.held_bytes += size
         self.size_bytes = after

@@ -203,6 +203,11 @@ class Exchange(msgspec.Struct):
     _history: int = 0
 
     @property
+    def request_id(self) -> str:
+        """The `x-request-id` that the data plane sent; empty without one."""
+        return self._headers.get("x-request-id", "")
+
+    @property
     def arriving_bytes(self) -> int | None:
         """Bytes received of an incomplete request body; None if no body is arriving."""
         if self.request_state is not _GATHERING:

@@ -203,7 +203,9 @@ class Director:
         )
         if not members:
             return Rejection(
-                500, f"the decision failed ({why}) and there is no endpoint to fall to"
+                500,
+                f"the decision failed ({why}) and there is no endpoint to fall to",
+                cause="bug",
             )
         chosen = min(members, key=lambda member: member.account.in_flight)
         return Decision(

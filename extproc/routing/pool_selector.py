@@ -237,6 +237,7 @@ def _no_pool_rejection() -> Rejection:
         404,
         "no pool takes this request; see `pools` in the configuration for the hosts, paths, "
         "headers and models that are taken",
+        cause="no-pool",
     )
 
 

@@ -134,7 +134,7 @@ class AdminPages:
         )
 
     async def decision(self, request: web.Request) -> web.Response:
-        """Recorded decision by request id, with its reasons and its result."""
+        """Recorded request by request id: the decision with its result, or why it was refused."""
         record = self._decisions.find(request.match_info["id"])
         if record is None:
             missing = Rejection(

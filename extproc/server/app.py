@@ -40,10 +40,11 @@ from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.server.redis_peer_channel import build_peer_channel
 from extproc.supervision import LoopName
-from extproc.telemetry import explanation
+from extproc.telemetry import explanation, request_log
 from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_log import RejectionLog
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ Loop = Callable[[], Awaitable[None]]
 
 #: Facts of discovery in Kubernetes that are as they should be.
 _INFO_EVENTS = frozenset({"synced", "connected", "relisted", "not-installed"})
+
+#: Seconds between two looks for refused requests to log.
+_REJECTION_LOG_S = 1.0
 
 #: Seconds that streams have to end in a drain.
 _STREAM_END_S = 2.0
@@ -70,6 +74,10 @@ class EndpointPickerProcess:
         self.counters = ProcessCounters()
         self._info_labels = {"pool": settings.pool.name}
         self.decisions = DecisionLog(settings.decisions.decisions)
+        self._recorder = StreamRecorder(
+            self.counters, self.decisions, clock, request_log.recorder_type(settings.log.requests)
+        )
+        self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = BufferBudget(settings.limits.max_assembly_bytes)
         self._http = client.ScrapeClient(
@@ -165,7 +173,7 @@ class EndpointPickerProcess:
             pool_selector=self.pool_registry.pool_selector,
             exchange_settings=factory.build_exchange_settings(self._settings),
             body_budget=self.budget,
-            observer=StreamRecorder(self.counters, self.decisions, self._clock),
+            observer=self._recorder,
             clock=self._clock,
             rng=random.Random(self._settings.seed),
             settings=_stream_settings(self._settings),
@@ -273,6 +281,7 @@ class EndpointPickerProcess:
             "pools": self.pool_registry.run,
             "autoscaling": self._autoscaler.run,
             "uploads": self.servicer.follow_uploads,
+            "log": self._log_rejections,
         }
         if self._kubernetes_discovery is not None:
             loops["kubernetes"] = self._kubernetes_discovery.run
@@ -283,6 +292,11 @@ class EndpointPickerProcess:
         if self._peer_channel is not None:
             loops["peer_sync"] = self._peer_channel.run
         return loops
+
+    async def _log_rejections(self) -> None:
+        while True:
+            await asyncio.sleep(_REJECTION_LOG_S)
+            self._rejection_log.step(self._clock())
 
     def apply_settings(self, settings: Settings) -> None:
         """Apply other settings.
@@ -305,6 +319,7 @@ class EndpointPickerProcess:
         self.servicer.shared.reconfigure(exchange, streams)
         self._max_body_bytes = settings.limits.max_body_bytes
         self.decisions.resize(settings.decisions.decisions)
+        self._recorder.reconfigure(request_log.recorder_type(settings.log.requests))
         self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 

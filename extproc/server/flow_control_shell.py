@@ -297,7 +297,8 @@ class AsyncFlowController:
     def _reject_failed(self, queued: QueuedRequest, error: Exception) -> None:
         """Reject a queued request with 500 after an unexpected exception."""
         self._on_exception(error)
-        _reject(queued, Rejection(500, f"the decision failed ({type(error).__name__})"))
+        message = f"the decision failed ({type(error).__name__})"
+        _reject(queued, Rejection(500, message, cause="bug"))
 
     def _add_pending(self, queued: QueuedRequest, address: str) -> None:
         prepared = queued.prepared

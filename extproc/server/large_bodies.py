@@ -49,6 +49,7 @@ _CROWDED: Final = Rejection(
     "too many large request bodies wait to be read",
     reason="rejected-saturated",
     retry_after_s=1,
+    cause="too-many-bodies",
 )
 
 

@@ -17,6 +17,7 @@ from extproc.config.settings import Settings
 from extproc.server import grpc_workarounds, health, reload
 from extproc.server.app import EndpointPickerProcess, Loop
 from extproc.supervision import LoopName
+from extproc.telemetry import log_format
 
 #: Seconds between two looks whether a picker is ready for the first time.
 _LOOK_S = 0.1
@@ -31,10 +32,9 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     Raises:
         ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
     """
-    logging.basicConfig(
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(log_format.build_formatter(settings.log.format))
+    logging.basicConfig(handlers=[handler])
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
     grpc_workarounds.configure_malloc(os.environ)

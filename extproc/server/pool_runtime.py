@@ -19,6 +19,7 @@ from extproc.scrape import client, scraper
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.pool_log import PoolLog
 from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStats
 from extproc.telemetry.request_recorder import ExceptionLog
 
@@ -87,9 +88,11 @@ class PoolRuntime:
         self._settings = plan.settings
         self._shared = shared
         self._counts = shared.counters.for_pool(plan.name)
+        self._pool_log = PoolLog(plan.name, shared.clock)
         self.parts = factory.build(
             plan.settings,
             on_gone=self._on_endpoint_removed,
+            on_changed=self._pool_log.on_changed,
             guards=shared.guards,
             prefix_budget=shared.prefix_budget,
         )
@@ -282,3 +285,4 @@ class PoolRuntime:
             return  # it left meanwhile, and its series with it
         counts = self._counts.model_list_polls if result.listing else self._counts.scrapes
         counts[result.address, result.outcome] += 1
+        self._pool_log.on_scrape(result.address, result.outcome, is_model_list=result.listing)

@@ -23,8 +23,8 @@ class RequestObserver(Protocol):
     def on_direct_response(self) -> None:
         """The request was answered without an endpoint."""
 
-    def on_rejected(self, rejection: Rejection) -> None:
-        """The request was rejected."""
+    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
+        """The request was rejected; id and model are empty where unknown."""
 
     def on_dequeued(self, wait_s: float) -> None:
         """Flow control admitted the request after it was queued."""
@@ -54,7 +54,7 @@ class RequestObserver(Protocol):
         """
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
-        """The response reported tokens by kind; after `on_finished`."""
+        """The response reported tokens by kind; before `on_finished`."""
 
 
 class StreamObserver(Protocol):

@@ -33,10 +33,12 @@ from extproc.server.request_observer import RequestObserver, StreamObserver
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 
 #: Response to a client whose request body stopped arriving.
-STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
+STALLED = Rejection(
+    408, "the request body stopped arriving, or arrives too slowly", cause="body-stalled"
+)
 
 #: Response to a client whose request met an unexpected exception.
-_BUG = Rejection(500, "the picker ran into a bug; its log says where")
+_BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
@@ -103,6 +105,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
             f"more than {self.settings.max_streams} requests are in progress",
             reason="rejected-saturated",
             retry_after_s=1,
+            cause="too-many-streams",
         )
 
 
@@ -165,7 +168,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                 except Exception as error:  # noqa: BLE001 - a failed estimate must not cost the response
                     context.observer.on_exception(error)
         elif exchange.rejection is not None and not self.is_over:
-            self._observer.on_rejected(exchange.rejection)
+            self._report_rejection(exchange.rejection)
             self.is_over = True
         elif (
             self._context.settings.request_cost
@@ -196,11 +199,16 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Reject the request, because too many streams are open."""
         return (self._reject(self._context.overload_rejection),)
 
-    def _reject(self, rejection: Rejection) -> ProcessingResponse:
+    def _reject(self, rejection: Rejection, *, model: str = "") -> ProcessingResponse:
         self._refund()
-        self._observer.on_rejected(rejection)
+        self._report_rejection(rejection, model=model)
         self.is_over = True
         return self.exchange.reject(rejection)
+
+    def _report_rejection(self, rejection: Rejection, *, model: str = "") -> None:
+        request_id = self.exchange.request_id
+        now = self._context.clock()
+        self._observer.on_rejected(rejection, request_id=request_id, model=model, now=now)
 
     def _refund(self) -> None:
         """Return the tokens of a rejected request to its tenant's allowance."""
@@ -255,13 +263,14 @@ class StreamHandler(msgspec.Struct, eq=False):
             if self.queued is not None:
                 return ()
             outcome = rejection or outcome
+        if isinstance(outcome, Decision):
+            return self._send_route(outcome, raw, now, reservation=None)
+        model = "" if result.prepared is None else result.prepared.request.target
         match outcome:
-            case Decision():
-                return self._send_route(outcome, raw, now, reservation=None)
             case Deferral():
-                return (self._reject(outcome.rejection),)
+                return (self._reject(outcome.rejection, model=model),)
             case Rejection():
-                return (self._reject(outcome),)
+                return (self._reject(outcome, model=model),)
             case _:
                 assert_never(outcome)
 
@@ -290,7 +299,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         if queued is None:
             raise RuntimeError("the request is not queued; resume once after it was")
         if isinstance(answer, Rejection):
-            return (self._reject(answer),)
+            return (self._reject(answer, model=queued.prepared.request.target),)
         self._reservation = answer.reservation
         now = self._context.clock()
         self._observer.on_dequeued(now - queued.item.arrived)
@@ -417,8 +426,10 @@ class StreamHandler(msgspec.Struct, eq=False):
     )
     #: The same where the end of the response was received, which has the usage.
     last_usage_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
-        *last_steps,
+        _close,
+        _release,
         _read_usage,
+        _report_end,
         _learn,
         _charge,
     )

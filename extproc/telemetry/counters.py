@@ -25,8 +25,10 @@ class PoolCounters:
     """Counters of one pool.
 
     Attributes:
+        name: Name of the pool; empty for the default pool where there are several.
         requests_routed: Routed requests by endpoint address.
         rejections: Rejected requests by (status, reason).
+        rejection_causes: The same by (status, cause), for the log.
         degraded: Decisions by fallback, by reason.
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
@@ -48,9 +50,11 @@ class PoolCounters:
         reported_total: Of the answered requests, those that reported token usage (count).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.requests_routed: Counter[str] = Counter()
         self.rejections: Counter[tuple[int, str]] = Counter()
+        self.rejection_causes: Counter[tuple[int, str]] = Counter()
         self.degraded: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str]] = Counter()
         self.without_response: Counter[str] = Counter()
@@ -83,6 +87,7 @@ class PoolCounters:
     def record_rejection(self, rejection: Rejection) -> None:
         """Counts a rejected request."""
         self.rejections[rejection.status, rejection.reason] += 1
+        self.rejection_causes[rejection.status, rejection.cause] += 1
         if rejection.code == MODEL_NOT_FOUND:
             self.unknown_models += 1
 
@@ -197,7 +202,7 @@ class ProcessCounters:
         """Returns the counters of one pool, created on first use."""
         counters = self.pools.get(pool)
         if counters is None:
-            counters = self.pools[pool] = PoolCounters()
+            counters = self.pools[pool] = PoolCounters(pool)
         return counters
 
     def record_reload(self, *, ok: bool, restart: bool) -> None:

@@ -24,7 +24,7 @@ from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
 from extproc.telemetry import pool_state
-from extproc.telemetry.request_recorder import DecisionRecord
+from extproc.telemetry.request_recorder import DecisionRecord, RejectionRecord
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"
@@ -128,12 +128,21 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
     }
 
 
-def explain_record(record: DecisionRecord, now: float) -> Json:
-    """A recorded decision as JSON, with its age and the result of its request.
+def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
+    """A recorded request as JSON: a decision with its age and result, or a rejection.
 
     Args:
         record: Record of the decision log.
     """
+    if isinstance(record, RejectionRecord):
+        return {
+            "id": record.id,
+            "seconds_ago": now - record.at,
+            "pool": record.pool,
+            "model": record.model,
+            "cause": record.rejection.cause,
+            **explain(record.rejection),
+        }
     return {
         "id": record.id,
         "seconds_ago": now - record.at,
@@ -144,12 +153,23 @@ def explain_record(record: DecisionRecord, now: float) -> Json:
     }
 
 
-def summarize_record(record: DecisionRecord, now: float) -> Json:
-    """A recorded decision as one row of a list.
+def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
+    """A recorded request as one row of a list.
 
     Args:
         record: Record of the decision log.
     """
+    if isinstance(record, RejectionRecord):
+        return {
+            "id": record.id,
+            "seconds_ago": now - record.at,
+            "pool": record.pool,
+            "model": record.model,
+            "endpoint": None,
+            "why": f"refused: {record.rejection.cause}",
+            "status": str(record.rejection.status),
+            "seconds": None,
+        }
     decision = record.decision
     return {
         "id": record.id,

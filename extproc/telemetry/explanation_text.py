@@ -59,11 +59,15 @@ def render_table(explanation: Json) -> str:
 
 
 def render_past(record: Json) -> str:
-    """Renders a recorded decision as text.
+    """Renders a recorded request as text.
 
     Args:
         record: Result of `explanation.explain_record`, or its JSON from a server.
     """
+    if record["outcome"] == "rejection":
+        asked_for = f", model {record['model']}" if record["model"] else ""
+        line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago{asked_for}"
+        return f"{line}\ncause: {record['cause']}\n{render_table(record)}"
     came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
     status = f"status {record['status']}" if record["status"] else "no answer seen"
     used = ", ".join(f"{tokens} {kind}" for kind, tokens in sorted(record["usage"].items()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import re
 import traceback
@@ -86,11 +88,29 @@ class DecisionRecord(msgspec.Struct, eq=False):
     usage: Mapping[str, int] = NO_USAGE
 
 
+class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
+    """One refused request.
+
+    Attributes:
+        id: Request id.
+        at: Monotonic seconds of the rejection.
+        pool: Name of the pool.
+        model: Model or adapter; empty where unknown.
+        rejection: Response to the client, and its cause.
+    """
+
+    id: str
+    at: float
+    pool: str
+    model: str
+    rejection: Rejection
+
+
 class DecisionLog:
-    """Bounded ring of decisions.
+    """Bounded ring of decisions, and another one of refused requests.
 
     Args:
-        capacity: Decisions kept (count); 0 keeps none.
+        capacity: Decisions kept, and refused requests (count each); 0 keeps none.
         most_candidates: Candidates kept, summed over decisions (count); some 500 bytes each.
     """
 
@@ -98,6 +118,7 @@ class DecisionLog:
         self._capacity = capacity
         self._most = most_candidates
         self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+        self._rejections: OrderedDict[str, RejectionRecord] = OrderedDict()
         self._candidates = 0
 
     def __len__(self) -> int:
@@ -139,23 +160,38 @@ class DecisionLog:
             self._candidates -= _weight(gone.decision)
         return recorded
 
-    def find(self, request_id: str) -> DecisionRecord | None:
-        """Returns the decision of a request; None when it is no longer in the ring.
+    def add_rejection(self, record: RejectionRecord) -> None:
+        """Adds a refused request; a later one of the same id replaces it."""
+        rejections = self._rejections
+        rejections.pop(record.id, None)
+        rejections[record.id] = record
+        while len(rejections) > self._capacity:
+            rejections.popitem(last=False)
+
+    def find(self, request_id: str) -> DecisionRecord | RejectionRecord | None:
+        """Returns the latest record of a request; None when it is no longer in a ring.
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
                 of it, such as `chatcmpl-` and the request id.
         """
         for name in _spellings(request_id):
-            recorded = self._records.get(shorten_id(name))
-            if recorded is not None:
-                return recorded
+            key = shorten_id(name)
+            routed, refused = self._records.get(key), self._rejections.get(key)
+            if routed is not None and refused is not None:
+                return routed if routed.at >= refused.at else refused
+            if routed is not None or refused is not None:
+                return routed or refused
         return None
 
-    def latest(self, count: int) -> Iterator[DecisionRecord]:
-        """Returns the latest decisions, newest first."""
-        for _, recorded in zip(range(count), reversed(self._records.values()), strict=False):
-            yield recorded
+    def latest(self, count: int) -> Iterator[DecisionRecord | RejectionRecord]:
+        """Returns the latest records, newest first."""
+        rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
+            reversed(self._records.values()),
+            reversed(self._rejections.values()),
+        ]
+        newest_first = heapq.merge(*rings, key=lambda record: -record.at)
+        return itertools.islice(newest_first, count)
 
 
 def _spellings(request_id: str) -> Iterator[str]:
@@ -188,9 +224,14 @@ class RequestRecorder(msgspec.Struct, eq=False):
         """Count a request that was answered without an endpoint."""
         self._counters.direct_responses += 1
 
-    def on_rejected(self, rejection: Rejection) -> None:
-        """Count a rejection."""
-        self._pool_counters.record_rejection(rejection)
+    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
+        """Count a rejection, and record it where the request has an id."""
+        counters = self._pool_counters
+        counters.record_rejection(rejection)
+        if request_id:
+            self._decisions.add_rejection(
+                RejectionRecord(shorten_id(request_id), now, counters.name, model, rejection)
+            )
 
     def on_dequeued(self, wait_s: float) -> None:
         """Count the time in the queue."""
@@ -240,14 +281,24 @@ class StreamRecorder:
     Args:
         counters: Metrics of the process; updated here.
         decisions: Log of recent decisions.
+        recorder_type: Recorder of a request, which may log it as well.
     """
 
     def __init__(
-        self, counters: ProcessCounters, decisions: DecisionLog, clock: Callable[[], float]
+        self,
+        counters: ProcessCounters,
+        decisions: DecisionLog,
+        clock: Callable[[], float],
+        recorder_type: type[RequestRecorder] = RequestRecorder,
     ) -> None:
         self.counters = counters
         self.decisions = decisions
+        self._recorder_type = recorder_type
         self._exceptions = ExceptionLog(counters.exceptions, clock)
+
+    def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
+        """Record requests with another recorder from the next one on."""
+        self._recorder_type = recorder_type
 
     def on_stream_opened(self) -> None:
         """Count an open stream."""
@@ -265,4 +316,4 @@ class StreamRecorder:
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
         counters = self.counters
-        return RequestRecorder(counters, counters.for_pool(pool), self.decisions, pool)
+        return self._recorder_type(counters, counters.for_pool(pool), self.decisions, pool)

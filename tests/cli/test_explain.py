@@ -11,13 +11,14 @@ from aiohttp import web
 from extproc.cli import explain, main
 from extproc.config import factory
 from extproc.config import settings as sections
+from extproc.decision import model_not_found
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
 from extproc.telemetry import counters, exposition, pool_metrics, request_recorder
+from tests.support.canary import CANARY
 
-SECRET = "the-secret-prompt"
-BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
+BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": CANARY * 100}]})
 
 STATE = """
 endpoints:
@@ -73,7 +74,7 @@ def files(tmp_path):
 def told_by(capsys, *words, status=0):
     assert main.main(["explain", *words]) == status
     output = capsys.readouterr().out
-    assert SECRET not in output
+    assert CANARY not in output
     return output
 
 
@@ -178,14 +179,19 @@ async def deny(_):
 
 
 @pytest.fixture
-def server():
+def decisions():
+    return request_recorder.DecisionLog(10)
+
+
+@pytest.fixture
+def server(decisions):
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
     parts = factory.build(sections.Settings())
     parts.store.set_endpoints(
         [Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0
     )
     parts.store.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
-    log = request_recorder.DecisionLog(10)
+    log = decisions
     raw = HttpRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.director.route(raw, 0.5)
     log.add("id/0", decision, 0.2)
@@ -257,6 +263,18 @@ def test_a_recorded_request_is_explained_by_its_id(server, capsys):
     assert "no decision of that request id among the last 2" in capsys.readouterr().err
     assert main.main(["explain", "--state", "x", "--id", "nobody"]) == 2
     assert "expected --server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--id", "refused"], ["--last"], ["--failed"]])
+def test_a_refused_request_is_explained(words, server, decisions, capsys):
+    """The client has an id of it, as of any other; a 404 of the model is no unknown id."""
+    rejection = model_not_found("x", ["sql"])
+    decisions.add_rejection(
+        request_recorder.RejectionRecord("refused", 0.75, "demo", "x", rejection)
+    )
+    output = told_by(capsys, "--server", server, *words, status=3)
+    assert output.startswith("request refused: 0.2 s ago, model x\ncause: unknown-model\n")
+    assert "refused with 404: the model `x` does not exist; there are: sql" in output
 
 
 def test_last_decisions_are_listed(server):

@@ -83,6 +83,8 @@ REACHES = [
     ("v", ["--v=2"], "log.level", "info"),
     ("zap-log-level", ["--zap-log-level=warn"], "log.level", "warning"),
     ("log-level", ["-v=5", "--log-level", "error"], "log.level", "error"),
+    ("log-format", ["--log-format=json"], "log.format", "json"),
+    ("log-requests", ["--log-requests", "errors"], "log.requests", "errors"),
 ]
 
 

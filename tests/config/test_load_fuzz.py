@@ -31,6 +31,8 @@ KEYS = st.sampled_from(
         "path",
         "seed",
         "level",
+        "format",
+        "requests",
         "log",
         "wrong",
     ]

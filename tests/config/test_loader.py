@@ -26,7 +26,7 @@ WRONG = {
     ),
     "unknown key far from all": (
         "log: {zzzzzz: 1}",
-        ("log.zzzzzz", "one of level", "zzzzzz", "remove it"),
+        ("log.zzzzzz", "one of format, level, requests", "zzzzzz", "remove it"),
     ),
     "unknown key behind a union": (
         "pool: {endpoints: [{adress: 'a:1'}]}",

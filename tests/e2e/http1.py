@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tests.support.canary import AUTHORIZATION
+
 Pairs = Sequence[tuple[str, str]]
 
 #: Bytes written between looks at the peer's flow control.
@@ -196,17 +198,19 @@ async def ask(
         path: What for.
         body: Sent with its length; None sends none.
         method: POST with a body and GET without one, unless named.
-        headers: Further headers.
+        headers: Further headers; without `authorization` a secret is sent as well.
         chunks: A chunked body in these chunks, instead of `body`.
         trailers: After the chunks.
     """
     has_body = body is not None or chunks is not None
+    named = list(headers)
+    secret = [] if "authorization" in {name.lower() for name, _ in named} else [AUTHORIZATION]
     async with calling(port) as call:
         sized = [] if body is None else [("content-length", str(len(body)))]
         await call.start(
             method or ("POST" if has_body else "GET"),
             path,
-            [*headers, *sized],
+            [*secret, *named, *sized],
             chunked=chunks is not None,
         )
         # A server may refuse before it has seen everything, and stop reading.

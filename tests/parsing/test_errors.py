@@ -4,8 +4,8 @@ from extproc.parsing import surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
+from tests.support.canary import CANARY
 
-SECRET = "my-secret-words"  # stands for prompt text
 UNMARSHAL = "error unmarshaling request bodyMap: "
 JSON_PATHS = (
     "/v1/chat/completions",
@@ -32,8 +32,8 @@ JSON_PATHS = (
         b"[]",
         b'"model"',
         b"null",
-        b"hello " + SECRET.encode(),
-        b'{"model": "m", "messages": "' + SECRET.encode(),
+        b"hello " + CANARY.encode(),
+        b'{"model": "m", "messages": "' + CANARY.encode(),
         b'{"model": "\xff"}',
         b'{"model": ' + b"[" * 100_000,
         b'{"skipped": ' + b"[" * 100_000,
@@ -45,7 +45,7 @@ def test_body_that_is_no_json_object(path, body):
     """Point 69: such a body is refused on every JSON path, and its text is not quoted."""
     message = builders.refused(path, body)
     assert message.startswith((UNMARSHAL, "model not found"))
-    assert SECRET not in message
+    assert CANARY not in message
 
 
 @pytest.mark.parametrize("path", JSON_PATHS)

@@ -9,9 +9,9 @@ from extproc.parsing import bounded_decoder, canonical_prompt, multipart, surfac
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
+from tests.support.canary import CANARY
 from tests.support.seeded import examples
 
-SECRET = "zq-secret-zq"
 PATHS = st.sampled_from([*(f"/v1/{surface.path}" for surface in surfaces.SURFACES), "/x", ""])
 METHODS = st.sampled_from(["", "POST", "PUT"])
 
@@ -21,7 +21,7 @@ leaves = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from([SECRET, "data:" + SECRET * 20, "\ud800"]),
+    st.sampled_from([CANARY, "data:" + CANARY * 20, "\ud800"]),
 )
 keys = st.sampled_from(["type", "text", "role", "content", "data", "id", "url", "cache_control"])
 values = st.recursive(
@@ -43,7 +43,7 @@ def check(path, body, *, method="POST", truncated=False, **headers):
     outcome = surfaces.parse(raw)
     if isinstance(outcome, Rejection):
         assert outcome.status == 400
-        assert SECRET not in outcome.message
+        assert CANARY not in outcome.message
         assert not truncated
         assert surfaces.surface_of(surfaces.path_of(raw)) != surfaces.OPAQUE
         return

@@ -78,7 +78,10 @@ def test_reject_is_a_404_once_all_models_are_listed():
     assert places(decided(house(models("a"), None, reject_unlisted=True), raw)) == [1]
     outcome = house(models("b", "l"), models("a"), reject_unlisted=True).decide(raw)
     assert outcome == Rejection(
-        404, "the model `x` does not exist; there are: a, b, l", code="model_not_found"
+        404,
+        "the model `x` does not exist; there are: a, b, l",
+        code="model_not_found",
+        cause="unknown-model",
     )
 
 

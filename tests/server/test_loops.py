@@ -23,8 +23,7 @@ from extproc.server import app, lifecycle, redis_peer_channel, reload
 from extproc.server.listeners import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import serving
-
-SECRET = "what a client sent"
+from tests.support.canary import CANARY
 
 
 class Serving:
@@ -87,7 +86,7 @@ def raising_at_first(run, ran):
     async def started():
         if not raised:
             raised.append(1)
-            raise LookupError(SECRET)
+            raise LookupError(CANARY)
         ran()
         await run()
 
@@ -137,7 +136,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
         for name in names:
             assert f'extproc_loop_failures_total{{loop="{name}"}} 1.0' in page
             assert f'extproc_loop_degraded{{loop="{name}"}}' in page
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
     assert "LookupError at test_loops.py:" in caplog.text
 
 
@@ -145,13 +144,13 @@ async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, capl
     """A timer or a task that nobody awaits, in whatever part: one line, one count."""
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     async with scene.running() as task:
-        asyncio.get_running_loop().call_later(0.0, {}.__getitem__, SECRET)
+        asyncio.get_running_loop().call_later(0.0, {}.__getitem__, CANARY)
         failures = scene.picker.counters.supervisor.failures
         async with asyncio.timeout(300):
             while not failures["callback"]:
                 await asyncio.sleep(0.01)
         assert not task.done()
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
     assert "loop callback failed and goes on: KeyError" in caplog.text
     asyncio.get_running_loop().set_exception_handler(None)
 
@@ -248,7 +247,7 @@ class Leases:
     async def read(self):
         if self.wrong:
             self.wrong -= 1
-            raise TypeError(SECRET)
+            raise TypeError(CANARY)
         return self.stored
 
     async def write(self, put):
@@ -277,7 +276,7 @@ async def test_a_candidate_that_raises_competes_again(caplog):
     assert subject.is_leader
     assert supervisor.degraded == []
     assert supervisor.failures["election"] == 2
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
     assert not leases.closed
 
 
@@ -292,7 +291,7 @@ class Line(redis_peer_channel.RedisPeerChannel):
 
     def _on_entry(self, carried):
         if carried == b"poison":
-            raise UnicodeDecodeError("utf-8", b"x", 0, 1, SECRET)
+            raise UnicodeDecodeError("utf-8", b"x", 0, 1, CANARY)
         self.heard.append(carried)
 
 
@@ -318,7 +317,7 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
         await line._receive()
     assert line.heard == [b"a", b"b"]
     assert supervisor.failures["peer_sync"] == 1
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
 
 
 class Followed:
@@ -341,7 +340,7 @@ class Followed:
     def set_endpoints(self, endpoints, now):
         if self.wrong:
             self.wrong -= 1
-            raise OverflowError(SECRET)
+            raise OverflowError(CANARY)
         self.published.append([endpoint.address for endpoint in endpoints])
 
 
@@ -372,7 +371,7 @@ async def test_endpoints_are_applied_after_a_start_that_raised(tmp_path, caplog)
     assert scene.supervisor.failures["discovery"] == 1
     await scene.subject.step()
     assert scene.published == [["10.0.0.1:8000"]]
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
 
 
 @pytest.fixture(autouse=True)

@@ -334,6 +334,11 @@ LIVE = {
         "log: {level: error}",
         lambda _: logging.getLogger("extproc").level,
     ),
+    "log.requests": (
+        "log: {requests: off}",
+        "log: {requests: all}",
+        lambda scene: type(scene.shared.observer.observe_request("")).__name__,
+    ),
 }
 
 

@@ -23,6 +23,7 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import House
 
@@ -38,7 +39,9 @@ class StreamFixture:
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
-        observer = StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: self.house.now)
+        observer = StreamRecorder(
+            ProcessCounters(), DecisionLog(10), lambda: self.house.now, LoggedRequestRecorder
+        )
         self.gate = AsyncFlowController(
             self.house.dispatcher,
             FlowControlSection(enabled=True, **holding),

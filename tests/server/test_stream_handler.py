@@ -22,15 +22,19 @@ from extproc.protocol.messages import (
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
+from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from tests.support.canary import AUTHORIZATION, CANARY
 from tests.support.pool_fixture import House
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 HEADERS = ProcessingRequest(
-    MessageKind.REQUEST_HEADERS, {":method": "POST", ":path": "/v1/completions"}, modes=MODES
+    MessageKind.REQUEST_HEADERS,
+    dict([(":method", "POST"), (":path", "/v1/completions"), AUTHORIZATION]),
+    modes=MODES,
 )
-TEXT = "some text " * 100
+TEXT = f"{CANARY} text " * 50
 BODY = ProcessingRequest(
     MessageKind.REQUEST_BODY,
     body=json.dumps({"model": "m", "prompt": TEXT}).encode(),
@@ -60,7 +64,9 @@ class StreamFixture:
             pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             body_budget=self.budget,
-            observer=StreamRecorder(self.counters, DecisionLog(10), lambda: self.house.now),
+            observer=StreamRecorder(
+                self.counters, DecisionLog(10), lambda: self.house.now, LoggedRequestRecorder
+            ),
             clock=lambda: self.house.now,
             rng=random.Random(1),
             settings=stream_handler.StreamSettings(max_streams=max_streams),
@@ -86,7 +92,7 @@ class BrokenError(Exception):
 
 def broken(*_, **__):
     """Any method with a bug."""
-    raise BrokenError("text of a request")
+    raise BrokenError(CANARY)
 
 
 def test_stream_learns_from_the_usage_of_answers():

@@ -20,12 +20,18 @@ from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.wire import codec
 from tests.support import peer
+from tests.support.canary import AUTHORIZATION
 from tests.support.peer import DecodedReply
 
 DUPLEX = ("DUPLEX", "DUPLEX")
 MARKER = ("x-went-into-resp-headers", "true")
 ADDRESS = "10.0.0.1:8000"
-PLAIN = {":method": "POST", ":path": "/v1/chat/completions", "x-request-id": "r"}
+PLAIN = {
+    ":method": "POST",
+    ":path": "/v1/chat/completions",
+    "x-request-id": "r",
+    AUTHORIZATION[0]: AUTHORIZATION[1],
+}
 SSE = {":status": "200", "content-type": "text/event-stream"}
 JSON = {":status": "200", "content-type": "application/json"}
 

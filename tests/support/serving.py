@@ -36,6 +36,7 @@ from extproc.server.http2_server import CallFactory, Http2Server
 from extproc.server.listeners import Keepalive, ListenAddresses
 from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
@@ -161,7 +162,9 @@ async def serving(
         pool_selector=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         body_budget=BufferBudget(1 << 28),
-        observer=StreamRecorder(ProcessCounters(), DecisionLog(100), lambda: house.now),
+        observer=StreamRecorder(
+            ProcessCounters(), DecisionLog(100), lambda: house.now, LoggedRequestRecorder
+        ),
         clock=lambda: house.now,
         rng=random.Random(1),
         settings=stream_handler.StreamSettings(

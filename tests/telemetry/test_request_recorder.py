@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest
 from extproc.server import grpcio_server
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
-from extproc.telemetry.request_recorder import DecisionLog, ExceptionLog, StreamRecorder
+from extproc.telemetry.request_recorder import (
+    DecisionLog,
+    DecisionRecord,
+    ExceptionLog,
+    RejectionRecord,
+    StreamRecorder,
+)
 
 
 class BrokenError(Exception):
@@ -57,7 +63,7 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     """Counters of the default pool stay at 0 once another pool was selected."""
     scene = RecorderFixture()
     request = scene.route(pool="other")
-    request.on_rejected(Rejection(503, "none"))
+    request.on_rejected(Rejection(503, "none"), request_id="id", model="m", now=1.0)
     assert scene.counters.for_pool("other").routed_total == 1
     assert scene.counters.for_pool("other").rejections == {(503, ""): 1}
     assert not scene.counters.for_pool("default").routed_total
@@ -135,6 +141,10 @@ def decided(candidates=1):
     )
 
 
+def refused(name, at):
+    return RejectionRecord(name, at, "demo", "m", no_endpoints())
+
+
 def test_the_oldest_decisions_are_dropped_first():
     """The ring keeps the last ones, newest first in its list."""
     ring = DecisionLog(2)
@@ -161,11 +171,47 @@ def test_a_long_id_is_cut():
     assert ring.find("x" * 100_000) is not None
 
 
+def test_refused_requests_are_listed_among_decisions():
+    """Newest first; a flood of refused requests drops no decision."""
+    ring = DecisionLog(2)
+    ring.add("a", decided(), 1.0)
+    for at in range(2, 9):
+        ring.add_rejection(refused(str(at), float(at)))
+    ring.add("b", decided(), 7.5)
+    assert [record.id for record in ring.latest(9)] == ["8", "b", "7", "a"]
+    assert ring.find("chatcmpl-8").rejection.cause == "no-endpoints"
+    assert ring.find("6") is None
+
+
+def test_the_latest_record_of_an_id_is_returned():
+    """A client may send a refused request again under its id."""
+    ring = DecisionLog(2)
+    ring.add_rejection(refused("a", 0.0))
+    assert isinstance(ring.find("a"), RejectionRecord)
+    ring.add("a", decided(), 1.0)
+    assert isinstance(ring.find("a"), DecisionRecord)
+    ring.add_rejection(refused("a", 2.0))
+    assert ring.find("a").at == 2.0
+
+
+def test_recorder_records_refused_requests_that_have_an_id():
+    """Under the pool that was selected."""
+    scene = RecorderFixture()
+    for request_id in ("id", ""):
+        request = scene.recorder.observe_request("default")
+        request.on_pool_selected("other")
+        request.on_rejected(no_endpoints(), request_id=request_id, model="m", now=1.0)
+    (record,) = scene.decisions.latest(9)
+    assert (record.id, record.pool, record.model, record.at) == ("id", "other", "m", 1.0)
+
+
 def test_zero_capacity_records_nothing():
     """With room for none, adding still hands out an entry that may be written to."""
     ring = DecisionLog(0)
     assert ring.add("a", decided(), 0.0).id == "a"
+    ring.add_rejection(refused("b", 0.0))
     assert len(ring) == 0
+    assert not list(ring.latest(9))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9)), max_size=40))

@@ -11,6 +11,7 @@ from extproc import supervision
 from extproc.discovery.kubernetes import pool_views, reflector, settings, store
 from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
+from tests.support.canary import CANARY
 
 
 def test_an_invalid_object_is_reported_once_and_skipped(tmp_path):
@@ -85,16 +86,13 @@ def test_any_sequence_of_faults_ends_in_the_correct_pools(tmp_path, seed):
     asyncio.run(scene())
 
 
-SECRET = "what somebody wrote"
-
-
 def poison(monkeypatch, place, name, hits):
     """Let a method raise where its arguments hit, as a bug of ours that an object sets off."""
     real = getattr(place, name)
 
     def raising(*args, **more):
         if hits(*args):
-            raise OverflowError(SECRET)
+            raise OverflowError(CANARY)
         return real(*args, **more)
 
     monkeypatch.setattr(place, name, raising)
@@ -120,7 +118,7 @@ def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, capl
             assert scene.subject._supervisor.failures["kubernetes"] >= 1
 
     asyncio.run(scene())
-    assert SECRET not in caplog.text
+    assert CANARY not in caplog.text
     assert "OverflowError" in caplog.text
 
 
@@ -159,7 +157,7 @@ def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatc
         def raising(self, changed, removed):
             if wrong[0]:
                 wrong[0] -= 1
-                raise OverflowError(SECRET)
+                raise OverflowError(CANARY)
             real(self, changed, removed)
 
         monkeypatch.setattr(Scene, "_on_pools", raising)
@@ -185,7 +183,7 @@ def test_a_reflector_that_raises_stops_no_other(tmp_path, monkeypatch):
         async def raising(self):
             if self.collection.resource.plural == "pods" and wrong[0]:
                 wrong[0] -= 1
-                raise OverflowError(SECRET)
+                raise OverflowError(CANARY)
             return await real(self)
 
         monkeypatch.setattr(reflector.Reflector, "step", raising)

@@ -1,0 +1,249 @@
+"""Pool log: lines about endpoints that come, go and fail, failing scrapes and refused requests."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.log_format import log_event
+
+_log = logging.getLogger("extproc.pool")
+
+#: Seconds between two lines about failures that go on.
+REPEAT_S: Final = 60.0
+
+#: Endpoints that a line names (count); it counts all of them.
+_MAX_NAMED = 10
+
+
+class _Ejection(msgspec.Struct):
+    """An ejected endpoint: when it was ejected (monotonic seconds), and the cause in force."""
+
+    at: float
+    cause: str
+
+
+class _FailedScrapes(msgspec.Struct):
+    """Failed scrapes in a row: when the first was (monotonic seconds), how many, and the last line."""
+
+    at: float
+    outcome: str
+    logged_at: float
+    count: int = 1
+
+
+class PoolLog:
+    """Log of one pool.
+
+    Args:
+        pool: Name of the pool.
+    """
+
+    def __init__(self, pool: str, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._ejections: dict[str, _Ejection] = {}
+        self._scrapes: dict[tuple[str, bool], _FailedScrapes] = {}
+        self._empty_since: float | None = None
+        self._failing_since: float | None = None
+
+    def on_changed(self, before: Pool, after: Pool) -> None:
+        """Log endpoints that were added, removed, ejected or readmitted."""
+        if before.positions is not after.positions:
+            self._log_members(before, after)
+        if after.unhealthy_or_doubtful or self._ejections:
+            self._log_health(after)
+
+    def on_scrape(self, address: str, outcome: str, *, is_model_list: bool) -> None:
+        """Log the first of several failed scrapes, a count each minute, and their end.
+
+        Args:
+            address: Endpoint of the current pool.
+            outcome: `ok`, or the reason of the failure.
+            is_model_list: Whether the model list was read instead of metrics.
+        """
+        key = address, is_model_list
+        failed = self._scrapes.get(key)
+        if outcome == "ok":
+            if failed is not None:
+                del self._scrapes[key]
+                self._log_scrape(logging.INFO, "scrape works again", key, failed)
+            return
+        now = self._clock()
+        if failed is None:
+            failed = self._scrapes[key] = _FailedScrapes(now, outcome, now)
+        else:
+            failed.count += 1
+            if now - failed.logged_at < REPEAT_S:
+                return
+            failed.logged_at, failed.outcome = now, outcome
+        self._log_scrape(logging.WARNING, "scrape failed", key, failed)
+
+    def _log_scrape(
+        self, level: int, event: str, key: tuple[str, bool], failed: _FailedScrapes
+    ) -> None:
+        address, is_model_list = key
+        log_event(
+            _log,
+            level,
+            event,
+            pool=self._pool,
+            endpoint=address,
+            page="models" if is_model_list else "metrics",
+            outcome=failed.outcome,
+            failures=failed.count,
+            for_s=self._clock() - failed.at,
+        )
+
+    def _log_members(self, before: Pool, after: Pool) -> None:
+        """Log endpoints that came and went, by incarnation, and whether any is left."""
+        old, new = _by_incarnation(before), _by_incarnation(after)
+        for event, endpoints in (
+            ("endpoints removed", [old[key] for key in old.keys() - new.keys()]),
+            ("endpoints added", [new[key] for key in new.keys() - old.keys()]),
+        ):
+            if endpoints:
+                log_event(
+                    _log,
+                    logging.INFO,
+                    event,
+                    pool=self._pool,
+                    count=len(endpoints),
+                    endpoints=_join(endpoints),
+                    total=len(after.members),
+                )
+        for key in old.keys() - new.keys():
+            address = old[key].address
+            self._ejections.pop(address, None)
+            for is_model_list in (False, True):
+                self._scrapes.pop((address, is_model_list), None)
+        if not after.members and self._empty_since is None:
+            self._empty_since = self._clock()
+            log_event(_log, logging.WARNING, "pool is empty", pool=self._pool)
+        elif after.members and self._empty_since is not None:
+            empty_s, self._empty_since = self._clock() - self._empty_since, None
+            log_event(
+                _log, logging.INFO, "pool has endpoints again", pool=self._pool, after_s=empty_s
+            )
+
+    def _log_health(self, pool: Pool) -> None:
+        """Log endpoints whose ejection began, ended or has another cause, and whether all are out."""
+        now = self._clock()
+        for member in pool.members:
+            address = member.endpoint.address
+            ejection = self._ejections.get(address)
+            if not member.is_ejected:
+                if ejection is not None:
+                    del self._ejections[address]
+                    self._log_ejection(logging.INFO, "endpoint is back", member, ejection, now)
+            elif ejection is None:
+                ejection = self._ejections[address] = _Ejection(now, member.condition.cause)
+                self._log_ejection(logging.WARNING, "endpoint ejected", member, ejection, now)
+            elif ejection.cause != member.condition.cause:
+                ejection.cause = member.condition.cause
+                self._log_ejection(logging.INFO, "endpoint still ejected", member, ejection, now)
+        all_out = 0 < len(pool.members) == len(self._ejections)
+        if all_out and self._failing_since is None:
+            self._failing_since = now
+            log_event(
+                _log,
+                logging.WARNING,
+                "every endpoint is ejected; the least bad serves",
+                pool=self._pool,
+                total=len(pool.members),
+            )
+        elif not all_out and self._failing_since is not None:
+            failing_s, self._failing_since = now - self._failing_since, None
+            log_event(
+                _log,
+                logging.INFO,
+                "not every endpoint is ejected any more",
+                pool=self._pool,
+                after_s=failing_s,
+                ejected=len(self._ejections),
+                total=len(pool.members),
+            )
+
+    def _log_ejection(
+        self, level: int, event: str, member: EndpointSnapshot, ejection: _Ejection, now: float
+    ) -> None:
+        until, is_out = member.condition.until, member.is_ejected
+        log_event(
+            _log,
+            level,
+            event,
+            pool=self._pool,
+            endpoint=member.endpoint.address,
+            pod=_pod_name(member.endpoint) or None,
+            cause=ejection.cause,
+            retry_in_s=until - now if is_out and math.isfinite(until) else None,
+            after_s=None if ejection.at == now else now - ejection.at,
+        )
+
+
+class RejectionLog:
+    """Log of refused requests, by pool, status and cause: the first, then a count each minute.
+
+    It reads counters, so that refusals cost no more than counting them.
+
+    Args:
+        pools: Returns counters by name of the pool.
+    """
+
+    def __init__(self, pools: Callable[[], Mapping[str, PoolCounters]]) -> None:
+        self._pools = pools
+        self._logged: dict[tuple[str, int, str], int] = {}
+        self._logged_at: dict[tuple[str, int, str], float] = {}
+
+    def step(self, now: float) -> None:
+        """Log what was refused since the last line, where one is due."""
+        pools = self._pools()
+        for key in [key for key in self._logged if key[0] not in pools]:
+            del self._logged[key], self._logged_at[key]
+        for pool, counters in pools.items():
+            for (status, cause), count in counters.rejection_causes.items():
+                key = pool, status, cause
+                logged = self._logged.get(key, 0)
+                new = count - logged if count >= logged else count
+                if not new or now - self._logged_at.get(key, -math.inf) < REPEAT_S:
+                    continue
+                self._logged[key], self._logged_at[key] = count, now
+                level = logging.INFO if status < 429 else logging.WARNING
+                log_event(
+                    _log,
+                    level,
+                    "requests refused",
+                    pool=pool,
+                    status=status,
+                    cause=cause,
+                    count=new,
+                    total=count,
+                )
+
+
+def _by_incarnation(pool: Pool) -> dict[int, Endpoint]:
+    return {member.endpoint.incarnation: member.endpoint for member in pool.members}
+
+
+def _join(endpoints: Iterable[Endpoint]) -> str:
+    """Addresses of the first endpoints, with names of pods where known."""
+    ordered = sorted(endpoints, key=lambda endpoint: endpoint.incarnation)
+    names = [
+        f"{endpoint.address}/{pod}" if (pod := _pod_name(endpoint)) else endpoint.address
+        for endpoint in ordered[:_MAX_NAMED]
+    ]
+    if len(ordered) > _MAX_NAMED:
+        names.append("...")
+    return ",".join(names)
+
+
+def _pod_name(endpoint: Endpoint) -> str:
+    """Name of an endpoint; empty where it has none but its address."""
+    return "" if endpoint.name == endpoint.address else endpoint.name

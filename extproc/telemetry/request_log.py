@@ -1,0 +1,117 @@
+"""Request log: a line for each request, or for each that failed, with times, tokens and the pick."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
+
+from extproc.decision import Decision, Rejection
+from extproc.parsing import surfaces
+from extproc.request import shorten_id
+from extproc.telemetry import explanation
+from extproc.telemetry.log_format import FieldValue, log_event
+from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder
+
+#: `log.requests` alone decides what it writes, whatever `log.level` is.
+_log = logging.getLogger("extproc.requests")
+_log.setLevel(logging.INFO)
+
+
+class LoggedRequestRecorder(RequestRecorder):
+    """Recorder that logs its request: when it is refused, or at the end of its stream."""
+
+    failures_only: ClassVar[bool] = False
+    _queue_s: float | None = None
+    _headers_s: float | None = None
+    _is_rejected: bool = False
+
+    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
+        """Count, record and log a rejection."""
+        RequestRecorder.on_rejected(self, rejection, request_id=request_id, model=model, now=now)
+        self._is_rejected = True
+        log_event(
+            _log,
+            logging.INFO,
+            "request refused",
+            id=shorten_id(request_id) or None,
+            pool=self._pool_counters.name or None,
+            model=model or None,
+            status=rejection.status,
+            cause=rejection.cause,
+            retry_after_s=rejection.retry_after_s,
+        )
+
+    def on_dequeued(self, wait_s: float) -> None:
+        """Count the time in the queue."""
+        RequestRecorder.on_dequeued(self, wait_s)
+        self._queue_s = wait_s
+
+    def on_response_headers(self, duration_s: float) -> None:
+        """Count the time from the choice of the endpoint to response headers."""
+        RequestRecorder.on_response_headers(self, duration_s)
+        self._headers_s = duration_s
+
+    def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
+        """Count and log the end of a routed request."""
+        RequestRecorder.on_finished(self, endpoint=endpoint, status=status, duration_s=duration_s)
+        record = self._record
+        if record is None or self._is_rejected:
+            return
+        if self.failures_only and not _is_failure(record.decision, status):
+            return
+        log_event(
+            _log,
+            logging.INFO,
+            "request",
+            **_describe_record(record, endpoint),
+            queue_s=self._queue_s,
+            response_headers_s=self._headers_s,
+            total_s=duration_s,
+            pick=explanation.format_short(record.decision),
+        )
+
+
+class LoggedFailureRecorder(LoggedRequestRecorder):
+    """Recorder that logs refused requests, and those without a response below 400."""
+
+    failures_only: ClassVar[bool] = True
+
+
+#: Statuses that are numbers; empty where there was none.
+_STATUS: Final = re.compile("[1-9][0-9]{2}")
+
+_TYPES: Final[Mapping[str, type[RequestRecorder]]] = {
+    "off": RequestRecorder,
+    "errors": LoggedFailureRecorder,
+    "all": LoggedRequestRecorder,
+}
+
+
+def recorder_type(requests: Literal["off", "errors", "all"]) -> type[RequestRecorder]:
+    """Recorder of a request for a value of `log.requests`."""
+    return _TYPES[requests]
+
+
+def _is_failure(decision: Decision, status: str) -> bool:
+    """True for a response without a status below 400, unless responses of its kind are not watched."""
+    return status >= "4" if status else decision.request.api not in surfaces.UNOBSERVED
+
+
+def _describe_record(record: DecisionRecord, endpoint: str | None) -> dict[str, FieldValue]:
+    """Fields of a routed request that do not depend on its times."""
+    decision, usage = record.decision, record.usage
+    request = decision.request
+    return {
+        "id": record.id,
+        "pool": decision.pool or None,
+        "model": request.target or None,
+        "endpoint": endpoint or decision.endpoints[0].address,
+        "status": int(record.status) if _STATUS.fullmatch(record.status) else None,
+        "prompt_tokens": usage.get("prompt"),
+        "cached_tokens": usage.get("cached"),
+        "output_tokens": usage.get("completion"),
+        "estimated_prompt_tokens": request.prompt_tokens,
+        "predicted_cached_tokens": decision.matched_tokens,
+    }

@@ -1,0 +1,156 @@
+"""The line of a request: what it has, which requests have one, and what it costs without."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from extproc.decision import Decision, Rejection
+from extproc.endpoint import Candidate, Endpoint
+from extproc.request import InferenceRequest
+from extproc.telemetry import request_log
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.request_recorder import DecisionLog, RequestRecorder, StreamRecorder
+from tests.support.canary import CANARY
+
+ADDRESS = "10.0.0.1:8000"
+
+
+def decided(api="chat"):
+    endpoint = Endpoint(ADDRESS)
+    return Decision(
+        InferenceRequest(api, "m", prompt=CANARY.encode(), prompt_tokens=12, session=CANARY),
+        [endpoint],
+        profile="adaptive",
+        candidates=[Candidate(endpoint)],
+        matched_tokens=4,
+        plugin_keys={"session": CANARY},
+    )
+
+
+class RequestLogFixture:
+    """A recorder of streams that logs requests, and the lines it wrote."""
+
+    def __init__(self, caplog, mode):
+        self._caplog = caplog
+        self.recorder = StreamRecorder(
+            ProcessCounters(), DecisionLog(10), lambda: 0.0, request_log.recorder_type(mode)
+        )
+
+    def serve(self, status, *, api="chat", wait_s=None, usage=None):
+        """A request from its start to its end."""
+        request = self.recorder.observe_request("demo")
+        if wait_s is not None:
+            request.on_dequeued(wait_s)
+        request.on_routed(decided(api), request_id="id", now=1.0, duration_s=0.001)
+        if status:
+            request.on_response_headers(0.25)
+        if usage:
+            request.on_usage(usage)
+        request.on_finished(endpoint=ADDRESS, status=status, duration_s=2.0)
+
+    def refuse(self, request_id="id"):
+        request = self.recorder.observe_request("demo")
+        rejection = Rejection(429, CANARY, retry_after_s=3, cause="rate-limited")
+        request.on_rejected(rejection, request_id=request_id, model="m", now=1.0)
+
+    def take(self):
+        lines = [(record.message, record.fields) for record in self._caplog.records]
+        self._caplog.clear()
+        return lines
+
+
+def test_a_line_has_times_tokens_and_the_pick(caplog):
+    """What a request waited for, what it got, and why it went where."""
+    scene = RequestLogFixture(caplog, "all")
+    usage = {"prompt": 11, "cached": 8, "completion": 3}
+    scene.serve("200", wait_s=0.5, usage=usage)
+    assert scene.take() == [
+        (
+            "request",
+            {
+                "id": "id",
+                "pool": "demo",
+                "model": "m",
+                "endpoint": ADDRESS,
+                "status": 200,
+                "prompt_tokens": 11,
+                "cached_tokens": 8,
+                "output_tokens": 3,
+                "estimated_prompt_tokens": 12,
+                "predicted_cached_tokens": 4,
+                "queue_s": 0.5,
+                "response_headers_s": 0.25,
+                "total_s": 2.0,
+                "pick": f"adaptive; chose={ADDRESS}; cached=4/12",
+            },
+        )
+    ]
+
+
+def test_a_line_of_a_refused_request_has_the_cause(caplog):
+    """The message for the client may name what the client wrote, and is not logged."""
+    scene = RequestLogFixture(caplog, "errors")
+    scene.refuse()
+    fields = {"id": "id", "pool": "demo", "model": "m", "status": 429, "cause": "rate-limited"}
+    assert scene.take() == [("request refused", {**fields, "retry_after_s": 3})]
+
+
+def test_a_request_that_fails_after_its_choice_has_one_line(caplog):
+    """A bug of ours is answered with 500, and then the stream ends."""
+    scene = RequestLogFixture(caplog, "all")
+    request = scene.recorder.observe_request("demo")
+    request.on_routed(decided(), request_id="id", now=1.0, duration_s=0.001)
+    rejection = Rejection(500, "bug", cause="bug")
+    request.on_rejected(rejection, request_id="id", model="", now=1.0)
+    request.on_finished(endpoint=ADDRESS, status="", duration_s=2.0)
+    assert [message for message, _ in scene.take()] == ["request refused"]
+
+
+def test_ids_of_a_line_are_bounded(caplog):
+    """As everywhere else."""
+    scene = RequestLogFixture(caplog, "all")
+    scene.refuse("x" * 10_000)
+    ((_, fields),) = scene.take()
+    assert len(fields["id"]) <= 256
+
+
+@pytest.mark.parametrize(
+    ("status", "api", "logged"),
+    [
+        ("200", "chat", False),
+        ("301", "chat", False),
+        ("404", "chat", True),
+        ("503", "chat", True),
+        ("", "chat", True),
+        ("", "count_tokens", False),
+    ],
+)
+def test_errors_are_responses_without_a_good_status(caplog, status, api, logged):
+    """A response that is not watched has no status, which is no error."""
+    scene = RequestLogFixture(caplog, "errors")
+    scene.serve(status, api=api)
+    assert len(scene.take()) == logged
+
+
+def test_requests_are_not_logged_unless_wanted(caplog):
+    """Off, requests have the recorder that knows nothing of a log."""
+    scene = RequestLogFixture(caplog, "off")
+    scene.serve("503")
+    scene.refuse()
+    assert not scene.take()
+    assert type(scene.recorder.observe_request("demo")) is RequestRecorder
+
+
+def test_the_level_of_the_log_does_not_hide_requests(caplog):
+    """`log.requests` alone decides."""
+    ours = logging.getLogger("extproc")
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        scene = RequestLogFixture(caplog, "all")
+        scene.serve("200")
+        assert len(scene.take()) == 1
+    finally:
+        ours.setLevel(before)
