@@ -132,7 +132,15 @@ def parse(text: str, *, where: str) -> ConfigDocument:
     if tree.get("kind") == epp_config.KIND:
         epp = epp_config.from_endpoint_picker_config(tree, where=where)
         return ConfigDocument(where, epp.tree, epp=epp)
-    return ConfigDocument(where, tree)
+    return ConfigDocument(where, _restore_off(tree))
+
+
+def _restore_off(tree: dict[str, object]) -> dict[str, object]:
+    """Tree with `log.requests: off` as the word: YAML 1.1 and Helm take it for false."""
+    log = tree.get("log")
+    if isinstance(log, dict) and log.get("requests") is False:
+        return {**tree, "log": {**log, "requests": "off"}}
+    return tree
 
 
 def parse_tree(text: str, *, where: str) -> object:

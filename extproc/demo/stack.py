@@ -218,6 +218,7 @@ def envoy_config(
     engines: Sequence[str] = (),
     plaintext: bool = False,
     pickers: Mapping[str, Sequence[str]] = {},
+    has_access_log: bool = False,
 ) -> dict[str, Any]:
     """One of the shipped Envoy configurations, moved to other ports.
 
@@ -228,12 +229,17 @@ def envoy_config(
         plaintext: Whether extproc serves without TLS.
         pickers: Addresses for each cluster of pickers (`extproc`, `extproc-xds`); without any, the
             ext_proc port is that of `ports`.
+        has_access_log: Whether Envoy writes its access log, which is among its other lines then.
     """
     pickers = {"extproc": [f"127.0.0.1:{ports.extproc}"], **pickers}
     config: dict[str, Any] = yaml.safe_load(template.read_bytes())
     config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
     listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
     listener.update(address="127.0.0.1", port_value=ports.listener)
+    if not has_access_log:
+        for chain in config["static_resources"]["listeners"][0]["filter_chains"]:
+            for network_filter in chain["filters"]:
+                network_filter["typed_config"].pop("access_log", None)
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] in pickers:
             cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
@@ -295,7 +301,8 @@ class Stack:
         path = self._folder / f"envoy-{len(self._children)}.json"
         path.write_bytes(msgspec.json.encode(config))
         argv = [binary or find_envoy(), "-c", str(path), "--concurrency", "2"]
-        argv += ["--use-dynamic-base-id", "-l", "info"]
+        # The access log, where there is one, is to be read while Envoy runs.
+        argv += ["--use-dynamic-base-id", "-l", "info", "--file-flush-interval-msec", "100"]
         child = await self.start("envoy", argv, ready=ENVOY_READY)
         # Its workers listen a moment after they were announced.
         listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]

@@ -196,6 +196,13 @@ def test_yaml_and_json_give_the_same_settings():
     assert from_json == from_yaml
 
 
+@pytest.mark.parametrize("word", ["off", '"off"', "false"])
+def test_off_needs_no_quotes(word):
+    """YAML takes the word for false, and so does a chart's values."""
+    text = f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nlog: {{requests: {word}}}"
+    assert loader.settings(loader.parse(text, where="c.yaml")).log.requests == "off"
+
+
 def test_flow_mapping_that_is_no_json_is_yaml():
     """Text in braces is tried as JSON first and read as YAML all the same."""
     text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, seed: 1}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -122,6 +123,17 @@ class Installation:
             raise AssertionError(f"it did not become so; at last: {shown}") from None
         return found
 
+    async def access(self, **fields: Any) -> dict[str, Any]:
+        """The first line of Envoy's access log with these fields; it is written a moment later."""
+        async with asyncio.timeout(_VISIBLE_S):
+            while True:
+                for line in self.lines:
+                    if line.startswith("envoy: {"):
+                        entry: dict[str, Any] = json.loads(line.removeprefix("envoy: "))
+                        if fields.items() <= entry.items():
+                            return entry
+                await asyncio.sleep(0.05)
+
     async def settled(self) -> None:
         """Every account is back at exactly zero."""
         await self.until(
@@ -168,7 +180,11 @@ async def installed(
     """
     ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
     config = stack.envoy_config(
-        SHIPPED / template, ports, engines=listed or endpoints, plaintext=plaintext
+        SHIPPED / template,
+        ports,
+        engines=listed or endpoints,
+        plaintext=plaintext,
+        has_access_log=True,
     )
     change(config)
     words = ["--secure-serving", "false"] if plaintext else []

@@ -36,6 +36,7 @@ async def test_errors_of_envoy_are_json_with_a_hint(template):
         status, error = await refused(place)
         assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
         assert "extproc explain --last" in error["message"]
+        assert (await place.access(status=503))["picked"] == dead
         status, error = await refused(place, b"{")
         assert status == 400
         assert error["message"].startswith("inference error: BadRequest")
@@ -74,6 +75,8 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
         await place.settled()
         await place.extproc.stop(signal.SIGKILL)
         answers.append(await refused(place))
+        line = await place.access(status=503)
+        assert set(line) >= {"id", "flags", "details", "total_ms"}
         for status, error in answers:
             assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
             assert "/debug/pool" in error["message"]

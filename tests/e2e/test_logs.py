@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -47,16 +48,22 @@ def place(live, served, dead):
         yield one
 
 
+def find_line(place, message, **fields):
+    """The first line of the log with these fields; None while there is none."""
+    for line in place.lines:
+        if line.startswith("extproc: {"):
+            known = json.loads(line.removeprefix("extproc: "))
+            if known["message"] == message and fields.items() <= known.items():
+                return known
+    return None
+
+
 async def logged(place, message, **fields):
-    """The first line with these fields; it may be on its way."""
+    """The same, which may be on its way."""
     async with asyncio.timeout(300):
-        while True:
-            for line in place.lines:
-                text = line.removeprefix("extproc: ")
-                known = json.loads(text) if line != text and text.startswith("{") else {}
-                if known.get("message") == message and fields.items() <= known.items():
-                    return known
+        while (line := find_line(place, message, **fields)) is None:
             await asyncio.sleep(0.05)
+    return line
 
 
 async def test_a_request_is_logged_under_the_id_of_the_client(place, served):
@@ -96,8 +103,12 @@ async def test_a_limited_tenant_is_logged_as_rate_limited(place):
 async def test_an_endpoint_that_fails_is_logged(place, dead):
     """The pool's first list, and the cause of an ejection."""
     assert (await logged(place, "endpoints added"))["total"] == 2
-    for at in range(12):
-        headers = [("x-llm-d-inference-fairness-id", f"other-{at}")]
-        await http1.ask(place.port, PATH, CHAT, headers=headers)
-    line = await logged(place, "endpoint ejected", endpoint=dead)
+    async with asyncio.timeout(300):
+        for at in itertools.count():
+            headers = [("x-llm-d-inference-fairness-id", f"other-{at}")]
+            await http1.ask(place.port, PATH, CHAT, headers=headers)
+            line = find_line(place, "endpoint ejected", endpoint=dead)
+            if line is not None:
+                break
+            await asyncio.sleep(0.05)
     assert (line["cause"], line["level"]) == ("errors", "warning")

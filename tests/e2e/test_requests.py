@@ -9,6 +9,7 @@ import random
 import pytest
 
 from tests.e2e import backend, http1, http2, installation
+from tests.support.canary import CANARY
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -56,6 +57,18 @@ async def test_the_id_in_the_response_finds_the_decision(place, served, own):
     assert served.asks[-1].head.get("x-request-id") == request_id
     decision = await http1.ask(place.pages, f"/debug/decisions/{request_id}")
     assert decision.json()["endpoints"] == [served.address]
+
+
+async def test_the_access_log_has_id_pick_and_endpoint(place, served):
+    """One line per request, which names no query: it may hold a key."""
+    headers = [("x-request-id", "logged-1")]
+    await http1.ask(place.port, f"/v1/chat/completions?key={CANARY}", CHAT, headers=headers)
+    line = await place.access(id="logged-1")
+    assert line["picked"] == line["endpoint"] == served.address
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)
+    assert (line["attempts"], line["details"]) == (1, "via_upstream")
+    assert 0 <= line["first_byte_ms"] <= line["total_ms"]
+    assert line["received_bytes"] == len(CHAT)
 
 
 async def test_026_bodies_arrive_byte_for_byte(place, served):

@@ -44,7 +44,9 @@ gateway.networking.k8s.io/v1 HTTPRoute:
       timeouts: {request: duration, backendRequest: duration}
 gateway.envoyproxy.io/v1alpha1 ClientTrafficPolicy:
   targetRefs!: [{group!: text, kind!: text, name!: text}]
-  headers: {earlyRequestHeaders: {remove: [text]}}
+  headers:
+    earlyRequestHeaders: {remove: [text]}
+    requestID: PreserveOrGenerate|Preserve|Generate|Disable
   timeout: {http: {requestReceivedTimeout: duration}}
 networking.istio.io/v1alpha3 EnvoyFilter:
   workloadSelector!: {labels!: labels}

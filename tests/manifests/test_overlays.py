@@ -144,6 +144,8 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     # The API takes no more than this.
     assert len(named) <= 16
     assert policy["timeout"]["http"]["requestReceivedTimeout"] == manager["request_timeout"]
+    assert policy["headers"]["requestID"] == "PreserveOrGenerate"
+    assert manager["preserve_external_request_id"]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/istio")
     spec = parts.only(documents, "EnvoyFilter")["spec"]
     first, times = (one["patch"]["value"]["typed_config"] for one in spec["configPatches"])
@@ -152,6 +154,7 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert sorted(removed) == sorted(named)
     del times["@type"]
     assert times == {key: manager[key] for key in times}
+    assert "access_log" in times
     gateway = parts.only(documents, "Gateway")["metadata"]["name"]
     assert gateway in spec["workloadSelector"]["labels"].values()
 
