@@ -21,6 +21,31 @@ from extproc.telemetry.control_plane_metrics import XdsCounters
 REMOVED_ENDPOINT: Final = "left"
 
 
+class LatencyHistogram:
+    """A histogram with fixed upper bounds.
+
+    Args:
+        bounds: Ascending upper bounds, in the unit of what is added.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+_ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1)
+_STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
 class PoolCounters:
     """Counters of one pool.
 
@@ -37,6 +62,9 @@ class PoolCounters:
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
+        response_headers_s: Time from the choice of the endpoint to response headers.
+        request_duration_s: Time from the first message to the end of the stream.
+        queue_duration_s: Time in the queue of requests that were admitted.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected.
@@ -64,6 +92,9 @@ class PoolCounters:
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.model_list_polls: Counter[tuple[str, str]] = Counter()
         self.rewrites: Counter[str] = Counter()
+        self.response_headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.request_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.queue_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.unknown_models = 0
         self.routed_total = 0
         self.answered_total = 0
@@ -119,31 +150,6 @@ class PoolCounters:
                 del counter[key]
 
 
-class LatencyHistogram:
-    """A histogram with fixed upper bounds.
-
-    Args:
-        bounds: Ascending upper bounds, in the unit of what is added.
-    """
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
-_ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1)
-_STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
-
 class ProcessCounters:
     """Counters of the process.
 
@@ -158,10 +164,7 @@ class ProcessCounters:
         exceptions: Unexpected exceptions in streams, by (type, place).
         plugins: Overruns, bypasses and exceptions of external plugins, by (role, kind).
         routing_duration_s: Time to route a request.
-        response_headers_s: Time from the choice of the endpoint to response headers.
-        request_duration_s: Time from the first message to the end of the stream.
         scrape_duration_s: Time of a scrape.
-        queue_duration_s: Time in the queue of requests that were admitted.
         large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
         large_body_duration_s: Time that these waited and were parsed.
         event_loop_lag_s: Delay of timers of the event loop.
@@ -186,10 +189,7 @@ class ProcessCounters:
         self.reload_failed = False
         self.restart_needed = False
         self.routing_duration_s = LatencyHistogram(_ROUTE_BOUNDS_S)
-        self.response_headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.request_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.scrape_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.queue_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.large_bodies: Counter[str] = Counter()
         self.large_body_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.event_loop_lag_s = LatencyHistogram(_STALL_BOUNDS_S)

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from extproc.supervision import LOOPS
 from extproc.telemetry import control_plane_metrics, pool_metrics
-from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
+from extproc.telemetry.counters import ProcessCounters
 
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
@@ -209,24 +209,9 @@ class Exposition(Collector):
                 counters.routing_duration_s,
             ),
             (
-                "extproc_time_to_response_headers_seconds",
-                "Seconds from the choice of the endpoint to response headers.",
-                counters.response_headers_s,
-            ),
-            (
-                "extproc_request_duration_seconds",
-                "Seconds from the start of a stream to its end, of routed requests.",
-                counters.request_duration_s,
-            ),
-            (
                 "extproc_scrape_duration_seconds",
                 "Seconds of a scrape of endpoint metrics.",
                 counters.scrape_duration_s,
-            ),
-            (
-                "extproc_flow_control_request_queue_duration_seconds",
-                "Seconds in the queue, of requests that were dispatched.",
-                counters.queue_duration_s,
             ),
             (
                 "extproc_large_body_parse_duration_seconds",
@@ -244,14 +229,9 @@ class Exposition(Collector):
                 counters.event_loop_lag_cpu_s,
             ),
         ):
-            yield _histogram(name, text, distribution)
-
-
-def _histogram(name: str, text: str, distribution: LatencyHistogram) -> Metric:
-    buckets = []
-    running = 0
-    bounds = [*map(str, distribution.bounds), "+Inf"]
-    for bound, count in zip(bounds, distribution.counts, strict=True):
-        running += count
-        buckets.append((bound, float(running)))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=distribution.total)
+            yield HistogramMetricFamily(
+                name,
+                text,
+                buckets=pool_metrics.cumulative_buckets(distribution),
+                sum_value=distribution.total,
+            )

@@ -9,8 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Final, Literal
 
+import msgspec
+
 #: Value of a field as it stands in a log line; None leaves the field out.
 FieldValue = str | int | float | None
+
+_encode = msgspec.json.Encoder().encode
 
 #: Text that needs no quotes; all other text could look like a further field or another line.
 _BARE: Final = re.compile(r"[A-Za-z0-9_.:/@%+~\[\]-]+")
@@ -44,7 +48,10 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
-        return json.dumps(values)
+        try:
+            return _encode(values).decode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return json.dumps(values)
 
 
 def build_formatter(log_format: Literal["text", "json"]) -> logging.Formatter:
@@ -65,7 +72,10 @@ def log_event(logger: logging.Logger, level: int, event: str, **fields: FieldVal
             for name, value in fields.items()
             if value is not None
         }
-        logger.log(level, event, extra={"fields": known})
+        # `logger.log` would walk the stack for the line of code, which no format shows.
+        logger.handle(
+            logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": known})
+        )
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, FieldValue]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
-from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.counters import LatencyHistogram, PoolCounters
 
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):
@@ -99,6 +106,15 @@ _COUNTERS: tuple[_CounterRow, ...] = (
         "Requests routed to an endpoint.",
         ("endpoint",),
         lambda counters: labeled(counters.requests_routed),
+    ),
+    (
+        "extproc_rejection_causes",
+        "Requests rejected, by HTTP status and cause; the log has the same causes.",
+        ("status", "cause"),
+        lambda counters: [
+            ([str(status), cause], count)
+            for (status, cause), count in counters.rejection_causes.items()
+        ],
     ),
     (
         "extproc_rejections",
@@ -355,9 +371,36 @@ _POOL_ROWS: tuple[_PoolRow, ...] = (
 )
 
 
+#: Histograms of a pool: name, help text, and their values.
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[PoolCounters], LatencyHistogram]], ...] = (
+    (
+        "extproc_time_to_response_headers_seconds",
+        "Seconds from the choice of the endpoint to response headers.",
+        attrgetter("response_headers_s"),
+    ),
+    (
+        "extproc_request_duration_seconds",
+        "Seconds from the start of a stream to its end, of routed requests.",
+        attrgetter("request_duration_s"),
+    ),
+    (
+        "extproc_flow_control_request_queue_duration_seconds",
+        "Seconds in the queue, of requests that were dispatched.",
+        attrgetter("queue_duration_s"),
+    ),
+)
+
+
 def _cache_stats(view: PoolView) -> Iterator[tuple[str, PrefixCacheStats]]:
     for member in view.pool.members:
         yield member.endpoint.address, view.cache(member.endpoint)
+
+
+def cumulative_buckets(distribution: LatencyHistogram) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: an upper bound, and how many values are not above it."""
+    bounds = [*map(str, distribution.bounds), "+Inf"]
+    counts = itertools.accumulate(distribution.counts)
+    return [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
 
 
 def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[Metric]:
@@ -373,6 +416,14 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[Metric]:
                 for values, value in read(counters)
             ],
         )
+    for name, text, read_histogram in _HISTOGRAMS:
+        family = HistogramMetricFamily(name, text, labels=["pool"])
+        for pool, counters in pools.items():
+            distribution = read_histogram(counters)
+            family.add_metric(
+                [pool], cumulative_buckets(distribution), sum_value=distribution.total
+            )
+        yield family
 
 
 def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Metric]:

@@ -235,7 +235,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
 
     def on_dequeued(self, wait_s: float) -> None:
         """Count the time in the queue."""
-        self._counters.queue_duration_s.add(wait_s)
+        self._pool_counters.queue_duration_s.add(wait_s)
 
     def on_routed(
         self, decision: Decision, *, request_id: str, now: float, duration_s: float
@@ -256,14 +256,13 @@ class RequestRecorder(msgspec.Struct, eq=False):
 
     def on_response_headers(self, duration_s: float) -> None:
         """Count the time from the choice of the endpoint to response headers."""
-        self._counters.response_headers_s.add(duration_s)
+        self._pool_counters.response_headers_s.add(duration_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count the end of a routed request, and note it in the decision log."""
-        self._pool_counters.record_finished(
-            REMOVED_ENDPOINT if endpoint is None else endpoint, status
-        )
-        self._counters.request_duration_s.add(duration_s)
+        counters = self._pool_counters
+        counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
+        counters.request_duration_s.add(duration_s)
         record = self._record
         if record is not None:
             record.status, record.seconds = status, duration_s

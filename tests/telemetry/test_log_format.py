@@ -65,7 +65,9 @@ def test_json_is_an_object_for_each_line(lines):
     """Fields stand beside time, level, logger and message."""
     log_format.log_event(_log, logging.INFO, "request", id="a\nb", status=200, total_s=0.12345)
     _log.warning("plain %s", "text")
-    first, second = map(json.loads, lines)
+    log_format.log_event(_log, logging.INFO, "request", id="\ud800")
+    first, second, third = map(json.loads, lines)
+    assert third["id"] == "\ud800"
     assert first.pop("time").endswith("Z")
     assert first == {
         "level": "info",

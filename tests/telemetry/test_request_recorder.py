@@ -14,6 +14,7 @@ from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest
 from extproc.server import grpcio_server
+from extproc.telemetry import pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import (
     DecisionLog,
@@ -69,6 +70,40 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     assert not scene.counters.for_pool("default").routed_total
 
 
+def test_histograms_of_requests_have_the_pool_as_label():
+    """A slow pool is told apart from a fast one, and each has its causes of rejections."""
+    scene = RecorderFixture()
+    for pool, duration_s in (("fast", 0.02), ("slow", 20.0)):
+        request = scene.route(pool)
+        request.on_dequeued(duration_s)
+        request.on_response_headers(duration_s)
+        request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=duration_s)
+    refused_request = scene.route("slow")
+    refused_request.on_rejected(no_endpoints(), request_id="", model="", now=1.0)
+    families = {
+        family.name: family for family in pool_metrics.request_families(scene.counters.pools)
+    }
+    for name in (
+        "extproc_time_to_response_headers_seconds",
+        "extproc_request_duration_seconds",
+        "extproc_flow_control_request_queue_duration_seconds",
+    ):
+        values = {
+            (
+                sample.name.removeprefix(name),
+                sample.labels["pool"],
+                sample.labels.get("le"),
+            ): sample.value
+            for sample in families[name].samples
+        }
+        assert values["_bucket", "fast", "0.025"] == 1
+        assert values["_bucket", "slow", "10"] == 0
+        assert values["_bucket", "slow", "+Inf"] == values["_count", "slow", None] == 1
+        assert values["_sum", "slow", None] == 20.0
+    (sample,) = families["extproc_rejection_causes"].samples
+    assert sample.labels == {"pool": "slow", "status": "503", "cause": "no-endpoints"}
+
+
 def test_recorder_adds_the_end_of_a_request_to_the_decision_log():
     """Status, duration and usage of a response belong to its decision."""
     scene = RecorderFixture()
@@ -79,7 +114,7 @@ def test_recorder_adds_the_end_of_a_request_to_the_decision_log():
     record = scene.decisions.find("id")
     assert (record.status, record.seconds, record.usage) == ("200", 2.0, {"completion": 3})
     assert scene.counters.for_pool("default").usage == {"completion": 3}
-    assert sum(scene.counters.response_headers_s.counts) == 1
+    assert sum(scene.counters.for_pool("default").response_headers_s.counts) == 1
 
 
 def test_recorder_counts_removed_endpoints_under_a_common_label():
