@@ -90,6 +90,10 @@ class Director:
         """The current snapshot of the pool."""
         return self._store.pool
 
+    def has_endpoint(self, address: str) -> bool:
+        """True if an endpoint of the pool has this address, `ip:port`."""
+        return address in self._store.pool.positions
+
     @property
     def serving_bits(self) -> ModelBitsets:
         """Endpoints that can serve each request, as bits; the same object until they change."""

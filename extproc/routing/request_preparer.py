@@ -298,8 +298,10 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
         replace = msgspec.structs.replace
         request = replace(self.request, prompt=b"")
         parsed = request if self.parsed is self.request else replace(self.parsed, prompt=b"")
+        raw = self.raw
+        if type(raw) is not HttpRequest:
+            raw = first_user_message.reduce_preparsed(raw)
         # By position: `replace` takes six times as long, and every request that waits rests.
-        raw = first_user_message.reduce_preparsed(self.raw)
         return PreparedRequest(
             request, self.chain, raw, parsed, self.upstream_model, self.reparsable
         )

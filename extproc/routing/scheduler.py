@@ -280,13 +280,11 @@ class Scheduler:
         pool = self._store.pool
         routing = self._routing
         settings = routing.settings
-        read_first_message: Callable[[InferenceRequest], str] = (
-            first_user_message.first_user_message
-            if routing.reads_first_message
-            else first_user_message.no_message
-        )
-        if with_prompt is not None and not request.prompt:
-            read_first_message = _lazy_first_user_message(read_first_message, with_prompt)
+        read_first_message: Callable[[InferenceRequest], str] = first_user_message.no_message
+        if routing.reads_first_message:
+            read_first_message = first_user_message.first_user_message
+            if with_prompt is not None and not request.prompt:
+                read_first_message = _lazy_first_user_message(read_first_message, with_prompt)
         eligible = self._find_eligible(pool, request, now)
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible

@@ -301,10 +301,11 @@ class AsyncFlowController:
         _reject(queued, Rejection(500, message, cause="bug"))
 
     def _add_pending(self, queued: QueuedRequest, address: str) -> None:
-        prepared = queued.prepared
-        queued.pending_share = self._director.pending_load.add(
-            address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
-        )
+        if address:
+            prepared = queued.prepared
+            queued.pending_share = self._director.pending_load.add(
+                address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
+            )
 
     def _dispatch(self, queued: QueuedRequest, decision: Decision) -> None:
         if queued.admission.done():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, assert_never
+from collections.abc import Callable, Iterable, Mapping
+from typing import assert_never
 
 import msgspec
 
@@ -353,49 +353,58 @@ class StreamHandler(msgspec.Struct, eq=False):
     def finish(self) -> None:
         """Release all resources at the end of the stream. Called once.
 
-        A step that raises is a bug, which must not keep what the others give back.
+        A step that raises is a bug, which must not keep what the others give back; those that free
+        capacity come first.
         """
-        for step in self.last_steps if self.exchange.tail is None else self.last_usage_steps:
-            try:
-                step(self)
-            except Exception as error:  # noqa: BLE001 - counted and logged
-                self._context.observer.on_exception(error)
-
-    def _close(self) -> None:
-        """Release the buffered body, and the place in the queue."""
-        self.exchange.close()
-        flow_controller = self._flow_controller
-        if flow_controller is not None and self.queued is not None:
-            flow_controller.cancel(self.queued, self._context.clock())
-            self.queued = None
-
-    def _release(self) -> None:
-        """Release the reservation; a request that failed before its response is not counted."""
+        context, exchange, flow_controller = self._context, self.exchange, self._flow_controller
         reservation, director = self._reservation, self._director
-        if reservation is None or director is None:
-            self._refund()
-            return
-        now, status = self._context.clock(), self.exchange.status
+        # Without calls of its own methods: a stream ends as often as one begins.
         try:
+            exchange.close()
+            if flow_controller is not None and self.queued is not None:
+                flow_controller.cancel(self.queued, context.clock())
+                self.queued = None
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            context.observer.on_exception(error)
+        now, status = context.clock(), exchange.status
+        try:
+            if reservation is None or director is None:
+                self._refund()
+                return
             if self._failed and not status:
+                # One that failed before its response is not counted.
                 director.unreserve(reservation, now)
             else:
                 director.release(reservation, now, answered=bool(status))
-        finally:
-            if self._flow_controller is not None:
-                self._flow_controller.notify_capacity()
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            context.observer.on_exception(error)
+            if director is None:
+                return
+        try:
+            if flow_controller is not None:
+                flow_controller.notify_capacity()
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            context.observer.on_exception(error)
+        if exchange.tail is not None:
+            self._attempt(self._read_usage)
+        try:
+            self._observer.on_finished(
+                endpoint=self.address if director.has_endpoint(self.address) else None,
+                status=status,
+                duration_s=now - self._started_s,
+            )
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            context.observer.on_exception(error)
+        if exchange.tail is not None:
+            self._attempt(self._learn)
+            self._attempt(self._charge)
 
-    def _report_end(self) -> None:
-        """Report how the request ended."""
-        director = self._director
-        if self._reservation is None or director is None:
-            return
-        in_pool = director.pool.find(self.address) is not None
-        self._observer.on_finished(
-            endpoint=self.address if in_pool else None,
-            status=self.exchange.status,
-            duration_s=self._context.clock() - self._started_s,
-        )
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Take a step at the end of the stream."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            self._context.observer.on_exception(error)
 
     def _read_usage(self) -> None:
         """Read the usage of the response, where its end was received."""
@@ -417,22 +426,6 @@ class StreamHandler(msgspec.Struct, eq=False):
         flow_controller, reservation = self._flow_controller, self._rate_reservation
         if self._usage is not None and flow_controller is not None and reservation is not None:
             flow_controller.record_usage(reservation, self._usage, self._context.clock())
-
-    #: Steps at the end of a stream, in order; those that free capacity come first.
-    last_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
-        _close,
-        _release,
-        _report_end,
-    )
-    #: The same where the end of the response was received, which has the usage.
-    last_usage_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
-        _close,
-        _release,
-        _read_usage,
-        _report_end,
-        _learn,
-        _charge,
-    )
 
 
 def open_stream(context: StreamContext) -> StreamHandler:
