@@ -267,8 +267,12 @@ class FlowQueue:
     def __len__(self) -> int:
         return len(self._heap) - self._gone
 
+    def first(self) -> QueuedItem:
+        """The request that `head` has just found."""
+        return self._heap[0][3]
+
     def __iter__(self) -> Iterator[QueuedItem]:
-        return (entry[3] for entry in self._heap if _here(entry))
+        return iter([entry[3] for entry in self._heap if _here(entry)])
 
 
 class TenantQueues:
@@ -329,11 +333,8 @@ class TenantQueues:
         return None
 
     def head(self, key: QueuePlace) -> QueuedItem:
-        """The request at the place that `key` returned."""
-        head = self._flow_queues[key[3]].head()
-        if head is None:
-            raise LookupError("no request waits at this place; call head directly after key")
-        return head[3]
+        """The request at the place that `key` has just returned."""
+        return self._flow_queues[key[3]].first()
 
     def refresh(self, tenant: str) -> None:
         """Sort a tenant anew after its turn went down."""

@@ -197,7 +197,9 @@ class PrefixIndex:
         self._touch(slot, path)
         if cache.held > cache.capacity:
             self._release(slot)
-        if self.bytes_estimate() > self._max_bytes:
+        # As `bytes_estimate`, without a call.
+        tree_bytes = _RUN_BYTES * self._runs + WIDTH * self._blocks
+        if tree_bytes + self._totals.bytes_estimate > self._max_bytes:
             self.shrink(self._max_bytes)
         if self._budget is not None and not self._records % _LOOK:
             self._budget.enforce()
