@@ -7,6 +7,7 @@ three runs; memory is the peak that tracemalloc sees beside the body.
 """
 
 import argparse
+import os
 import struct
 import sys
 import time
@@ -14,6 +15,7 @@ import tracemalloc
 
 from extproc.parsing import surfaces
 from extproc.request import HttpRequest
+from extproc.server import grpc_workarounds
 
 MAX_MS_PER_MIB = 30.0
 MAX_TIMES_SIZE = 4.0
@@ -151,6 +153,7 @@ def peak_bytes(raw):
 
 
 def main():
+    grpc_workarounds.configure_malloc(os.environ)  # as `extproc serve`
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--mib", type=float, default=4.0)
     size = int(options.parse_args().mib * 1024 * 1024)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -30,8 +31,9 @@ from extproc.request import RequestBody
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
-#: Values that are built of any body (count); 135 bytes each where they are smallest.
-MAX_VALUES: Final = 4096
+#: Values that are built of any body (count); 135 bytes each where they are smallest. Prose and code of
+#: 100 kB have fewer commas and brackets, so that most bodies are counted once and not cut into strings.
+MAX_VALUES: Final = 8192
 #: Bytes of a body that allow for one value more: under three times its size. Prose has a comma in 80.
 _BYTES_PER_VALUE: Final = 48
 #: Longest body that is decoded without counting first (bytes). One of empty objects takes 1.4 MiB and
@@ -60,7 +62,8 @@ _DEEP = b"[" * 64
 
 #: What stands before or between values.
 _MARKS = (b",", b"{", b"[")
-_ALL_MARKS = b"".join(_MARKS)
+#: All other bytes. To drop these leaves few to be written, which takes two thirds of the time.
+_NO_MARKS = bytes(set(range(256)).difference(b"".join(_MARKS)))
 #: Bytes for each mark, above which marks are rare.
 _RARE_BYTES: Final = 40
 #: Bytes in the middle of the first chunk that show how dense the marks are.
@@ -80,24 +83,29 @@ _DECODE = msgspec.json.Decoder().decode
 _TEXT = msgspec.json.Decoder(str).decode
 
 
-def _leading(count: int) -> Any:
-    """A decoder of the first elements of an array; the others are skipped, and not built."""
-    names = [(f"element_{at}", msgspec.Raw, _ABSENT) for at in range(count)]
-    return msgspec.json.Decoder(msgspec.defstruct("_First", names, array_like=True, gc=False))
-
-
-#: For short arrays, since the longer one takes tens of microseconds for any.
+#: Decoders of the beginning of an array are tried for so many elements (count); the first for short
+#: arrays, since the other one takes tens of microseconds for any.
 _FEW = 64
-_FIRST_FEW, _FIRST = _leading(_FEW + 1), _leading(MAX_ELEMENTS + 1)
 #: Elements of the budget that the longer one takes besides those it finds (count).
 _LONG_ARRAY = 256
 #: Arrays of which the longer one is tried at once (bytes), so that they are gone through once.
 _LONG_ARRAY_BYTES: Final = 16 * 1024
-_ATTEMPTS = ((_FIRST_FEW, 1), (_FIRST, _LONG_ARRAY))
 
 
-def _is_there(raw: msgspec.Raw) -> bool:
-    return raw is not _ABSENT
+@functools.cache
+def _attempts(kind: Any) -> Sequence[tuple[msgspec.json.Decoder[Any], int]]:
+    """Decoders of arrays of a type, for few and many elements, and the budget that each takes."""
+    return (_leading(_FEW + 1, kind), 1), (_leading(MAX_ELEMENTS + 1, kind), _LONG_ARRAY)
+
+
+def _leading(count: int, kind: Any) -> msgspec.json.Decoder[Any]:
+    """A decoder of the first elements of an array; the others are skipped, and not built."""
+    names = [(f"element_{at}", kind, _ABSENT) for at in range(count)]
+    return msgspec.json.Decoder(msgspec.defstruct("_First", names, array_like=True, gc=False))
+
+
+def _is_there(element: Any) -> bool:
+    return element is not _ABSENT
 
 
 class _Object(msgspec.Struct, gc=False):
@@ -119,7 +127,7 @@ def num_values(json: RequestBody, most: int) -> int:
         chunk = json[at : at + _CHUNK_BYTES]
         size = len(chunk)
         if is_dense:
-            marks = size - len(chunk.translate(None, _ALL_MARKS))
+            marks = len(chunk.translate(None, _NO_MARKS))
         else:
             # Replacing jumps from mark to mark, many times as fast where they are rare.
             marks = 3 * size
@@ -136,7 +144,7 @@ def _estimate_marks(json: RequestBody) -> float:
     """Estimate the marks of JSON text by those in the middle of its first chunk."""
     middle = min(len(json), _CHUNK_BYTES) // 2
     sample = json[middle : middle + _SAMPLE_BYTES]
-    marks = len(sample) - len(sample.translate(None, _ALL_MARKS))
+    marks = len(sample.translate(None, _NO_MARKS))
     return marks * len(json) / max(1, len(sample))
 
 
@@ -225,7 +233,9 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded
     if len(body) <= SHORT_BYTES:
         return decoder.decode(body)
     decoded: Decoded | None = None
-    if len(body) <= narrow_types.LONGEST_BYTES and not _is_wide(body):
+    if len(body) > narrow_types.LONGEST_IDS_BYTES:
+        decoded = narrow_types.decode_around_ids(decoder.type, body)
+    if decoded is None and len(body) <= narrow_types.LONGEST_BYTES and not _is_wide(body):
         decoded = narrow_types.decoder_for(decoder.type, len(body)).decode(body)
     if decoded is None:
         if is_light(body):
@@ -243,8 +253,12 @@ class _Reading:
 
     def struct(self, kind: Any, json: RequestBody | msgspec.Raw) -> Any:
         """A struct of a surface from its object."""
-        twin, elements = _twin(kind)
-        raws = twin.decode(json)
+        twin, _ = _twin(kind)
+        return self._build(kind, twin.decode(json))
+
+    def _build(self, kind: Any, raws: Any) -> Any:
+        """A struct of a surface from its fields as JSON."""
+        _, elements = _twin(kind)
         built = {}
         for field in kind.__struct_fields__:
             raw = getattr(raws, field)
@@ -263,10 +277,17 @@ class _Reading:
             return None
         if first != b"[":
             raise msgspec.ValidationError("Expected `array | null`")
-        elements = self._elements(raw)
+        twin, _ = _twin(kind)
+        try:
+            # With the array, since each time that JSON is gone through counts.
+            elements = self._elements(raw, twin.type)
+        except msgspec.ValidationError:
+            # Not all are objects, which is refused where they are few enough to be looked at.
+            if (elements := self._elements(raw)) is not None:
+                raise
         if elements is None:
             return [kind(content=raw)]
-        return [self.struct(kind, element) for element in elements]
+        return [self._build(kind, element) for element in elements]
 
     def value(self, raw: msgspec.Raw, depth: int) -> Any:
         """A value of any type, as the table of the module has it."""
@@ -275,11 +296,9 @@ class _Reading:
             return _text(raw)
         if first not in (_OPENING_BRACKET, _OPENING_BRACE):
             return _DECODE(raw)
-        json = bytes(raw)
-        if first == _OPENING_BRACKET and (packed := canonical_prompt.scan(json)) is not None:
+        if first == _OPENING_BRACKET and (packed := canonical_prompt.scan(bytes(raw))) is not None:
             return packed
-        is_wide = _is_wide(json)
-        cost = num_values(json, self._left)
+        is_wide, cost = _measure(bytes(raw), self._left)
         # Marks in texts are no values: what has many is looked into before it is paid for.
         if depth and (is_wide or cost > min(self._left, _CHEAP)):
             read: dict[str, Any] | list[Any] | None
@@ -292,7 +311,7 @@ class _Reading:
         if is_wide or cost > self._left:
             return raw
         self._left -= cost
-        return _DECODE(json)
+        return _DECODE(raw)
 
     def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
         elements = self._elements(raw)
@@ -304,12 +323,16 @@ class _Reading:
             for element in elements
         ]
 
-    def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
-        """Elements of an array; None if they are too many, in it or in the body, or too deep."""
+    def _elements(self, raw: msgspec.Raw, kind: Any = msgspec.Raw) -> list[Any] | None:
+        """Elements of an array; None if they are too many, in it or in the body, or too deep.
+
+        Raises:
+            msgspec.ValidationError: One of the first elements is of another type.
+        """
         if _DEEP in bytes(raw):
             return None
         is_long = len(memoryview(raw)) > _LONG_ARRAY_BYTES
-        for decoder, cost in ((_FIRST, _LONG_ARRAY),) if is_long else _ATTEMPTS:
+        for decoder, cost in _attempts(kind)[is_long:]:
             if self._elements_left <= 0:
                 return None
             first = decoder.decode(raw)
@@ -333,6 +356,11 @@ class _Reading:
             if type(kind) is str and kind in canonical_prompt.TEXT_PARTS:
                 return {"type": kind, "text": self.value(parts.text, 0)}
         return None
+
+
+def _measure(json: bytes, most: int) -> tuple[bool, int]:
+    """True if a wide character is in it, and its `num_values`. Its caller holds no copy of it."""
+    return _is_wide(json), num_values(json, most)
 
 
 def _text(raw: msgspec.Raw) -> str | bytes:

@@ -168,9 +168,11 @@ def decode(
         The body, or 400 for what is not a JSON object, names no model, or misuses that field.
     """
     body = decode_loose(decoder, raw, wanted=wanted)
-    if isinstance(body, Rejection) or model_of(body, raw.headers):
+    if isinstance(body, Rejection):
         return body
-    return NO_MODEL
+    # As `model_of`, without a call.
+    model = body.model
+    return body if (type(model) is str and model) or model_header(raw.headers) else NO_MODEL
 
 
 def decode_loose(
@@ -268,9 +270,10 @@ def request(
         adapter = ""
     elif type(adapter) is not str:
         adapter, prompt = _adapter_of_batch(adapter, prompt)
+    model = body.model
     return InferenceRequest(
         api,
-        model=model_of(body, raw.headers),
+        model=model if type(model) is str and model else model_header(raw.headers),
         adapter=adapter,
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,

@@ -20,7 +20,13 @@ from extproc.request import RequestBody
 #: Longest bodies for which that holds, and of a surface whose token ids are decoded (bytes): a message
 #: takes 89 bytes and has at least 16, an id takes 41 and may have 4.
 LONGEST_BYTES: Final = 1024 * 1024
-_LONGEST_IDS_BYTES: Final = 256 * 1024
+LONGEST_IDS_BYTES: Final = 256 * 1024
+
+#: What stands for token ids in the rest of their body, as text and as JSON; no text has a NUL in it.
+_IDS_TEXT: Final = "\0ids"
+_IDS_JSON: Final = b'"\\u0000ids"'
+#: Bytes between the name of a field and its value (count).
+_LONGEST_GAP: Final = 16
 
 #: Messages from which on a body is not decoded into narrow types (count).
 _MAX_MESSAGES: Final = 4096
@@ -93,7 +99,52 @@ class NarrowDecoder(NamedTuple):
 
 def decoder_for(kind: Any, num_bytes: int) -> NarrowDecoder:
     """The decoder of a surface's struct for a body of so many bytes."""
-    return _build(kind, num_bytes <= _LONGEST_IDS_BYTES)
+    return _build(kind, num_bytes <= LONGEST_IDS_BYTES)
+
+
+def decode_around_ids(kind: Any, body: RequestBody) -> Any:
+    """Decode a body of any length that is short but for its token ids.
+
+    The ids are packed a chunk at a time, and what is around them is decoded.
+
+    Args:
+        kind: Struct of a surface.
+        body: JSON, of any content.
+
+    Returns:
+        The narrow struct; None for any other body.
+    """
+    for name in _ids_fields(kind):
+        key = b'"%b"' % name.encode()
+        at = body.find(key)
+        begin = at + len(key)
+        start = body.find(b"[", begin, begin + _LONGEST_GAP) if at >= 0 else -1
+        stop = body.find(b"]", start) + 1 if start >= 0 else 0
+        if not stop or body[begin:start].strip() != b":":
+            continue
+        rest = b"".join((body[:start], _IDS_JSON, body[stop:]))
+        # Once: then what is decoded as this text was written here, and not in a text of the client.
+        if len(rest) > LONGEST_IDS_BYTES or rest.count(_IDS_JSON) > 1:
+            continue
+        try:
+            decoded = decoder_for(kind, LONGEST_BYTES).decode(rest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if decoded is None or getattr(decoded, name) != _IDS_TEXT:
+            continue
+        packed = canonical_prompt.scan(bytes(body[start:stop]))
+        if packed is None:
+            return None
+        setattr(decoded, name, packed)
+        return decoded
+    return None
+
+
+@functools.cache
+def _ids_fields(kind: Any) -> tuple[str, ...]:
+    """Fields of a struct that may list token ids."""
+    fields = msgspec.structs.fields(kind)
+    return tuple(field.name for field in fields if field.type == TextOrIds)
 
 
 @functools.cache
@@ -102,7 +153,7 @@ def _build(kind: Any, has_ids: bool) -> NarrowDecoder:  # noqa: FBT001 - the key
     return NarrowDecoder(
         msgspec.json.Decoder(_narrow(kind, has_ids=has_ids)),
         tuple(field.name for field in fields if element_of(field.type) is not None),
-        tuple(field.name for field in fields if has_ids and field.type == TextOrIds),
+        _ids_fields(kind) if has_ids else (),
     )
 
 

@@ -38,16 +38,8 @@ _INPUT_DECODER = msgspec.json.Decoder(EmbeddingInputBody)
 
 
 def parse(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
-    """Read a completions request; 400 without a model or a prompt."""
-    return _parse_prompt(raw, api, wanted=_NO_PROMPT)
-
-
-def parse_images(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
-    """Read an image generation request; 400 without a model or a prompt."""
-    return _parse_prompt(raw, api, wanted=_NO_IMAGE_PROMPT)
-
-
-def _parse_prompt(raw: HttpRequest, api: str, *, wanted: str) -> InferenceRequest | Rejection:
+    """Read a request for completions or images; 400 without a model or a prompt."""
+    wanted = _NO_IMAGE_PROMPT if api == "images" else _NO_PROMPT
     body = envelope.decode(_DECODER, raw, wanted=wanted)
     if isinstance(body, Rejection):
         return body
@@ -56,9 +48,9 @@ def _parse_prompt(raw: HttpRequest, api: str, *, wanted: str) -> InferenceReques
         prompt = canonical_prompt.text_prompt(canonical_prompt.item({"data": body.prompt_embeds}))
     if prompt is None:
         return decision.bad_request(wanted)
-    return envelope.request(
-        api, raw, body, prompt=canonical_prompt.with_cache_salt(prompt, body.cache_salt)
-    )
+    if body.cache_salt:
+        prompt = canonical_prompt.with_cache_salt(prompt, body.cache_salt)
+    return envelope.request(api, raw, body, prompt=prompt)
 
 
 def parse_embeddings(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:

@@ -27,6 +27,7 @@ from extproc.parsing import (
     vllm_api,
     vllm_grpc,
 )
+from extproc.parsing.envelope import EPP_MODEL, GATEWAY_MODEL
 from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
 
 
@@ -69,7 +70,7 @@ SURFACES: Final = (
     Surface("embeddings", "embeddings", openai_completions.parse_embeddings),
     Surface("responses", "responses", openai_responses.parse),
     Surface("conversations", "conversations", openai_responses.parse_conversation),
-    Surface("images/generations", "images", openai_completions.parse_images),
+    Surface("images/generations", "images", openai_completions.parse),
     Surface(
         "audio/transcriptions",
         "transcriptions",
@@ -181,16 +182,16 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     if type(raw) is preparsed.PreparsedRequest:
         return raw.outcome
     headers = raw.headers
-    if not raw.body or headers.get(":method", "").upper() not in _POSTING:
-        request = envelope.unparsed_request(raw, OPAQUE.api)
+    method = headers.get(":method", "")
+    if raw.body and (method in _POSTING or method.upper() in _POSTING):
+        request = _parse_body(raw)
+        if isinstance(request, Rejection):
+            return request
     else:
-        parsed = _parse_body(raw)
-        if isinstance(parsed, Rejection):
-            return parsed
-        request = parsed
+        request = envelope.unparsed_request(raw, OPAQUE.api)
     model, adapter = request.model, request.adapter
     # As `envelope.model_header`, without a call.
-    header = headers.get(envelope.EPP_MODEL) or headers.get(envelope.GATEWAY_MODEL) or ""
+    header = headers.get(EPP_MODEL) or headers.get(GATEWAY_MODEL) or ""
     # A character has four bytes at most: most names need no closer look.
     if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
         return request
@@ -198,7 +199,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
 
 
 def _parse_body(raw: HttpRequest) -> InferenceRequest | Rejection:
-    path = path_of(raw)
+    path = raw.headers.get(":path") or path_of(raw)
     surface = _find_cached(path) if len(path) <= _MAX_CACHED_LENGTH else _find(path)
     if surface is OPAQUE and raw.headers.get("content-type", "").startswith("application/grpc"):
         surface = GRPC

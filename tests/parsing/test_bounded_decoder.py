@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import bounded_decoder, canonical_prompt, envelope, openai_chat, surfaces
+from extproc.parsing import (
+    bounded_decoder,
+    canonical_prompt,
+    envelope,
+    narrow_types,
+    openai_chat,
+    surfaces,
+)
 from extproc.request import HttpRequest, InferenceRequest
 
 _SIZE = 1 << 19
@@ -85,3 +92,56 @@ def test_a_few_lone_surrogates_are_mended_and_many_are_not():
     assert envelope.mend_surrogates(b'"\\ud83d\\ud83d\\ude00"') == b'"\\ufffd\\ud83d\\ude00"'
     many = b"\\ud83d" * 5000
     assert envelope.mend_surrogates(many) == many
+
+
+_IDS = json.dumps([7, 4_294_967_295, 0] * 40_000).encode()
+_NUL = b'"\\u0000ids"'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"model":"m","prompt" : %b,"user":"a, b"}' % _IDS),
+        ("/v1/embeddings", b'{"input":%b,"model":"m"}' % _IDS),
+        ("/inference/v1/generate", b'{"token_ids":%b,"features":{"mm_hashes":{}}}' % _IDS),
+        ("/generate", b'{"text":"a","input_ids":%b}' % _IDS),
+        ("/v1/completions", b'{"model":"m","metadata":{"prompt":%b},"prompt":"a"}' % _IDS),
+        ("/v1/completions", b'{"model":"m","prompt":%b,"prompt":"a"}' % _IDS),
+        ("/v1/completions", b'{"model":"m","prompt":%b,"user":%b}' % (_IDS, _NUL)),
+        ("/v1/completions", b'{"model":"m","user":"\\"prompt\\":%b","prompt":"a"}' % _IDS),
+        ("/v1/completions", b'{"model":"m","prompt":[%b,%b]}' % (_IDS, _IDS)),
+        ("/v1/completions", b'{"model":"m","prompt":%b]}' % _IDS),
+        ("/v1/completions", b'{"model":"m","prompt":[1.5,%b}' % _IDS[1:]),
+        ("/v1/completions", b'{"model":"m","prompt":[-1,%b}' % _IDS[1:]),
+        ("/v1/completions", b'{"model":"m","prompt":%b' % _IDS),
+        ("/v1/completions", b'{"prompt":%b}' % _IDS),
+        ("/v1/responses", b'{"model":"m","prompt":%b,"input":"a"}' % _IDS),
+    ],
+)
+def test_token_ids_are_read_apart_as_with_their_body(path, body, monkeypatch):
+    """A body with many token ids is read, or refused, as if they were decoded with the rest."""
+    raw = HttpRequest({":path": path, ":method": "POST"}, body)
+    apart = surfaces.parse(raw)
+    monkeypatch.setattr(narrow_types, "decode_around_ids", lambda *_: None)
+    assert surfaces.parse(raw) == apart
+
+
+_KEYS = st.sampled_from(["a", "text", "type", "content", "cache_control", "data", "b\n"])
+_LEAVES = st.sampled_from([None, True, 1, 1.5, "a\nb", "text", "data:" + "A" * 70, "B" * 70])
+_JSON = st.recursive(
+    _LEAVES,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_KEYS, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.lists(_JSON, min_size=1, max_size=4), st.lists(_JSON, max_size=2))
+def test_long_lists_have_the_parts_of_short_ones(often, rarely):
+    """Parts of a long list are written as each alone, wherever it begins."""
+    parts = [*often * 40, *rarely, *often * 40]
+    alone = [canonical_prompt.content([part]) for part in parts]
+    assert canonical_prompt.content(parts) == b"".join(alone)
+    nested = json.loads(canonical_prompt.item({"a": parts})[1:])["a"]
+    assert nested == [
+        json.loads(canonical_prompt.item({"a": [part]})[1:])["a"][0] for part in parts
+    ]
