@@ -366,11 +366,11 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self.queued = None
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
+        if reservation is None or director is None:
+            self._attempt(self._refund)
+            return
         now, status = context.clock(), exchange.status
         try:
-            if reservation is None or director is None:
-                self._refund()
-                return
             if self._failed and not status:
                 # One that failed before its response is not counted.
                 director.unreserve(reservation, now)
@@ -378,8 +378,6 @@ class StreamHandler(msgspec.Struct, eq=False):
                 director.release(reservation, now, answered=bool(status))
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
-            if director is None:
-                return
         try:
             if flow_controller is not None:
                 flow_controller.notify_capacity()
@@ -387,6 +385,8 @@ class StreamHandler(msgspec.Struct, eq=False):
             context.observer.on_exception(error)
         if exchange.tail is not None:
             self._attempt(self._read_usage)
+            self._attempt(self._learn)
+            self._attempt(self._charge)
         try:
             self._observer.on_finished(
                 endpoint=self.address if director.has_endpoint(self.address) else None,
@@ -395,9 +395,6 @@ class StreamHandler(msgspec.Struct, eq=False):
             )
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
-        if exchange.tail is not None:
-            self._attempt(self._learn)
-            self._attempt(self._charge)
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Take a step at the end of the stream."""
