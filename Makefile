@@ -23,6 +23,12 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 HTTP2TOOLS_MODULE := tests/http2/tools
 HTTP2TOOLS_SOURCES := $(addprefix $(HTTP2TOOLS_MODULE)/,go.mod go.sum interopclient/main.go)
 
+# The programs of `make bench-peers`. llm-d's endpoint picker, which it compares with, is built elsewhere:
+# EPP names the binary.
+PEERS := .cache/peers
+PEERS_MODULE := bench/peers/tools
+EPP ?= epp
+
 # Files with tests marked `proof`; each worker of a run imports all files that it is given.
 PROOFS = $(shell grep -rl --include='*.py' 'mark[.]proof' tests)
 
@@ -33,7 +39,7 @@ NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools clean
+.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -143,6 +149,15 @@ $(KUBETOOLS)/.http2: $(HTTP2TOOLS_SOURCES)
 	@touch $@
 
 http2tools: $(KUBETOOLS)/.http2 ## Build h2spec and a client of grpc-go for the tests of HTTP/2
+
+$(PEERS)/.built: $(wildcard $(PEERS_MODULE)/go.* $(PEERS_MODULE)/*/main.go)
+	@mkdir -p $(PEERS)
+	cd $(PEERS_MODULE) && CGO_ENABLED=0 GOFLAGS=-mod=readonly \
+	  go build -buildvcs=false -trimpath -ldflags '-s -w' -o $(CURDIR)/$(PEERS)/ ./engines ./floor ./load
+	@touch $@
+
+bench-peers: $(VENV)/.dev $(PEERS)/.built ## extproc beside llm-d's endpoint picker, EPP=PATH: cost and routing
+	$(BIN)/python -m bench.peers --epp $(EPP) --write $(ARGS)
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

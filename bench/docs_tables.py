@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bench import agreement, capacity, replicas, rig, robustness, run, scaling, summary
+from bench.peers import report as peers_report
+from bench.peers import routing as peers_routing
 from bench.real_vllm import report
 
 
@@ -88,6 +90,20 @@ def scaling_block() -> str:
     return scaling.block(run.read("scaling"))
 
 
+def peers_block() -> str:
+    """Cost beside llm-d's picker."""
+    if not (rig.RESULTS / "peers.json").exists():
+        return "Nothing measured yet."
+    return peers_report.block(run.read("peers"))
+
+
+def peers_routing_block() -> str:
+    """Hits and times beside llm-d's picker."""
+    if not (rig.RESULTS / "peers_routing.json").exists():
+        return "Nothing measured yet."
+    return peers_routing.block(run.read("peers_routing"))
+
+
 def sizing_block() -> str:
     """Needs of a replica, from the results of several benches."""
     overhead, route = run.read("overhead"), run.read("route")
@@ -160,6 +176,8 @@ BLOCKS: Mapping[str, Block] = {
         "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
     ),
     "soak": Block("benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))),
+    "peers": Block("benchmarks/peers.md", peers_block),
+    "peers routing": Block("benchmarks/peers.md", peers_routing_block),
 }
 
 
