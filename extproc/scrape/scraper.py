@@ -6,6 +6,7 @@ A shell. Endpoints share nothing but the event loop, so one that hangs delays no
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: Time limit of a scrape, from connect to last byte (seconds). A real vLLM answers
             in 44 ms at worst under load; ten times that and more is an engine in trouble.
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
-        follow_s: Seconds between comparisons of the endpoint set with the loops.
+        follow_s: Seconds between comparisons of the endpoint set with the loops, and between looks
+            for requests at idle endpoints.
         schedule: Scrape intervals.
         models: Intervals of model list polling.
         extra: Metrics for `Load.extra`; None for none.
@@ -113,6 +115,9 @@ class EndpointScraper:
         self.task: asyncio.Task[None] | None = None
         self._scraper = scraper
         self._opened = -1
+        self._began = -math.inf
+        self._sleep: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.target = _target(member.endpoint, scraper.settings.path)
         self._model_list = model_list_poller.ModelListPoller(
             member.endpoint,
@@ -129,12 +134,44 @@ class EndpointScraper:
         scraper = self._scraper
         wait_s = scraper.rng.uniform(0.0, scraper.settings.schedule.fast_s)
         while True:
-            await asyncio.sleep(
-                schedule.align_to_tick(scraper.clock(), wait_s, settings=scraper.settings.schedule)
-            )
-            began = scraper.clock()
+            self._sleep = asyncio.get_running_loop().create_future()
+            self._set_timer(wait_s)
+            try:
+                await self._sleep
+            finally:
+                self._cancel_timer()
+            self._began = scraper.clock()
             await self.step()
-            wait_s = max(0.0, scraper.wait_s(self) - (scraper.clock() - began))
+            wait_s = scraper.wait_s(self) - (scraper.clock() - self._began)
+
+    def hasten(self) -> None:
+        """Brings the next scrape forward where the endpoint was idle and requests went there since.
+
+        Its page would show no load for up to `slow_s` otherwise, and whatever scores waiting
+        requests and KV usage would send it every request until then.
+        """
+        is_due_late = not self.busy and not self.failures and self._timer is not None
+        if not is_due_late or self.member.account.opened == self._opened:
+            return
+        scraper = self._scraper
+        self.busy = True
+        scraper.endpoint_counts.busy += 1
+        self._set_timer(scraper.wait_s(self) - (scraper.clock() - self._began))
+
+    def _set_timer(self, wait_s: float) -> None:
+        """Lets the current sleep end after this many seconds, on a tick."""
+        self._cancel_timer()
+        if self._sleep is not None:
+            wait_s = schedule.align_to_tick(
+                self._scraper.clock(), max(0.0, wait_s), settings=self._scraper.settings.schedule
+            )
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait_s, _end_sleep, self._sleep)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def step(self) -> None:
         """Scrapes once and passes the result to the pool store."""
@@ -256,6 +293,7 @@ class Scraper:
             watch = left.get(address)
             if watch is not None and _is_same_target(watch.member.endpoint, member.endpoint):
                 watch.member = member
+                watch.hasten()
                 del left[address]
             else:
                 self._stop(address)
@@ -301,6 +339,11 @@ class Scraper:
     def _forget(self, watch: EndpointScraper) -> None:
         for where in watch.targets:
             self.client.forget(where)
+
+
+def _end_sleep(sleep: asyncio.Future[None]) -> None:
+    if not sleep.done():
+        sleep.set_result(None)
 
 
 def _is_same_target(previous: Endpoint, current: Endpoint) -> bool:

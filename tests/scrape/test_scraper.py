@@ -217,6 +217,30 @@ def test_traffic_sets_the_pace():
     asyncio.run(scene())
 
 
+def test_an_idle_endpoint_is_scraped_soon_after_a_request():
+    """The first request ends the long wait of an endpoint without traffic; silence does not."""
+    pace = schedule.ScrapeSchedule(fast_s=0.001, slow_s=1e6, scrapes_per_s=1e9, tick_s=0.001)
+
+    async def scene():
+        scene = Scene(
+            "10.0.0.1:1",
+            "10.0.0.2:2",
+            settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
+        )
+        task = asyncio.ensure_future(scene.subject.run())
+        await scene.fetcher.until(lambda: len(scene.fetcher.requests) == 4)
+        while any(watch.busy for watch in scene.subject.watches.values()):
+            await asyncio.sleep(0)
+        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
+        await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.1", 1)) >= 5)
+        assert scene.fetcher.requests.count(("10.0.0.2", 2)) == 2
+        assert scene.subject.endpoint_counts.busy == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_a_hanging_endpoint_delays_no_other():
     """While one endpoint never answers, the other is scraped again and again."""
 
