@@ -29,8 +29,10 @@ PEERS := .cache/peers
 PEERS_MODULE := bench/peers/tools
 EPP ?= epp
 
-# Files with tests marked `proof`; each worker of a run imports all files that it is given.
-PROOFS = $(shell grep -rl --include='*.py' 'mark[.]proof' tests)
+# Files with tests of a mark; each worker of a run imports all files that it is given.
+marked = $(shell grep -rl --include='test_*.py' 'mark[.]$(1)' $(or $(2),tests))
+
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 # Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
 NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
@@ -39,7 +41,7 @@ NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
+.PHONY: help demo demo-scale test test-slow test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -64,19 +66,21 @@ demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KE
 demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and back, with a plot
 	@$(BIN)/python -m extproc demo-scale
 
-test: $(VENV)/.dev ## All tests that need nothing else
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions and not proof' $(ARGS)
+test: $(VENV)/.dev ## All tests that need nothing else, but for those of the next targets
+	$(PYTEST) -m 'not versions and not proof and not slow' $(ARGS)
+
+test-slow: $(VENV)/.dev ## Outages, demos and restarts under load, of many seconds each, on both transports
+	$(PYTEST) -m 'slow and not versions' $(call marked,slow) $(ARGS)
+	EXTPROC_TEST_TRANSPORT=native $(PYTEST) -m 'slow and not versions' $(call marked,slow,$(NATIVE)) $(ARGS)
 
 test-native: $(VENV)/.dev ## The tests of the stream and of servers once more, on the native transport
-	EXTPROC_TEST_TRANSPORT=native $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
-	  -m 'not versions and not proof' $(NATIVE) $(ARGS)
+	EXTPROC_TEST_TRANSPORT=native $(PYTEST) -m 'not versions and not proof and not slow' $(NATIVE) $(ARGS)
 
 proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m proof $(PROOFS) $(ARGS)
+	$(PYTEST) -m proof $(call marked,proof) $(ARGS)
 
 fuzz: $(VENV)/.dev ## Search for MINUTES (10) with random examples of another seed each time
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
-	  --hypothesis-profile=search --fuzz-minutes=$(or $(MINUTES),10) -p no:cacheprovider $(ARGS)
+	$(PYTEST) --hypothesis-profile=search --fuzz-minutes=$(or $(MINUTES),10) -p no:cacheprovider $(ARGS)
 
 chaos: $(VENV)/.dev ## A well-behaved client beside everything that goes wrong, for MINUTES (10)
 	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),10) --write $(ARGS)

@@ -29,45 +29,51 @@ MOST = 8
 #: What takes longest, first, so that no worker is left alone with one of them at the end; files that
 #: compute stand between files that wait.
 LONG = (
-    "e2e/test_rollout.py",
-    "bench/test_published.py",
-    "e2e/test_demo_scale.py",
     "e2e/test_demo.py",
     "kubernetes/test_scaling.py",
-    "e2e/test_lifecycle.py",
-    "bench/test_scaling.py",
-    "e2e/test_xds.py",
-    "e2e/test_failing.py",
-    "e2e/test_scaling_restart.py",
-    "kubernetes/test_election.py",
-    "kubernetes/test_outage.py",
-    "e2e/test_agreement.py",
-    "e2e/test_many.py",
     "kubernetes/test_discovery.py",
-    "kubernetes/conformance/test_gateway.py",
-    "simulator/test_simulate_command.py",
-    "e2e/test_flow_control.py",
-    "e2e/test_bodies.py",
+    "bench/test_published.py",
+    "bench/test_scaling.py",
+    "e2e/test_rollout.py",
+    "e2e/test_xds.py",
+    "e2e/test_demo_scale.py",
+    "e2e/test_scaling_restart.py",
+    "e2e/test_lifecycle.py",
+    "e2e/test_failing.py",
+    "prefix_cache/test_index.py",
+    "e2e/test_many.py",
     "scheduling/test_contract.py",
-    "e2e/test_grpc.py",
-    "e2e/test_rewrites.py",
-    "kubernetes/test_flags.py",
-    "kubernetes/test_many_pools.py",
-    "kubernetes/test_discovered_scaling.py",
-    "scheduling/test_cases.py",
+    "e2e/test_client_headers.py",
+    "server/test_growth.py",
+    "e2e/test_local_replies.py",
+    "e2e/test_wheel.py",
     "manifests/test_overlays.py",
+    "e2e/test_bodies.py",
+    "manifests/test_chart.py",
+    "e2e/test_rewrites.py",
+    "simulator/test_simulate_command.py",
+    "e2e/test_models.py",
+    "docs/test_site.py",
+    "e2e/test_flow_control.py",
     "e2e/test_conformance.py",
-    "e2e/test_feedback.py",
+    "http2/test_against_grpcio.py",
+    "e2e/test_agreement.py",
 )
 
-#: Files of tests/kubernetes that take half of its time: most of them restart the API server.
-RESTARTING = ("test_scaling.py", "test_election.py", "test_outage.py")
+#: Files of tests/kubernetes that take half of its time, those that restart the API server among them.
+HALF = (
+    "test_scaling.py",
+    "test_election.py",
+    "test_outage.py",
+    "test_flags.py",
+    "test_discovered_scaling.py",
+)
 
 # Examples are derived from the test's own name and code, so that a run on one machine says the same as
 # on another; `--hypothesis-profile=thorough`, which CI gives, tries more of them. `make fuzz` searches
 # with `search`, from another seed each time. None judges how long an example takes: workers share
 # cores, and a slow moment is no flaw.
-for name, count, repeats in (("quick", 25, True), ("thorough", 100, True), ("search", 1000, False)):
+for name, count, repeats in (("quick", 10, True), ("thorough", 100, True), ("search", 1000, False)):
     hypothesis.settings.register_profile(
         name,
         max_examples=count,
@@ -152,7 +158,7 @@ class Scheduling(LoadFileScheduling):
         path = super()._split_scope(nodeid)
         if not path.startswith("tests/kubernetes/"):
             return path
-        return f"tests/kubernetes, {path.endswith(RESTARTING)}"
+        return f"tests/kubernetes, {path.endswith(HALF)}"
 
 
 def pytest_xdist_make_scheduler(config, log):

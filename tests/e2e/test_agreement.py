@@ -25,6 +25,7 @@ SMALL = scenario.Scenario(
 )
 
 
+@pytest.mark.slow
 async def test_real_and_offline_runs_agree():
     """Requests, and what caches held of them. The bench judges their times on a quiet machine."""
     whole = agreement.scaled(SMALL, 1.0)

@@ -60,6 +60,7 @@ def ended(pid):
         os.close(watched)
 
 
+@pytest.mark.slow
 async def test_the_demo(tmp_path):
     """It exits 0, hits the prefix cache 1.5 times as often as round robin, and is gone."""
     demo = await start(tmp_path)
@@ -78,6 +79,7 @@ async def test_the_demo(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 async def test_the_demo_is_stopped(tmp_path, how):
     """Stopped in the middle, in any way, it takes its children along."""
     ours, theirs = os.openpty()  # on a terminal it shows its progress

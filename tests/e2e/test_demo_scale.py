@@ -6,12 +6,15 @@ import asyncio
 import re
 import sys
 
+import pytest
+
 from tests.e2e import installation
 from tests.e2e.test_demo import session_of
 
 ROOT = installation.SHIPPED.parent
 
 
+@pytest.mark.slow
 async def test_the_demo_scales_from_zero_and_back(tmp_path):
     """The first request is held and answered, none is lost, and at the end no engine is left."""
     plot = tmp_path / "charts.png"

@@ -93,7 +93,9 @@ async def backends(count):
         yield [await stack_.enter_async_context(backend.backend()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("strategy", ["least-request", "round-robin"])
+@pytest.mark.parametrize(
+    "strategy", ["least-request", pytest.param("round-robin", marks=pytest.mark.slow)]
+)
 async def test_121_an_engine_that_answers_503_at_once(strategy):
     """It gets no more than a few requests, is tried now and then, and serves again once it can."""
     async with (
@@ -224,6 +226,7 @@ async def revived(place, children, engines, victim):
     assert counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim) > before
 
 
+@pytest.mark.slow
 async def test_121_killed_under_load_over_original_dst(engines, children):
     """Only what was on the engine fails; it is left out until it is back, and then it serves."""
     async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:

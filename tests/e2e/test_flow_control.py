@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 
 import pytest
@@ -51,17 +52,23 @@ def place(live, listeners, listed, binary):
         yield one
 
 
-@pytest.fixture
-def empty(live, place, listed, engine):
-    """Nobody is there at first; `come` brings the engine."""
+async def leave(place, listed, engine):
+    """Take the engine out of the list, until the picker knows."""
     installation.replace_file(listed, "endpoints: []\n")
     up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
-    live.run(place.until(lambda found: up not in found))
+    await place.until(lambda found: up not in found)
 
-    def come():
-        installation.replace_file(listed, f"endpoints: ['{engine.address}']\n")
 
-    return come
+def come(listed, engine):
+    """Put the engine into the list."""
+    installation.replace_file(listed, f"endpoints: ['{engine.address}']\n")
+
+
+@pytest.fixture
+def empty(live, place, listed, engine):
+    """Nobody is there at first; the call brings the engine."""
+    live.run(leave(place, listed, engine))
+    return functools.partial(come, listed, engine)
 
 
 async def waiting(place, count):
@@ -69,21 +76,35 @@ async def waiting(place, count):
     await place.until(lambda found: found.get("extproc_flow_control_queue_size") == count)
 
 
+@pytest.fixture(scope="module")
+def answers(live, place, listeners, listed, engine):
+    """What two requests in each mode got, all of which waited for the first engine at once."""
+
+    async def wait_in_every_mode():
+        await leave(place, listed, engine)
+        async with asyncio.TaskGroup() as tasks:
+            asked = {
+                modes: [
+                    tasks.create_task(http1.ask(listeners[modes], PATH, body))
+                    for body in (CHAT, CHAT)
+                ]
+                for modes in MODES
+            }
+            await waiting(place, 2 * len(MODES))
+            come(listed, engine)
+        await waiting(place, 0)
+        return {modes: [task.result() for task in held] for modes, held in asked.items()}
+
+    return live.run(wait_in_every_mode())
+
+
 @pytest.mark.parametrize("modes", MODES, ids=["-".join(pair) for pair in MODES])
-async def test_a_request_waits_for_the_first_engine(place, listeners, empty, engine, modes):
+async def test_a_request_waits_for_the_first_engine(answers, engine, modes):
     """Held while there is no engine, answered by the first that comes, byte for byte."""
-    async with asyncio.TaskGroup() as tasks:
-        asked = [
-            tasks.create_task(http1.ask(listeners[modes], PATH, body)) for body in (CHAT, CHAT)
-        ]
-        await waiting(place, 2)
-        empty()
-    for task in asked:
-        answer = task.result()
+    for answer in answers[modes]:
         assert answer.status == 200
         assert json.loads(answer.body)["by"] == engine.address
         assert json.loads(answer.body)["bytes"] == len(CHAT)
-    await waiting(place, 0)
 
 
 async def test_requests_without_a_body_wait_too(place, listeners, empty):

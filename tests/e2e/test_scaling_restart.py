@@ -204,6 +204,7 @@ async def window(one):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.slow
 async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
     """Replicas stay until a window after the load; no request is lost but those a kill cuts."""
     async with place(tmp_path) as one:

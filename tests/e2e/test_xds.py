@@ -313,6 +313,7 @@ async def without_one(site, engines, statuses):
     engines[0].plays.clear()
 
 
+@pytest.mark.slow
 async def test_both_replicas_restart(site, engines):
     """Not one request fails: Envoy goes on by least request, and is told again what to do."""
     async with asking(site) as statuses:
@@ -364,6 +365,7 @@ async def test_updates_come_from_the_remaining_replica(site, engines):
     assert statuses.keys() == {200}
 
 
+@pytest.mark.slow
 async def test_a_hanging_replica_does_not_stop_updates(site, engines):
     """News come from the other one, and what waits for an answer goes on without a pick."""
     pages = [await site.metrics(at) for at in range(2)]

@@ -274,6 +274,7 @@ async def test_missing_permissions_are_named(api, place, cluster):
         assert 'verbs: ["list", "watch"]' in fact.detail
 
 
+@pytest.mark.slow
 async def test_063_a_storm(api, cluster, place):
     """After 400 changes of 30 pods, through restarts and watches of a second, it is exact."""
     namespace, _ = place

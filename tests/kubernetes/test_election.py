@@ -164,6 +164,7 @@ async def test_120_followers_watch_pools(three):
         assert await one.pick() == ENGINE
 
 
+@pytest.mark.slow
 async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
     """Killed, a leader is replaced after the Lease's duration; told to end, while it drains."""
     first = await leader(three)
@@ -198,6 +199,7 @@ async def test_120_a_lease_taken_by_another_holder(api, cluster, crds):
         await picker.until(picker.ready, bool)
 
 
+@pytest.mark.slow
 async def test_120_readiness_ends_with_the_api_server(api, cluster, crds):
     """A leader that cannot renew gives up, serves on, and comes back."""
     if not cluster.stoppable:

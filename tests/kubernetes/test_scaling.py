@@ -256,6 +256,7 @@ async def test_a_target_of_another_autoscaler_is_left_alone(api, cluster):
 
 
 @pytest.mark.usefixtures("ours")
+@pytest.mark.slow
 async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
     """Beside an HPA no look acts, while the API server is away, when it is back, and without rights."""
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):

@@ -16,9 +16,13 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.server import app, reload
+from tests.support.seeded import examples
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "m", "prompt": "x"}')
+
+#: Reloads between which requests are routed.
+TURNS = examples(60)
 
 
 class Scene:
@@ -177,7 +181,7 @@ def test_requests_never_see_a_partial_configuration(scene):
     }
 
     async def test():
-        for turn in range(60):
+        for turn in range(TURNS):
             strategy = list(wanted)[turn % 3]
             scene.path.write_text(HEAD + f"scheduling: {{strategy: {strategy}}}\n" + "#" * turn)
             step = asyncio.ensure_future(scene.reloader.step())
@@ -190,7 +194,7 @@ def test_requests_never_see_a_partial_configuration(scene):
             assert outcomes[-1].profile == strategy
 
     asyncio.run(test())
-    assert scene.picker.counters.reloads == {"ok": 60}
+    assert scene.picker.counters.reloads == {"ok": TURNS}
 
 
 def test_flags_override_the_file_after_a_reload(tmp_path):
