@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from extproc.demo import stack
 from tests.e2e import http1
 from tests.support import transport
@@ -199,6 +201,12 @@ async def installed(
         await place.check()
     finally:
         await place.children.stop()
+
+
+def first_and_slow(templates: Sequence[str]) -> list[Any]:
+    """Parameters of a test: the first template, and the others for `make test-slow`."""
+    first, *others = templates
+    return [first, *(pytest.param(template, marks=pytest.mark.slow) for template in others)]
 
 
 # Editing Envoy's configuration

@@ -144,6 +144,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
             }
 
 
+@pytest.mark.slow
 async def test_121_all_engines_gone_and_back(place, children, engines):
     """With every engine gone requests get 503, and 200 once they are back."""
     for address in engines:

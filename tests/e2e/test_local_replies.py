@@ -28,7 +28,7 @@ async def refused(place, body=CHAT):
     return answer.status, error
 
 
-@pytest.mark.parametrize("template", FILES)
+@pytest.mark.parametrize("template", installation.first_and_slow(FILES))
 async def test_errors_of_envoy_are_json_with_a_hint(template):
     """A dead engine and a dead picker are told apart, and refusals of extproc stay as they are."""
     dead = f"127.0.0.1:{stack.free_port()}"
@@ -50,7 +50,7 @@ async def test_errors_of_envoy_are_json_with_a_hint(template):
         await place.start_extproc()
 
 
-@pytest.mark.parametrize("template", OVERRIDE_FILES)
+@pytest.mark.parametrize("template", installation.first_and_slow(OVERRIDE_FILES))
 async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
     """Whether extproc names the dead engines or Envoy chooses them itself."""
     dead = [f"127.0.0.1:{stack.free_port()}" for _ in range(2)]

@@ -26,13 +26,6 @@ LARGE = json.dumps({"model": "demo", "prompt": "hello " * 30_000, "max_tokens": 
 
 TEMPLATES = ["original-dst.yaml", "original-dst-buffered.yaml", "override-host.yaml"]
 
-
-def slow_but_first(templates):
-    """The first of these, and the others for `make test-slow`."""
-    first, *others = templates
-    return [first, *(pytest.param(template, marks=pytest.mark.slow) for template in others)]
-
-
 #: Long streams, and clients that ask again and again beside them.
 STREAMS, ASKING = 50, 4
 
@@ -242,7 +235,7 @@ async def under_load(place: Site, engine: Engine, *bodies: bytes):
     assert {status for one in loads for status in one.result()} == {200}
 
 
-@pytest.mark.parametrize("template", slow_but_first(TEMPLATES))
+@pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES))
 async def test_rolling_restart(template):
     """Both pickers are restarted, one after the other: no stream breaks and no request fails."""
     engine = Engine()
@@ -272,7 +265,7 @@ async def cut_by_death(place: Site, engine: Engine) -> tuple[int, int]:
     return watched, len(streams.broken)
 
 
-@pytest.mark.parametrize("template", slow_but_first(TEMPLATES))
+@pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES))
 async def test_picker_killed(template):
     """A picker is killed: no later request fails; streams it watched go on but in duplex mode."""
     engine = Engine()
@@ -282,7 +275,7 @@ async def test_picker_killed(template):
     assert broken == (watched if template == "original-dst.yaml" else 0)
 
 
-@pytest.mark.parametrize("template", slow_but_first(TEMPLATES[1:]))
+@pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES[1:]))
 async def test_picker_killed_and_failing_closed(template):
     """Without failure_mode_allow, Envoy cuts the answers a killed picker watched, and no others."""
     engine = Engine()
@@ -298,6 +291,7 @@ async def test_picker_killed_and_failing_closed(template):
     assert broken == watched
 
 
+@pytest.mark.slow
 async def test_visible_answers():
     """Where pickers see answers too, drain time serves them, and what is quiet then goes on."""
     engine = Engine()

@@ -302,7 +302,10 @@ async def test_missing_permissions_are_logged(api, cluster):
 
 @pytest.mark.parametrize(
     ("kind", "group", "plural"),
-    [("Model", "kubeai.org", "models"), ("Fleet", "example.com", "fleets")],
+    [
+        ("Model", "kubeai.org", "models"),
+        pytest.param("Fleet", "example.com", "fleets", marks=pytest.mark.slow),
+    ],
 )
 async def test_custom_resources_are_scaled(api, cluster, kind, group, plural):
     """Anything with a `scale` subresource: a known kind by its name, another one written out."""
