@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.canary import CanaryHandler
@@ -112,7 +113,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """When fuzzing began."""
+    """When fuzzing began, and which examples are tried."""
+    if config.getoption("--hypothesis-profile") is None:
+        # Hypothesis mixes constants of all modules that are loaded into its examples. To read them
+        # takes each worker seconds, and which are loaded differs from run to run.
+        providers._get_local_constants = lambda: providers._local_constants
     config.fuzz_end = None
     if (minutes := config.getoption("--fuzz-minutes")) is not None:
         config.fuzz_end = time.monotonic() + 60.0 * minutes

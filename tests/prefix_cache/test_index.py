@@ -15,7 +15,8 @@ from tests.support.seeded import examples
 
 A, B, C = ("10.0.0.1:8000", 0), ("10.0.0.2:8000", 0), ("10.0.0.3:8000", 0)
 KEYS = (A, B, C)
-TINY = blocks.Schedule(block_bytes=1, growth=1)
+#: Blocks of a byte. The tables of a schedule grow with its limit.
+TINY = blocks.Schedule(block_bytes=1, growth=1, limit_bytes=1024)
 
 prompts = st.text("ab", min_size=0, max_size=9).map(str.encode)
 colliding = st.lists(st.integers(0, 3), max_size=9)
