@@ -52,10 +52,12 @@ class ClientAnswer(msgspec.Struct, frozen=True):
     Attributes:
         status: HTTP status; 0 where there was none.
         seconds: From asking to the last byte.
+        error: Status and body, or the broken connection, of a request that failed; else empty.
     """
 
     status: int
     seconds: float
+    error: str = ""
 
 
 class DemoAddresses(msgspec.Struct, frozen=True):
@@ -106,9 +108,10 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
                 await watching
     print(scaling_plot.as_text(chart))
     print(scaling_plot.save_plot(chart, plot))
-    lost = [answer for answer in answers if answer.status != 200]
+    lost = [answer.error for answer in answers if answer.status != 200]
     slowest = max(answer.seconds for answer in answers)
     print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
+    print(*lost, sep="\n", end="\n" if lost else "")
     back = bool(chart.rows) and chart.rows[-1].available == 0
     print("No engine is left." if back else "Engines still run: the demo did not scale to zero.")
     return 1 if lost or not back else 0
@@ -189,12 +192,15 @@ async def _ask(http: aiohttp.ClientSession, place: DemoAddresses) -> ClientAnswe
     began = time.monotonic()
     body = {"model": _MODEL, "prompt": "What is an engine?", "max_tokens": _TOKENS}
     url = f"http://127.0.0.1:{place.envoy}/v1/completions"
-    status = 0
-    with contextlib.suppress(aiohttp.ClientError):
+    status, error = 0, ""
+    try:
         async with http.post(url, json=body) as answer:
             status = answer.status
-            await answer.read()
-    return ClientAnswer(status, time.monotonic() - began)
+            text = await answer.text()
+            error = "" if status == 200 else f"{status} {text}"
+    except aiohttp.ClientError as cut:
+        status, error = 0, repr(cut)
+    return ClientAnswer(status, time.monotonic() - began, error)
 
 
 async def _watch(

@@ -156,14 +156,12 @@ class Place:
             raise AssertionError(f"{found}, not {wanted}; asked: {self.keeper.told}") from None
 
     async def replaced(self, how):
-        """End the first picker, and start another one in its place; how many streams it had."""
+        """End the first picker, and start another one in its place."""
         old = self.pickers[0].process
-        streams = int(await self.metric(0, "extproc_streams_open"))
         old.send_signal(how)
         assert await old.wait() == (0 if how == signal.SIGTERM else -how)
         self.pickers[0] = await self.picker(0)
         await self.until(lambda: self.stat("cluster.extproc.membership_healthy"), 2)
-        return streams
 
 
 @contextlib.asynccontextmanager
@@ -213,7 +211,7 @@ async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
             loads = [tasks.create_task(asking(one.ports.listener, stop)) for _ in range(CLIENTS)]
             for which in range(2):
                 await one.until(lambda which=which: one.metric(which, "extproc_endpoint_up"), MOST)
-            streams = await one.replaced(how)
+            await one.replaced(how)
             begun = now()
             line = "going on with what was kept of 1 pools"
             assert any(line in said for said in one.pickers[0].last_lines)
@@ -223,7 +221,8 @@ async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
             stop.set()
         statuses = [status for load in loads for status in load.result()]
         lost = [status for status in statuses if status != 200]
-        assert len(lost) <= (0 if how == signal.SIGTERM else streams), lost
+        # Each client has one request under way, which the kill may cut.
+        assert len(lost) <= (0 if how == signal.SIGTERM else CLIENTS), lost
         for which in range(2):
             await one.until(lambda which=which: one.metric(which, "extproc_endpoint_up"), 0)
         during = [count for _, count, at in one.keeper.told if at < ended]
