@@ -12,7 +12,10 @@ from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.server import admin_access, app
 from tests.e2e import http1
+from tests.support.canary import CANARY
 
+#: A token of an operator, which no log may have.
+TOKEN = f"{CANARY}-token"
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
@@ -47,7 +50,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
 
     async def test() -> None:
         file = tmp_path / "token"
-        file.write_text("s3cret\n")
+        file.write_text(f"{TOKEN}\n")
         port = stack.free_port()
         server = (
             f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
@@ -56,13 +59,13 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
         await picker._start_admin(settings.server)
-        token = [("authorization", "Bearer s3cret")]
+        token = [("authorization", f"Bearer {TOKEN}")]
         try:
             for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
                 assert (await http1.ask(port, path)).status == bare
                 assert (await http1.ask(port, path, headers=token)).status == 200
             for path in ("/internal/load", "/debug/decisions", "/debug/nothing"):
-                wrong = [("authorization", "Bearer s3cre")]
+                wrong = [("authorization", f"Bearer {TOKEN[:-1]}")]
                 assert (await http1.ask(port, path, headers=wrong)).status == 401
             peers = picker._autoscaler.peers
             await peers.read("")
@@ -121,7 +124,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
 
     async def test() -> None:
         file = tmp_path / "token"
-        file.write_text("s3cret")
+        file.write_text(TOKEN)
         written = [
             loader.settings(
                 loader.parse(f"{HEAD}server: {{admin_token_file: {path}}}\n", where="f.yaml")
@@ -131,7 +134,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
         picker = app.EndpointPickerProcess(written[0])
         with pytest.raises(ConfigError):
             picker.apply_settings(written[1])
-        assert picker._current_token() == "s3cret"
+        assert picker._current_token() == TOKEN
 
     asyncio.run(test())
 

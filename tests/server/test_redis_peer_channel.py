@@ -28,6 +28,7 @@ from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
 from tests.routing.test_peer_sync import fact
 from tests.server.test_pool_registry import ask
+from tests.support.canary import CANARY
 
 POOLS = """apiVersion: extproc/v1alpha1
 kind: ExtProcConfig
@@ -270,23 +271,23 @@ async def test_a_url_of_another_kind_is_refused():
     """The error does not repeat the URL, which may carry a password."""
     with pytest.raises(ConfigError, match=r"redis://") as raised:
         redis_peer_channel.build_peer_channel(
-            PeerSyncSection(url="http://:secret@x"), sites(), time.monotonic
+            PeerSyncSection(url=f"http://:{CANARY}@x"), sites(), time.monotonic
         )
-    assert "secret" not in str(raised.value)
+    assert CANARY not in str(raised.value)
 
 
 async def test_peer_channel_reads_the_password_file_at_each_connection(server, tmp_path):
     """A password that changes on the server and in the file needs no restart."""
     password = tmp_path / "password"
-    password.write_text("first\n")
+    password.write_text(f"{CANARY}-1\n")
     settings = PeerSyncSection(url=server.url, password_file=str(password))
     admin = redis_peer_channel._client(PeerSyncSection(url=server.url))
     await connected(admin)
-    await admin.config_set("requirepass", "first")
+    await admin.config_set("requirepass", f"{CANARY}-1")
     client = redis_peer_channel._client(settings)
     assert await client.ping()
-    await client.config_set("requirepass", "second")
-    password.write_text("second\n")
+    await client.config_set("requirepass", f"{CANARY}-2")
+    password.write_text(f"{CANARY}-2\n")
     await client.connection_pool.disconnect()
     assert await client.ping()
     password.unlink()
@@ -313,9 +314,9 @@ async def test_two_passwords_are_refused(tmp_path):
     password.write_text("x")
     with pytest.raises(ConfigError, match="password_file") as raised:
         redis_peer_channel.require(
-            PeerSyncSection(url="redis://:secret@x", password_file=str(password))
+            PeerSyncSection(url=f"redis://:{CANARY}@x", password_file=str(password))
         )
-    assert "secret" not in str(raised.value)
+    assert CANARY not in str(raised.value)
 
 
 async def test_a_missing_password_file_is_refused(tmp_path):

@@ -11,6 +11,8 @@ import socket
 
 from aiohttp import web
 
+from tests.support.canary import CANARY
+
 PLURALS = {
     "Pod": "pods",
     "InferencePool": "inferencepools",
@@ -71,7 +73,7 @@ class ApiServer:
         self._place.close()
 
     def kubeconfig(self, folder):
-        (folder / "token").write_text(self.token or "any")
+        (folder / "token").write_text(self.token or CANARY)
         path = folder / "kubeconfig"
         path.write_text(
             json.dumps(
