@@ -179,6 +179,7 @@ def build_exchange_settings(settings: Settings) -> ExchangeSettings:
         feedback=settings.responses.feedback,
         restore_model=settings.responses.restore_model,
         scores=settings.decisions.scores,
+        request_id=settings.responses.request_id,
     )
 
 

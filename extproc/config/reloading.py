@@ -178,6 +178,7 @@ TABLE: Final = (
             "stream_sample_ratio",
             "restore_model",
             "request_cost",
+            "request_id",
             "list_models",
         ),
     ),

@@ -224,6 +224,8 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         request_cost: Weights of token kinds, for the cost of a response as dynamic metadata that a
             rate limiter of the data plane reads: the sum of tokens times weight, at least 0.
             `cached` tokens are part of `prompt`. None: no metadata is sent.
+        request_id: Add the request id to responses and refusals as `x-request-id`. False: Envoy
+            does it in the shipped files; true for gateways that cannot.
         list_models: Answer `GET /v1/models` with the models of all endpoints, in place of one
             engine. Null: true with several pools, because an engine knows only its own models.
     """
@@ -233,6 +235,7 @@ class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     stream_sample_ratio: validation.Share = 0.0
     restore_model: bool = True
     request_cost: Mapping[usage.UsageKind, float] = {}
+    request_id: bool = False
     list_models: bool | None = None
 
 

@@ -135,6 +135,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
         restore_model: Put the client's name for its model back into answers, and ask for their
             bodies where a name was changed.
         scores: Tell the data plane what endpoints were compared by.
+        request_id: Put the request id on responses and refusals.
     """
 
     max_body_bytes: int
@@ -143,6 +144,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
     feedback: bool = True
     restore_model: bool = True
     scores: bool = False
+    request_id: bool = False
 
 
 # An enum's members, where every message passes: a global costs less than the look-up in the enum.
@@ -261,6 +263,8 @@ class Exchange(msgspec.Struct):
             return (self.reject(outcome),)
         self.request_state = _ROUTED
         self._response_headers = tuple(outcome.answer_headers)
+        if self._settings.request_id:
+            self._response_headers += (("x-request-id", request_id or self.request_id),)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
@@ -296,9 +300,13 @@ class Exchange(msgspec.Struct):
         self.rejection = rejection
         self.close()
         content_type = self._headers.get("content-type", "")
-        return messages.immediate_response(
+        response = messages.immediate_response(
             rejection, grpc=content_type.startswith("application/grpc")
         )
+        if self._settings.request_id and self.request_id:
+            headers = (*response.headers, ("x-request-id", self.request_id))
+            return msgspec.structs.replace(response, headers=headers)
+        return response
 
     def answer(self, response: DirectResponse) -> ImmediateResponse:
         """End the exchange with a direct response."""

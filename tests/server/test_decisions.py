@@ -1,4 +1,8 @@
+import pytest
+
+from extproc.decision import no_endpoints
 from extproc.endpoint import Load
+from extproc.protocol.exchange import ExchangeSettings
 from extproc.telemetry import explanation
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import House
@@ -44,3 +48,24 @@ def test_the_decision_header_is_added_when_enabled():
             await stream.end()
 
     serving.run(test())
+
+
+@pytest.mark.parametrize(("sent", "returned"), [("id-7", "id-7"), ("", "made-1")])
+def test_the_request_id_is_returned_where_wanted(sent, returned):
+    """It is that of the data plane, or the one that the engine gets."""
+    settings = ExchangeSettings(1 << 20, request_id=True)
+    talk = ext_proc_script.Talk(settings=settings, request_id="" if sent else "made-1")
+    headers = {**ext_proc_script.PLAIN, "x-request-id": sent}
+    talk.hear(ext_proc_script.request_headers(headers, ends=True))
+    (response,) = talk.hear(ext_proc_script.response_headers())
+    assert response.headers["x-request-id"] == returned
+
+
+def test_refusals_return_the_request_id_where_wanted():
+    """A client that is refused has an id to ask for as well."""
+    for wanted in (True, False):
+        settings = ExchangeSettings(1 << 20, request_id=wanted)
+        talk = ext_proc_script.Talk(lambda _: no_endpoints(), settings=settings)
+        (response,) = talk.hear(ext_proc_script.request_headers(HEADERS, ends=True))
+        assert response.status == 503
+        assert response.headers.get("x-request-id", "") == ("id-7" if wanted else "")

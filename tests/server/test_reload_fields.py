@@ -309,6 +309,11 @@ LIVE = {
         "responses: {request_cost: {prompt: 1}}",
         lambda scene: scene.shared.settings.request_cost,
     ),
+    "responses.request_id": (
+        "responses: {request_id: false}",
+        "responses: {request_id: true}",
+        lambda scene: scene.shared.exchange_settings.request_id,
+    ),
     "responses.list_models": (
         "responses: {list_models: false}",
         "responses: {list_models: true}",
