@@ -272,7 +272,10 @@ class FlowQueue:
         return self._heap[0][3]
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        return iter([entry[3] for entry in self._heap if _here(entry)])
+        # `_here`, written out: all are listed whenever an endpoint comes or goes.
+        return iter(
+            [item for _, _, place, item in self._heap if item.is_queued and item.place == place]
+        )
 
 
 class TenantQueues:

@@ -173,19 +173,19 @@ def _cut_few(json: RequestBody) -> tuple[bytes, int] | None:
     """Bytes outside of strings, and the length of the longest string; None if there are many."""
     outside: list[RequestBody] = []
     start, at, is_inside, longest_bytes = 0, -1, False, 0
+    find = json.find
     for _ in range(len(json) // _BYTES_PER_QUOTE):
-        before, at = at, json.find(b'"', at + 1)
+        before, at = at, find(b'"', at + 1)
         if at < 0:
             if not is_inside:
                 outside.append(json[start:])
             return b"".join(outside), longest_bytes
         if not is_inside:
             outside.append(json[start:at])
-        elif json[at - 1] == _BACKSLASH and _is_escaping(json[before + 1 : at]):
-            continue
-        else:
+            is_inside, start = True, at + 1
+        elif json[at - 1] != _BACKSLASH or not _is_escaping(json[before + 1 : at]):
             longest_bytes = max(longest_bytes, at - start)
-        is_inside, start = not is_inside, at + 1
+            is_inside, start = False, at + 1
     return None
 
 

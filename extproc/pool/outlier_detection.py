@@ -48,6 +48,9 @@ _JITTER = 0.2
 #: within that, and has less in flight than the others until then.
 _SUSPECT_S = 1.0
 
+# Globals, where every request passes: they cost less than the look-up in the enum.
+_SERVED, _FAILED = RequestOutcome.SERVED, RequestOutcome.FAILED
+_NO_RESPONSE, _CLIENT_ERROR = RequestOutcome.NO_RESPONSE, RequestOutcome.CLIENT_ERROR
 _HEALTHY = HealthState.HEALTHY
 _SUSPECT = HealthState.SUSPECT
 _DOWN = HealthState.DOWN
@@ -224,14 +227,14 @@ class OutlierDetector:
         record = self._records.get(incarnation)
         if record is None:
             return
-        if outcome is RequestOutcome.SERVED:
+        if outcome is _SERVED:
             self._served(record, sent_at, now, sole=sole)
-        elif outcome is RequestOutcome.FAILED:
+        elif outcome is _FAILED:
             self._failed(record, sent_at, now, cause)
-        elif outcome is RequestOutcome.NO_RESPONSE and self._is_stalled(record, sent_at, now):
+        elif outcome is _NO_RESPONSE and self._is_stalled(record, sent_at, now):
             self._failed(record, sent_at, now, "hung")
         else:
-            if outcome is RequestOutcome.CLIENT_ERROR:
+            if outcome is _CLIENT_ERROR:
                 record.sign_at = now
             self._end_probe(record, sent_at, now)
 
