@@ -1,18 +1,18 @@
 """The flags of `serve` and `check`: parsed words to settings.
 
 Each flag exists with one dash and with two, as Go programs take them. Ours are in `flag_table`, the
-upstream picker's others in `upstream`.
+upstream picker's others in `epp_flags`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from extproc.cli import epp_flags, flag_table, kubernetes_flags
+from extproc.cli import epp_flags, flag_table
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -39,6 +39,16 @@ class Resolved(msgspec.Struct, frozen=True):
 _SOURCES = ("config-file", "config-text", "endpoints", "endpoints-file")
 
 
+#: Flags of the upstream EPP for Kubernetes discovery: name to placeholder and help text.
+_KUBERNETES_FLAGS: Mapping[str, tuple[str, str]] = {
+    "pool-name": ("NAME", "InferencePool to follow; with endpoints of your own only a label"),
+    "pool-namespace": ("NAME", "namespace of the pool; $NAMESPACE or the pod's own if unset"),
+    "pool-group": ("GROUP", "API group of the InferencePool"),
+    "endpoint-selector": ("a=b,c=d", "labels of pods to follow without an InferencePool"),
+    "endpoint-target-ports": ("PORT,...", "ports of these pods, each an endpoint"),
+}
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Add every flag to a parser; values stay text until `resolve`."""
     parser.set_defaults(unknown_flags=[])
@@ -54,8 +64,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     _add(source, "endpoints-file", metavar="FILE", help="file with endpoints; watched")
     cluster = parser.add_argument_group("what to follow in Kubernetes")
-    for named in kubernetes_flags.FLAGS:
-        _add(cluster, named.name, metavar=named.metavar, help=named.text)
+    for name, (metavar, text) in _KUBERNETES_FLAGS.items():
+        _add(cluster, name, metavar=metavar, help=text)
     ours = parser.add_argument_group("settings that beat the file")
     for flag in flag_table.FLAGS:
         _add(ours, flag.name, boolean=flag.boolean, metavar=flag.metavar, help=_help(flag))
@@ -104,10 +114,12 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     warnings += epp_flags.unknown(args.unknown_flags, known=known_flags())
     document = document or read_document(args)
     warnings += document.warnings
-    in_cluster = kubernetes_flags.overrides(args, document.tree)
+    in_cluster = _kubernetes_overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = loader.settings(document, overrides)
-    warnings += kubernetes_flags.ineffective(args, followed=pools.from_kubernetes(merged))
+    warnings += _warn_unused_kubernetes_flags(
+        args, followed=pools.from_kubernetes(merged)
+    )
     profile = profile_builder.build_profile(
         merged, where="--strategy" if args.strategy else document.where
     )
@@ -119,7 +131,7 @@ def known_flags() -> tuple[str, ...]:
     """Every flag there is, without dashes."""
     return (
         *_SOURCES,
-        *(flag.name for flag in kubernetes_flags.FLAGS),
+        *_KUBERNETES_FLAGS,
         *(flag.name for flag in flag_table.FLAGS),
         *(flag.name for flag in epp_flags.FLAGS),
     )
@@ -197,3 +209,111 @@ def _clamp_refresh(args: argparse.Namespace) -> Iterator[str]:
         refresh_s = flag_table.seconds("--refresh-metrics-interval", text)
         if refresh_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"
+
+
+def _kubernetes_overrides(
+    args: argparse.Namespace, tree: Mapping[str, object]
+) -> Iterator[loader.FlagOverride]:
+    """Overrides of settings from the flags of Kubernetes discovery.
+
+    Args:
+        tree: The configuration file as it was written.
+
+    Raises:
+        ConfigError: A flag is wrong, or goes with another source of endpoints.
+    """
+    name, selector = args.pool_name, args.endpoint_selector
+    if name:
+        yield loader.FlagOverride(("pool", "name"), name, "--pool-name")
+    pool = tree.get("pool")
+    written = dict(pool) if isinstance(pool, dict) else {}
+    listed = bool(args.endpoints or args.endpoints_file)
+    elsewhere = listed or any(written.get(key) for key in ("endpoints", "endpoints_file"))
+    if selector and (listed or elsewhere):
+        raise ConfigError(
+            "--endpoint-selector",
+            wanted="one source of endpoints",
+            got="endpoints listed besides",
+            fix="remove one of them",
+        )
+    if elsewhere or tree.get("pools"):
+        return
+    before = written.get("kubernetes")
+    section = _kubernetes_section(args, before if isinstance(before, dict) else {})
+    if section:
+        if section != before:
+            flag = "--endpoint-selector" if selector else "--pool-name"
+            yield loader.FlagOverride(("pool", "kubernetes"), section, flag)
+    elif args.pool_namespace and _discovers_every_pool(tree):
+        yield loader.FlagOverride(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
+
+
+def _kubernetes_section(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
+    """Section `pool.kubernetes` with the flags applied; empty where no object is named."""
+    section = dict(before)
+    if args.endpoint_selector:
+        section.pop("inference_pool", None)
+        section.pop("service", None)
+        section["selector"] = _parse_labels(args.endpoint_selector)
+    elif args.pool_name and not (section.get("selector") or section.get("service")):
+        section["inference_pool"] = args.pool_name
+    if not any(section.get(key) for key in ("inference_pool", "selector", "service")):
+        return {}
+    if args.endpoint_target_ports and args.endpoint_target_ports != "[]":
+        section["ports"] = _parse_ports(args.endpoint_target_ports)
+    if args.pool_namespace:
+        section["namespace"] = args.pool_namespace
+    if args.pool_group and section.get("inference_pool"):
+        section["group"] = args.pool_group
+    return section
+
+
+def _warn_unused_kubernetes_flags(
+    args: argparse.Namespace, *, followed: bool
+) -> Iterator[str]:
+    """A warning for each flag of Kubernetes discovery that changes nothing.
+
+    Args:
+        followed: Whether anything is followed in Kubernetes.
+    """
+    if followed:
+        return
+    for name in list(_KUBERNETES_FLAGS)[1:]:
+        value = flag_text(args, name)
+        if value and value != "[]":
+            yield f"--{name} has no effect: no endpoints come from Kubernetes"
+
+
+def _parse_labels(text: str) -> dict[str, str]:
+    """`a=b,c=d` to a mapping.
+
+    Raises:
+        ConfigError: A part is no pair.
+    """
+    pairs = {}
+    for word in flag_table.listed("--endpoint-selector", text):
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(
+                "--endpoint-selector",
+                wanted="labels as key=value, separated by commas",
+                got=word,
+                fix="write app=vllm,tier=gpu",
+            )
+        pairs[key.strip()] = value.removeprefix("=").strip()
+    return pairs
+
+
+def _parse_ports(text: str) -> list[int]:
+    """`8000,8001` to numbers; the brackets of a Go list are taken too.
+
+    Raises:
+        ConfigError: One is none.
+    """
+    words = flag_table.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
+    return [flag_table.whole_number("--endpoint-target-ports", word) for word in words]
+
+
+def _discovers_every_pool(tree: Mapping[str, object]) -> bool:
+    cluster = tree.get("cluster")
+    return isinstance(cluster, dict) and cluster.get("discover_pools") == "namespace"
