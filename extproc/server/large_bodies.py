@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import parse_job, preparsed
+from extproc.parsing import preparsed
 from extproc.request import HttpRequest, RequestBody
 from extproc.server import parser_worker
 from extproc.telemetry.counters import ProcessCounters
@@ -73,7 +73,7 @@ class ParserProcess:
         """Process id; None while no process runs."""
         return None if self._process is None else self._process.pid
 
-    def read(self, job: parse_job.ParseJob, body: RequestBody) -> preparsed.ParseResult:
+    def read(self, job: parser_worker.ParseJob, body: RequestBody) -> preparsed.ParseResult:
         """Parse a body.
 
         Raises:
@@ -215,7 +215,7 @@ class LargeBodies:
         loop = asyncio.get_running_loop()
         if self._idle is not None:
             self._idle.cancel()
-        job = parse_job.describe(raw, max_prompt_bytes=self._max_prompt_bytes())
+        job = parser_worker.describe_job(raw, max_prompt_bytes=self._max_prompt_bytes())
         reading = loop.run_in_executor(self._thread, self._process.read, job, raw.body)
         watchdog = loop.call_later(_LIMIT_S, self._process.kill)
         try:

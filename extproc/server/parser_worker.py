@@ -1,6 +1,9 @@
 """Worker process that parses large bodies: jobs on stdin, results on stdout.
 
 A job is its length, the length of its body, itself and the body; a result is its length and itself.
+Of the prompt a result has only what is hashed, and for another model name its place, which saves a
+search through the body.
+
 It ends with its input, so also with the picker, however that ends. Signals to a group of processes
 are not for it: a picker that drains still needs it. A body that takes more time or memory than any may
 ends it, and the picker goes on with another one.
@@ -15,12 +18,15 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
-from extproc.parsing import parse_job
+from extproc.decision import Rejection
+from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
+from extproc.request import HttpRequest, InferenceRequest
 
 #: Lengths of a job and of its body; length of a result.
 JOB_HEAD: Final = struct.Struct("<QQ")
@@ -34,7 +40,66 @@ _CPU_S_PER_MIB: Final = 0.2
 _MEMORY_BYTES: Final = 64 * 1024 * 1024
 _MEMORY_PER_BYTE: Final = 8
 
-_DECODER = msgspec.msgpack.Decoder(parse_job.ParseJob)
+
+class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A request without its body.
+
+    Attributes:
+        headers: See `HttpRequest`.
+        truncated: See `HttpRequest`.
+        subset: See `HttpRequest`.
+        max_prompt_bytes: Bytes of a prompt that are hashed.
+    """
+
+    headers: Mapping[str, str]
+    truncated: bool
+    subset: tuple[str, ...] | None
+    max_prompt_bytes: int
+
+
+def describe_job(raw: HttpRequest, *, max_prompt_bytes: int) -> ParseJob:
+    """The job of parsing a request's body; arguments as of `ParseJob`."""
+    return ParseJob(raw.headers, raw.truncated, raw.subset, max_prompt_bytes)
+
+
+def parse_body(job: ParseJob, body: bytes) -> preparsed.ParseResult:
+    """Parse a body.
+
+    Args:
+        job: The request around it.
+        body: The body.
+
+    Returns:
+        The request or its rejection, with the prompt cut to what is hashed of it, and the place of
+        the model.
+    """
+    raw = HttpRequest(job.headers, body, job.truncated, job.subset)
+    place = model_edit.find_place(raw)
+    outcome = surfaces.parse(raw)
+    if isinstance(outcome, InferenceRequest):
+        return preparsed.ParseResult(_cut_prompt(outcome, job.max_prompt_bytes), "", None, place)
+    supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
+    if supplied is None or isinstance(supplied, Rejection):
+        return preparsed.ParseResult(None, outcome.message, None, place)
+    return preparsed.ParseResult(
+        None, outcome.message, _cut_prompt(supplied, job.max_prompt_bytes), place
+    )
+
+
+def _cut_prompt(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:
+    """Cut the prompt where hashing ends, unless a conversation starts after that."""
+    if len(request.prompt) <= max_prompt_bytes:
+        return request
+    cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])
+    return (
+        cut
+        if first_user_message.first_user_message(cut)
+        == first_user_message.first_user_message(request)
+        else request
+    )
+
+
+_DECODER = msgspec.msgpack.Decoder(ParseJob)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -52,7 +117,7 @@ def serve(jobs: BinaryIO, results: BinaryIO) -> None:
         body = jobs.read(body_bytes)
         if len(body) < body_bytes:
             return
-        result = _encode(parse_job.run(_DECODER.decode(job), body))
+        result = _encode(parse_body(_DECODER.decode(job), body))
         del body
         results.write(RESULT_HEAD.pack(len(result)))
         results.write(result)

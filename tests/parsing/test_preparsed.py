@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import envelope, first_user_message, model_edit, parse_job, preparsed, surfaces
+from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
 from extproc.request import HttpRequest, InferenceRequest
+from extproc.server import parser_worker
 from tests.parsing import builders
 from tests.parsing.test_first_user_message import pieces
 from tests.parsing.test_properties import METHODS, PATHS, bodies
@@ -20,9 +21,9 @@ LIMIT = 4 << 20
 
 def preparse(raw, *, max_prompt_bytes=LIMIT):
     """A request as it comes back from another process."""
-    job = parse_job.describe(raw, max_prompt_bytes=max_prompt_bytes)
-    job = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=parse_job.ParseJob)
-    result = msgspec.msgpack.encode(parse_job.run(job, raw.body))
+    job = parser_worker.describe_job(raw, max_prompt_bytes=max_prompt_bytes)
+    job = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=parser_worker.ParseJob)
+    result = msgspec.msgpack.encode(parser_worker.parse_body(job, raw.body))
     read = preparsed.attach(raw, msgspec.msgpack.decode(result, type=preparsed.ParseResult))
     assert type(read) is preparsed.PreparsedRequest
     assert (read.headers, read.body, read.subset) == (raw.headers, raw.body, raw.subset)

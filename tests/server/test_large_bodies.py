@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from extproc.decision import Rejection
-from extproc.parsing import model_edit, parse_job, preparsed, surfaces
+from extproc.parsing import model_edit, preparsed, surfaces
 from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest
 from extproc.server import large_bodies, parser_worker
@@ -59,7 +59,7 @@ class SlowProcess:
         if self.die:
             raise large_bodies.ParserDiedError
         self.done.append(body)
-        return parse_job.run(job, body)
+        return parser_worker.parse_body(job, body)
 
     def kill(self):
         self.go.release(100)
@@ -207,11 +207,11 @@ async def test_waiting_bodies_are_bounded(monkeypatch):
 def test_the_worker_ends_with_a_killed_parent():
     """No orphan stays, and signals to a whole group leave it to the picker."""
     code = (
-        "from extproc.parsing import parse_job\n"
         "from extproc.request import HttpRequest\n"
+        "from extproc.server import parser_worker\n"
         "from extproc.server.large_bodies import ParserProcess\n"
         "process = ParserProcess()\n"
-        "job = parse_job.describe(HttpRequest({}), max_prompt_bytes=0)\n"
+        "job = parser_worker.describe_job(HttpRequest({}), max_prompt_bytes=0)\n"
         "process.read(job, b'{}')\n"
         "import os, signal\n"
         "os.kill(process.pid, signal.SIGTERM)\n"
