@@ -21,7 +21,7 @@ import time
 import msgspec
 
 from extproc.config import factory
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.config.settings import Settings
 from extproc.decision import all_busy
 from extproc.endpoint import Endpoint, Load, ServedModels

@@ -33,9 +33,8 @@ import grpc
 
 from bench import rig, soak_kinds
 from bench import soak_messages as messages
-from extproc.config.flow_control import FlowControlSection
 from extproc.config.pool_schema import PoolSource
-from extproc.config.settings import DecisionsSection, ServerSection, Settings
+from extproc.config.settings import DecisionsSection, FlowControlSection, ServerSection, Settings
 from extproc.demo import stack
 from extproc.endpoint import EngineCounters, Load
 from extproc.server import grpc_workarounds

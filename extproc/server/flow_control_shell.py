@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.decision import Decision, Deferral, Outcome, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.flow_queue import EndpointBits, QueuedItem

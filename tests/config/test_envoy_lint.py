@@ -8,7 +8,7 @@ import yaml
 
 from extproc.cli import main
 from extproc.config import envoy_lint, settings
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 
 ENVOY = Path(__file__).parents[2] / "envoy"

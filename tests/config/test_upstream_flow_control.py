@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import lint, loader
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.request import HttpRequest

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.endpoint import Endpoint, Load
 from extproc.flow_control.rate_limit import RateLimit
 from extproc.protocol import messages

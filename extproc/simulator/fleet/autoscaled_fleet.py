@@ -12,7 +12,7 @@ from extproc.autoscaling import demand_estimator, policy_runner
 from extproc.autoscaling.interface import Demand, ReplicaBounds
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.scaling_history import HistoryRow, ScalingHistory
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral, Rejection, all_busy, no_endpoints_yet
 from extproc.endpoint import StepTimeModel
 from extproc.flow_control import controller

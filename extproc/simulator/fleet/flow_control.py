@@ -8,7 +8,7 @@ from typing import Generic
 
 import msgspec
 
-from extproc.config.flow_control import FlowControlSection
+from extproc.config.settings import FlowControlSection
 from extproc.decision import Deferral, Rejection
 from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
 from extproc.flow_control.flow_queue import QueuedItem

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from extproc import decision
-from extproc.config import flow_control
+from extproc.config.settings import FlowControlSection
 from extproc.config.settings import Settings
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
@@ -35,7 +35,7 @@ class FlowControlFixture:
             dispatch=self.grant,
             reject=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
-        section = flow_control.FlowControlSection(enabled=True, **facts)
+        section = FlowControlSection(enabled=True, **facts)
         self.gate = SimFlowController(section, timeline=self.timeline, acts=acts)
 
     def decide(self, _sim_request, _patient):
@@ -142,7 +142,7 @@ def held(**facts) -> Settings:
     """The default with holding."""
     return msgspec.structs.replace(
         settings(),
-        flow_control=flow_control.FlowControlSection(enabled=True, timeout_s=1000.0, **facts),
+        flow_control=FlowControlSection(enabled=True, timeout_s=1000.0, **facts),
     )
 
 
