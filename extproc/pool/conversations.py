@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc.pool.inflight import InflightLoad, LastTurn
-from extproc.pool.shared_context import ContextShare
+from extproc.pool.request_tokens import ContextShare
 from extproc.pool.store import PoolStore
 
 #: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.

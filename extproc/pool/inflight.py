@@ -20,8 +20,7 @@ from itertools import islice
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
-from extproc.pool.foreign_traffic import TypicalWork
-from extproc.pool.shared_context import ContextShare, SharedContext
+from extproc.pool.request_tokens import ContextShare, SharedContext, TypicalWork
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64

@@ -24,8 +24,9 @@ from extproc.pool import (
     step_time_estimator,
 )
 from extproc.pool.bytes_per_token import BytesPerTokenEstimator
-from extproc.pool.foreign_traffic import ForeignTraffic, TypicalWork
+from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
+from extproc.pool.request_tokens import TypicalWork
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
 from extproc.pool.step_time_estimator import PoolStepTimeEstimators
 

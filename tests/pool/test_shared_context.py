@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.pool import shared_context
+from extproc.pool import request_tokens
 
 #: 16 tokens a block.
 TOKENS = tuple(range(0, 16 * 41, 16))
@@ -20,9 +20,9 @@ def chain(conversation: int, length: int) -> list[int]:
     return [conversation * 100 + n for n in range(length)]
 
 
-def held(*lengths: int) -> tuple[shared_context.SharedContext, list[shared_context.ContextShare]]:
+def held(*lengths: int) -> tuple[request_tokens.SharedContext, list[request_tokens.ContextShare]]:
     """Prompts of one conversation, opened in order."""
-    all_ = shared_context.SharedContext()
+    all_ = request_tokens.SharedContext()
     return all_, [all_.open(chain(1, n), TOKENS, growth=0.0) for n in lengths]
 
 
@@ -50,7 +50,7 @@ def test_shared_tokens_exclude_unique_tokens():
 @pytest.mark.parametrize("first", [0, 1])
 def test_overlapping_turns_leave_nothing(first):
     """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
-    all_ = shared_context.SharedContext()
+    all_ = request_tokens.SharedContext()
     other = all_.open(chain(2, 8), TOKENS, growth=0.0)
     for _ in range(100):
         turns = [all_.open(chain(1, n), TOKENS, growth=9.0) for n in (9, 19)]
@@ -66,7 +66,7 @@ def test_overlapping_turns_leave_nothing(first):
 )
 def test_a_conversation_grows_once(before, after, growths):
     """Of two prompts of which one goes on from the other, the shorter has grown already."""
-    all_ = shared_context.SharedContext()
+    all_ = request_tokens.SharedContext()
     all_.open(chain(1, before), TOKENS, growth=1000.0)
     all_.open(chain(1, after), TOKENS, growth=1000.0)
     assert all_.tokens == max(before, after) * 16 + growths * 1000.0
@@ -82,9 +82,9 @@ def test_a_conversation_grows_once(before, after, growths):
 )
 def test_any_order_of_opens_and_closes_counts_open_requests(turns):
     """At least what the open prompts cover, at most a stride more for each conversation and turn."""
-    all_ = shared_context.SharedContext()
+    all_ = request_tokens.SharedContext()
     own = all_.open(chain(9, 11), TOKENS, growth=0.0)
-    open_: list[tuple[int, int, shared_context.ContextShare]] = []
+    open_: list[tuple[int, int, request_tokens.ContextShare]] = []
     for conversation, length, growth, ends in turns:
         share = all_.open(chain(conversation, length), TOKENS, growth=growth)
         open_.append((conversation, length, share))

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.pool.foreign_traffic import TypicalWork
+from extproc.pool.request_tokens import TypicalWork
 
 
 def test_typical_work_has_a_default():
