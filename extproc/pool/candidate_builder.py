@@ -1,11 +1,8 @@
 """Candidates: endpoints as a request sees them, with what is unknown of their load imputed.
 
-What is unknown or stale counts as the mean of what is known of the other candidates, for every
-strategy alike: neither the best nor full. What a page provably claims too little of counts as the
-mean where that is more. While no endpoint has a known load, only our own requests count.
-
-All of it follows from pages alone, and so it stands until another page is read or one gets too old:
-it is worked out from what changed since the request before, not for each request anew.
+Imputed loads (`load_imputation`) follow from pages alone, and so they stand until another page is
+read or one gets too old: they are worked out from what changed since the request before, not for
+each request anew.
 
 Residency of a LoRA adapter follows from our open requests and from scrapes. An engine's labels list
 adapters with running requests only: one that waits for a slot and one that idles in a slot are both
@@ -19,31 +16,25 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, islice
-from typing import NamedTuple
 
 import msgspec
 
 from extproc.endpoint import NO_EXTRA, NO_LOAD, AdapterResidency, Candidate, Load
 from extproc.pool import plausibility
 from extproc.pool.inflight import AdapterSlotState, InflightLoad
-from extproc.pool.snapshot import EndpointSnapshot, Pool
-
-#: A page with any of these says nothing certain of the requests on its engine.
-_NO_REQUESTS = (
-    plausibility.NO_WAITING | plausibility.NO_RUNNING | plausibility.TOO_LITTLE | plausibility.VOID
+from extproc.pool.load_imputation import (
+    NO_REQUESTS,
+    UNMEASURED,
+    UNSOUND,
+    LoadMeans,
+    are_extra_means_close,
+    fill_endpoint,
+    fillable_flaws,
 )
-
-#: A page with any of these is no measure for others, whatever it says.
-_UNSOUND = plausibility.TOO_LITTLE | plausibility.VOID
-
-#: A page with any of these does not show how much of the memory is in use.
-_UNMEASURED = _UNSOUND | plausibility.NO_KV_USAGE
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 
 #: Share of the members, as a divisor, from which on changes are not taken in one by one.
 _MUCH = 4
-
-#: Change of a mean from which the pages filled with it are filled anew, as a share of it.
-_CHANGE = 0.01
 
 
 class Imputation(msgspec.Struct, frozen=True):
@@ -86,36 +77,6 @@ class Imputation(msgspec.Struct, frozen=True):
         }
 
 
-class _Means(NamedTuple):
-    """Means over the endpoints that report a value; None where no endpoint does.
-
-    Attributes:
-        waiting: Requests that wait (count).
-        running: Requests in the batch (count).
-        kv_usage: Share of KV blocks in use, 0..1.
-        kv_tokens: Size of the KV cache.
-        foreign: Requests of others (count).
-        foreign_waiting: Of these, waiting.
-        request_tokens: Tokens of a request; not a mean of pages.
-    """
-
-    waiting: float | None
-    running: float | None
-    kv_usage: float | None
-    kv_tokens: float | None
-    foreign: float | None
-    foreign_waiting: float | None
-    request_tokens: float | None
-
-    def is_close(self, other: _Means) -> bool:
-        """True if pages that were filled with the other means may stay."""
-        for mean, before in zip(self, other, strict=True):
-            if mean is None or before is None:
-                if mean is not before:
-                    return False
-            elif abs(mean - before) > _CHANGE * before:
-                return False
-        return True
 
 
 class Imputer:
@@ -134,7 +95,7 @@ class Imputer:
         self._num_with_extra = 0
         # The members are worked out for `oldest` from the first until before the second.
         self._since = self._until = -math.inf
-        self._means: _Means | None = None
+        self._means: LoadMeans | None = None
         self._extra_means = NO_EXTRA
         self._fillable = 0
         self._stale: list[bool] = []
@@ -193,8 +154,8 @@ class Imputer:
             plausibility.VOID if is_stale else member.flaws
             for member, is_stale in zip(members, stale, strict=True)
         ]
-        loads = [load for load, flaw in zip(loads, flaws, strict=True) if not flaw & _UNSOUND]
-        shown = [m for m, flaw in zip(members, flaws, strict=True) if not flaw & _NO_REQUESTS]
+        loads = [load for load, flaw in zip(loads, flaws, strict=True) if not flaw & UNSOUND]
+        shown = [m for m, flaw in zip(members, flaws, strict=True) if not flaw & NO_REQUESTS]
         known: Sequence[Sequence[float]] = (
             [value for load in loads if (value := load.waiting) is not None],
             [value for load in loads if (value := load.running) is not None],
@@ -206,7 +167,7 @@ class Imputer:
         self._sums, self._counts = [*map(sum, known)], [*map(len, known)]
         self._num_sound, self._means = len(loads), None
         self._num_with_extra = len([load for load in loads if load.extra])
-        measured = [not flaw & _UNMEASURED for flaw in flaws]
+        measured = [not flaw & UNMEASURED for flaw in flaws]
         self._stale, self._flaws = stale, flaws
         self._imputation = Imputation([], [], stale, measured, {})
 
@@ -219,18 +180,18 @@ class Imputer:
         self._count(self._members[n], self._flaws[n], -1)
         self._flaws[n] = flaw = plausibility.VOID if is_stale else member.flaws
         self._count(member, flaw, 1)
-        self._imputation.measured[n] = not flaw & _UNMEASURED
+        self._imputation.measured[n] = not flaw & UNMEASURED
 
     def _count(self, member: EndpointSnapshot, flaw: int, sign: int) -> None:
         """Add a member to the sums, or subtract it."""
-        if flaw & _UNSOUND:
+        if flaw & UNSOUND:
             return
         self._num_sound += sign
         load = member.load
         if load.extra:
             self._num_with_extra += sign
         values = [load.waiting, load.running, load.kv_usage, load.kv_tokens or None]
-        if not flaw & _NO_REQUESTS:
+        if not flaw & NO_REQUESTS:
             values += member.foreign, member.foreign_waiting
         for n, value in enumerate(values):
             if value is not None:
@@ -241,19 +202,19 @@ class Imputer:
         """Fill the pages that changed, or all where the means did."""
         members, imputation = self._members, self._imputation
         totals = zip(self._sums, self._counts, strict=True)
-        means = _Means._make(
+        means = LoadMeans._make(
             [
                 *(total / count if count else None for total, count in totals),
                 members[0].account.typical_work.typical if members else None,
             ]
         )
-        fillable = _fillable(means) if self._num_sound else plausibility.VOID
+        fillable = fillable_flaws(means) if self._num_sound else plausibility.VOID
         extra_means = self._average_extra() if self._num_with_extra else NO_EXTRA
         if (
             self._means is None
             or fillable != self._fillable
             or not means.is_close(self._means)
-            or not _are_close(extra_means, self._extra_means)
+            or not are_extra_means_close(extra_means, self._extra_means)
         ):
             self._means, self._extra_means, self._fillable = means, extra_means, fillable
             imputation.counted[:] = members
@@ -265,7 +226,7 @@ class Imputer:
             counted, page = member, None
             imputation.held_tokens.pop(n, None)
             if flaw & fillable:
-                counted = _counted(member, flaw, self._means, self._extra_means)
+                counted = fill_endpoint(member, flaw, self._means, self._extra_means)
                 load = counted.load
                 if load is not NO_LOAD:
                     page = member.load
@@ -282,116 +243,12 @@ class Imputer:
         """
         values: dict[str, list[float]] = {}
         for member, flaw in zip(self._members, self._flaws, strict=True):
-            if not flaw & _UNSOUND:
+            if not flaw & UNSOUND:
                 for name, value in member.load.extra.items():
                     values.setdefault(name, []).append(value)
         return {name: math.fsum(known) / len(known) for name, known in values.items()}
 
 
-def _are_close(means: Mapping[str, float], before: Mapping[str, float]) -> bool:
-    """True if pages that were filled with the means before may stay."""
-    return means.keys() == before.keys() and all(
-        abs(mean - before[name]) <= _CHANGE * abs(before[name]) for name, mean in means.items()
-    )
-
-
-def _fillable(means: _Means) -> int:
-    """Bits of the flaws that the means mend: what every page lacks stays unknown."""
-    bits = _UNSOUND
-    for bit, mean in (
-        (plausibility.NO_WAITING, means.waiting),
-        (plausibility.NO_RUNNING, means.running),
-        (plausibility.NO_KV_USAGE, means.kv_usage),
-        (plausibility.NO_KV_SIZE, means.kv_tokens),
-    ):
-        if mean is not None:
-            bits |= bit
-    return bits
-
-
-def _counted(
-    member: EndpointSnapshot, flaw: int, means: _Means, extra_means: Mapping[str, float]
-) -> EndpointSnapshot:
-    """An endpoint with its page as it counts."""
-    load = _load(member, flaw, means, extra_means)
-    foreign, foreign_tokens = member.foreign, member.foreign_tokens
-    if load is NO_LOAD:
-        foreign = foreign_tokens = 0.0
-    elif flaw & _NO_REQUESTS:
-        # Of a void page nothing was counted.
-        is_void = bool(flaw & plausibility.VOID)
-        foreign = 0.0 if is_void else member.foreign
-        waiting = 0.0 if is_void else member.foreign_waiting
-        foreign = max(foreign, means.foreign or 0.0)
-        foreign_tokens = member.account.typical_work.price(
-            max(waiting, means.foreign_waiting or 0.0), load.kv_tokens
-        )
-    # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
-    return EndpointSnapshot(
-        member.endpoint,
-        member.account,
-        load,
-        foreign,
-        member.foreign_waiting,
-        foreign_tokens,
-        member.rates,
-        member.failures,
-        member.failure,
-        member.models,
-        member.condition,
-        member.flaws,
-        member.progress,
-    )
-
-
-def _load(
-    member: EndpointSnapshot, flaw: int, means: _Means, extra_means: Mapping[str, float]
-) -> Load:
-    """The page as it counts; `NO_LOAD` where neither it nor any other one says anything."""
-    page = member.load
-    waiting, running, usage = page.waiting, page.running, page.kv_usage
-    if flaw & plausibility.VOID:
-        waiting, running, usage = means.waiting, means.running, means.kv_usage
-        if waiting is None and running is None and usage is None and not extra_means:
-            return NO_LOAD
-    elif flaw & plausibility.TOO_LITTLE:
-        waiting = _more(waiting, means.waiting)
-        running = _more(running, means.running)
-        usage = _more(usage, means.kv_usage)
-    else:
-        waiting = means.waiting if waiting is None else waiting
-        running = means.running if running is None else running
-        usage = means.kv_usage if usage is None else usage
-    size, blocks = page.block_tokens, page.kv_blocks
-    if not page.kv_tokens and means.kv_tokens is not None:
-        size = size or 1
-        blocks = round(means.kv_tokens / size)
-    # Sizes and slots outlive the page; adapters on the device do not.
-    named = flaw & plausibility.VOID == 0
-    # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
-    return Load(
-        page.at,
-        page.engine,
-        waiting,
-        running,
-        usage,
-        page.adapters if named else None,
-        page.waiting_adapters if named else None,
-        page.adapter_slots,
-        blocks,
-        size,
-        page.prefix_queries,
-        page.prefix_hits,
-        page.started_at,
-        page.counters,
-        page.extra if named else extra_means,
-    )
-
-
-def _more(claimed: float | None, mean: float | None) -> float | None:
-    if claimed is None or mean is None:
-        return mean if claimed is None else claimed
-    return max(claimed, mean)
 
 
 def adapter_residency(
