@@ -44,15 +44,9 @@ _CLUSTERS = frozenset(
 def open_requests(cluster: YamlTree) -> int:
     """Requests that a cluster's circuit breakers allow at once (count)."""
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
-    usual = [
-        threshold for threshold in thresholds if threshold.get("priority", "DEFAULT") == "DEFAULT"
-    ]
-    if not usual:
-        return REQUESTS
-    first = usual[0]
-    return min(
-        int(first.get("max_requests", REQUESTS)), int(first.get("max_pending_requests", REQUESTS))
-    )
+    usual = (limit for limit in thresholds if limit.get("priority", "DEFAULT") == "DEFAULT")
+    first = next(usual, {})
+    return min(int(first.get(key, REQUESTS)) for key in ("max_requests", "max_pending_requests"))
 
 
 def routes(manager: YamlTree) -> Iterator[YamlTree]:
@@ -82,9 +76,7 @@ def removed_headers(manager: YamlTree) -> frozenset[str]:
     """Lowercase request headers that a connection manager removes before its ext_proc filter."""
     early = manager.get("early_header_mutation_extensions") or []
     ahead = itertools.takewhile(
-        lambda extension: (
-            not is_a(extension.get("typed_config") or {}, "ext_proc.v3.ExternalProcessor")
-        ),
+        lambda extension: not is_a(extension.get("typed_config") or {}, _PROCESSOR),
         manager.get("http_filters") or [],
     )
     removed: set[str] = set()
@@ -377,9 +369,13 @@ def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) ->
 
 
 def _processor(
-    processor: YamlTree, clusters: Mapping[str, YamlTree], settings: Settings, **spot: str
+    processor: YamlTree,
+    clusters: Mapping[str, YamlTree],
+    settings: Settings,
+    *,
+    place: str,
+    where: str,
 ) -> Iterator[Finding]:
-    place, where = spot["place"], spot["where"]
     service = processor.get("grpc_service") or {}
     timeout_s = seconds(service, "timeout", 0.0, where=where)
     if timeout_s:
@@ -458,7 +454,7 @@ def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
     options: YamlTree = next(
         (
             message["common_http_protocol_options"]
-            for message in (*walk(cluster),)
+            for message in walk(cluster)
             if isinstance(message.get("common_http_protocol_options"), Mapping)
         ),
         {},

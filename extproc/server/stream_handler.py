@@ -110,9 +110,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
 
 
 class StreamHandler(msgspec.Struct, eq=False):
-    """State of a stream: the HTTP exchange, its reservation and its times.
-
-    Created by `open_stream`.
+    """State of a stream, which `open_stream` creates: HTTP exchange, reservation and times.
 
     Attributes:
         exchange: State of the ext_proc protocol.
