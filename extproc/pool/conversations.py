@@ -34,11 +34,10 @@ class ConversationTracker:
 
     Args:
         max_prompts: Prompts remembered (count). 65,536 take some 17 MB.
-        prompt_tokens: Mean prompt tokens of a request.
 
     Attributes:
         continuation_ratio: Share of requests that go on from an earlier one, 0..1.
-        prompt_tokens: Of a request, mean.
+        prompt_tokens: Mean prompt tokens of a request.
     """
 
     __slots__ = (
@@ -144,7 +143,6 @@ class PendingLoad:
     Args:
         tracker: Estimates the growth of conversations.
         tokens: Prompt tokens by depth of a chain.
-
         counted: Whether any profile reads the pending load; nothing is added otherwise.
     """
 

@@ -1,7 +1,7 @@
 """In-flight accounts: open requests of this EPP on each endpoint, and their queued tokens.
 
-An account belongs to one incarnation of one endpoint. It is changed only by tickets and by scrapes,
-and a ticket is closed exactly once, so the counters return to zero when the last stream ends and
+An account belongs to one incarnation of one endpoint. It is changed only by reservations and by scrapes,
+and a reservation is closed exactly once, so the counters return to zero when the last stream ends and
 can never go below it.
 
 Queued work is dead-reckoned: uncached prompt tokens are added when a request is sent and drain at
@@ -53,44 +53,29 @@ class InflightLoad:
     """The open requests of one endpoint incarnation.
 
     Attributes:
-        endpoint: Whose account it is.
+        endpoint: Endpoint of the account.
         in_flight: Open requests (count).
-        from_peers: Of these, other pickers' (count), where EPP replicas exchange them.
+        from_peers: Of these, requests of other replicas (count), where replicas exchange them.
         prompt_tokens: Estimated prompt tokens of the open requests.
-        active_context_tokens: The same, what several of them begin with counted once, and what young
-            conversations among them will grow by; 0 while no plugin needs it.
-        opened: Tickets ever opened (count).
-        answered: Of these, closed with an answer.
-        served: Of these, those with a prompt that this picker sent itself.
-        idled: How often an answer left no open request behind (count).
+        active_context_tokens: Context tokens of the open requests, common prefixes counted once,
+            with the expected growth of young conversations; 0 while no plugin needs it.
+        opened: Reservations ever opened (count).
+        answered: Requests closed with an answer (count, cumulative).
+        served: Of these, requests with a prompt that this replica sent itself.
+        idled: Times at which an answer left no open request (count, cumulative).
         ran: Adapter or model names of requests answered since the last scrape.
-        texts: Of the answered since the last comparison with the engine's counters, those with prompts of
-            text: [requests, bytes of text] by adapter or model name.
+        texts: Text prompts answered since the last comparison with the engine's counters:
+            [requests, bytes of text] by adapter or model name.
         adapters: Open requests by adapter or model name.
         recent: Names of `adapters` ever opened, the latest last.
         sent: Uncached prompt tokens ever sent.
         done: Of these, computed as of `at`.
         at: Monotonic seconds at which `done` was true.
-        tokens_per_s: How fast `done` grows.
+        tokens_per_s: Growth of `done` in tokens per second.
         kv_tokens_sent: KV tokens that requests ever sent take.
         kv_tokens_scraped: Of these, in the last scrape.
-        adapter_slots: What `adapters` worked out of `adapters` and `recent`; None since they changed.
-        typical_work: The usual work of a request, of the whole pool.
-
-    Args:
-        endpoint: Endpoint of the account.
-        from_peers: Of the open requests, those of other replicas (count), where replicas exchange
-            them.
-        active_context_tokens: Context tokens of the open requests, common prefixes counted once,
-            with the expected growth of young conversations; 0 while no plugin needs it.
-        answered: Requests closed with an answer (count, cumulative).
-        served: Of the answered requests, those with a prompt that this replica sent itself.
-        idled: Times at which an answer left no open request (count, cumulative).
-        texts: Text prompts answered since the last comparison with the engine's counters:
-            [requests, bytes of text] by adapter or model name.
-        done: Uncached prompt tokens ever computed, as of `at`.
-        tokens_per_s: Growth of `done` in tokens per second.
-        kv_tokens_scraped: Part of `kv_tokens_sent` that the last scrape contains.
+        adapter_slots: State derived from `adapters` and `recent`; None since they changed.
+        typical_work: Typical work of a request, of the whole pool.
     """
 
     __slots__ = (
@@ -256,7 +241,7 @@ class InflightLoad:
         return share
 
     def remove_pending(self, share: ContextShare) -> None:
-        """A request that was promised is sent, or never will be."""
+        """Remove the context of a queued request, which is sent or left."""
         self._context.close(share)
         self.active_context_tokens = self._context.tokens
 
@@ -316,7 +301,7 @@ class InflightLoad:
         self.done = min(max(self.done, admitted - largest), admitted)
 
     def _replace(self, placeholder: Reservation, reservation: Reservation) -> None:
-        """Put a ticket in the place of one that was just opened for it."""
+        """Put a reservation in the place of one that was just opened for it."""
         del self._open[placeholder]
         reservation.uncached_tokens, reservation.sent, reservation.context = (
             placeholder.uncached_tokens,
@@ -447,11 +432,11 @@ class Reservation(msgspec.Struct, eq=False):
                 client left before.
 
         Raises:
-            RuntimeError: The ticket was closed before, which is a bug of the caller.
+            RuntimeError: The reservation was closed before, which is a bug of the caller.
         """
         account = self._account
         if account is None:
-            raise RuntimeError("ticket closed twice; close it in one finally block")
+            raise RuntimeError("reservation closed twice; close it in one finally block")
         self._account = None
         if self.last_turn is not None:
             self.last_turn.ended = now
@@ -464,7 +449,7 @@ class Reservation(msgspec.Struct, eq=False):
             to: Its account.
 
         Raises:
-            RuntimeError: The ticket was closed before.
+            RuntimeError: The reservation was closed before.
         """
         self.close(now, answered=False)
         moved = to.open(

@@ -20,12 +20,9 @@ class HttpResponseParser:
 
     Attributes:
         done: Nothing more is expected.
-        failure: Why there is no page; empty while there is hope or when there is one.
+        failure: Reason why there is no page; empty while it may come, and when it is complete.
         reusable: The connection may carry another request.
         started: A byte of the answer has come.
-
-    Args:
-        failure: Reason why there is no page; empty while it may come, and when it is complete.
     """
 
     __slots__ = (

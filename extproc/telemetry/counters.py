@@ -58,7 +58,7 @@ class PoolCounters:
         responses: Responses by (endpoint address, HTTP status text).
         without_response: Routed requests whose stream ended before response headers, by address.
         prompt_tokens: Estimated prompt tokens of routed requests.
-        matched_tokens: Of these, predicted to be cached on the chosen endpoint.
+        matched_tokens: Of these, tokens predicted to be cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
@@ -68,14 +68,9 @@ class PoolCounters:
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected.
-        routed_total: Routed requests, also those of endpoints that left.
-        answered_total: Of these, answered.
-        reported_total: Of these, responses that reported token usage.
-
-    Args:
-        matched_tokens: Of the prompt tokens, those predicted to be cached on the chosen endpoint.
-        answered_total: Of the routed requests, those answered (count).
-        reported_total: Of the answered requests, those that reported token usage (count).
+        routed_total: Routed requests, also those of endpoints that left (count).
+        answered_total: Of these, requests that were answered (count).
+        reported_total: Of these, responses that reported token usage (count).
     """
 
     def __init__(self, name: str = "") -> None:
@@ -168,14 +163,11 @@ class ProcessCounters:
         large_bodies: Bodies for the parser worker, by result: `read`, `failed`, `refused`.
         large_body_duration_s: Time that these waited and were parsed.
         event_loop_lag_s: Delay of timers of the event loop.
-        event_loop_lag_cpu_s: Of these, CPU time of the thread of the event loop.
+        event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
         xds: Counters of the xDS server.
         supervisor: Keeps loops alive, and counts their failures.
         pools: Counters by name of the pool. A rejection before a pool was found counts under the
             default pool, which has the empty name if there are several.
-
-    Args:
-        event_loop_lag_cpu_s: Part of the event loop lag in which its thread computed (seconds).
     """
 
     def __init__(self) -> None:

@@ -52,16 +52,14 @@ class LoopMetrics:
 
     Args:
         window_s: Seconds the queue depth is averaged over.
-        wake_s: Seconds from the last request that waited at zero replicas until a replica was
-            requested; None before the first.
 
     Attributes:
         demand: Demand of the last step; None before it.
         desired: Last decision; None before the first.
         changes: Changes of the requested replicas by reason (count).
         failures: Failed reads and changes of the target (count).
-        wake_s: From the last request that waited at zero until a replica was requested; None while
-            there was none.
+        wake_s: Seconds from the last request that waited at zero replicas until a replica was
+            requested; None before the first.
     """
 
     def __init__(self, window_s: float) -> None:

@@ -62,7 +62,7 @@ class OraclePicker:
         self._uncached: dict[str, int] = {}
         self._recurrence = ConversationTracker()
         self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(nodes))]
-        self._tickets: dict[str, Reservation] = {}
+        self._reservations: dict[str, Reservation] = {}
 
     def listed(self, up: Sequence[int]) -> None:
         """See `SimPicker`."""
@@ -84,7 +84,7 @@ class OraclePicker:
         sim_request.predicted_tokens = best.cached
         self._uncached[sim_request.id] = work.prompt_tokens - best.cached
         account = self._accounts[where]
-        reservation = self._tickets[sim_request.id] = account.open(
+        reservation = self._reservations[sim_request.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
         )
         self._recurrence.record_sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
@@ -103,7 +103,7 @@ class OraclePicker:
     def ended(self, sim_request: SimRequest) -> None:
         """See `SimPicker`."""
         del self._uncached[sim_request.id]
-        self._tickets.pop(sim_request.id).close(0.0)
+        self._reservations.pop(sim_request.id).close(0.0)
 
     def rates(self) -> None:
         """See `SimPicker`; it needs no estimate."""
