@@ -167,7 +167,7 @@ def plan_election(
     _check_lease_times(wanted.lease, where)
     here = namespace(environment)
     name = wanted.lease.name or _lease_name(settings, plan, here)
-    if not lease_state.is_valid_name(name):
+    if not lease_state.is_lease_name(name):
         raise ConfigError(
             f"{where}, cluster.lease.name",
             wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",

@@ -61,7 +61,7 @@ class LeaseWrite(msgspec.Struct, frozen=True):
 
 
 class LeaseState:
-    """The state of a candidate.
+    """Knowledge of one candidate about the Lease.
 
     Args:
         identity: Unique per process start: writes of a former process may still be on their way.
@@ -207,18 +207,18 @@ class UnreadableLease(msgspec.Struct, frozen=True):
     reason: str
 
 
-def is_valid_name(name: str) -> bool:
+def is_lease_name(name: str) -> bool:
     """Return True if a name is a DNS subdomain, as names of Leases are."""
     return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
 
 
-def path(namespace: str, name: str = "") -> str:
+def lease_path(namespace: str, name: str = "") -> str:
     """Return the URL path of a Lease, or without a name that of all Leases of a namespace."""
     where = f"/apis/{_API}/namespaces/{quote(namespace, safe='')}/leases"
     return where + (f"/{quote(name, safe='')}" if name else "")
 
 
-def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
+def parse_lease(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
     """Parse a Lease; return its record and the complete object."""
     try:
         stored: Object = msgspec.json.decode(text, type=dict[str, Any])
@@ -237,32 +237,33 @@ def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
     return record, stored
 
 
-def write(
-    put: LeaseWrite, *, namespace: str, name: str, at: datetime, before: Object | None
+def build_lease(
+    update: LeaseWrite, *, namespace: str, name: str, at: datetime, before: Object | None
 ) -> Object:
     """Build the object that a write stores.
 
     Args:
+        update: The write.
         namespace: Namespace of the Lease.
         name: Name of the Lease.
         at: Time of day, with its zone; read by people and by other implementations only.
         before: The stored object, whose other fields stay; None if there is none.
     """
     now = at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    before = before if put.version and before is not None else {}
+    before = before if update.version and before is not None else {}
     # The API server owns the list of managed fields.
     preserved = {key: value for key, value in before.get("metadata", {}).items() if key != _MANAGED}
     spec = {
         **(before.get("spec") or {}),
-        "holderIdentity": put.holder,
-        "leaseDurationSeconds": put.duration_s,
-        "leaseTransitions": put.transitions,
+        "holderIdentity": update.holder,
+        "leaseDurationSeconds": update.duration_s,
+        "leaseTransitions": update.transitions,
         "renewTime": now,
-        **({"acquireTime": now} if put.acquired else {}),
+        **({"acquireTime": now} if update.acquired else {}),
     }
     metadata = {**preserved, "namespace": namespace, "name": name}
-    if put.version:
-        metadata["resourceVersion"] = put.version
+    if update.version:
+        metadata["resourceVersion"] = update.version
     return {"apiVersion": _API, "kind": "Lease", "metadata": metadata, "spec": spec}
 
 

@@ -156,7 +156,7 @@ class PoolStore:
 
         An endpoint that stays keeps its account and load; its labels are updated. One that comes
         back, or whose address belongs to another pod now, gets a new incarnation and a clean
-        account, while tickets of its earlier life still close against the earlier account.
+        account, while reservations of its earlier life still close against the earlier account.
 
         Args:
             endpoints: All endpoints, at most one per address; of duplicates the first counts.

@@ -67,7 +67,7 @@ class LeaseClient:
 
     async def read(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """Read the Lease; None where it does not exist."""
-        answer = await self._send("GET", lease_state.path(self._lease.namespace, self._lease.name))
+        answer = await self._send("GET", lease_state.lease_path(self._lease.namespace, self._lease.name))
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
             self._stored = None
@@ -77,13 +77,13 @@ class LeaseClient:
     async def write(self, write: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         """Write the Lease if its stored version is the version of the write."""
         namespace, name = self._lease.namespace, self._lease.name
-        body = lease_state.write(
+        body = lease_state.build_lease(
             write, namespace=namespace, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
         )
         if write.version:
-            answer = await self._send("PUT", lease_state.path(namespace, name), body)
+            answer = await self._send("PUT", lease_state.lease_path(namespace, name), body)
         else:
-            answer = await self._send("POST", lease_state.path(namespace), body)
+            answer = await self._send("POST", lease_state.lease_path(namespace), body)
         return self._read_answer(answer, write=write)
 
     def _read_answer(
@@ -100,7 +100,7 @@ class LeaseClient:
             return leader_elector.LeaseRequestFailed(message, conflict=is_conflict, reason=reason)
         for verb in ("get",) if write is None else ("update", "create"):
             self._denials.is_missing(verb, answer)
-        read = lease_state.read(answer)
+        read = lease_state.parse_lease(answer)
         if isinstance(read, lease_state.UnreadableLease):
             return leader_elector.LeaseRequestFailed(f"{self._title}: {read.reason}")
         record, self._stored = read

@@ -138,7 +138,7 @@ class ScaleSubresourceActuator:
         self._is_leader = is_leader
         self._supervisor = supervisor or Supervisor()
         self._path = scale_objects.target_path(target)
-        self._competing_autoscalers = CompetingAutoscalers(target, scale_client)
+        self._autoscaler_lister = AutoscalerLister(target, scale_client)
         #: Reason why this process does not scale, until the leader wrote an Event about it.
         self._pause_reason = ""
         self._denials = api_errors.Denials()
@@ -162,7 +162,7 @@ class ScaleSubresourceActuator:
     @property
     def can_scale(self) -> bool:
         """True if this replica leads and every list showed no other autoscaler."""
-        return self._is_leader() and self._competing_autoscalers.names == ()
+        return self._is_leader() and self._autoscaler_lister.names == ()
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""
@@ -203,9 +203,9 @@ class ScaleSubresourceActuator:
 
     async def update_competing_autoscalers(self) -> float:
         """Look for other autoscalers of the target; returns seconds until the next look."""
-        before = self._competing_autoscalers.names
-        pause_s = await self._competing_autoscalers.update()
-        now = self._competing_autoscalers.names
+        before = self._autoscaler_lister.names
+        pause_s = await self._autoscaler_lister.update()
+        now = self._autoscaler_lister.names
         if now and now != before:
             names = " and ".join(now)
             _log.warning("autoscaling: %s scales %s: we do not", names, self._title)
@@ -290,7 +290,7 @@ class _Known:
         self.warned = False
 
 
-class CompetingAutoscalers:
+class AutoscalerLister:
     """Lists other autoscalers of a target.
 
     Args:

@@ -42,7 +42,7 @@ def scale(api):
 async def test_other_autoscalers_are_listed_in_the_namespace_of_the_target():
     """Of both kinds, and only those that name the target."""
     api = ApiFixture(scaledobjects=listed("s"))
-    subject = scale_subresource.CompetingAutoscalers(TARGET, api)
+    subject = scale_subresource.AutoscalerLister(TARGET, api)
     assert subject.names is None
     await subject.update()
     assert subject.names == ("ScaledObject s",)
