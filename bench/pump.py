@@ -36,7 +36,7 @@ ADAPTERS = 300
 NOW = 100.0
 
 
-class Place:
+class QueuedPool:
     """A gate before endpoints that are all busy."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Place:
             fleet.observe_models(
                 fleet.pool.members[n].endpoint, ServedModels(frozenset({"m"}), frozenset(adapters))
             )
-        self.gate = AsyncFlowController(
+        self.flow_controller = AsyncFlowController(
             self.parts.director,
             holding,
             clock=lambda: NOW,
@@ -82,35 +82,35 @@ class Place:
             subset = next(subsets) if kind == "subsets" else None
             prepared = self.parts.director.prepare(HttpRequest(headers, body, subset=subset))
             why = self.parts.director.decide(prepared, NOW)
-            assert isinstance(self.gate.enqueue(prepared, why, NOW), QueuedRequest), why
+            assert isinstance(self.flow_controller.enqueue(prepared, why, NOW), QueuedRequest), why
 
     def sweep(self) -> tuple[float, float]:
         """CPU seconds of one look at everybody, and of its longest turn."""
-        turnstile, turns = self.gate._controller, []  # noqa: SLF001
-        while not turns or turnstile.queue.is_sweeping:
+        turns: list[float] = []
+        while not turns or self.flow_controller.queue.is_sweeping:
             before = time.process_time()
-            self.gate.pump()
+            self.flow_controller.pump()
             turns.append(time.process_time() - before)
         return sum(turns), max(turns)
 
 
 def row(kind: str, count: int) -> str:
-    place = Place()
+    place = QueuedPool()
     place.hold(count, kind)
     place.sweep()
     sweeps = [place.sweep() for _ in range(5)]
     total_s, turn_s = min(sweeps)
-    place.gate.close()
+    place.flow_controller.close()
     return f"{kind:9} {count:6} wait: sweep {total_s * 1e3:7.2f} ms, turn {turn_s * 1e3:6.2f} ms"
 
 
 def displace(count: int) -> str:
-    place = Place()
+    place = QueuedPool()
     place.hold(count, "one")
-    queue = place.gate.queue
+    queue = place.flow_controller.queue
     share = queue.bytes // count * min(count - 1, MOST_DISPLACED - 1)
     holding = FlowControlSection(enabled=True, max_requests=20_000, max_bytes=queue.bytes)
-    place.gate.reconfigure(holding)
+    place.flow_controller.reconfigure(holding)
     body = json.dumps({"model": "m", "prompt": "x" * share}).encode()
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
     large = place.parts.director.prepare(raw)
@@ -118,11 +118,11 @@ def displace(count: int) -> str:
         large, request=msgspec.structs.replace(large.request, priority=1)
     )
     before = time.process_time()
-    held = place.gate.enqueue(large, all_busy(1.0), NOW)
+    held = place.flow_controller.enqueue(large, all_busy(1.0), NOW)
     took = time.process_time() - before
     assert isinstance(held, QueuedRequest), held
-    gone = place.gate.outcomes["displaced"]
-    place.gate.close()
+    gone = place.flow_controller.outcomes["displaced"]
+    place.flow_controller.close()
     return f"displace  {count:6} wait: {gone} leave in {took * 1e3:7.2f} ms"
 
 

@@ -20,7 +20,7 @@ class ControlPlaneServers:
     """Servers of xDS and of KEDA's external scaler, where they are enabled.
 
     Args:
-        sites: Pools that xDS serves.
+        pool_registry: Pools that xDS serves.
         counters: Counts requests and failures.
         loops: Returns the control loops that KEDA scales by, by name of the pool.
 
@@ -34,7 +34,7 @@ class ControlPlaneServers:
     def __init__(
         self,
         settings: Settings,
-        sites: PoolRegistry,
+        pool_registry: PoolRegistry,
         counters: ProcessCounters,
         *,
         loops: Callable[[], Mapping[str, ControlLoop]],
@@ -49,9 +49,9 @@ class ControlPlaneServers:
         self._xds: xds_servicer.AggregatedDiscoveryServicer | None = None
         if settings.xds.enabled:
             self._xds = xds_servicer.AggregatedDiscoveryServicer(
-                sites.pools,
-                h2c=lambda: sites.h2c,
-                synced=lambda: sites.synced,
+                pool_registry.pools,
+                h2c=lambda: pool_registry.h2c,
+                synced=lambda: pool_registry.synced,
                 options=ClusterOptions(settings.xds.health_check, settings.xds.outliers),
                 counters=counters.xds,
                 supervisor=counters.supervisor,

@@ -191,7 +191,7 @@ class PoolRuntime:
             if self._settings.scrape.enabled:
                 supervised = keep("scrape", self._build_scraper().run, instance=f"pool {self.name}")
                 tasks.create_task(supervised, name=f"scrape {self.name}")
-            # A group without tasks would end, and with it what runs all sites.
+            # A group without tasks would end, and with it what runs all pools.
             await asyncio.Event().wait()
 
     def on_discovered(self, discovered: DiscoveredPool) -> None:

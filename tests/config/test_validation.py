@@ -17,20 +17,20 @@ class Dog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="ki
     name: str = ""
 
 
-class House(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Household(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pet: Cat | Dog | None = None
     more: Sequence[Cat | Dog] = ()
 
 
 def convert(tree):
-    return validation.to_struct(tree, House, where="h")
+    return validation.to_struct(tree, Household, where="h")
 
 
 def test_a_tag_selects_the_struct():
     """Each member of a union takes its own keys."""
-    house = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
-    assert house == House(Cat(3), [Dog("x")])
-    assert convert({"pet": None}) == House()
+    household = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
+    assert household == Household(Cat(3), [Dog("x")])
+    assert convert({"pet": None}) == Household()
 
 
 @pytest.mark.parametrize(

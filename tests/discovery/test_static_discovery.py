@@ -28,12 +28,12 @@ class Resolver:
 class Scene:
     def __init__(self, *flags, path="", **answers):
         self.now = 0.0
-        self.fleet = Fleet()
+        self.store = Fleet()
         self.resolver = Resolver(**answers)
         self.facts = []
         self.subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), jitter=0.0),
-            self.fleet,
+            self.store,
             flag_entries=endpoint_list.from_document(
                 {"endpoints": ",".join(flags).split(",") if flags else []}, where="f"
             ),
@@ -65,7 +65,7 @@ def test_static_endpoints_are_reported_once():
         scene = Scene("10.0.0.1:1,[fd00::1]:1")
         await scene.subject.start()
         await scene.step(1000.0)
-        assert scene.fleet.updates == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
+        assert scene.store.updates == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
         assert scene.resolver.queries == []
 
     asyncio.run(scene())
@@ -77,7 +77,7 @@ def test_an_empty_list_is_reported():
     async def scene():
         scene = Scene()
         await scene.subject.start()
-        assert scene.fleet.updates == [([], 0.0)]
+        assert scene.store.updates == [([], 0.0)]
 
     asyncio.run(scene())
 
@@ -94,7 +94,7 @@ def test_a_changed_file_is_read_at_the_next_poll(tmp_path):
         write(path, "10.0.0.3:1", "10.0.0.2:1")
         await scene.step(2.0)
         await scene.step(3.0)
-        assert scene.fleet.updates == [
+        assert scene.store.updates == [
             (["10.0.0.1:1", "10.0.0.2:1"], 0.0),
             (["10.0.0.1:1", "10.0.0.3:1", "10.0.0.2:1"], 2.0),
         ]
@@ -117,10 +117,10 @@ def test_an_invalid_file_keeps_the_endpoints(tmp_path):
         await scene.step(3.0)
         assert scene.kinds() == ["list-replaced", "file-broken", "file-broken"]
         assert "did you mean `address`?" in scene.facts[1].detail
-        assert len(scene.fleet.updates) == 1
+        assert len(scene.store.updates) == 1
         write(path, "10.0.0.4:1")
         await scene.step(4.0)
-        assert scene.fleet.updates[-1] == (["10.0.0.4:1"], 4.0)
+        assert scene.store.updates[-1] == (["10.0.0.4:1"], 4.0)
 
     asyncio.run(scene())
 
@@ -142,7 +142,7 @@ def test_names_are_resolved_again_when_due():
         assert len(scene.resolver.queries) == 2
         scene.resolver.answers["engines"] = ("10.0.0.2", "10.0.0.1")
         await scene.step(60.0)
-        assert scene.fleet.updates == [
+        assert scene.store.updates == [
             (["10.0.0.1:1"], 0.0),
             (["10.0.0.1:1", "10.0.0.2:1"], 60.0),
         ]
@@ -161,7 +161,7 @@ def test_a_failing_name_is_logged_once_and_retried_sooner():
         await scene.step(3.0)
         await scene.step(6.0)
         assert scene.kinds() == ["name-missing", "list-replaced", "name-kept"]
-        assert len(scene.fleet.updates) == 1
+        assert len(scene.store.updates) == 1
         assert len(scene.resolver.queries) == 3
         scene.resolver.answers["engines"] = ("10.0.0.1",)
         await scene.step(9.0)
@@ -213,12 +213,12 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         changed = asyncio.Event()
         subject = static_discovery.StaticDiscovery(
             static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.001),
-            scene.fleet,
+            scene.store,
             flag_entries=(),
             resolver=scene.resolver,
             clock=lambda: 0.0,
             rng=random.Random(1),
-            on_event=lambda fact: changed.set() if len(scene.fleet.updates) == 2 else None,
+            on_event=lambda fact: changed.set() if len(scene.store.updates) == 2 else None,
         )
         await subject.start()
         task = asyncio.ensure_future(subject.run())
@@ -227,6 +227,6 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
-        assert scene.fleet.updates[-1][0] == ["10.0.0.2:1"]
+        assert scene.store.updates[-1][0] == ["10.0.0.2:1"]
 
     asyncio.run(scene())

@@ -24,7 +24,7 @@ from extproc.scrape import metrics_page
 from extproc.server.stream_handler import STALLED
 from extproc.wire import codec, protobuf_decoder
 from extproc.wire.pb import ext_proc_pb2 as pb
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
@@ -45,13 +45,13 @@ def ask(
     body: bytes,
     *,
     headers: Mapping[str, str] | None = None,
-    house: House | None = None,
+    house: PoolFixture | None = None,
     subset: list[str] | None = None,
     limit: int = 1 << 20,
     budget: int = 1 << 30,
 ) -> str:
     """Send one POST in FULL_DUPLEX_STREAMED; returns the first answer."""
-    house = house or House({ONE: None})
+    house = house or PoolFixture({ONE: None})
     exchange = Exchange(ExchangeSettings(max_body_bytes=limit), BufferBudget(budget))
     head = pb.ProcessingRequest()
     for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
@@ -78,14 +78,14 @@ def stalled() -> str:
     return said(exchange.reject(STALLED))
 
 
-def several() -> House:
+def several() -> PoolFixture:
     """An endpoint that listed two models, under `unknown_model: reject`."""
-    house = House({ONE: None})
+    house = PoolFixture({ONE: None})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
-    house.fleet.observe_models(house.fleet.pool.members[0].endpoint, listed)
-    routing = house.dispatcher.routing
+    house.store.observe_models(house.store.pool.members[0].endpoint, listed)
+    routing = house.director.routing
     strict = msgspec.structs.replace(routing.settings, reject_unlisted=True)
-    house.dispatcher.reconfigure(msgspec.structs.replace(routing, settings=strict))
+    house.director.reconfigure(msgspec.structs.replace(routing, settings=strict))
     return house
 
 
@@ -176,7 +176,7 @@ ROWS: Mapping[str, Callable[[], str]] = {
     ),
     "subset hint with a wrong port": lambda: ask("/x", b"", subset=["10.0.0.1:1"]),
     "empty subset hint": lambda: ask("/x", b"", subset=[]),
-    "no endpoint in the pool": lambda: ask("/x", b"", house=House({})),
+    "no endpoint in the pool": lambda: ask("/x", b"", house=PoolFixture({})),
     "client sends `x-gateway-destination-endpoint`": lambda: (
         ask("/x", b"", headers={"x-gateway-destination-endpoint": "9.9.9.9:1"})
         + ", and the header is overwritten"

@@ -11,7 +11,7 @@ from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import ProcessCounters
 from tests.docs import reference
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 #: Values of labels, where there are few: `family/label`.
 VALUES = {
@@ -36,14 +36,14 @@ VALUES = {
 
 def families() -> list[Metric]:
     """All families there can be, with one endpoint in one pool."""
-    house = House({"10.0.0.1:8000": None})
+    house = PoolFixture({"10.0.0.1:8000": None})
     counters = ProcessCounters()
     counters.for_pool("")
     page = exposition.Exposition(
         counters,
         lambda: {
             "": pool_metrics.PoolView(
-                house.fleet.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
+                house.store.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
             )
         },
         clock=lambda: 1.0,

@@ -36,7 +36,7 @@ from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference
 from tests.support import http2_frames
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 BODY = b'{"model":"llama","messages":[{"role":"user","content":"' + b"hello " * 200 + b'"}]}'
 
@@ -92,9 +92,9 @@ class WriteTransport(asyncio.Transport):
 def stream_context() -> stream_handler.StreamContext:
     """Dependencies of streams over two idle endpoints with the default strategy."""
     load = Load(at=99.0, waiting=0, running=1, kv_usage=0.1)
-    house = House({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
+    house = PoolFixture({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
     return stream_handler.StreamContext(
-        pool_selector=PoolSelector([PoolRoute("", house.dispatcher)]),
+        pool_selector=PoolSelector([PoolRoute("", house.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
         body_budget=BufferBudget(1 << 30),
         observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: house.now),

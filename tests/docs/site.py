@@ -1,6 +1,6 @@
 """The documentation site, built strictly: a broken link or anchor fails.
 
-    python -m tests.docs.site [FOLDER]
+    python -m tests.docs.runtime [FOLDER]
 
 Links to files outside of docs/ lead to the repository, or are text while `repo_url` is not set.
 The build runs on a copy, in FOLDER/source (`build/docs/source` by default), and writes FOLDER/html:

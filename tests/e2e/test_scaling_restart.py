@@ -80,7 +80,7 @@ class Keeper:
         installation.replace_file(self.listed, json.dumps({"endpoints": addresses}))
 
 
-class Place:
+class ReplicaPair:
     """Two pickers, an Envoy, and whoever keeps engines."""
 
     def __init__(self, children, folder):
@@ -167,7 +167,7 @@ class Place:
 @contextlib.asynccontextmanager
 async def place(folder):
     async with stack.stack() as children:
-        one = Place(children, folder)
+        one = ReplicaPair(children, folder)
         await one.start()
         keeping = asyncio.ensure_future(one.keeper.run())
         try:

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 
 from extproc.decision import Decision, Rejection, all_busy, no_endpoints_yet
@@ -19,10 +18,17 @@ BUSY = all_busy(0.5)
 EMPTY = no_endpoints_yet()
 
 
-class Entrance:
-    """A turnstile before so many free places."""
+class FlowControllerFixture:
+    """A flow controller, and a number of requests that endpoints have capacity for.
 
-    def __init__(self, *, free=0, most=None, **settings):
+    Args:
+        free: Requests that may be dispatched (count).
+        most: Requests that a call of `dispatch` looks at (count); None for the default.
+        callbacks: Further callbacks of the controller, by name.
+        settings: Settings of the queue.
+    """
+
+    def __init__(self, *, free=0, most=None, callbacks=None, **settings):
         self.free = free
         self.wanted = {}
         self.went = []
@@ -36,17 +42,13 @@ class Entrance:
             on_waiting=self.toward.__setitem__,
             dispatch=self.go,
             reject=self.rejections.__setitem__,
+            **(callbacks or {}),
         )
         self.timer = TimerFixture()
         budget = None if most is None else LookBudget(looks=most, seconds=1.0)
-        self.turnstile = FlowController(
+        self.controller = FlowController(
             FlowControlSettings(**settings), acts, self.timer, budget=budget
         )
-
-    def report(self, **callbacks):
-        """From now on exceptions are reported."""
-        more = msgspec.structs.replace(self.turnstile._callbacks, **callbacks)
-        self.turnstile._callbacks = more
 
     def decide(self, item, may_defer):
         if item in self.broken:
@@ -63,46 +65,46 @@ class Entrance:
         self.went.append(item)
 
     def hold(self, *items, why=BUSY, now=0.0, **want):
-        held = [self.turnstile.enqueue(item, EnqueueRequest(**want), why, now) for item in items]
+        held = [self.controller.enqueue(item, EnqueueRequest(**want), why, now) for item in items]
         return held[0] if len(held) == 1 else held
 
 
 def test_new_requests_do_not_overtake_queued_ones():
     """A request that could go waits behind those of its own and higher priorities only."""
-    entrance = Entrance()
-    assert entrance.turnstile.check(GOES, priority=0) is None
-    assert entrance.turnstile.check(BUSY, priority=0) is BUSY
+    entrance = FlowControllerFixture()
+    assert entrance.controller.check(GOES, priority=0) is None
+    assert entrance.controller.check(BUSY, priority=0) is BUSY
     entrance.hold("a")
-    assert entrance.turnstile.check(GOES, priority=0).retry_in_s == 0.0
-    assert entrance.turnstile.check(GOES, priority=-1).retry_in_s == 0.0
-    assert entrance.turnstile.check(GOES, priority=1) is None
+    assert entrance.controller.check(GOES, priority=0).retry_in_s == 0.0
+    assert entrance.controller.check(GOES, priority=-1).retry_in_s == 0.0
+    assert entrance.controller.check(GOES, priority=1) is None
 
 
 def test_the_next_pump_is_at_the_earliest_capacity():
     """The estimate, within bounds, or the deadline; nothing where nobody waits."""
-    entrance = Entrance(timeout_s=60.0)
-    assert entrance.turnstile.dispatch(0.0) is None
+    entrance = FlowControllerFixture(timeout_s=60.0)
+    assert entrance.controller.dispatch(0.0) is None
     entrance.hold("a")
-    assert entrance.turnstile.dispatch(0.0) == 0.5
-    assert entrance.turnstile.next_pump_s(0.0, 0.0) == 0.002
-    assert entrance.turnstile.next_pump_s(30.0, 0.0) == 1.0
-    assert entrance.turnstile.next_pump_s(math.inf, 10.0) == 50.0
+    assert entrance.controller.dispatch(0.0) == 0.5
+    assert entrance.controller.next_pump_s(0.0, 0.0) == 0.002
+    assert entrance.controller.next_pump_s(30.0, 0.0) == 1.0
+    assert entrance.controller.next_pump_s(math.inf, 10.0) == 50.0
 
 
 def test_dispatches_per_call_are_bounded():
     """Then it wants to be asked again at once."""
-    entrance = Entrance(free=5, most=2)
+    entrance = FlowControllerFixture(free=5, most=2)
     entrance.hold(*"abc")
-    assert entrance.turnstile.dispatch(0.0) == 0.0
+    assert entrance.controller.dispatch(0.0) == 0.0
     assert entrance.went == ["a", "b"]
-    assert entrance.turnstile.dispatch(0.0) is None
-    assert entrance.turnstile.outcomes == {"dispatched": 3}
+    assert entrance.controller.dispatch(0.0) is None
+    assert entrance.controller.outcomes == {"dispatched": 3}
 
 
 def test_how_long_a_request_waits():
     """What it asks for, else its objective's time, else that of an empty pool, never too long."""
     facts = {"timeout_s": 10.0, "empty_timeout_s": 20.0, "max_timeout_s": 40.0}
-    entrance = Entrance(by_objective={"batch": 30.0}, **facts)
+    entrance = FlowControllerFixture(by_objective={"batch": 30.0}, **facts)
     assert entrance.hold("a").deadline == 10.0
     assert entrance.hold("b", why=EMPTY).deadline == 20.0
     assert entrance.hold("c", objective="batch").deadline == 30.0
@@ -113,7 +115,7 @@ def test_how_long_a_request_waits():
 
 def test_a_rejection_is_not_queued():
     """The refusal stands, with the queue's own estimate where it names one."""
-    entrance = Entrance()
+    entrance = FlowControllerFixture()
     gone = Rejection(404, "there is no such model")
     assert entrance.hold("a", why=gone) is gone
     full = Rejection(429, "full", retry_after_s=1)
@@ -124,10 +126,10 @@ def test_a_rejection_is_not_queued():
 
 def test_expired_waits_name_their_reason():
     """503 where there was no endpoint, 429 where all were busy, both with Retry-After."""
-    entrance = Entrance(timeout_s=1.0, empty_timeout_s=1.0)
+    entrance = FlowControllerFixture(timeout_s=1.0, empty_timeout_s=1.0)
     entrance.hold("a")
     entrance.hold("b", why=EMPTY)
-    entrance.turnstile.dispatch(2.0)
+    entrance.controller.dispatch(2.0)
     assert [(rejection.status, rejection.reason) for rejection in entrance.rejections.values()] == [
         (429, "rejected-ttl-expired"),
         (503, "rejected-no-endpoints"),
@@ -137,52 +139,52 @@ def test_expired_waits_name_their_reason():
 
 def test_a_request_is_cancelled_once():
     """Whether it still waited is the answer, and then it is forgotten."""
-    entrance = Entrance()
+    entrance = FlowControllerFixture()
     waiter = entrance.hold("a")
     assert isinstance(waiter, QueuedItem)
-    assert entrance.turnstile.cancel(waiter)
-    assert not entrance.turnstile.cancel(waiter)
-    assert not entrance.turnstile.queue.count
+    assert entrance.controller.cancel(waiter)
+    assert not entrance.controller.cancel(waiter)
+    assert not entrance.controller.queue.count
 
 
 def test_a_request_may_wait_for_its_preferred_endpoint():
     """Whoever wants another one overtakes it, until half of its time has passed."""
-    entrance = Entrance(free=9, timeout_s=60.0)
+    entrance = FlowControllerFixture(free=9, timeout_s=60.0)
     entrance.wanted = {"a": "x", "c": "x"}
     entrance.hold(*"abcd")
-    entrance.turnstile.dispatch(1.0)
+    entrance.controller.dispatch(1.0)
     assert entrance.went == ["b", "d"]
     assert entrance.toward["a"] == "x"
-    entrance.turnstile.dispatch(29.0)
+    entrance.controller.dispatch(29.0)
     assert entrance.went == ["b", "d"]
-    entrance.turnstile.dispatch(30.0)
+    entrance.controller.dispatch(30.0)
     assert entrance.went == ["b", "d", "a", "c"]
 
 
 def test_without_capacity_all_requests_wait_for_any_endpoint():
     """One is asked, whomever it waits for, and the others are not."""
-    entrance = Entrance()
+    entrance = FlowControllerFixture()
     entrance.hold("a", why=all_busy(0.5, preferred_endpoint="x", busy_endpoints=("x", "y")))
     entrance.hold("b", why=all_busy(0.5, preferred_endpoint="y", busy_endpoints=("x", "y")))
     assert entrance.toward == {"a": "x", "b": "y"}
-    entrance.turnstile.dispatch(0.0)
+    entrance.controller.dispatch(0.0)
     assert entrance.toward == {"a": "", "b": "y"}
 
 
 def test_a_new_request_waits_for_its_chosen_endpoint():
     """Others wait already, and its turn may come as soon as theirs."""
-    entrance = Entrance()
+    entrance = FlowControllerFixture()
     entrance.hold("a")
     assert (
-        entrance.turnstile.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
+        entrance.controller.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
     )
 
 
 def test_close_rejects_queued_and_new_requests():
     """Those who wait and those who come are told the same."""
-    entrance = Entrance()
+    entrance = FlowControllerFixture()
     entrance.hold("a")
-    entrance.turnstile.close()
+    entrance.controller.close()
     assert entrance.rejections["a"].reason == "rejected-shutting-down"
     assert entrance.hold("b").reason == "rejected-shutting-down"
 
@@ -208,72 +210,82 @@ def test_headers_set_tenant_and_timeouts():
 
 def test_changes_during_a_sweep_start_another_sweep():
     """The sweep goes to its end first, so that nobody starves, and then begins anew."""
-    entrance = Entrance(most=1)
+    entrance = FlowControllerFixture(most=1)
     for target in "abc":
         entrance.hold(target, target=target)
-    assert entrance.turnstile.dispatch(0.0) == 0.0
+    assert entrance.controller.dispatch(0.0) == 0.0
     entrance.free = 9
-    entrance.turnstile.notify_capacity()
-    assert entrance.turnstile.dispatch(0.0) == 0.0
-    assert entrance.turnstile.dispatch(0.0) == 0.0
+    entrance.controller.notify_capacity()
+    assert entrance.controller.dispatch(0.0) == 0.0
+    assert entrance.controller.dispatch(0.0) == 0.0
     assert entrance.went == ["b", "c"]
-    assert entrance.turnstile.dispatch(0.0) is None
+    assert entrance.controller.dispatch(0.0) is None
     assert entrance.went == ["b", "c", "a"]
 
 
 def test_the_next_pump_considers_the_complete_sweep():
     """The soonest that any of its calls was named."""
-    entrance = Entrance(most=1, timeout_s=60.0)
+    entrance = FlowControllerFixture(most=1, timeout_s=60.0)
     entrance.waits = {"a": 0.2, "b": 0.4}
     for target in "ab":
         entrance.hold(target, target=target)
-    assert entrance.turnstile.dispatch(0.0) == 0.0
-    assert entrance.turnstile.dispatch(0.0) == 0.2
+    assert entrance.controller.dispatch(0.0) == 0.0
+    assert entrance.controller.dispatch(0.0) == 0.2
 
 
-def test_a_request_that_raises_leaves_the_queue():
-    """Those behind it go on; without somebody to tell, the exception comes out."""
-    entrance = Entrance(free=9)
-    failed = []
+def test_an_exception_for_a_request_propagates_without_a_callback():
+    """`dispatch` raises what the decision of a request raised."""
+    entrance = FlowControllerFixture(free=9)
     entrance.broken = {"a"}
     entrance.hold(*"ab")
     with pytest.raises(ZeroDivisionError):
-        entrance.turnstile.dispatch(0.0)
-    entrance.report(on_item_failed=lambda item, error: failed.append((item, type(error))))
-    entrance.turnstile.dispatch(0.0)
+        entrance.controller.dispatch(0.0)
+
+
+def test_a_request_that_raises_leaves_the_queue():
+    """The exception is reported, and the requests behind it are dispatched."""
+    failed = []
+
+    def on_item_failed(item, error):
+        failed.append((item, type(error)))
+
+    entrance = FlowControllerFixture(free=9, callbacks={"on_item_failed": on_item_failed})
+    entrance.broken = {"a"}
+    entrance.hold(*"ab")
+    entrance.controller.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
     assert entrance.went == ["b"]
-    assert entrance.turnstile.outcomes == {"failed": 1, "dispatched": 1}
-    assert not entrance.turnstile.queue.count
+    assert entrance.controller.outcomes == {"failed": 1, "dispatched": 1}
+    assert not entrance.controller.queue.count
 
 
 def test_rejections_of_a_sweep_are_delivered():
     """What waiting no longer helps is told at the next look, and those behind it go on."""
-    entrance = Entrance(free=1)
+    entrance = FlowControllerFixture(free=1)
     entrance.refused = {"a"}
     entrance.hold(*"ab")
-    assert entrance.turnstile.dispatch(0.0) is None
+    assert entrance.controller.dispatch(0.0) is None
     assert entrance.rejections["a"].status == 404
     assert entrance.went == ["b"]
-    assert entrance.turnstile.outcomes == {"rejected": 1, "dispatched": 1}
+    assert entrance.controller.outcomes == {"rejected": 1, "dispatched": 1}
 
 
 def test_controller_sets_its_timer_for_the_earliest_deadline():
     """A shorter wait moves the timer forward, a longer one leaves it."""
-    entrance = Entrance(empty_timeout_s=100.0)
+    entrance = FlowControllerFixture(empty_timeout_s=100.0)
     entrance.hold("a", why=EMPTY)
     assert entrance.timer.pending == [100.0]
     entrance.hold("b", why=EMPTY, timeout_s=50.0)
     assert entrance.timer.pending == [50.0]
     entrance.hold("c", why=EMPTY, timeout_s=70.0)
     assert entrance.timer.pending == [50.0]
-    entrance.turnstile.close()
+    entrance.controller.close()
     assert entrance.timer.pending == []
 
 
 def test_controller_sets_its_timer_again_while_requests_are_queued():
     """Each call of `pump` schedules the next one, and the last request leaves none."""
-    entrance = Entrance(timeout_s=1.0)
+    entrance = FlowControllerFixture(timeout_s=1.0)
     entrance.hold("a")
     entrance.timer.advance(0.4)
     assert entrance.timer.pending == [0.5]
@@ -286,28 +298,35 @@ def test_controller_sets_its_timer_again_while_requests_are_queued():
 
 def test_controller_dispatches_soon_after_capacity_is_notified():
     """Any number of notifications cause a single call of `pump`."""
-    entrance = Entrance(timeout_s=60.0)
-    entrance.turnstile.notify_capacity()
+    entrance = FlowControllerFixture(timeout_s=60.0)
+    entrance.controller.notify_capacity()
     assert entrance.timer.pending == []
     entrance.hold("a", why=EMPTY)
     entrance.free = 1
-    entrance.turnstile.notify_capacity()
-    entrance.turnstile.notify_capacity()
+    entrance.controller.notify_capacity()
+    entrance.controller.notify_capacity()
     assert entrance.timer.pending == [0.0, 60.0]
     entrance.timer.advance(0.0)
     assert entrance.went == ["a"]
 
 
+def test_an_exception_of_a_pump_propagates_without_a_callback():
+    """`pump` raises what a step of it raised."""
+    entrance = FlowControllerFixture(timeout_s=60.0)
+    entrance.hold("a", why=EMPTY)
+    entrance.controller.queue.expired = None
+    with pytest.raises(TypeError):
+        entrance.controller.pump()
+
+
 def test_controller_pumps_again_after_an_exception():
     """The exception is reported, and the timer is set for a second later."""
-    entrance = Entrance(timeout_s=60.0)
+    failed = []
+    entrance = FlowControllerFixture(timeout_s=60.0, callbacks={"on_pump_failed": failed.append})
     entrance.hold("a", why=EMPTY)
-    queue, failed = entrance.turnstile.queue, []
+    queue = entrance.controller.queue
     expired, queue.expired = queue.expired, None
-    with pytest.raises(TypeError):
-        entrance.turnstile.pump()
-    entrance.report(on_pump_failed=failed.append)
-    entrance.turnstile.pump()
+    entrance.controller.pump()
     assert [type(error) for error in failed] == [TypeError]
     assert entrance.timer.pending == [1.0]
     queue.expired, entrance.free = expired, 1

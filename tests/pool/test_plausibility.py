@@ -17,18 +17,18 @@ class Engine:
     """A fleet of one endpoint, and what its pages say."""
 
     def __init__(self):
-        self.fleet = PoolStore(on_gone=lambda _: None)
-        self.fleet.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+        self.store = PoolStore(on_gone=lambda _: None)
+        self.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
         self.account = self.member.account
 
     @property
     def member(self):
-        return self.fleet.pool.members[0]
+        return self.store.pool.members[0]
 
     def scrape(self, now, *, generated=0.0, waiting=0.0, running=0.0, **facts):
         totals = EngineCounters(generated_tokens=generated)
         load = Load(at=now, waiting=waiting, running=running, counters=totals, **facts)
-        self.fleet.observe(self.fleet.begin_scrape(self.member.endpoint), load, now)
+        self.store.observe(self.store.begin_scrape(self.member.endpoint), load, now)
         return distrust_reason(self.member.flaws)
 
     def send(self, now, *, tokens=100, mirrored=False):
@@ -90,7 +90,7 @@ def test_a_page_without_counters_is_never_frozen():
     engine = Engine()
     for now in (1.0, 9.0):
         load = Load(at=now, waiting=0.0, running=0.0)
-        engine.fleet.observe(engine.fleet.begin_scrape(engine.member.endpoint), load, now)
+        engine.store.observe(engine.store.begin_scrape(engine.member.endpoint), load, now)
         engine.serve(now, times=9)
     assert distrust_reason(engine.member.flaws) == ""
 
@@ -121,14 +121,14 @@ def test_a_frozen_page_is_ignored():
     engine = Engine()
     engine.scrape(1.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (50.0, 40.0)
-    assert engine.fleet.foreign_traffic.share == 1.0
+    assert engine.store.foreign_traffic.share == 1.0
     engine.serve(2.0)
     engine.send(3.0)
     engine.scrape(4.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (0.0, 0.0)
     assert engine.member.foreign_tokens == 0.0
-    assert engine.fleet.foreign_traffic.share == 1.0, "nor do ours count for more"
-    assert engine.fleet.pool.has_unknown_values
+    assert engine.store.foreign_traffic.share == 1.0, "nor do ours count for more"
+    assert engine.store.pool.has_unknown_values
 
 
 def test_missing_values_of_a_page_are_flagged():

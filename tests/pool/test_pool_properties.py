@@ -24,25 +24,25 @@ class Fleets(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.gone: list[Endpoint] = []
-        self.fleet = PoolStore(on_gone=self.gone.append)
+        self.store = PoolStore(on_gone=self.gone.append)
         self.accounts: dict[int, InflightLoad] = {}
         self.open: list[Reservation] = []
         self.now = 0.0
 
     @rule(addresses=some, name=st.sampled_from(["", "a", "b"]))
     def set_endpoints(self, addresses: list[str], name: str) -> None:
-        before = self.fleet.pool
+        before = self.store.pool
         num_gone = len(self.gone)
-        self.fleet.set_endpoints([Endpoint(address, name) for address in addresses], self.now)
+        self.store.set_endpoints([Endpoint(address, name) for address in addresses], self.now)
         left = {member.endpoint.address for member in before.members} - set(addresses)
         assert {endpoint.address for endpoint in self.gone[num_gone:]} == left
-        assert [member.endpoint.address for member in self.fleet.pool.members] == list(
+        assert [member.endpoint.address for member in self.store.pool.members] == list(
             dict.fromkeys(addresses)
         )
 
     @rule(target=tickets, address=st.sampled_from(ADDRESSES), tokens=st.integers(0, 9))
     def start(self, address: str, tokens: int) -> Reservation | None:
-        member = self.fleet.pool.find(address)
+        member = self.store.pool.find(address)
         if member is None:
             return None
         ticket = member.account.open("m", tokens, cached_tokens=0, now=0.0)
@@ -57,8 +57,8 @@ class Fleets(RuleBasedStateMachine):
 
     @rule(target=marks, address=st.sampled_from(ADDRESSES))
     def begin_scrape(self, address: str) -> ScrapeToken | None:
-        member = self.fleet.pool.find(address)
-        return None if member is None else self.fleet.begin_scrape(member.endpoint)
+        member = self.store.pool.find(address)
+        return None if member is None else self.store.begin_scrape(member.endpoint)
 
     @rule(mark=consumes(marks), running=counts, waiting=counts)
     def observe(
@@ -67,17 +67,17 @@ class Fleets(RuleBasedStateMachine):
         if mark is not None:
             self.now += 1.0
             load = Load(at=self.now, running=running, waiting=waiting)
-            self.fleet.observe(mark, load, self.now)
+            self.store.observe(mark, load, self.now)
 
     @rule(mark=consumes(marks), reason=st.sampled_from(["refused", "timeout", "status"]))
     def fail(self, mark: ScrapeToken | None, reason: str) -> None:
         if mark is not None:
-            self.fleet.scrape_failed(mark, reason, self.now)
+            self.store.scrape_failed(mark, reason, self.now)
 
     @invariant()
     def accounts_add_up(self) -> None:
         """No count is negative, and all lives together hold exactly the open tickets."""
-        for member in self.fleet.pool.members:
+        for member in self.store.pool.members:
             known = self.accounts.setdefault(member.endpoint.incarnation, member.account)
             assert known is member.account
         for account in self.accounts.values():
@@ -89,7 +89,7 @@ class Fleets(RuleBasedStateMachine):
     @invariant()
     def the_snapshot_is_consistent(self) -> None:
         """Positions, the down count and the candidates agree with the members."""
-        pool = self.fleet.pool
+        pool = self.store.pool
         assert [pool.find(member.endpoint.address) for member in pool.members] == list(pool.members)
         assert len(pool.positions) == len(pool.members)
         assert pool.down == sum(not member.is_up for member in pool.members)

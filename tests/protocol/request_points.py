@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support import ext_proc_script
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
 
@@ -11,5 +11,5 @@ CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
 THREE = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
 
 
-def house(*addresses: str) -> House:
-    return House({address: load(0, 0.0) for address in addresses or (ext_proc_script.ADDRESS,)})
+def build_pool(*addresses: str) -> PoolFixture:
+    return PoolFixture({address: load(0, 0.0) for address in addresses or (ext_proc_script.ADDRESS,)})

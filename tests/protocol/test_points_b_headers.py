@@ -6,14 +6,14 @@ import pytest
 
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.headers import CONTROL_HEADERS
-from tests.protocol.request_points import CHAT, THREE, house
+from tests.protocol.request_points import CHAT, THREE, build_pool
 from tests.support import ext_proc_script, peer
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 
 def test_023_headers_are_set_by_raw_value_alone():
     """Every header we set carries raw_value and no value, on picks, responses and refusals."""
-    held = ext_proc_script.Talk(house().decide, request_id="made")
+    held = ext_proc_script.Talk(build_pool().decide, request_id="made")
     messages = (
         ext_proc_script.request_headers({":path": "/v1/models"}, ends=True),
         ext_proc_script.response_headers(),
@@ -21,7 +21,7 @@ def test_023_headers_are_set_by_raw_value_alone():
     # The peer refuses to read a header that has `value` set.
     replies = [replies for message in messages for replies in held.hear(message)]
     assert [len(reply.sets) for reply in replies] == [2, 1]
-    refused = ext_proc_script.Talk(House({}).decide).hear(
+    refused = ext_proc_script.Talk(PoolFixture({}).decide).hear(
         ext_proc_script.request_headers(ends=True)
     )
     assert len(refused[0].sets) == 3
@@ -107,7 +107,7 @@ def test_038_trace_context_passes(trace: dict[str, str]):
             ext_proc_script.request_headers({**ext_proc_script.PLAIN, **trace}, ends=True),
             ext_proc_script.route(),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -116,7 +116,7 @@ def test_039_a_clients_destination_is_overwritten():
     headers = {**ext_proc_script.PLAIN, peer.DESTINATION: "6.6.6.6:66"}
     ext_proc_script.play(
         [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -150,7 +150,7 @@ def test_043_metadata_is_optional(metadata: object):
     """No metadata, empty metadata and foreign metadata are legal and hint nothing."""
     held = ext_proc_script.play(
         [ext_proc_script.request_headers(ends=True, metadata=metadata), ext_proc_script.route()],
-        house().decide,
+        build_pool().decide,
     )
     assert held.decided[0].subset is None
 
@@ -169,7 +169,7 @@ def test_044_a_hint_on_headers_or_body(where: str):
             ext_proc_script.route(THREE[1]),
             ext_proc_script.hand_on(CHAT, ends=True),
         ],
-        house(*THREE).decide,
+        build_pool(*THREE).decide,
     )
     assert held.decided[0].subset == (THREE[1],)
 
@@ -188,7 +188,7 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
 )
 def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
     """Where it is wanted and something was compared, every finalist's score is in the metadata."""
-    held = House(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
+    held = PoolFixture(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
     talk = ext_proc_script.Talk(
         held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)
     )

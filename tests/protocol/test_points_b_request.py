@@ -6,7 +6,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.request import InferenceRequest
-from tests.protocol.request_points import CHAT, house
+from tests.protocol.request_points import CHAT, build_pool
 from tests.support import ext_proc_script, peer
 
 
@@ -139,7 +139,7 @@ def test_026_body_bytes_are_unchanged(body: bytes):
             ext_proc_script.route(),
             ext_proc_script.hand_on(body, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -154,7 +154,7 @@ def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
             ext_proc_script.route(),
             ext_proc_script.hand_on(CHAT, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
     assert held.decided[0].body == CHAT
 
@@ -185,7 +185,7 @@ def test_030_an_empty_body_is_routed_like_none():
             ext_proc_script.route(),
             ext_proc_script.hand_on(b"", ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -194,7 +194,7 @@ def test_031_bodiless_gets_exactly_one_answer(mode: str):
     """A request without body is answered by its headers answer alone, in every mode."""
     ext_proc_script.play(
         [ext_proc_script.request_headers(ends=True), ext_proc_script.route()],
-        house().decide,
+        build_pool().decide,
         modes=(mode, "NONE"),
     )
 
@@ -206,7 +206,7 @@ def test_032_bodiless_on_any_path_is_routed(method: str, path: str):
     headers = {":method": method, ":path": path, "x-request-id": "r"}
     ext_proc_script.play(
         [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -221,7 +221,7 @@ def test_033_post_on_an_unknown_path_is_routed():
             ext_proc_script.route(),
             ext_proc_script.hand_on(body, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -235,7 +235,7 @@ def test_034_bytes_that_are_no_json_pass(body: bytes):
             ext_proc_script.route(),
             ext_proc_script.hand_on(body, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -256,7 +256,7 @@ def test_041_buffered_is_answered_one_to_one(mode: str, ends: bool):  # noqa: FB
         ext_proc_script.response_body(b"x", ends=True),
         ext_proc_script.go_on("response_body"),
     ]
-    held = ext_proc_script.play(script, house().decide, modes=(mode, "BUFFERED"))
+    held = ext_proc_script.play(script, build_pool().decide, modes=(mode, "BUFFERED"))
     assert held.decided[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
 
 
@@ -277,7 +277,7 @@ def test_041_streamed_is_answered_one_to_one():
             ext_proc_script.response_body(b"", ends=True),
             ext_proc_script.go_on("response_body"),
         ],
-        house().decide,
+        build_pool().decide,
         modes=("STREAMED", "STREAMED"),
     )
 
@@ -295,7 +295,7 @@ def test_041_none_is_decided_on_the_headers():
             ext_proc_script.response_trailers(),
             ext_proc_script.go_on("response_trailers"),
         ],
-        house().decide,
+        build_pool().decide,
         modes=("NONE", "NONE"),
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.protocol.exchange import ExchangeSettings
 from tests.support import ext_proc_script, peer
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 FIRST, SECOND, THIRD = "192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000"
 #: The second has the least load, the third by far the most.
@@ -23,7 +23,7 @@ NO_ENDPOINTS = ext_proc_script.refuse(
 )
 
 
-def picked(subset: Any, house: House) -> str:
+def picked(subset: Any, house: PoolFixture) -> str:
     """Where a request with a hint goes; empty when it is refused with 503."""
     message = ext_proc_script.request_headers(ends=True, metadata=peer.hinted(subset))
     (reply,) = ext_proc_script.Talk(house.decide).hear(message)
@@ -34,7 +34,7 @@ def picked(subset: Any, house: House) -> str:
 
 def allowed(subset: Any, *addresses: str) -> list[str]:
     """Everybody a hint allows, in pool order, by asking for all fallbacks."""
-    house = House(dict.fromkeys(addresses), fallbacks=len(addresses))
+    house = PoolFixture(dict.fromkeys(addresses), fallbacks=len(addresses))
     destinations = picked(subset, house).split(",")
     return [address for address in addresses if address in destinations]
 
@@ -51,7 +51,7 @@ def allowed(subset: Any, *addresses: str) -> list[str]:
 )
 def test_045_without_a_hint_every_endpoint_is_a_candidate(metadata: Any):
     """No hint: the best of all endpoints is picked, and all of them are candidates."""
-    house = House(LOADS, fallbacks=2)
+    house = PoolFixture(LOADS, fallbacks=2)
     (reply,) = ext_proc_script.Talk(house.decide).hear(
         ext_proc_script.request_headers(ends=True, metadata=metadata)
     )
@@ -62,13 +62,13 @@ def test_045_without_a_hint_every_endpoint_is_a_candidate(metadata: Any):
 
 def test_046_a_hint_with_a_single_endpoint_is_obeyed():
     """The only endpoint a hint names is picked despite its load."""
-    assert picked([THIRD], House(LOADS)) == THIRD
+    assert picked([THIRD], PoolFixture(LOADS)) == THIRD
 
 
 def test_047_the_best_of_a_hint_is_picked():
     """Among several hinted endpoints the best one is picked."""
-    assert picked([FIRST, SECOND, THIRD], House(LOADS)) == SECOND
-    assert picked([FIRST, THIRD], House(LOADS)) == FIRST
+    assert picked([FIRST, SECOND, THIRD], PoolFixture(LOADS)) == SECOND
+    assert picked([FIRST, THIRD], PoolFixture(LOADS)) == FIRST
 
 
 def test_048_a_hint_without_a_match_is_refused():
@@ -81,14 +81,14 @@ def test_048_a_hint_without_a_match_is_refused():
             ext_proc_script.request_body(b"x", ends=True, metadata=hint),
             NO_ENDPOINTS,
         ],
-        House(LOADS).decide,
+        PoolFixture(LOADS).decide,
     )
 
 
 @pytest.mark.parametrize("subset", [[], "", " , ,", [""], [" ", ","]])
 def test_049_an_empty_hint_allows_no_endpoint(subset: Any):
     """A hint that is there and names nobody: 503."""
-    assert picked(subset, House(LOADS)) == ""
+    assert picked(subset, PoolFixture(LOADS)) == ""
 
 
 def test_050_a_hint_as_one_string():
@@ -149,7 +149,7 @@ def test_054_the_hint_counts_for_bodiless_requests(mode: str):
             ext_proc_script.request_headers(ends=True, metadata=peer.hinted([THIRD])),
             ext_proc_script.route(THIRD),
         ],
-        House(LOADS).decide,
+        PoolFixture(LOADS).decide,
         modes=(mode, "NONE"),
     )
 
@@ -175,7 +175,7 @@ def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint
             ext_proc_script.route(expected, removes=["test-epp-endpoint-selection"]),
             ext_proc_script.hand_on(b"x", ends=True),
         ],
-        House(LOADS).decide,
+        PoolFixture(LOADS).decide,
         settings=TEST_MODE,
     )
 
@@ -188,7 +188,7 @@ def test_055_the_selection_header_is_dead_outside_test_mode():
             ext_proc_script.request_headers(headers, ends=True),
             ext_proc_script.route(SECOND, removes=["test-epp-endpoint-selection"]),
         ],
-        House(LOADS).decide,
+        PoolFixture(LOADS).decide,
     )
 
 
@@ -200,7 +200,7 @@ def test_055_selection_by_bracketed_ipv6():
             ext_proc_script.request_headers(headers, ends=True),
             ext_proc_script.route("[fd00::1]:3002", removes=["test-epp-endpoint-selection"]),
         ],
-        House(dict.fromkeys(RANKS)).decide,
+        PoolFixture(dict.fromkeys(RANKS)).decide,
         settings=TEST_MODE,
     )
 
@@ -216,7 +216,7 @@ def test_056_foreign_addresses_are_ignored():
             ext_proc_script.request_headers(headers, ends=True),
             ext_proc_script.route(THIRD, removes=["test-epp-endpoint-selection"]),
         ],
-        House(LOADS).decide,
+        PoolFixture(LOADS).decide,
         settings=TEST_MODE,
     )
 
@@ -225,17 +225,17 @@ def test_058_ranks_of_an_address_are_distinct():
     """Of several ranks on one address only the named ports are ever picked."""
     assert allowed(["10.0.0.1:3002"], *RANKS) == [RANKS[1]]
     assert allowed(["10.0.0.1:3000", "10.0.0.1:3004"], *RANKS) == [RANKS[0], RANKS[2]]
-    house = House(dict.fromkeys(RANKS), profile="random")
+    house = PoolFixture(dict.fromkeys(RANKS), profile="random")
     picks = {picked(["10.0.0.1:3000,10.0.0.1:3004"], house) for _ in range(50)}
     assert picks == {RANKS[0], RANKS[2]}
 
 
 def test_059_one_endpoint_by_default():
     """Without the option exactly one endpoint is named."""
-    assert picked([FIRST, SECOND], House(LOADS)) == SECOND
+    assert picked([FIRST, SECOND], PoolFixture(LOADS)) == SECOND
 
 
 def test_059_fallbacks_in_order_and_inside_the_hint():
     """With the option: an ordered comma list, no blanks, no duplicates, all of it hinted."""
-    assert picked([THIRD, FIRST], House(LOADS, fallbacks=5)) == f"{FIRST},{THIRD}"
-    assert picked([FIRST, SECOND, THIRD], House(LOADS, fallbacks=1)) == f"{SECOND},{FIRST}"
+    assert picked([THIRD, FIRST], PoolFixture(LOADS, fallbacks=5)) == f"{FIRST},{THIRD}"
+    assert picked([FIRST, SECOND, THIRD], PoolFixture(LOADS, fallbacks=1)) == f"{SECOND},{FIRST}"

@@ -6,12 +6,12 @@ import sys
 
 from extproc.endpoint import Endpoint
 from tests.support import ext_proc_script
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
-def route(house: House, destination: str) -> None:
+def route(house: PoolFixture, destination: str) -> None:
     ext_proc_script.play(
         [ext_proc_script.request_headers(ends=True), ext_proc_script.route(destination)],
         house.decide,
@@ -20,20 +20,20 @@ def route(house: House, destination: str) -> None:
 
 def test_063_endpoints_come_and_go_without_restart():
     """An endpoint that left is not chosen any more, and one that came is."""
-    house = House({FIRST: None})
+    house = PoolFixture({FIRST: None})
     route(house, FIRST)
-    house.fleet.set_endpoints([Endpoint(SECOND)], house.now)
+    house.store.set_endpoints([Endpoint(SECOND)], house.now)
     route(house, SECOND)
-    house.fleet.set_endpoints([Endpoint(FIRST)], house.now)
+    house.store.set_endpoints([Endpoint(FIRST)], house.now)
     route(house, FIRST)
 
 
 def test_063_an_endpoint_that_cannot_be_reached_is_avoided():
     """An endpoint whose scrapes cannot connect is left out while another one answers."""
-    house = House({FIRST: None, SECOND: None}, profile="round-robin")
+    house = PoolFixture({FIRST: None, SECOND: None}, profile="round-robin")
     for _ in range(2):
-        house.fleet.scrape_failed(
-            house.fleet.begin_scrape(Endpoint(FIRST, incarnation=1)), "refused", house.now
+        house.store.scrape_failed(
+            house.store.begin_scrape(Endpoint(FIRST, incarnation=1)), "refused", house.now
         )
     for _ in range(4):
         route(house, SECOND)
@@ -44,9 +44,9 @@ def test_066_the_core_runs_without_kubernetes():
     script = (
         "import sys, json;"
         "from tests.support import ext_proc_script as talk;"
-        "from tests.support.pool_fixture import House;"
+        "from tests.support.pool_fixture import PoolFixture;"
         "talk.play([talk.request_headers(ends=True), talk.route()],"
-        " House({talk.ADDRESS: None}).decide);"
+        " PoolFixture({talk.ADDRESS: None}).decide);"
         "print(json.dumps([name for name in sys.modules if 'kubernetes' in name]))"
     )
     run = subprocess.run(

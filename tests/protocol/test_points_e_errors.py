@@ -12,7 +12,7 @@ from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.peer import DecodedReply
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 CHAT = "/v1/chat/completions"
 NO_ENDPOINTS = ext_proc_script.refuse(
@@ -35,7 +35,7 @@ class RejectAll:
         return []
 
 
-def post(path: str, body: bytes, house: House, **settings: object) -> DecodedReply:
+def post(path: str, body: bytes, house: PoolFixture, **settings: object) -> DecodedReply:
     """The first answer to a POST."""
     held = ext_proc_script.Talk(house.decide, **settings)
     held.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": path}))
@@ -45,8 +45,8 @@ def post(path: str, body: bytes, house: House, **settings: object) -> DecodedRep
     return replies[0]
 
 
-def some() -> House:
-    return House({ext_proc_script.ADDRESS: None})
+def some() -> PoolFixture:
+    return PoolFixture({ext_proc_script.ADDRESS: None})
 
 
 def message_of(reply: DecodedReply) -> str:
@@ -61,7 +61,7 @@ def message_of(reply: DecodedReply) -> str:
 def test_067_no_endpoint_ready_with_body():
     """A POST while the pool is empty: 503 with reason and retry-after."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
-    assert post(CHAT, body, House({})) == NO_ENDPOINTS
+    assert post(CHAT, body, PoolFixture({})) == NO_ENDPOINTS
 
 
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
@@ -72,7 +72,7 @@ def test_068_no_endpoint_ready_without_body(mode: str):
             ext_proc_script.request_headers({":method": "GET", ":path": "/"}, ends=True),
             NO_ENDPOINTS,
         ],
-        House({}).decide,
+        PoolFixture({}).decide,
         modes=(mode, "NONE"),
     )
 
@@ -86,8 +86,8 @@ def test_069_broken_json(body: bytes):
     assert reply.error["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("house", [some(), House({})], ids=["one endpoint", "no endpoints"])
-def test_070_a_missing_model(house: House):
+@pytest.mark.parametrize("house", [some(), PoolFixture({})], ids=["one endpoint", "no endpoints"])
+def test_070_a_missing_model(house: PoolFixture):
     """No model in the body: 400, before anybody looks for endpoints."""
     reply = post("/v1/completions", b'{"prompt":"hello world"}', house)
     assert reply == ext_proc_script.refuse(
@@ -116,7 +116,7 @@ def test_071_missing_fields(path: str, text: str):
 
 def test_073_filters_removed_every_endpoint():
     """Endpoints exist and the filters removed them all: 429."""
-    house = House(
+    house = PoolFixture(
         {ext_proc_script.ADDRESS: None},
         profile=SchedulerProfile("strict", (RejectAll(),), (), RandomPicker()),
     )
@@ -170,7 +170,7 @@ def test_079_statuses_are_envoys(status: int):
 
 def test_079_grpc_clients_get_a_grpc_status():
     """A refusal of a gRPC request carries a gRPC status, of another one none."""
-    held = ext_proc_script.Talk(House({}).decide)
+    held = ext_proc_script.Talk(PoolFixture({}).decide)
     headers = {":path": "/x/Y", "content-type": "application/grpc+proto"}
     (reply,) = held.hear(ext_proc_script.request_headers(headers, ends=True))
     assert (reply.status, reply.grpc_status) == (503, 14)

@@ -14,7 +14,7 @@ from extproc.protocol.exchange import ExchangeSettings
 from extproc.request import HttpRequest
 from tests.support import ext_proc_script
 from tests.support.peer import DecodedReply
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 from tests.support.seeded import examples
 
 REQUEST = b'{"model": "big", "messages": [{"role": "user", "content": "x"}]}'
@@ -29,9 +29,9 @@ JSON = {**ext_proc_script.JSON, "content-length": str(len(BODY))}
 STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
 
 
-def house() -> House:
-    held = House({ext_proc_script.ADDRESS: load(0, 0.0)})
-    held.fleet.set_policy(InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),)))
+def build_pool() -> PoolFixture:
+    held = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
+    held.store.set_policy(InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),)))
     return held
 
 
@@ -39,7 +39,7 @@ def answering(
     modes: tuple[str, str], decide: ext_proc_script.Decide | None = None, **how: object
 ) -> ext_proc_script.Talk:
     """A stream whose request was routed and edited."""
-    held = ext_proc_script.Talk(decide or house().decide, modes=modes, **how)
+    held = ext_proc_script.Talk(decide or build_pool().decide, modes=modes, **how)
     held.hear(ext_proc_script.request_headers())
     held.hear(ext_proc_script.request_body(REQUEST, ends=True))
     return held
@@ -156,7 +156,7 @@ def test_086_equal_or_empty_names_change_no_answer(engine_model: str, client: st
     """Nothing is asked for and nothing changed."""
 
     def decide(raw: HttpRequest) -> Outcome:
-        decision = house().decide(raw)
+        decision = build_pool().decide(raw)
         assert isinstance(decision, Decision)
         return Decision(
             decision.request,
@@ -192,7 +192,7 @@ def test_086_a_body_that_cannot_be_read_is_unchanged(
 
 def test_086_the_answer_of_an_unedited_request_is_unchanged():
     """The engine answers to the name it was given: the client's own."""
-    held = ext_proc_script.Talk(house().decide, modes=("STREAMED", "STREAMED"))
+    held = ext_proc_script.Talk(build_pool().decide, modes=("STREAMED", "STREAMED"))
     held.hear(
         ext_proc_script.request_headers(
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
@@ -207,7 +207,7 @@ def test_086_the_answer_of_an_unedited_request_is_unchanged():
 
 def test_086_a_name_the_body_lacked_is_not_put_back():
     """The header supplied a model: the client used none, and is told the engine's."""
-    held = ext_proc_script.Talk(House({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
+    held = ext_proc_script.Talk(PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
     held.hear(
         ext_proc_script.request_headers(
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}

@@ -13,7 +13,7 @@ from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetMo
 from extproc.request import HttpRequest
 from tests.support import ext_proc_script
 from tests.support.peer import DecodedReply
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 OBJECTIVE, OLD_OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 REWRITE, OLD_REWRITE = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
@@ -25,14 +25,14 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
-def house(*rules: RewriteRule, full: bool = False, **priorities: int) -> House:
-    held = House({ext_proc_script.ADDRESS: load(9, 0.95) if full else load(0, 0.1)})
-    held.fleet.set_policy(InferencePolicy(priorities, rules))
+def build_pool(*rules: RewriteRule, full: bool = False, **priorities: int) -> PoolFixture:
+    held = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95) if full else load(0, 0.1)})
+    held.store.set_policy(InferencePolicy(priorities, rules))
     return held
 
 
 def says(
-    held: House, body: Mapping[str, str], headers: Mapping[str, str] = {}
+    held: PoolFixture, body: Mapping[str, str], headers: Mapping[str, str] = {}
 ) -> list[DecodedReply]:
     """Everything that is said about a request, in full duplex."""
     talk = ext_proc_script.Talk(held.decide)
@@ -40,7 +40,7 @@ def says(
     return talk.hear(ext_proc_script.request_body(json.dumps(body).encode(), ends=True))
 
 
-def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) -> str:
+def model_sent(held: PoolFixture, model: str | None, headers: Mapping[str, str] = {}) -> str:
     """The model in the body that is handed on."""
     named = {} if model is None else {"model": model}
     route, piece = says(held, {**named, "prompt": "x"}, headers)
@@ -51,7 +51,7 @@ def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) 
     return str(json.loads(piece.body)["model"])
 
 
-def priority_of(held: House, headers: Mapping[str, str]) -> int:
+def priority_of(held: PoolFixture, headers: Mapping[str, str]) -> int:
     talk = ext_proc_script.Talk(held.decide)
     talk.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
     talk.hear(ext_proc_script.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
@@ -72,7 +72,7 @@ def priority_of(held: House, headers: Mapping[str, str]) -> int:
 )
 def test_042_objective_under_its_old_and_new_name(headers: dict[str, str], priority: int):
     """The old header works; where both are there the new one wins."""
-    assert priority_of(house(gold=5, lead=-5), headers) == priority
+    assert priority_of(build_pool(gold=5, lead=-5), headers) == priority
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_042_objective_under_its_old_and_new_name(headers: dict[str, str], prior
 )
 def test_042_rewrite_under_its_old_and_new_name(headers: dict[str, str], model: str):
     """The old header works; where both are there the new one wins, and neither goes on."""
-    assert model_sent(house(), "m", headers) == model
-    route, _ = says(house(), {"model": "m", "prompt": "x"}, headers)
+    assert model_sent(build_pool(), "m", headers) == model
+    route, _ = says(build_pool(), {"model": "m", "prompt": "x"}, headers)
     assert route.removes == tuple(sorted(headers))
 
 
 def test_042_fairness_under_its_old_and_new_name():
     """Both names of the fairness header are the picker's own and do not go on."""
     headers = {"x-llm-d-inference-fairness-id": "a", "x-gateway-inference-fairness-id": "b"}
-    route, _ = says(house(), {"model": "m", "prompt": "x"}, headers)
+    route, _ = says(build_pool(), {"model": "m", "prompt": "x"}, headers)
     assert route.removes == tuple(sorted(headers))
 
 
 def test_072_sheddable_and_saturated_is_dropped():
     """Priority below 0 and every endpoint full: 429 in the reference's words."""
-    (reply,) = says(house(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    (reply,) = says(build_pool(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
     assert reply == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - system saturated, sheddable request dropped",
@@ -114,15 +114,15 @@ def test_072_sheddable_and_saturated_is_dropped():
 )
 def test_072_others_are_routed(priority: int, *, full: bool):
     """Priority 0 and above is routed to full endpoints, and below 0 while there is room."""
-    held = house(full=full, it=priority)
+    held = build_pool(full=full, it=priority)
     route, _ = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
     assert route.metadata == ext_proc_script.destination_metadata(ext_proc_script.ADDRESS)
 
 
 def test_072_no_endpoints_stays_503():
     """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
-    held = House({})
-    held.fleet.set_policy(InferencePolicy({"batch": -1}))
+    held = PoolFixture({})
+    held.store.set_policy(InferencePolicy({"batch": -1}))
     (reply,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
     assert reply.status == 503
 
@@ -133,12 +133,12 @@ def test_072_no_endpoints_stays_503():
 )
 def test_081_the_objective_gives_the_priority(headers: dict[str, str], priority: int):
     """A known objective gives its own, one without priority 0, an unknown or missing one 0."""
-    assert priority_of(house(gold=4, plain=0), headers) == priority
+    assert priority_of(build_pool(gold=4, plain=0), headers) == priority
 
 
 def test_082_objectives_of_other_pools_are_unknown():
     """The policy of a pool is all that counts: a name of another pool's has priority 0."""
-    theirs, ours = house(gold=4), house()
+    theirs, ours = build_pool(gold=4), build_pool()
     assert priority_of(theirs, {OBJECTIVE: "gold"}) == 4
     assert priority_of(ours, {OBJECTIVE: "gold"}) == 0
 
@@ -156,28 +156,28 @@ def test_082_objectives_of_other_pools_are_unknown():
 )
 def test_083_precedence_of_rules(rules: tuple[RewriteRule, ...], model: str):
     """Exact before generic, then the order of the policy: age of the object, place in its list."""
-    assert model_sent(house(*rules), "m") == model
+    assert model_sent(build_pool(*rules), "m") == model
 
 
 def test_084_a_rule_beats_the_header():
     """Where a rule is for the body's model the header does not count; alone it does."""
-    assert model_sent(house(rule("m", "ruled")), "m", {REWRITE: "named"}) == "ruled"
-    assert model_sent(house(rule("", "ruled")), "m", {REWRITE: "named"}) == "ruled"
-    assert model_sent(house(rule("n", "ruled")), "m", {REWRITE: "named"}) == "named"
-    assert model_sent(house(), "m", {REWRITE: "named"}) == "named"
+    assert model_sent(build_pool(rule("m", "ruled")), "m", {REWRITE: "named"}) == "ruled"
+    assert model_sent(build_pool(rule("", "ruled")), "m", {REWRITE: "named"}) == "ruled"
+    assert model_sent(build_pool(rule("n", "ruled")), "m", {REWRITE: "named"}) == "named"
+    assert model_sent(build_pool(), "m", {REWRITE: "named"}) == "named"
 
 
 def test_084_a_missing_model_is_supplied():
     """Header or generic rule name what the body does not; only then is it a 400."""
-    assert model_sent(house(), None, {REWRITE: "named"}) == "named"
-    assert model_sent(house(rule("", "ruled")), None) == "ruled"
-    (reply,) = says(house(rule("m", "ruled")), {"prompt": "x"})
+    assert model_sent(build_pool(), None, {REWRITE: "named"}) == "named"
+    assert model_sent(build_pool(rule("", "ruled")), None) == "ruled"
+    (reply,) = says(build_pool(rule("m", "ruled")), {"prompt": "x"})
     assert reply.status == 400
 
 
 def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
     """How often each target was decided for in 1,000 tries."""
-    held = house(rule("m", *targets))
+    held = build_pool(rule("m", *targets))
     raw = HttpRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
     outcomes = [held.decide(raw) for _ in range(1000)]
     return collections.Counter(decision.request.model for decision in outcomes)
@@ -205,6 +205,6 @@ def test_085_weights_that_sum_to_zero_count_alike():
 
 def test_087_without_objects_priority_is_0():
     """Nothing was ever decreed: requests that name an objective are routed at priority 0."""
-    held = House({ext_proc_script.ADDRESS: load(9, 0.95)})
+    held = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95)})
     assert priority_of(held, {OBJECTIVE: "batch"}) == 0
     assert model_sent(held, "m", {OBJECTIVE: "batch"}) == "m"

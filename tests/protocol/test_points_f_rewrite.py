@@ -10,18 +10,18 @@ from extproc.decision import BodyEdit, Decision, Outcome
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.request import HttpRequest, InferenceRequest
 from tests.support import ext_proc_script
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 OLD = b'{"model" : "llama_sql", "messages": [{"role": "user", "content": "\\u00e9 llama_sql"}]}'
 NEW = OLD.replace(b'"llama_sql"', b'"sql"')
 LENGTH = ("content-length", str(len(NEW)))
 
 
-def house() -> House:
+def build_pool() -> PoolFixture:
     """One endpoint that lists a base model and its adapter."""
-    held = House({ext_proc_script.ADDRESS: load(0, 0.0)})
+    held = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
-    held.fleet.observe_models(held.fleet.pool.members[0].endpoint, listed)
+    held.store.observe_models(held.store.pool.members[0].endpoint, listed)
     return held
 
 
@@ -35,7 +35,7 @@ def test_027_duplex_hands_on_the_edited_body():
             ext_proc_script.route(sets=[LENGTH]),
             ext_proc_script.hand_on(NEW, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
     assert held.exchange.edited
 
@@ -51,7 +51,7 @@ def test_027_duplex_with_trailers():
             ext_proc_script.hand_on(NEW),
             ext_proc_script.go_on("request_trailers"),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -69,7 +69,7 @@ def test_027_buffered_replaces_the_body(mode: str, ends: str):
     ]
     if ends == "trailers":
         script += [ext_proc_script.request_trailers(), ext_proc_script.go_on("request_trailers")]
-    ext_proc_script.play(script, house().decide, modes=(mode, "NONE"))
+    ext_proc_script.play(script, build_pool().decide, modes=(mode, "NONE"))
 
 
 @pytest.mark.parametrize("length_before", ["1000", "", "many"])
@@ -88,7 +88,7 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(length_before: str):
                 replaces=OLD[:60].replace(b'"llama_sql"', b'"sql"'),
             ),
         ],
-        house().decide,
+        build_pool().decide,
         modes=("BUFFERED_PARTIAL", "NONE"),
     )
 
@@ -102,7 +102,7 @@ def test_027_a_body_cut_before_the_name_is_unchanged():
             ext_proc_script.request_body(b'{"messages": [], "model": "llama_sq'),
             ext_proc_script.route(part="request_body"),
         ],
-        house().decide,
+        build_pool().decide,
         modes=("BUFFERED_PARTIAL", "NONE"),
     )
     assert not held.exchange.edited
@@ -121,7 +121,7 @@ def test_027_a_body_that_is_not_awaited_cannot_be_edited(mode: str):
             ext_proc_script.request_body(OLD, ends=True),
             ext_proc_script.go_on("request_body"),
         ]
-    held = ext_proc_script.play(script, house().decide, modes=(mode, "NONE"))
+    held = ext_proc_script.play(script, build_pool().decide, modes=(mode, "NONE"))
     assert not held.exchange.edited
 
 
@@ -164,7 +164,7 @@ def test_027_a_header_of_the_gateway_names_the_model():
             ),
             ext_proc_script.hand_on(wanted, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -172,7 +172,7 @@ def test_027_a_header_of_the_gateway_names_the_model():
 def test_027_long_bodies_are_edited_and_cut_alike(size: int):
     """Pieces are cut from the edited body, and what the budget holds follows its size."""
     body = OLD[:-2] + b" " * (size - len(OLD)) + OLD[-2:]
-    held = ext_proc_script.Talk(house().decide)
+    held = ext_proc_script.Talk(build_pool().decide)
     held.hear(ext_proc_script.request_headers())
     route, *pieces = held.hear(ext_proc_script.request_body(body, ends=True))
     edited = body.replace(b'"llama_sql"', b'"sql"')
@@ -184,7 +184,7 @@ def test_027_long_bodies_are_edited_and_cut_alike(size: int):
 
 def test_027_an_edited_body_that_is_not_read_is_released():
     """A client that leaves before the pieces are written leaves nothing behind."""
-    held = ext_proc_script.Talk(house().decide)
+    held = ext_proc_script.Talk(build_pool().decide)
     held.hear(ext_proc_script.request_headers())
     body = OLD[:-2] + b" " * 200_000 + OLD[-2:]
     assert held.budget.held_bytes == 0

@@ -12,7 +12,7 @@ from extproc.scheduling.pickers.max_score import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.ext_proc_script import ADDRESS, JSON, SSE
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
 SERVED = "x-conformance-test-served-endpoint"
@@ -79,9 +79,9 @@ def test_headers_of_plugins_go_on_the_answer():
     keep = SchedulerProfile(
         "keep", (session_affinity.SessionAffinityFilter(),), (), MaxScorePicker()
     )
-    house = House({ADDRESS: None}, profile=keep)
+    house = PoolFixture({ADDRESS: None}, profile=keep)
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ADDRESS}})
-    token = ("x-session-token", session_affinity.token(house.fleet.pool.members[0].endpoint))
+    token = ("x-session-token", session_affinity.token(house.store.pool.members[0].endpoint))
     request = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
     ext_proc_script.play(
         [*request, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import ext_proc_script
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 EMBED = "/vllm.grpc.engine.VllmEngine/Embed"
@@ -28,8 +28,8 @@ def headers(path: str) -> dict[str, str]:
     return {**ext_proc_script.PLAIN, ":path": path, "content-type": "application/grpc"}
 
 
-def house() -> House:
-    return House({ext_proc_script.ADDRESS: None})
+def build_pool() -> PoolFixture:
+    return PoolFixture({ext_proc_script.ADDRESS: None})
 
 
 @pytest.mark.parametrize("path", [GENERATE, EMBED])
@@ -43,7 +43,7 @@ def test_107_frames_are_parsed_and_pass_unchanged(path: str):
             ext_proc_script.route(),
             ext_proc_script.hand_on(body, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -59,7 +59,7 @@ def test_108_a_frame_cut_across_pieces_is_joined(cut: int):
             ext_proc_script.route(),
             ext_proc_script.hand_on(body, ends=True),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
@@ -80,14 +80,14 @@ def test_109_compressed_or_short_frames_are_refused(path: str, body: bytes):
                 grpc_status=3,
             ),
         ],
-        house().decide,
+        build_pool().decide,
     )
 
 
 @pytest.mark.parametrize("body", [frame(MESSAGE), frame(b"", flag=1), b"junk"])
 def test_110_unknown_methods_are_routed_raw(body: bytes):
     """A gRPC method nobody knows is routed unchanged, and its response is not watched."""
-    routed = house()
+    routed = build_pool()
     held = ext_proc_script.play(
         [
             ext_proc_script.request_headers(headers("/some.Service/Method")),
@@ -97,7 +97,7 @@ def test_110_unknown_methods_are_routed_raw(body: bytes):
         ],
         routed.decide,
     )
-    assert routed.dispatcher.is_response_unobserved(routed.decide(held.decided[0]))
+    assert routed.director.is_response_unobserved(routed.decide(held.decided[0]))
 
 
 def test_111_response_frames_then_trailers():
@@ -124,5 +124,5 @@ def test_111_a_response_without_an_answered_request():
             ext_proc_script.response_trailers(),
             ext_proc_script.go_on("response_trailers"),
         ],
-        house().decide,
+        build_pool().decide,
     )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import ext_proc_script, peer
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 ADDRESSES = ("192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000")
 
@@ -20,7 +20,7 @@ ADDRESSES = ("192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000")
 )
 def test_118_the_reference_picks(loads: tuple, winner: int):
     """The default profile picks what the reference picker's black-box tests expect."""
-    house = House(dict(zip(ADDRESSES, loads, strict=True)))
+    house = PoolFixture(dict(zip(ADDRESSES, loads, strict=True)))
     body = b'{"max_tokens":100,"model":"target","prompt":"test1","temperature":0}'
     held = ext_proc_script.Talk(house.decide)
     held.hear(

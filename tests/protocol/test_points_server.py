@@ -10,7 +10,7 @@ from extproc.protocol.messages import MessageKind, RouteResponse
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
 from tests.support import ext_proc_script, peer, serving
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 BODY = b'{"model":"m","prompt":"some text"}'
 PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
@@ -31,15 +31,15 @@ class Broken:
         raise ZeroDivisionError(prepared.raw.body)
 
 
-def house(*addresses: str) -> House:
-    return House(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
+def build_pool(*addresses: str) -> PoolFixture:
+    return PoolFixture(dict.fromkeys(addresses or (ext_proc_script.ADDRESS,)))
 
 
 def test_037_a_request_id_is_generated_when_absent():
     """A request without x-request-id is given a unique one; one that has it keeps it."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             request_ids = set()
             for headers in ({":path": "/"}, {":path": "/"}, ext_proc_script.PLAIN):
                 stream = server.stream()
@@ -57,7 +57,7 @@ def test_075_a_refused_stream_ends_with_ok():
     """After an immediate response the stream ends with OK, whatever was sent besides."""
 
     async def test() -> None:
-        async with serving.serving(House({})) as server:
+        async with serving.serving(PoolFixture({})) as server:
             stream = server.stream()
             await stream.say(
                 ext_proc_script.request_headers(PLAIN),
@@ -78,8 +78,8 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
     """A bug in a decision costs its quality: the request goes to the least loaded endpoint."""
 
     async def test() -> None:
-        fixture = house()
-        async with serving.serving(fixture, dispatcher=Broken(fixture.dispatcher)) as server:
+        fixture = build_pool()
+        async with serving.serving(fixture, director=Broken(fixture.director)) as server:
             stream = server.stream()
             await stream.say(
                 ext_proc_script.request_headers(PLAIN),
@@ -103,8 +103,8 @@ def test_076_an_exception_without_endpoints_is_a_500_in_json():
     """A bug in a decision with nobody to fall to: 500 in JSON, and the stream ends with OK."""
 
     async def test() -> None:
-        empty = House({})
-        async with serving.serving(empty, dispatcher=Broken(empty.dispatcher)) as server:
+        empty = PoolFixture({})
+        async with serving.serving(empty, director=Broken(empty.director)) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             (reply,) = await stream.rest()
@@ -148,7 +148,7 @@ def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], h
     """However a stream ends, accounts and assembly bytes return to zero."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture) as server:
             stream = server.stream()
             # The server may end the stream while we still speak.
@@ -171,7 +171,7 @@ def test_077_garbage_ends_its_own_stream_only():
     """Bytes that are no message end their stream with INVALID_ARGUMENT; another one goes on."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture) as server:
             good, bad = server.stream(), server.stream()
             await good.say(ext_proc_script.request_headers(PLAIN))
@@ -193,7 +193,7 @@ def test_092_a_piece_passes_before_the_next_exists():
     """Over gRPC a response piece is answered before the next one is sent."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
@@ -230,7 +230,7 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
     """Each way a routed request may end closes its account once and is counted once."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
@@ -260,7 +260,7 @@ def test_104_answers_are_counted_by_status():
     """An upstream error is counted under its :status."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
@@ -279,7 +279,7 @@ def test_102_usage_is_added_up():
     """The usage an answer reports is counted when the stream ends."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
@@ -301,7 +301,7 @@ def test_110_an_unwatched_stream_is_closed_with_ok():
     """After the pick of an unknown gRPC method the server ends the stream with OK."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             stream = server.stream()
             headers = {
                 **ext_proc_script.PLAIN,
@@ -326,7 +326,7 @@ def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT
     """A cancelled stream is a normal end, and nothing stays charged."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(PLAIN))
@@ -350,7 +350,7 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
     """With 1,000 bodies half sent, any stream can finish first, and all finish."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture) as server:
             first = ext_proc_script.codec.encode(
                 RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ADDRESS)
@@ -378,7 +378,7 @@ def test_streams_over_the_limit_are_refused():
     """A stream over the limit is refused with 429 and Retry-After; the others go on."""
 
     async def test() -> None:
-        fixture = house()
+        fixture = build_pool()
         async with serving.serving(fixture, max_streams=1) as server:
             first = server.stream()
             await first.say(ext_proc_script.request_headers(ends=True))
@@ -398,7 +398,7 @@ def test_a_response_without_a_decision_is_not_timed():
     """The time to response headers is measured only from a pick."""
 
     async def test() -> None:
-        async with serving.serving(house()) as server:
+        async with serving.serving(build_pool()) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.response_headers())
             await stream.hear()
@@ -418,7 +418,7 @@ def costs(*answer: ext_proc_script.Message) -> list[object]:
     """What each reply to an answer says in its metadata."""
 
     async def test() -> list[object]:
-        async with serving.serving(house(), request_cost=COSTS) as server:
+        async with serving.serving(build_pool(), request_cost=COSTS) as server:
             stream = server.stream()
             await stream.say(
                 ext_proc_script.request_headers(PLAIN),

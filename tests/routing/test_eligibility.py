@@ -24,31 +24,31 @@ class Yard:
     """Four endpoints, a clock by hand, and what is found."""
 
     def __init__(self, settings: OutlierDetectionSettings = OutlierDetectionSettings()) -> None:  # noqa: B008 - a frozen value
-        self.fleet = PoolStore(on_gone=lambda _: None)
-        self.fleet.outlier_detector.reconfigure(settings)
-        self.fleet.set_endpoints([Endpoint(address) for address in ADDRESSES], 0.0)
+        self.store = PoolStore(on_gone=lambda _: None)
+        self.store.outlier_detector.reconfigure(settings)
+        self.store.set_endpoints([Endpoint(address) for address in ADDRESSES], 0.0)
         self.now = 10.0
         self.rng = random.Random(7)
 
     def member(self, address: str) -> EndpointSnapshot:
-        snapshot = self.fleet.pool.find(address)
+        snapshot = self.store.pool.find(address)
         assert snapshot is not None
         return snapshot
 
     def fail(self, address: str, times: int = 3) -> None:
         for _ in range(times):
-            self.fleet.record_outcome(
+            self.store.record_outcome(
                 self.member(address).endpoint, RequestOutcome.FAILED, sent_at=self.now, now=self.now
             )
 
     def find(self, *subset: str, model: str = "") -> eligibility.EligibleEndpoints:
         eligible = eligibility.find_eligible(
-            self.fleet.pool,
+            self.store.pool,
             InferenceRequest(api="x", model=model, subset=subset or None),
             respect_subset=True,
             reject_unlisted=False,
             may_defer=False,
-            health=self.fleet.outlier_detector.settings,
+            health=self.store.outlier_detector.settings,
             now=self.now,
             rng=self.rng,
         )
@@ -73,7 +73,7 @@ def test_members_are_not_copied_while_all_are_healthy():
     """The members of the pool themselves, and nothing to tell."""
     yard = Yard()
     eligible = yard.find()
-    assert eligible.members is yard.fleet.pool.members
+    assert eligible.members is yard.store.pool.members
     assert eligible.nothing_excluded
 
 
@@ -94,15 +94,15 @@ def test_the_healthiest_endpoints_remain_where_all_fail():
     yard = Yard()
     yard.fail(FIRST)
     for _ in range(2):
-        mark = yard.fleet.begin_scrape(yard.member(SECOND).endpoint)
-        yard.fleet.scrape_failed(mark, "refused", yard.now)
+        mark = yard.store.begin_scrape(yard.member(SECOND).endpoint)
+        yard.store.scrape_failed(mark, "refused", yard.now)
     assert yard.member(SECOND).condition.state is HealthState.DOWN
     assert yard.eligible_addresses(FIRST, SECOND) == [FIRST]
     assert yard.eligible_addresses(SECOND) == [SECOND]
     assert aside(yard.find(FIRST, SECOND)) == {"failing": [SECOND]}
     for address, model in ((FIRST, "a"), (SECOND, "b"), (THIRD, "b"), (FOURTH, "b")):
         listed = ServedModels(frozenset({model}), frozenset())
-        yard.fleet.observe_models(yard.member(address).endpoint, listed)
+        yard.store.observe_models(yard.member(address).endpoint, listed)
     eligible = yard.find(model="a")
     assert addresses(eligible.members) == [FIRST]
     assert len(eligible.excluded_by_model) == 3
@@ -120,7 +120,7 @@ def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
     assert addresses(eligible.members) == [FIRST]
     assert aside(eligible) == {"probe": [SECOND, THIRD, FOURTH]}
     assert yard.eligible_addresses(SECOND) == [SECOND]
-    yard.fleet.record_sent(yard.member(FIRST).endpoint, yard.now)
+    yard.store.record_sent(yard.member(FIRST).endpoint, yard.now)
     assert yard.member(FIRST).condition.state is HealthState.PROBING
     assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
@@ -130,7 +130,7 @@ def test_slow_start(age: float, share: float):
     """A newcomer is a candidate with probability f + (1 - f) t / T, here 0.1 + 0.9 t / 10."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
+    yard.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0 + age
     tries = 2000
     num_admitted = 0
@@ -147,7 +147,7 @@ def test_slow_start_never_excludes_all_endpoints():
     """The only choice is never lost, and those that were there from the start are not eased in."""
     yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
+    yard.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0
     for _ in range(50):
         assert yard.eligible_addresses(newcomer) == [newcomer]
@@ -160,11 +160,11 @@ def test_a_readmitted_endpoint_has_slow_start():
     yard.fail(FIRST)
     yard.now = yard.member(FIRST).condition.until
     endpoint = yard.member(FIRST).endpoint
-    yard.fleet.record_sent(endpoint, yard.now)
-    yard.fleet.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
+    yard.store.record_sent(endpoint, yard.now)
+    yard.store.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
     assert not yard.member(FIRST).is_ejected
     assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
-    yard.fleet.outlier_detector.reconfigure(
-        msgspec.structs.replace(yard.fleet.outlier_detector.settings, slow_start_s=0.0)
+    yard.store.outlier_detector.reconfigure(
+        msgspec.structs.replace(yard.store.outlier_detector.settings, slow_start_s=0.0)
     )
     assert yard.eligible_addresses() == ADDRESSES

@@ -13,7 +13,7 @@ from extproc.pool.store import PoolStore
 from extproc.request import InferenceRequest
 from extproc.routing import eligibility
 from extproc.routing.eligibility import ModelBitsets
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000")
 TOKENS = (*ADDRESSES, "10.0.0.1", "10.0.0.2", "[fd00:0::1]:8000", "fd00::1", "10.9.9.9", "")
@@ -60,16 +60,16 @@ def test_bits_are_those_of_the_eligible_endpoints(
 
 def test_bits_are_kept_until_endpoints_or_models_change():
     """Loads and time change nothing; settings do."""
-    house = House({ADDRESSES[0]: None})
-    first = house.dispatcher.serving_bits
-    assert house.dispatcher.serving_bits is first
-    house.fleet.observe_models(
-        house.fleet.pool.members[0].endpoint, ServedModels(frozenset({"m"}), frozenset())
+    house = PoolFixture({ADDRESSES[0]: None})
+    first = house.director.serving_bits
+    assert house.director.serving_bits is first
+    house.store.observe_models(
+        house.store.pool.members[0].endpoint, ServedModels(frozenset({"m"}), frozenset())
     )
-    second = house.dispatcher.serving_bits
+    second = house.director.serving_bits
     assert second is not first
-    house.fleet.set_endpoints([Endpoint(address) for address in ADDRESSES], 1.0)
-    third = house.dispatcher.serving_bits
+    house.store.set_endpoints([Endpoint(address) for address in ADDRESSES], 1.0)
+    third = house.director.serving_bits
     assert third is not second
-    house.dispatcher.reconfigure(house.dispatcher.routing)
-    assert house.dispatcher.serving_bits is not third
+    house.director.reconfigure(house.director.routing)
+    assert house.director.serving_bits is not third

@@ -12,7 +12,7 @@ from extproc.endpoint import AdapterResidency, ServedModels
 from extproc.request import HttpRequest
 from extproc.routing.scheduler import RoutingSettings
 from extproc.scheduling import presets
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 PATH = "/v1/chat/completions"
 
@@ -21,15 +21,15 @@ def models(base: str, *adapters: str) -> ServedModels:
     return ServedModels(frozenset({base}), frozenset(adapters))
 
 
-def house(*listed: ServedModels | None, strategy: str = "round-robin", **settings: bool) -> House:
+def build_pool(*listed: ServedModels | None, strategy: str = "round-robin", **settings: bool) -> PoolFixture:
     """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
-    held = House({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
-    for member, served in zip(held.fleet.pool.members, listed, strict=True):
+    held = PoolFixture({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
+    for member, served in zip(held.store.pool.members, listed, strict=True):
         if served is not None:
-            held.fleet.observe_models(member.endpoint, served)
-    routing = held.dispatcher.routing
+            held.store.observe_models(member.endpoint, served)
+    routing = held.director.routing
     wanted = RoutingSettings(stale_after_s=60.0, **settings)
-    held.dispatcher.reconfigure(msgspec.structs.replace(routing, settings=wanted))
+    held.director.reconfigure(msgspec.structs.replace(routing, settings=wanted))
     return held
 
 
@@ -41,7 +41,7 @@ def ask(model: str, *, path: str = PATH, subset: tuple[str, ...] | None = None, 
     return HttpRequest({":path": path, **headers}, json.dumps(body).encode(), subset=subset)
 
 
-def decided(held: House, raw: HttpRequest) -> Decision:
+def decided(held: PoolFixture, raw: HttpRequest) -> Decision:
     outcome = held.decide(raw)
     assert isinstance(outcome, Decision), outcome
     return outcome
@@ -53,20 +53,20 @@ def places(decision: Decision) -> list[int]:
 
 def test_a_model_is_routed_to_endpoints_that_serve_it():
     """Holders and the unknown are candidates; the others are told of."""
-    held = house(models("a"), models("b", "lora"), None)
+    held = build_pool(models("a"), models("b", "lora"), None)
     decision = decided(held, ask("lora"))
     assert places(decision) == [1, 2]
     assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.0:1"]
     assert not decision.model_unlisted
-    everybody = decided(house(models("a"), models("a")), ask("a"))
+    everybody = decided(build_pool(models("a"), models("a")), ask("a"))
     assert places(everybody) == [0, 1]
     assert not everybody.excluded_by_model
 
 
 def test_an_unlisted_model_goes_to_unknown_endpoints_or_to_all():
     """`pass`: where nobody can say no, all are asked, as upstream does."""
-    assert places(decided(house(models("a"), None), ask("x"))) == [1]
-    decision = decided(house(models("a"), models("b")), ask("x"))
+    assert places(decided(build_pool(models("a"), None), ask("x"))) == [1]
+    decision = decided(build_pool(models("a"), models("b")), ask("x"))
     assert places(decision) == [0, 1]
     assert decision.model_unlisted
     assert not decision.excluded_by_model
@@ -75,8 +75,8 @@ def test_an_unlisted_model_goes_to_unknown_endpoints_or_to_all():
 def test_reject_is_a_404_once_all_models_are_listed():
     """`reject` waits for the last list; then the answer names what there is."""
     raw = ask("x")
-    assert places(decided(house(models("a"), None, reject_unlisted=True), raw)) == [1]
-    outcome = house(models("b", "l"), models("a"), reject_unlisted=True).decide(raw)
+    assert places(decided(build_pool(models("a"), None, reject_unlisted=True), raw)) == [1]
+    outcome = build_pool(models("b", "l"), models("a"), reject_unlisted=True).decide(raw)
     assert outcome == Rejection(
         404,
         "the model `x` does not exist; there are: a, b, l",
@@ -87,7 +87,7 @@ def test_reject_is_a_404_once_all_models_are_listed():
 
 def test_reject_considers_allowed_endpoints_only():
     """A hint that leaves out every holder is answered like a model nobody has."""
-    held = house(models("a"), models("b"), reject_unlisted=True)
+    held = build_pool(models("a"), models("b"), reject_unlisted=True)
     outcome = held.decide(ask("a", subset=("10.0.0.1",)))
     assert isinstance(outcome, Rejection)
     assert outcome.status == 404
@@ -99,7 +99,7 @@ def test_reject_considers_allowed_endpoints_only():
 def test_the_404_is_bounded():
     """Neither a long name nor many models make a long answer."""
     many = models("m", *(f"adapter-{at:03}" for at in range(300)))
-    outcome = house(many, reject_unlisted=True).decide(ask("x" * 500))
+    outcome = build_pool(many, reject_unlisted=True).decide(ask("x" * 500))
     assert isinstance(outcome, Rejection)
     assert "and 281 more" in outcome.message
     assert len(outcome.message) < 600
@@ -107,7 +107,7 @@ def test_the_404_is_bounded():
 
 def test_a_hint_and_a_model_both_count():
     """Of the allowed ones those that serve; left out are the allowed others only."""
-    held = house(models("a"), models("a"), models("b"), models("b"))
+    held = build_pool(models("a"), models("a"), models("b"), models("b"))
     decision = decided(held, ask("a", subset=("10.0.0.1", "10.0.0.2")))
     assert places(decision) == [1]
     assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.2:1"]
@@ -116,14 +116,14 @@ def test_a_hint_and_a_model_both_count():
 
 def test_a_bodiless_request_goes_to_any_endpoint():
     """Nothing is asked of a model."""
-    held = house(models("a"), models("b"), reject_unlisted=True)
+    held = build_pool(models("a"), models("b"), reject_unlisted=True)
     decision = decided(held, HttpRequest({":method": "GET", ":path": "/v1/models"}))
     assert places(decision) == [0, 1]
 
 
 def test_kubeai_names_become_names_of_the_engine():
     """`model_adapter`: holders of both, accounts under the adapter, and one value edited."""
-    held = house(models("llama", "sql"), models("qwen", "sql"), models("llama"))
+    held = build_pool(models("llama", "sql"), models("qwen", "sql"), models("llama"))
     raw = ask("llama_sql")
     decision = decided(held, raw)
     assert places(decision) == [0]
@@ -137,7 +137,7 @@ def test_kubeai_names_become_names_of_the_engine():
 @pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
 def test_other_names_are_not_split(name: str):
     """What is listed as it stands, or not known in both parts, is not split."""
-    held = house(models("llama", "sql", "llama_sql_2"), models("qwen"))
+    held = build_pool(models("llama", "sql", "llama_sql_2"), models("qwen"))
     decision = decided(held, ask(name))
     assert decision.request.model == name
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
@@ -146,7 +146,7 @@ def test_other_names_are_not_split(name: str):
 def test_sglang_names_are_matched_and_unchanged():
     """`model:adapter` goes to who serves it, as the engine takes it: the body stays."""
     listed = models("llama", "sql"), models("llama"), models("qwen", "sql")
-    held = house(*listed, strategy="balanced")
+    held = build_pool(*listed, strategy="balanced")
     text = [{"role": "user", "content": "x" * 5000}]
     decision = decided(held, ask("llama:sql", messages=text))
     assert places(decision) == [0]
@@ -158,19 +158,19 @@ def test_sglang_names_are_matched_and_unchanged():
     unlisted = decided(held, ask("llama:other"))
     assert places(unlisted) == [0, 1]
     assert not unlisted.model_unlisted
-    tagged = decided(house(models("llama:8b"), models("llama")), ask("llama:8b"))
+    tagged = decided(build_pool(models("llama:8b"), models("llama")), ask("llama:8b"))
     assert (places(tagged), tagged.request.model) == ([0], "llama:8b")
 
 
 def test_kubeai_names_can_be_turned_off():
     """Then the engine is asked for the whole name."""
-    decision = decided(house(models("llama", "sql"), kubeai_names=False), ask("llama_sql"))
+    decision = decided(build_pool(models("llama", "sql"), kubeai_names=False), ask("llama_sql"))
     assert (decision.request.model, decision.model_rewrite) == ("llama_sql", "")
 
 
 def test_both_names_of_an_adapter_share_blocks():
     """The engine hashes by the adapter, however the client called it."""
-    held = house(models("llama", "sql"), strategy="balanced")
+    held = build_pool(models("llama", "sql"), strategy="balanced")
     prompt = [{"role": "user", "content": "x" * 5000}]
     first = decided(held, ask("sql", messages=prompt))
     second = decided(held, ask("llama_sql", messages=prompt))
@@ -204,7 +204,7 @@ ADAPTER_FIELDS = {
 @pytest.mark.parametrize("fields", ADAPTER_FIELDS.values(), ids=ADAPTER_FIELDS)
 def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
     """The engine caches by adapter, so neither the base model's blocks nor another's are of use."""
-    held = house(models("llama", "sql", "law"), strategy="balanced")
+    held = build_pool(models("llama", "sql", "law"), strategy="balanced")
     body = SURFACES[path]("x" * 5000)
     named = [{"model": "llama"}, fields("sql"), fields("law")]
     raws = [
@@ -218,14 +218,14 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
 
 def test_a_listed_adapter_is_recognized():
     """Residency is told of a name that was never seen in a batch."""
-    held = house(models("a", "lora"), strategy="adaptive")
+    held = build_pool(models("a", "lora"), strategy="adaptive")
     assert decided(held, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
     assert decided(held, ask("a")).candidates[0].residency is AdapterResidency.RESIDENT
 
 
 def test_027_a_gateway_names_the_model_by_header():
     """The header beats the body, old and new name, and decides who serves."""
-    held = house(models("a"), models("b"))
+    held = build_pool(models("a"), models("b"))
     for headers in (
         {"x-llm-d-model-name-rewrite": "b"},
         {"x-gateway-model-name-rewrite": "b"},
@@ -241,14 +241,14 @@ def test_027_a_gateway_names_the_model_by_header():
 
 def test_an_equal_model_header_edits_nothing():
     """The body is handed on as it came."""
-    decision = decided(house(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
+    decision = decided(build_pool(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
 def test_a_header_supplies_a_missing_model():
     """On a surface that is known the name is put in; on others a body may be anything."""
     headers = {"x-llm-d-model-name-rewrite": "a"}
-    held = house(models("a"))
+    held = build_pool(models("a"))
     raw = HttpRequest({":path": "/v1/completions", **headers}, b'{"prompt": "x"}')
     decision = decided(held, raw)
     assert decision.body_edit is not None
@@ -260,7 +260,7 @@ def test_a_header_supplies_a_missing_model():
 def test_a_header_may_name_a_kubeai_adapter():
     """The gateway's name is read like the client's."""
     raw = ask("x", headers={"x-llm-d-model-name-rewrite": "llama_sql"})
-    decision = decided(house(models("llama", "sql")), raw)
+    decision = decided(build_pool(models("llama", "sql")), raw)
     assert decision.model_rewrite == "sql"
     assert decision.body_edit is not None
     assert json.loads(decision.body_edit.apply(raw.body))["model"] == "sql"
@@ -269,7 +269,7 @@ def test_a_header_may_name_a_kubeai_adapter():
 def test_an_unseen_body_is_not_edited():
     """Decided on headers: routed by the header's name, and it is said that nothing was edited."""
     raw = HttpRequest({":method": "POST", ":path": PATH, "x-llm-d-model-name-rewrite": "a"})
-    decision = decided(house(models("a"), models("b")), raw)
+    decision = decided(build_pool(models("a"), models("b")), raw)
     assert places(decision) == [0]
     assert (decision.model_rewrite, decision.body_edit) == ("a", None)
 
@@ -277,16 +277,16 @@ def test_an_unseen_body_is_not_edited():
 @pytest.mark.parametrize("strategy", sorted(presets.profiles()))
 def test_every_strategy_keeps_to_endpoints_of_the_model(strategy: str):
     """Every strategy chooses among those that serve."""
-    held = house(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
+    held = build_pool(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
     for _ in range(5):
         decision = decided(held, ask("b"))
         assert decision.endpoints[0].ip in {"10.0.0.1", "10.0.0.2"}
-        held.dispatcher.reserve(decision, held.now)
+        held.director.reserve(decision, held.now)
 
 
 def test_prefix_hash_knows_an_adapter_by_either_name():
     """KubeAI's `model_adapter` and the engine's own name go to one place; the base has its own."""
-    held = house(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
+    held = build_pool(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
 
     def chosen(model: str) -> list[str]:
         texts = [[{"role": "user", "content": f"question {at}"}] for at in range(20)]

@@ -13,7 +13,7 @@ from extproc.decision import Decision
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.request import HttpRequest
 from extproc.routing import peer_sync
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 from tests.support.seeded import examples
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -24,25 +24,25 @@ class Side:
     """A picker with its outbox and its mirror; others' facts come by hand."""
 
     def __init__(self, name: str, *addresses: str) -> None:
-        self.house = House(dict.fromkeys(addresses or (FIRST, SECOND)))
+        self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST, SECOND)))
         self.outbox = peer_sync.PeerEventLog(name, lambda: None)
-        peer_sync.connect([("", self.house.dispatcher)], self.outbox)
+        peer_sync.connect([("", self.pool_fixture.director)], self.outbox)
         self.mirror = peer_sync.PeerReplica(
-            name, lambda pool: None if pool else self.house.dispatcher, silent_s=SILENT_S
+            name, lambda pool: None if pool else self.pool_fixture.director, silent_s=SILENT_S
         )
 
     def send(self, words: int = 400):
         """Commit one request."""
         body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}'
         headers = {":path": "/v1/chat/completions", ":method": "POST"}
-        decision = self.house.decide(HttpRequest(headers, body % (b"word " * words)))
+        decision = self.pool_fixture.decide(HttpRequest(headers, body % (b"word " * words)))
         assert isinstance(decision, Decision)
-        return self.house.dispatcher.reserve(decision, self.house.now)
+        return self.pool_fixture.director.reserve(decision, self.pool_fixture.now)
 
     def end(self, ticket, status: str = "200", served: str = ""):
         """Let one request be answered and end."""
-        self.house.dispatcher.on_response_headers(ticket, status, self.house.now, served=served)
-        self.house.dispatcher.release(ticket, self.house.now)
+        self.pool_fixture.director.on_response_headers(ticket, status, self.pool_fixture.now, served=served)
+        self.pool_fixture.director.release(ticket, self.pool_fixture.now)
 
     def take_message(self) -> peer_sync.PeerMessage:
         """All that waits, carried."""
@@ -53,15 +53,15 @@ class Side:
         return carried
 
     def account(self, address: str):
-        return self.house.fleet.pool.find(address).account
+        return self.pool_fixture.store.pool.find(address).account
 
     @property
     def open(self) -> int:
-        return sum(member.account.in_flight for member in self.house.fleet.pool.members)
+        return sum(member.account.in_flight for member in self.pool_fixture.store.pool.members)
 
     @property
     def mirrored(self) -> int:
-        return sum(member.account.from_peers for member in self.house.fleet.pool.members)
+        return sum(member.account.from_peers for member in self.pool_fixture.store.pool.members)
 
 
 def fact(number: int = 1, address: str = FIRST, pool: str = "") -> peer_sync.RequestStarted:
@@ -82,11 +82,11 @@ def test_a_request_of_a_peer_is_charged_and_indexed():
     assert (here.in_flight, here.from_peers, there.from_peers) == (1, 1, 0)
     assert (here.own, there.own) == (0, 1)
     assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
-    assert receiver.house.index.blocks_total == sender.house.index.blocks_total > 0
+    assert receiver.pool_fixture.index.blocks_total == sender.pool_fixture.index.blocks_total > 0
     sender.end(ticket)
     assert receiver.mirror.apply_message(sender.take_message(), 2.0) == {""}
     assert (here.in_flight, here.from_peers, here.answered) == (0, 0, 1)
-    assert receiver.house.index.blocks_total > 0
+    assert receiver.pool_fixture.index.blocks_total > 0
 
 
 def test_every_replica_predicts_cached_tokens_itself():
@@ -111,9 +111,9 @@ def test_every_replica_predicts_cached_tokens_itself():
 def test_blocks_beyond_the_own_limit_are_dropped():
     """A picker with another schedule may tell of more blocks than there can be here."""
     side = Side("a")
-    deepest = side.house.dispatcher.max_blocks
+    deepest = side.pool_fixture.director.max_blocks
     say(side, peer_sync.RequestStarted(1, "", FIRST, "m", 100, 400, list(range(deepest + 9))))
-    assert (side.open, side.house.index.blocks_total) == (1, deepest)
+    assert (side.open, side.pool_fixture.index.blocks_total) == (1, deepest)
 
 
 def test_requests_of_peers_are_not_published_again():
@@ -133,7 +133,7 @@ def test_a_refused_request_is_retracted_on_all_replicas():
     receiver.mirror.apply_message(sender.take_message(), 1.0)
     sender.end(ticket, "503")
     receiver.mirror.apply_message(sender.take_message(), 2.0)
-    assert sender.house.index.blocks_total == receiver.house.index.blocks_total == 0
+    assert sender.pool_fixture.index.blocks_total == receiver.pool_fixture.index.blocks_total == 0
 
 
 def test_a_withdrawn_request_is_retracted_on_all_replicas():
@@ -141,9 +141,9 @@ def test_a_withdrawn_request_is_retracted_on_all_replicas():
     sender, receiver = Side("a"), Side("b")
     ticket = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.house.dispatcher.unreserve(ticket, 2.0)
+    sender.pool_fixture.director.unreserve(ticket, 2.0)
     receiver.mirror.apply_message(sender.take_message(), 2.0)
-    assert receiver.open == receiver.house.index.blocks_total == 0
+    assert receiver.open == receiver.pool_fixture.index.blocks_total == 0
 
 
 def test_the_served_endpoint_is_charged_on_all_replicas():
@@ -152,10 +152,10 @@ def test_the_served_endpoint_is_charged_on_all_replicas():
     ticket = sender.send()
     other = SECOND if ticket.endpoint.address == FIRST else FIRST
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.house.dispatcher.on_response_headers(ticket, "200", 1.5, served=other)
+    sender.pool_fixture.director.on_response_headers(ticket, "200", 1.5, served=other)
     receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert (receiver.account(other).in_flight, receiver.open) == (1, 1)
-    sender.house.dispatcher.release(ticket, 3.0)
+    sender.pool_fixture.director.release(ticket, 3.0)
     receiver.mirror.apply_message(sender.take_message(), 3.0)
     assert receiver.open == 0
 
@@ -242,9 +242,9 @@ def test_a_new_incarnation_is_not_charged_for_the_former():
     """A mirrored request ends against the account it was charged to."""
     side = Side("a")
     say(side, fact())
-    side.house.fleet.set_endpoints([], 2.0)
-    side.house.fleet.set_endpoints(
-        [m.endpoint for m in House({FIRST: None}).fleet.pool.members], 3.0
+    side.pool_fixture.store.set_endpoints([], 2.0)
+    side.pool_fixture.store.set_endpoints(
+        [m.endpoint for m in PoolFixture({FIRST: None}).store.pool.members], 3.0
     )
     say(side, peer_sync.RequestEnded(1, answered=True))
     assert side.open == side.mirrored == 0
@@ -317,7 +317,7 @@ def test_any_loss_and_order_end_without_open_requests(seed, loss, doubles, far):
     for event in rng.sample(carried, min(5, len(carried))):
         say(side, event)
     assert side.open == side.mirrored == side.mirror.open == 0
-    assert all(m.account.prompt_tokens == 0 for m in side.house.fleet.pool.members)
+    assert all(m.account.prompt_tokens == 0 for m in side.pool_fixture.store.pool.members)
 
 
 _WILD = st.one_of(

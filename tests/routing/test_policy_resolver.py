@@ -21,7 +21,7 @@ from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.filters.utilization import ConcurrencyDetector, UtilizationDetector
 from extproc.scheduling.pickers.round_robin import RoundRobin
 from extproc.scheduling.profile import SchedulerProfile
-from tests.support.pool_fixture import House, load
+from tests.support.pool_fixture import PoolFixture, load
 
 PATH = "/v1/chat/completions"
 NEW, OLD = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
@@ -34,9 +34,9 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
-def house(*rules: RewriteRule, loads=None, profile="round-robin", **priorities: int) -> House:
-    held = House(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
-    held.fleet.set_policy(InferencePolicy(priorities, rules))
+def build_pool(*rules: RewriteRule, loads=None, profile="round-robin", **priorities: int) -> PoolFixture:
+    held = PoolFixture(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
+    held.store.set_policy(InferencePolicy(priorities, rules))
     return held
 
 
@@ -47,13 +47,13 @@ def ask(model: str | None = "m", headers: dict[str, str] | None = None, **more: 
     return HttpRequest({":path": PATH, **(headers or {})}, json.dumps(body).encode())
 
 
-def decided(held: House, raw: HttpRequest) -> Decision:
+def decided(held: PoolFixture, raw: HttpRequest) -> Decision:
     outcome = held.decide(raw)
     assert isinstance(outcome, Decision), outcome
     return outcome
 
 
-def sent(held: House, raw: HttpRequest) -> str | None:
+def sent(held: PoolFixture, raw: HttpRequest) -> str | None:
     """The model in the body the engine gets."""
     splice = decided(held, raw).body_edit
     body = raw.body if splice is None else splice.apply(raw.body)
@@ -62,15 +62,15 @@ def sent(held: House, raw: HttpRequest) -> str | None:
 
 def test_an_objective_shows_in_the_decision():
     """Name and priority, where the pool has it."""
-    request = decided(house(gold=5), ask(headers={OBJECTIVE: "gold"})).request
+    request = decided(build_pool(gold=5), ask(headers={OBJECTIVE: "gold"})).request
     assert (request.objective, request.priority) == ("gold", 5)
-    request = decided(house(gold=5), ask(headers={OBJECTIVE: "lead"})).request
+    request = decided(build_pool(gold=5), ask(headers={OBJECTIVE: "lead"})).request
     assert (request.objective, request.priority) == ("", 0)
 
 
 def test_a_target_is_routed_and_hashed_under_its_own_name():
     """Canaries and requests that name the target themselves share prefixes; bytes around stay."""
-    held = house(rule("m", "n"), profile="balanced")
+    held = build_pool(rule("m", "n"), profile="balanced")
     text = [{"role": "user", "content": "x" * 9000}]
     renamed = decided(held, ask("m", messages=text))
     assert renamed.block_hashes == decided(held, ask("n", messages=text)).block_hashes
@@ -84,10 +84,10 @@ def test_a_target_is_routed_and_hashed_under_its_own_name():
 def test_a_target_may_be_an_adapter():
     """Endpoints are chosen by who serves the target, also under KubeAI's kind of name."""
     loads = {"10.0.0.1:1": load(0, 0.0), "10.0.0.2:1": load(0, 0.0)}
-    held = house(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
-    first, second = held.fleet.pool.members
-    held.fleet.observe_models(first.endpoint, ServedModels(frozenset({"base"}), frozenset()))
-    held.fleet.observe_models(
+    held = build_pool(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
+    first, second = held.store.pool.members
+    held.store.observe_models(first.endpoint, ServedModels(frozenset({"base"}), frozenset()))
+    held.store.observe_models(
         second.endpoint, ServedModels(frozenset({"base"}), frozenset({"sql"}))
     )
     for name in ("m", "k"):
@@ -98,18 +98,18 @@ def test_a_target_may_be_an_adapter():
 
 def test_a_rewrite_to_the_same_name_changes_nothing():
     """The part of a canary that stays is routed as ever, and the answer is left alone."""
-    decision = decided(house(rule("m", "m")), ask("m"))
+    decision = decided(build_pool(rule("m", "m")), ask("m"))
     assert (decision.model_rewrite, decision.body_edit, decision.client_model) == ("", None, "")
 
 
 def test_rules_do_not_chain():
     """The target of one rule is not looked up again."""
-    assert sent(house(rule("a", "b"), rule("b", "c")), ask("a")) == "b"
+    assert sent(build_pool(rule("a", "b"), rule("b", "c")), ask("a")) == "b"
 
 
 def test_a_request_without_a_model_is_not_rewritten():
     """A generic rule is for requests for models, not for GET /health or unknown bodies."""
-    held = house(rule("", "n"))
+    held = build_pool(rule("", "n"))
     for raw in (
         HttpRequest({":method": "GET", ":path": "/health"}),
         HttpRequest({":path": "/other"}, b'{"prompt": "x"}'),
@@ -120,11 +120,11 @@ def test_a_request_without_a_model_is_not_rewritten():
 
 def test_a_generic_rule_supplies_a_missing_model():
     """The 400 for a missing model comes only after; the answer is left alone then."""
-    held = house(rule("n", "chained"), rule("", "n"))
+    held = build_pool(rule("n", "chained"), rule("", "n"))
     decision = decided(held, ask(None))
     assert sent(held, ask(None)) == "n"
     assert decision.client_model == ""
-    outcome = house(rule("a", "b")).decide(ask(None))
+    outcome = build_pool(rule("a", "b")).decide(ask(None))
     assert outcome == Rejection(400, "model not found in request body")
     outcome = held.decide(HttpRequest({":path": PATH}, b"{}"))
     assert isinstance(outcome, Rejection)
@@ -134,7 +134,7 @@ def test_a_generic_rule_supplies_a_missing_model():
 def test_turns_of_a_session_stay_on_their_target():
     """With a session the draw is the same in every turn and in every replica."""
     rules = rule("m", ("a", 50), ("b", 50))
-    first, other = house(rules), house(rules)
+    first, other = build_pool(rules), build_pool(rules)
     models = set()
     for at in range(40):
         raw = ask("m", prompt_cache_key=f"conversation {at}")
@@ -146,19 +146,19 @@ def test_turns_of_a_session_stay_on_their_target():
 
 def test_sessions_are_drawn_in_proportion():
     """Of 1,000 sessions 300 go to 30 %, within five standard deviations."""
-    held = house(rule("m", ("a", 70), ("b", 30)))
+    held = build_pool(rule("m", ("a", 70), ("b", 30)))
     drawn = collections.Counter(sent(held, ask("m", user=f"u{at}")) for at in range(1000))
     assert 228 <= drawn["b"] <= 372
 
 
 def test_a_higher_weight_moves_sessions_only_to_its_target():
     """A canary that grows takes sessions from the others, and moves none between these."""
-    small = house(rule("m", ("a", 80), ("b", 10), ("c", 10)))
+    small = build_pool(rule("m", ("a", 80), ("b", 10), ("c", 10)))
     for targets in (
         [("a", 80), ("b", 10), ("c", 90)],
         [("c", 90), ("b", 10), ("a", 80)],
     ):
-        large = house(rule("m", *targets))
+        large = build_pool(rule("m", *targets))
         moved = [(sent(small, raw), sent(large, raw)) for raw in SESSIONS]
         assert {new for old, new in moved if old != new} == {"c"}
 
@@ -168,10 +168,10 @@ SESSIONS = [ask("m", user=f"u{at}") for at in range(300)]
 
 def test_sessions_without_weights_are_spread_evenly():
     """Three targets, 300 sessions: 100 each, within five standard deviations."""
-    held = house(rule("m", "a", "b", "c"))
+    held = build_pool(rule("m", "a", "b", "c"))
     drawn = collections.Counter(sent(held, raw) for raw in SESSIONS)
     assert all(59 <= drawn[name] <= 141 for name in "abc")
-    held = house(rule("m", ("a", 1), "b", ("c", 0)))
+    held = build_pool(rule("m", ("a", 1), "b", ("c", 0)))
     assert {sent(held, raw) for raw in SESSIONS} == {"a"}
 
 
@@ -189,35 +189,35 @@ def test_any_weights_draw_a_target(weights, share):
 
 def test_a_policy_change_applies_at_once():
     """What discovery decrees counts from the next request on."""
-    held = house(rule("m", "a"))
+    held = build_pool(rule("m", "a"))
     assert sent(held, ask()) == "a"
-    held.fleet.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
+    held.store.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
     assert sent(held, ask()) == "b"
-    held.fleet.set_policy(inference_policy.EMPTY_POLICY)
+    held.store.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(held, ask()) == "m"
 
 
 def test_discovered_policies_override_the_configuration():
     """The file's objectives and rules stand where no object says otherwise; exact beats generic."""
-    held = house(rule("m", "object"), rule("", "object for all"), gold=5)
+    held = build_pool(rule("m", "object"), rule("", "object for all"), gold=5)
     configured = InferencePolicy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
-    routing = msgspec.structs.replace(held.dispatcher.routing, policy=configured)
-    held.dispatcher.reconfigure(routing)
+    routing = msgspec.structs.replace(held.director.routing, policy=configured)
+    held.director.reconfigure(routing)
     assert [sent(held, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
     for name, priority in (("gold", 5), ("lead", -3)):
         assert decided(held, ask(headers={OBJECTIVE: name})).request.priority == priority
-    assert held.dispatcher.rewritten_models == {"m", "n"}
-    held.fleet.set_policy(inference_policy.EMPTY_POLICY)
+    assert held.director.rewritten_models == {"m", "n"}
+    held.store.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(held, ask()) == "file"
 
 
 def test_a_pool_matches_models_of_its_rewrites():
     """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
-    llama, qwen = house(), house(rule("alias", "qwen"))
+    llama, qwen = build_pool(), build_pool(rule("alias", "qwen"))
     for held, name in ((llama, "llama"), (qwen, "qwen")):
-        (member,) = held.fleet.pool.members
-        held.fleet.observe_models(member.endpoint, ServedModels(frozenset({name}), frozenset()))
-    board = PoolSelector([PoolRoute("llama", llama.dispatcher), PoolRoute("qwen", qwen.dispatcher)])
+        (member,) = held.store.pool.members
+        held.store.observe_models(member.endpoint, ServedModels(frozenset({name}), frozenset()))
+    board = PoolSelector([PoolRoute("llama", llama.director), PoolRoute("qwen", qwen.director)])
     routed = board.route(ask("alias"), 100.0)
     assert routed.pool == "qwen"
     assert isinstance(routed.outcome, Decision)
@@ -237,7 +237,7 @@ LOW = {OBJECTIVE: "low"}
 def shed(profile, *loads) -> bool:
     """Whether a request of negative priority is dropped over endpoints with these loads."""
     addresses = {f"10.0.0.{at}:1": load for at, load in enumerate(loads)}
-    held = house(loads=addresses, profile=profile, low=-1)
+    held = build_pool(loads=addresses, profile=profile, low=-1)
     outcome = held.decide(ask(headers=LOW))
     if isinstance(outcome, Decision):
         return False
@@ -282,7 +282,7 @@ def test_saturation_by_the_detector_of_the_profile():
 
 def test_a_hint_to_saturated_endpoints_is_saturated():
     """Who may not be chosen has room for nobody."""
-    held = house(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
+    held = build_pool(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
     raw = ask(headers=LOW)
     assert isinstance(held.decide(raw), Decision)
     raw = msgspec.structs.replace(raw, subset=("10.0.0.1",))
@@ -293,10 +293,10 @@ def test_a_hint_to_saturated_endpoints_is_saturated():
 def test_a_filter_tree_takes_priorities(strategy):
     """The gateway's tree drops by priority where the objective is known, by its name otherwise."""
     loads = {"10.0.0.1:1": load(6, 0.9)}
-    held = house(loads=loads, profile=strategy, sheddable=1, batch=-1)
+    held = build_pool(loads=loads, profile=strategy, sheddable=1, batch=-1)
     assert isinstance(held.decide(ask(headers={OBJECTIVE: "sheddable"})), Decision)
     assert isinstance(held.decide(ask(headers={OBJECTIVE: "batch"})), Rejection)
-    unknown = house(loads=loads, profile=strategy).decide(ask(headers={OBJECTIVE: "sheddable"}))
+    unknown = build_pool(loads=loads, profile=strategy).decide(ask(headers={OBJECTIVE: "sheddable"}))
     assert isinstance(unknown, Rejection if strategy == "filter-chain" else Decision)
 
 
@@ -305,7 +305,7 @@ def test_a_seed_decides_the_draws():
     rules = rule("m", "a", "b", "c")
 
     def run() -> list[str | None]:
-        held = house(rules)
+        held = build_pool(rules)
         return [sent(held, ask()) for _ in range(20)]
 
     assert run() == run()

@@ -12,7 +12,7 @@ from extproc.request import HttpRequest
 from extproc.routing import pool_match, pool_selector
 from extproc.routing.pool_match import PoolMatch
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 
@@ -29,12 +29,12 @@ def get(path, host="x.example"):
     return HttpRequest({":method": "GET", ":path": path, ":authority": host})
 
 
-def house(address, *bases, adapters=()):
+def build_pool(address, *bases, adapters=()):
     """A pool of one endpoint, which lists models if there are any."""
-    pool = House({address: None} if address else {})
+    pool = PoolFixture({address: None} if address else {})
     if bases:
-        member = pool.fleet.pool.members[0]
-        pool.fleet.observe_models(
+        member = pool.store.pool.members[0]
+        pool.store.observe_models(
             member.endpoint, ServedModels(frozenset(bases), frozenset(adapters))
         )
     return pool
@@ -42,7 +42,7 @@ def house(address, *bases, adapters=()):
 
 def board(*pools, **settings):
     return PoolSelector(
-        [PoolRoute(name, pool.dispatcher, claim) for name, pool, claim in pools], **settings
+        [PoolRoute(name, pool.director, claim) for name, pool, claim in pools], **settings
     )
 
 
@@ -76,7 +76,7 @@ def test_matches_require_every_condition(claim, request_, holds):
 
 def test_a_single_pool_takes_all_requests():
     """A single pool without a claim is not asked about models."""
-    only = board(("p", house(A, "other"), PoolMatch()))
+    only = board(("p", build_pool(A, "other"), PoolMatch()))
     assert went(only.route(chat(), 1.0)) == ("p", A)
     assert only.default_pool == "p"
 
@@ -84,9 +84,9 @@ def test_a_single_pool_takes_all_requests():
 def test_pools_with_a_match_come_first_in_order():
     """The first claim that fits takes the request; pools without a claim come after."""
     two = board(
-        ("open", house(A), PoolMatch()),
-        ("host", house(B), PoolMatch(hosts=("x.example",))),
-        ("model", house(C), PoolMatch(models=("m-*",))),
+        ("open", build_pool(A), PoolMatch()),
+        ("host", build_pool(B), PoolMatch(hosts=("x.example",))),
+        ("model", build_pool(C), PoolMatch(models=("m-*",))),
     )
     assert went(two.route(chat("m-1"), 1.0)) == ("host", B)
     assert went(two.route(chat("m-1", host="y"), 1.0)) == ("model", C)
@@ -98,7 +98,7 @@ def test_pools_with_a_match_come_first_in_order():
 def test_adapters_and_model_headers_match_as_models():
     """A claim on models sees the name the engine is to serve."""
     two = board(
-        ("a", house(A), PoolMatch(models=("m",))), ("b", house(B), PoolMatch(models=("n",)))
+        ("a", build_pool(A), PoolMatch(models=("m",))), ("b", build_pool(B), PoolMatch(models=("n",)))
     )
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 
@@ -106,8 +106,8 @@ def test_adapters_and_model_headers_match_as_models():
 def test_pools_without_a_match_take_listed_models():
     """A pool whose endpoints list the model is taken; an alias counts; nobody is a 404."""
     two = board(
-        ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
-        ("qwen", house(B, "qwen"), PoolMatch()),
+        ("llama", build_pool(A, "llama", adapters=("sql",)), PoolMatch()),
+        ("qwen", build_pool(B, "qwen"), PoolMatch()),
     )
     assert went(two.route(chat("qwen"), 1.0)) == ("qwen", B)
     assert went(two.route(chat("sql"), 1.0)) == ("llama", A)
@@ -120,7 +120,7 @@ def test_pools_without_a_match_take_listed_models():
 
 def test_a_pool_without_model_lists_may_serve():
     """Unknown beats none; only empty pools are a 503; a pool with endpoints and no list is tried."""
-    listed, silent, empty = house(A, "llama"), house(B), house("")
+    listed, silent, empty = build_pool(A, "llama"), build_pool(B), build_pool("")
     three = board(("l", listed, PoolMatch()), ("s", silent, PoolMatch()), ("e", empty, PoolMatch()))
     assert went(three.route(chat("gpt"), 1.0)) == ("s", B)
     two = board(("l", listed, PoolMatch()), ("e", empty, PoolMatch()))
@@ -130,7 +130,7 @@ def test_a_pool_without_model_lists_may_serve():
 
 def test_the_subset_hint_selects_among_pools():
     """The gateway's own choice of endpoints names the pool."""
-    two = board(("a", house(A), PoolMatch()), ("b", house(B), PoolMatch()))
+    two = board(("a", build_pool(A), PoolMatch()), ("b", build_pool(B), PoolMatch()))
     assert went(two.route(chat(subset=(B,)), 1.0)) == ("b", B)
     assert went(two.route(chat(subset=("10.0.0.2",)), 1.0)) == ("b", B)
     assert two.route(chat(subset=(C,)), 1.0).outcome.status == 503
@@ -138,7 +138,7 @@ def test_the_subset_hint_selects_among_pools():
 
 def test_a_request_that_cannot_be_parsed_is_refused_where_models_decide():
     """400 before any pool is looked for."""
-    two = board(("a", house(A), PoolMatch(models=("m",))), ("b", house(B), PoolMatch()))
+    two = board(("a", build_pool(A), PoolMatch(models=("m",))), ("b", build_pool(B), PoolMatch()))
     raw = msgspec.structs.replace(chat(), body=b"{")
     assert two.route(raw, 1.0).outcome.status == 400
 
@@ -146,10 +146,10 @@ def test_a_request_that_cannot_be_parsed_is_refused_where_models_decide():
 def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
     """The pool that has such a rule takes what names no model; without one it is 400."""
     raw = msgspec.structs.replace(chat(), body=b'{"messages": [{"role": "user", "content": "x"}]}')
-    plain, ruled = house(A, "llama"), house(B, "qwen")
+    plain, ruled = build_pool(A, "llama"), build_pool(B, "qwen")
     two = board(("a", plain, PoolMatch()), ("b", ruled, PoolMatch()))
     assert two.route(raw, 1.0).outcome.status == 400
-    ruled.fleet.set_policy(
+    ruled.store.set_policy(
         inference_policy.InferencePolicy(
             {}, (inference_policy.RewriteRule((), (inference_policy.TargetModel("qwen"),)),)
         )
@@ -159,7 +159,7 @@ def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
 
 def test_no_pool_matches():
     """Claims that do not fit and no open pool: 404 that says where to look."""
-    selector = board(("a", house(A), PoolMatch(hosts=("y",))))
+    selector = board(("a", build_pool(A), PoolMatch(hosts=("y",))))
     routed = selector.route(chat(), 1.0)
     assert routed.outcome.status == 404
     assert "`pools`" in routed.outcome.message
@@ -168,7 +168,7 @@ def test_no_pool_matches():
 
 def test_fallback_uses_the_pool_whose_headers_match():
     """A bug in one pool's decision is not another pool's request."""
-    two = board(("a", house(A), PoolMatch(hosts=("y",))), ("b", house(B), PoolMatch()))
+    two = board(("a", build_pool(A), PoolMatch(hosts=("y",))), ("b", build_pool(B), PoolMatch()))
     routed = two.route_fallback(chat(), 1.0, why="Bug")
     assert went(routed) == ("b", B)
     assert routed.outcome.degraded
@@ -177,8 +177,8 @@ def test_fallback_uses_the_pool_whose_headers_match():
 def test_models_of_all_pools_are_listed():
     """Several pools: the picker answers /v1/models, adapters with their base model."""
     two = board(
-        ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
-        ("qwen", house(B, "qwen"), PoolMatch(hosts=("q.example",))),
+        ("llama", build_pool(A, "llama", adapters=("sql",)), PoolMatch()),
+        ("qwen", build_pool(B, "qwen"), PoolMatch(hosts=("q.example",))),
     )
     response = two.route(get("/v1/models?x=1", host="q.example"), 1.0).outcome
     assert isinstance(response, DirectResponse)
@@ -197,11 +197,11 @@ def test_models_of_all_pools_are_listed():
 
 def test_model_lists_go_to_an_engine_for_a_single_pool():
     """GET /v1/models goes to an engine there, unless the setting says otherwise."""
-    known, unknown = house(A, "m"), house(B)
+    known, unknown = build_pool(A, "m"), build_pool(B)
     assert went(board(("p", known, PoolMatch())).route(get("/v1/models"), 1.0)) == ("p", A)
     response = board(("p", known, PoolMatch()), list_models=True).route(get("/v1/models"), 1.0)
     assert isinstance(response.outcome, DirectResponse)
-    both = board(("p", unknown, PoolMatch()), ("q", house(""), PoolMatch()))
+    both = board(("p", unknown, PoolMatch()), ("q", build_pool(""), PoolMatch()))
     assert went(both.route(get("/v1/models"), 1.0)) == ("p", B)
     off = board(("p", known, PoolMatch()), ("q", unknown, PoolMatch()), list_models=False)
     assert isinstance(off.route(get("/v1/models"), 1.0).outcome, Decision)
@@ -224,8 +224,8 @@ def test_paths_of_the_model_list(path, expected):
 
 def test_pools_can_be_replaced():
     """Requests go by the new pools from the next one on."""
-    switch = board(("a", house(A), PoolMatch()))
-    switch.reconfigure([PoolRoute("b", house(B).dispatcher)])
+    switch = board(("a", build_pool(A), PoolMatch()))
+    switch.reconfigure([PoolRoute("b", build_pool(B).director)])
     assert went(switch.route(chat(), 1.0)) == ("b", B)
     switch.reconfigure([])
     assert switch.route(chat(), 1.0).outcome.status == 404
@@ -233,18 +233,18 @@ def test_pools_can_be_replaced():
 
 def test_an_endpoint_of_two_pools_has_an_account_in_each():
     """Pools do not see each other's requests but through scrapes."""
-    first, other = house(A), house(A)
+    first, other = build_pool(A), build_pool(A)
     two = board(("a", first, PoolMatch(hosts=("x.example",))), ("b", other, PoolMatch()))
     routed = two.route(chat(), 1.0)
     routed.director.reserve(routed.outcome, 1.0)
-    assert first.fleet.pool.members[0].account.in_flight == 1
-    assert other.fleet.pool.members[0].account.in_flight == 0
-    assert isinstance(first.fleet.pool.members[0].endpoint, Endpoint)
+    assert first.store.pool.members[0].account.in_flight == 1
+    assert other.store.pool.members[0].account.in_flight == 0
+    assert isinstance(first.store.pool.members[0].endpoint, Endpoint)
 
 
 def test_a_single_pool_without_a_match_takes_unlisted_models():
     """Others' claims on models change nothing of what it does with an unknown one."""
-    special, open_ = house(A, "special"), house(B, "llama")
+    special, open_ = build_pool(A, "special"), build_pool(B, "llama")
     switch = board(("s", special, PoolMatch(models=("special",))), ("o", open_, PoolMatch()))
     assert went(switch.route(chat("special"), 1.0)) == ("s", A)
     assert went(switch.route(chat("unheard-of"), 1.0)) == ("o", B)

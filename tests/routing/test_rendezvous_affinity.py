@@ -11,7 +11,7 @@ from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest
 from extproc.routing import scheduler
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 
 def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
@@ -96,10 +96,10 @@ def test_a_new_prompt_has_no_affinity():
     page = Load(
         at=0.0, engine="vllm", running=4.0, waiting=2.0, prefix_queries=9.0, prefix_hits=0.0
     )
-    house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    house = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
-    chosen = house.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
-    assert house.fleet.foreign_traffic.share > scheduler.MIN_PEER_SHARE
+    chosen = house.director.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
+    assert house.store.foreign_traffic.share > scheduler.MIN_PEER_SHARE
     assert chosen.matched_tokens == 0
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
@@ -124,19 +124,19 @@ def test_a_widely_cached_prompt_has_no_affinity():
 def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
-    house = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    house = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
     raw = HttpRequest(headers={":path": "/v1/completions"}, body=body)
-    chosen = house.dispatcher.route(raw, house.now)
+    chosen = house.director.route(raw, house.now)
     assert chosen.request.session == "a"
-    fleet = house.fleet.pool.members
+    fleet = house.store.pool.members
     at = scheduler.rendezvous_endpoint("a", fleet)
     went = (at + 1) % 4
     there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
-    house.dispatcher.reserve(there, house.now)
+    house.director.reserve(there, house.now)
     if beside:
-        house.fleet.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
-        house.fleet.foreign_traffic.hit_ratio = 0.5
+        house.store.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
+        house.store.foreign_traffic.hit_ratio = 0.5
     built = []
 
     def keep(*arguments, look=candidate_builder.build_candidates, **more):
@@ -144,7 +144,7 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
         return built[-1]
 
     monkeypatch.setattr(candidate_builder, "build_candidates", keep)
-    house.dispatcher.route(raw, house.now)
+    house.director.route(raw, house.now)
     ((*candidates,),) = built
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.endpoint import Load
 from extproc.request import HttpRequest
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST"}
 #: Endpoints nobody can tell apart, so that the opening of the conversation does.
@@ -27,16 +27,16 @@ def chat(text, **fields):
 @pytest.mark.parametrize("strategy", ["adaptive", "prefix-hash"])
 def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
     """The prompt is as large as the body; where the opening decides, it is read out of the body."""
-    house = House(ALIKE, profile=strategy)
+    house = PoolFixture(ALIKE, profile=strategy)
     went = set()
     for n in range(40):
-        prepared = house.dispatcher.prepare(chat(f"{n} is a number " * 20))
+        prepared = house.director.prepare(chat(f"{n} is a number " * 20))
         resting = prepared.without_prompt()
         assert resting.request.prompt == resting.parsed.prompt == b""
         assert resting.with_prompt() == prepared.request
         assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
         direct, waited = (
-            house.dispatcher.decide(candidate, house.now) for candidate in (prepared, resting)
+            house.director.decide(candidate, house.now) for candidate in (prepared, resting)
         )
         assert direct.endpoints == waited.endpoints
         went.add(waited.endpoints[0].address)
@@ -45,8 +45,8 @@ def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
 
 def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
     """The prompt alone comes out of the body."""
-    house = House(ALIKE)
-    prepared = house.dispatcher.prepare(chat("a"))
+    house = PoolFixture(ALIKE)
+    prepared = house.director.prepare(chat("a"))
     renamed = msgspec.structs.replace(prepared.request, model="other")
     resting = msgspec.structs.replace(prepared, request=renamed).without_prompt()
     assert resting.with_prompt() == renamed
@@ -55,9 +55,9 @@ def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
 
 def test_a_prompt_that_is_not_in_the_body_is_kept():
     """Whoever prepared a request that was parsed elsewhere may have another prompt."""
-    house = House(ALIKE)
+    house = PoolFixture(ALIKE)
     raw = chat("a")
-    prepared = house.dispatcher.prepare_parsed(house.dispatcher.prepare(raw).request, raw)
+    prepared = house.director.prepare_parsed(house.director.prepare(raw).request, raw)
     assert prepared.without_prompt() is prepared
     assert prepared.with_prompt() is prepared.request
 
@@ -65,5 +65,5 @@ def test_a_prompt_that_is_not_in_the_body_is_kept():
 def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():
     """A chain costs time in proportion to the prompt."""
     raw = chat("a number " * 1000)
-    assert House(ALIKE, profile="least-request").dispatcher.prepare(raw).chain == ()
-    assert len(House(ALIKE, profile="balanced").dispatcher.prepare(raw).chain) > 0
+    assert PoolFixture(ALIKE, profile="least-request").director.prepare(raw).chain == ()
+    assert len(PoolFixture(ALIKE, profile="balanced").director.prepare(raw).chain) > 0

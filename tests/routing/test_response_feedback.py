@@ -12,7 +12,7 @@ from extproc.pool.endpoint_health import HealthState
 from extproc.pool.inflight import Reservation
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import HttpRequest
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -28,28 +28,28 @@ def chat(words: int = 400, first: str = "hello") -> HttpRequest:
 class Sent:
     """One request that was committed in a house."""
 
-    def __init__(self, house: House, raw: HttpRequest | None = None) -> None:
-        self.house = house
+    def __init__(self, house: PoolFixture, raw: HttpRequest | None = None) -> None:
+        self.pool_fixture = house
         decision = house.decide(raw or chat())
         assert isinstance(decision, Decision)
         self.decision = decision
-        self.ticket: Reservation = house.dispatcher.reserve(decision, house.now)
+        self.ticket: Reservation = house.director.reserve(decision, house.now)
 
     @property
     def address(self) -> str:
         return self.decision.endpoints[0].address
 
     def respond(self, status: str, served: str = "") -> None:
-        self.house.dispatcher.on_response_headers(
-            self.ticket, status, self.house.now, served=served
+        self.pool_fixture.director.on_response_headers(
+            self.ticket, status, self.pool_fixture.now, served=served
         )
 
     def complete(self, *, answered: bool = True) -> None:
-        self.house.dispatcher.release(self.ticket, self.house.now, answered=answered)
+        self.pool_fixture.director.release(self.ticket, self.pool_fixture.now, answered=answered)
 
 
-def member(house: House, address: str) -> EndpointSnapshot:
-    snapshot = house.fleet.pool.find(address)
+def member(house: PoolFixture, address: str) -> EndpointSnapshot:
+    snapshot = house.store.pool.find(address)
     assert snapshot is not None
     return snapshot
 
@@ -57,7 +57,7 @@ def member(house: House, address: str) -> EndpointSnapshot:
 @pytest.mark.parametrize("status", ["503", "500", "429", "400"])
 def test_a_refused_prompt_is_not_predicted_as_cached(status: str):
     """What one refused request made us believe is taken back, to the last block."""
-    house = House({FIRST: None})
+    house = PoolFixture({FIRST: None})
     sent = Sent(house)
     assert house.index.blocks_total > 0
     sent.respond(status)
@@ -70,7 +70,7 @@ def test_a_refused_prompt_is_not_predicted_as_cached(status: str):
 @pytest.mark.parametrize("status", ["200", ""])
 def test_a_served_prompt_is_predicted_as_cached(status: str):
     """An answer that began confirms it; a client that left says nothing against it."""
-    house = House({FIRST: None})
+    house = PoolFixture({FIRST: None})
     sent = Sent(house)
     before = house.index.blocks_total
     if status:
@@ -81,7 +81,7 @@ def test_a_served_prompt_is_predicted_as_cached(status: str):
 
 def test_earlier_predictions_stay():
     """Only what is behind the believed prefix is taken back."""
-    house = House({FIRST: None})
+    house = PoolFixture({FIRST: None})
     first = Sent(house, chat(400))
     first.respond("200")
     held = house.index.blocks_total
@@ -94,7 +94,7 @@ def test_earlier_predictions_stay():
 
 def test_three_failures_eject_an_endpoint():
     """The next requests go elsewhere, and the decision says who was left out."""
-    house = House({FIRST: None, SECOND: None}, profile="least-request")
+    house = PoolFixture({FIRST: None, SECOND: None}, profile="least-request")
     for _ in range(3):
         # One failure is doubted for a second.
         house.now += 2.0
@@ -112,7 +112,7 @@ def test_three_failures_eject_an_endpoint():
 
 def test_the_serving_endpoint_is_charged():
     """Where another endpoint answered, it has the request, and the belief, and the good word."""
-    house = House({FIRST: None, SECOND: None}, fallbacks=1)
+    house = PoolFixture({FIRST: None, SECOND: None}, fallbacks=1)
     sent = Sent(house)
     other = SECOND if sent.address == FIRST else FIRST
     blocks = sent.decision.block_hashes
@@ -136,7 +136,7 @@ def test_the_serving_endpoint_is_charged():
 
 def test_an_unknown_serving_endpoint_is_ignored():
     """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
-    house = House({FIRST: None, SECOND: None})
+    house = PoolFixture({FIRST: None, SECOND: None})
     sent = Sent(house)
     sent.respond("200", served="10.9.9.9:1")
     named = member(house, sent.address)
@@ -147,23 +147,23 @@ def test_an_unknown_serving_endpoint_is_ignored():
 
 def test_outcomes_of_a_removed_endpoint_are_dropped():
     """Evidence about a former life of an address is dropped."""
-    house = House({FIRST: None, SECOND: None})
+    house = PoolFixture({FIRST: None, SECOND: None})
     sents = [Sent(house) for _ in range(6)]
-    house.fleet.set_endpoints([], house.now)
-    house.fleet.set_endpoints(
-        [snapshot.endpoint for snapshot in House({FIRST: None}).fleet.pool.members], house.now
+    house.store.set_endpoints([], house.now)
+    house.store.set_endpoints(
+        [snapshot.endpoint for snapshot in PoolFixture({FIRST: None}).store.pool.members], house.now
     )
     for sent in sents:
         sent.respond("503")
         sent.complete()
-    assert house.fleet.pool.unhealthy_or_doubtful == 0
+    assert house.store.pool.unhealthy_or_doubtful == 0
 
 
 def test_usage_calibrates_the_endpoint_that_served():
     """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
-    house = House({FIRST: None, SECOND: None}, profile="adaptive")
+    house = PoolFixture({FIRST: None, SECOND: None}, profile="adaptive")
     first, second = (
-        house.belief.state_of(member(house, name).endpoint) for name in (FIRST, SECOND)
+        house.cache_model.state_of(member(house, name).endpoint) for name in (FIRST, SECOND)
     )
     chosen = set()
     for number in range(16):
@@ -172,7 +172,7 @@ def test_usage_calibrates_the_endpoint_that_served():
         sent.respond("200", served=FIRST)
         served = sent.ticket.endpoint
         sent.complete()
-        house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=served)
+        house.director.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=served)
     assert chosen == {FIRST, SECOND}
     assert first.calibration.error < -0.5
     assert (second.calibration.error, second.calibration.factor) == (0.0, 1.0)
@@ -181,15 +181,15 @@ def test_usage_calibrates_the_endpoint_that_served():
 @pytest.mark.parametrize("back", [False, True])
 def test_late_usage_of_a_removed_endpoint_is_ignored(back: bool):  # noqa: FBT001
     """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
-    house = House({FIRST: None}, profile="adaptive")
+    house = PoolFixture({FIRST: None}, profile="adaptive")
     sent = Sent(house)
     endpoint = sent.ticket.endpoint
-    known = house.belief.state_of(endpoint)
+    known = house.cache_model.state_of(endpoint)
     assert known.requests == 1
-    house.fleet.set_endpoints([Endpoint(FIRST, uid="another")] if back else [], house.now)
+    house.store.set_endpoints([Endpoint(FIRST, uid="another")] if back else [], house.now)
     sent.complete()
     for _ in range(8):
-        house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
+        house.director.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
     if back:
-        assert house.belief.state_of(member(house, FIRST).endpoint).calibration.error == 0.0
-    assert house.belief.state_of(endpoint).calibration.error == 0.0
+        assert house.cache_model.state_of(member(house, FIRST).endpoint).calibration.error == 0.0
+    assert house.cache_model.state_of(endpoint).calibration.error == 0.0

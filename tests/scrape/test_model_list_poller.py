@@ -23,21 +23,21 @@ class Engine:
         self.requests = []
         self.forgotten = []
         self.facts = []
-        self.fleet = store.PoolStore(lambda _: None)
+        self.store = store.PoolStore(lambda _: None)
         endpoint = Endpoint("10.0.0.1:8000", labels=dict(labelled))
-        self.fleet.set_endpoints([endpoint], 0.0)
+        self.store.set_endpoints([endpoint], 0.0)
         self.scraper = scraper.Scraper(
             scraper.ScraperSettings(
                 models=model_list_poller.ModelListSettings(interval_s=interval_s, jitter=0.0)
             ),
-            self.fleet,
+            self.store,
             client=self,
             clock=lambda: self.now,
             rng=random.Random(1),
             on_result=self.facts.append,
             unlisted_models=lambda: self.missed,
         )
-        self.watch = scraper.EndpointScraper(self.scraper, self.fleet.pool.members[0])
+        self.watch = scraper.EndpointScraper(self.scraper, self.store.pool.members[0])
 
     async def get(self, where):
         path = where.request.split()[1].decode()
@@ -49,7 +49,7 @@ class Engine:
 
     @property
     def models(self):
-        return self.fleet.pool.members[0].models
+        return self.store.pool.members[0].models
 
     @property
     def lists(self):
@@ -184,7 +184,7 @@ def test_models_are_polled_on_the_serving_port():
         assert engine.requests == [(9100, "/metrics"), (8000, "/v1/models")]
         async with asyncio.TaskGroup() as tasks:
             await engine.scraper.step(tasks)
-            engine.fleet.set_endpoints([], 0.0)
+            engine.store.set_endpoints([], 0.0)
             await engine.scraper.step(tasks)
         assert engine.forgotten == [9100, 8000]
 

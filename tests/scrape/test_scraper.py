@@ -59,12 +59,12 @@ class Scene:
     def __init__(self, *endpoints, settings=QUICK, **answers):
         self.clock = Clock()
         self.fetcher = Fetcher(self.clock, **answers)
-        self.fleet = store.PoolStore(lambda _: None)
+        self.store = store.PoolStore(lambda _: None)
         self.facts = []
         self.hold(*endpoints)
         self.subject = scraper.Scraper(
             settings,
-            self.fleet,
+            self.store,
             client=self.fetcher,
             clock=self.clock,
             rng=random.Random(1),
@@ -72,7 +72,7 @@ class Scene:
         )
 
     def hold(self, *endpoints):
-        self.fleet.set_endpoints(
+        self.store.set_endpoints(
             [
                 endpoint if isinstance(endpoint, Endpoint) else Endpoint(endpoint)
                 for endpoint in endpoints
@@ -81,10 +81,10 @@ class Scene:
         )
 
     def watch(self, at=0):
-        return scraper.EndpointScraper(self.subject, self.fleet.pool.members[at])
+        return scraper.EndpointScraper(self.subject, self.store.pool.members[at])
 
     def load(self, at=0):
-        return self.fleet.pool.members[at].load
+        return self.store.pool.members[at].load
 
 
 def test_a_page_reaches_the_store_with_its_time():
@@ -105,13 +105,13 @@ def test_the_scrape_token_is_taken_before_the_request():
     async def scene():
         gate = asyncio.Event()
         scene = Scene("10.0.0.1:1", p1=gate)
-        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
+        scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         marks = []
-        begin = scene.fleet.begin_scrape
-        scene.fleet.begin_scrape = lambda endpoint: marks.append(begin(endpoint)) or marks[-1]
+        begin = scene.store.begin_scrape
+        scene.store.begin_scrape = lambda endpoint: marks.append(begin(endpoint)) or marks[-1]
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.requests)
-        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
+        scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         gate.set()
         await step
         assert [mark.in_flight for mark in marks] == [1]
@@ -140,7 +140,7 @@ def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
         await watch.step()
         await watch.step()
         assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
-        assert scene.fleet.pool.members[0].failure == outcome
+        assert scene.store.pool.members[0].failure == outcome
         assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
         assert watch.failures == 2
         assert watch.is_refused == (outcome == "refused")
@@ -196,7 +196,7 @@ def test_traffic_sets_the_pace():
     async def scene():
         scene = Scene("10.0.0.1:1")
         watch = scene.watch()
-        account = scene.fleet.pool.members[0].account
+        account = scene.store.pool.members[0].account
         await watch.step()
         await watch.step()
         assert not watch.busy
@@ -379,14 +379,14 @@ def test_a_page_that_raises_stops_no_other_endpoint(caplog):
 
     async def scene():
         scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=POISON)
-        poisoned(scene.fleet)
+        poisoned(scene.store)
         task = asyncio.ensure_future(scene.subject.run())
         await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.2", 2)) >= 20)
         subject = scene.subject.supervisor
         assert subject.failures["scrape"] >= 1
         assert subject.degraded == ["scrape"]
         assert scene.load(0).waiting is None
-        assert scene.fleet.pool.members[0].failure == "bug: OverflowError"
+        assert scene.store.pool.members[0].failure == "bug: OverflowError"
         assert scene.load(1).waiting == 3.0
         scene.fetcher.answers.clear()
         await scene.fetcher.until(lambda: not subject.degraded)
@@ -435,4 +435,4 @@ def test_a_large_page_is_read_in_a_thread(monkeypatch, extra_bytes):
     monkeypatch.setattr(scraper.metrics_page, "read", noting)
     asyncio.run(scene.watch().step())
     assert threads == [extra_bytes == 0]
-    assert scene.fleet.pool.members[0].load.waiting == 3.0
+    assert scene.store.pool.members[0].load.waiting == 3.0

@@ -5,7 +5,7 @@ from extproc.endpoint import Load
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.telemetry import explanation
 from tests.support import ext_proc_script, serving
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 HEADERS = {**ext_proc_script.PLAIN, "x-request-id": "id-7"}
 
@@ -14,7 +14,7 @@ def test_a_decision_is_recorded_with_its_result():
     """The ring knows a routed request by its id, and its status once the stream ends."""
 
     async def test() -> None:
-        async with serving.serving(House({ext_proc_script.ADDRESS: Load(at=0.0)})) as server:
+        async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
@@ -35,7 +35,7 @@ def test_the_decision_header_is_added_when_enabled():
     """With decisions.header the answer says who was chosen and why."""
 
     async def test() -> None:
-        house = House({ext_proc_script.ADDRESS: Load(at=0.0)})
+        house = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
         async with serving.serving(house, format_decision=explanation.format_short) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))

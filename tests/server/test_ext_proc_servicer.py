@@ -9,7 +9,7 @@ from extproc.protocol.messages import MessageKind
 from extproc.server import stream_handler
 from extproc.wire import codec
 from tests.support import ext_proc_script, serving
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
 
@@ -47,7 +47,7 @@ class Writing(Context):
 
 async def test_a_write_in_progress_completes_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
-    async with serving.serving(House({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
+    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
@@ -63,7 +63,7 @@ async def test_a_write_in_progress_completes_before_the_end():
 
 async def test_a_write_in_progress_is_not_cancelled():
     """When the client leaves, gRPC would lose memory for good with each write that is cancelled."""
-    async with serving.serving(House({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
+    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
@@ -80,7 +80,7 @@ async def test_a_write_in_progress_is_not_cancelled():
 
 async def test_a_reset_after_the_last_message_cancels_the_handler():
     """A status that is sent to a client that left would cost memory in gRPC for good."""
-    async with serving.serving(House({}), transport="grpcio") as scene:
+    async with serving.serving(PoolFixture({}), transport="grpcio") as scene:
         context = Context()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
@@ -95,7 +95,7 @@ async def test_a_reset_after_the_last_message_cancels_the_handler():
 
 async def test_a_read_in_progress_is_not_cancelled():
     """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
-    async with serving.serving(House({}), transport="grpcio") as scene:
+    async with serving.serving(PoolFixture({}), transport="grpcio") as scene:
         context = Context()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.began.wait()
@@ -122,7 +122,7 @@ async def open_streams(scene, count):
 
 async def test_the_last_stream_of_a_connection_ends_last():
     """After GOAWAY gRPC ends the connection with its last stream, and with it what is unread."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, transport="grpcio") as scene:
         undecided, *others = await open_streams(scene, 3)
         released = asyncio.ensure_future(scene.drain(5.0, apart_s=3600.0))
@@ -137,7 +137,7 @@ async def test_the_last_stream_of_a_connection_ends_last():
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 async def test_all_streams_are_released(count):
-    async with serving.serving(House({ext_proc_script.ADDRESS: None})) as scene:
+    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: None})) as scene:
         streams = await open_streams(scene, count)
         await scene.drain(5.0, apart_s=0.0 if count > 1 else 3600.0)
         for stream in streams:
@@ -163,7 +163,7 @@ def fail_at(monkeypatch, kind):
 async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     """Until the response began the client hears of it, and the stream ends with OK."""
     fail_at(monkeypatch, kind)
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     script = {
         MessageKind.REQUEST_HEADERS: ext_proc_script.request_headers(),
         MessageKind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
@@ -186,7 +186,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
 async def test_servicer_ends_a_stream_with_internal_during_the_response(monkeypatch):
     """A response that cannot be gone on with is broken off; its data plane decides what then."""
     fail_at(monkeypatch, MessageKind.RESPONSE_BODY)
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.say(
@@ -201,7 +201,7 @@ async def test_servicer_ends_a_stream_with_internal_during_the_response(monkeypa
 
 async def test_servicer_rejects_only_streams_above_max_streams():
     """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=2) as scene:
         first, _ = await open_streams(scene, 2)
         crowded = scene.stream()

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import asyncio
 
+from extproc.flow_control.controller import FlowController
 from extproc.server.flow_control_shell import QueuedRequest
-from tests.server.gate_scene import A, B, Place, answered
+from tests.server.flow_control_fixture import A, B, FlowControlFixture, answered
 from tests.support.virtual_loop import VirtualLoop
 
 
 async def test_many_requests_are_dispatched_over_several_loop_iterations():
     """Thousands are released without holding up everybody else for long."""
-    place = Place()
+    place = FlowControlFixture()
     held = [place.ask(tokens=1) for _ in range(400)]
     place.come(A)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert 0 < sum(request.admission.done() for request in held) < 400
     await answered(*held)
-    assert place.gate.outcomes["dispatched"] == 400
+    assert place.flow_controller.outcomes["dispatched"] == 400
 
 
 async def test_a_pump_is_short_with_slow_decisions():
     """A pump stops after some ms and goes on with the next turn, where it stopped."""
-    place = Place()
+    place = FlowControlFixture()
     held = [place.ask(tokens=1) for _ in range(20)]
-    decide = place.house.dispatcher.decide
+    decide = place.pool_fixture.director.decide
 
     def slow(prepared, now, *, may_defer=True):
-        place.house.now += 0.002
+        place.pool_fixture.now += 0.002
         return decide(prepared, now, may_defer=may_defer)
 
-    place.house.dispatcher.decide = slow
+    place.pool_fixture.director.decide = slow
     place.come(A)
     done = []
     while not done or done[-1] < len(held):
@@ -42,36 +43,36 @@ async def test_a_pump_is_short_with_slow_decisions():
 
 async def test_many_models_take_a_single_decision_of_a_pump():
     """All that wait for the same endpoints are held up together, whatever they ask for."""
-    place = Place(A, B)
+    place = FlowControlFixture(A, B)
     for address in (A, B):
         place.load(address, waiting=20, running=8, kv_usage=0.9)
     held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
     assert all(isinstance(request, QueuedRequest) for request in held)
-    place.gate.pump()
-    decide, decided = place.house.dispatcher.decide, []
+    place.flow_controller.pump()
+    decide, decided = place.pool_fixture.director.decide, []
 
     def counting(prepared, now, *, may_defer=True):
         decided.append(prepared)
         return decide(prepared, now, may_defer=may_defer)
 
-    place.house.dispatcher.decide = counting
-    place.gate.pump()
+    place.pool_fixture.director.decide = counting
+    place.flow_controller.pump()
     assert len(decided) == 1
-    place.gate.close()
+    place.flow_controller.close()
 
 
 async def test_thousands_of_deadlines_expire_over_several_loop_iterations():
     """Those that are over at once are refused some at a time, and all of them."""
-    place = Place(empty_timeout_s=5)
+    place = FlowControlFixture(empty_timeout_s=5)
     held = [place.ask(tokens=1) for _ in range(400)]
-    place.house.now += 6.0
-    place.gate.pump()
+    place.pool_fixture.now += 6.0
+    place.flow_controller.pump()
     assert 0 < sum(request.admission.done() for request in held) < 400
     await answered(*held)
-    assert place.gate.outcomes == {"expired": 400}
+    assert place.flow_controller.outcomes == {"expired": 400}
 
 
-class Computing(Place):
+class Computing(FlowControlFixture):
     """A gate on virtual time before a busy endpoint, whose looks at requests take some of it.
 
     Args:
@@ -91,14 +92,14 @@ class Computing(Place):
         self.held = [
             self.ask(priority=at, x_extproc_queue_timeout_ms="900000") for at in range(held, 0, -1)
         ]
-        decide = self.house.dispatcher.decide
+        decide = self.pool_fixture.director.decide
 
         def slow(prepared, now, *, may_defer=True):
             self.looks += 1
             loop.compute(self.look_s)
             return decide(prepared, now, may_defer=may_defer)
 
-        self.house.dispatcher.decide = slow
+        self.pool_fixture.director.decide = slow
 
     @property
     def now(self):
@@ -131,12 +132,12 @@ def test_capacity_during_a_sweep_goes_to_the_first_in_order():
 
     async def test(loop):
         place = Computing(loop, look_s=0.002, held=9)
-        place.gate.pump()
+        place.flow_controller.pump()
         assert place.looks == 3
         place.load(A, waiting=0, running=4, kv_usage=0.5)
         await asyncio.gather(*(request.admission for request in place.held))
-        assert place.gate.outcomes == {"dispatched": 9}
-        place.gate.close()
+        assert place.flow_controller.outcomes == {"dispatched": 9}
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -146,11 +147,11 @@ def test_a_long_sweep_takes_at_most_half_of_the_time():
 
     async def test(loop):
         place = Computing(loop, look_s=0.001, held=200)
-        place.gate.notify_capacity()
+        place.flow_controller.notify_capacity()
         others_s = await place.compute(lambda: place.looks >= 200, turn_s=0.0001)
         # After the last slice of 5 ms nobody has rested yet.
         assert place.pumped_s - 0.006 <= others_s <= place.pumped_s + 0.001
-        place.gate.close()
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -162,27 +163,27 @@ def test_endless_events_take_at_most_half_of_the_time():
         place = Computing(loop, look_s=0.001, held=4)
 
         def is_over():
-            place.gate.notify_capacity()
+            place.flow_controller.notify_capacity()
             return loop.time() > 101.0
 
         others_s = await place.compute(is_over, turn_s=0.0001)
         assert 0.4 < place.pumped_s < 0.51
         assert others_s > 0.49
-        place.gate.close()
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
 
-def test_timers_take_at_most_half_of_the_time():
-    """An endpoint that is believed free each moment is no reason to look without a rest."""
+def test_timers_take_at_most_half_of_the_time(monkeypatch):
+    """An endpoint that seems free at every moment does not cause sweeps without a pause."""
+    monkeypatch.setattr(FlowController, "next_pump_s", lambda *_: 0.002)
 
     async def test(loop):
         place = Computing(loop, look_s=0.001, held=20)
-        place.gate._controller.next_pump_s = lambda soonest_s, now: 0.002
-        place.gate.notify_capacity()
+        place.flow_controller.notify_capacity()
         await asyncio.sleep(1.0)
         assert 0.3 < place.pumped_s < 0.52
-        place.gate.close()
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -193,11 +194,11 @@ def test_a_short_pump_is_followed_at_once():
     async def test(loop):
         place = Computing(loop, look_s=0.0001, held=2)
         for sweeps in range(1, 5):
-            place.gate.notify_capacity()
+            place.flow_controller.notify_capacity()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert place.looks == 2 * sweeps
-        place.gate.close()
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -207,12 +208,12 @@ def test_a_clock_jump_does_not_stop_the_pump():
 
     async def test(loop):
         place = Computing(loop, look_s=10.0, held=2)
-        place.gate.pump()
+        place.flow_controller.pump()
         assert place.looks == 1
         place.look_s = 0.0
         await asyncio.sleep(0.06)
         assert place.looks == 2
-        place.gate.close()
+        place.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -224,8 +225,8 @@ def test_a_deadline_ends_a_wait_without_an_event():
         place = Computing(loop, look_s=0.0, held=0)
         place.ask(x_extproc_queue_timeout_ms="30000")
         await asyncio.sleep(29.0)
-        assert place.gate.outcomes == {}
+        assert place.flow_controller.outcomes == {}
         await asyncio.sleep(2.0)
-        assert place.gate.outcomes == {"expired": 1}
+        assert place.flow_controller.outcomes == {"expired": 1}
 
     in_virtual_time(test)

@@ -37,5 +37,5 @@ async def test_hostile_requests_leave_no_memory(kind):
     await core.picker.sync()
     left = await grown(lambda start, count: soak.attack(core, kind, count, start=start))
     assert left < LEFT_BYTES
-    assert all(member.account.in_flight == 0 for member in core.fleet.pool.members)
+    assert all(member.account.in_flight == 0 for member in core.store.pool.members)
     assert core.picker.budget.held_bytes == 0

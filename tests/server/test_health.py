@@ -129,20 +129,20 @@ class Looking:
 
     def __init__(self, *addresses: str, most_s: float = 3.0) -> None:
         self.now = 100.0
-        self.fleet = PoolStore(on_gone=lambda _: None)
-        self.fleet.set_endpoints([Endpoint(address) for address in addresses], 100.0)
-        self.done = InitialScrapeGate(lambda: {"": self.fleet.pool}, lambda: self.now, most_s)
+        self.store = PoolStore(on_gone=lambda _: None)
+        self.store.set_endpoints([Endpoint(address) for address in addresses], 100.0)
+        self.done = InitialScrapeGate(lambda: {"": self.store.pool}, lambda: self.now, most_s)
 
     def scraped(self, address: str) -> None:
-        member = self.fleet.pool.find(address)
+        member = self.store.pool.find(address)
         assert member is not None
-        self.fleet.observe(self.fleet.begin_scrape(member.endpoint), Load(at=self.now), self.now)
+        self.store.observe(self.store.begin_scrape(member.endpoint), Load(at=self.now), self.now)
 
     def failed(self, address: str) -> None:
-        member = self.fleet.pool.find(address)
+        member = self.store.pool.find(address)
         assert member is not None
-        mark = self.fleet.begin_scrape(member.endpoint)
-        self.fleet.scrape_failed(mark, "timeout", self.now)
+        mark = self.store.begin_scrape(member.endpoint)
+        self.store.scrape_failed(mark, "timeout", self.now)
 
 
 def test_every_endpoint_is_scraped_before_readiness():
@@ -153,7 +153,7 @@ def test_every_endpoint_is_scraped_before_readiness():
     assert not looking.done()
     looking.failed("10.0.0.2:1")
     assert looking.done()
-    looking.fleet.set_endpoints([Endpoint("10.0.0.3:1")], looking.now)
+    looking.store.set_endpoints([Endpoint("10.0.0.3:1")], looking.now)
     assert looking.done()
 
 

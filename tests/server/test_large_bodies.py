@@ -22,7 +22,7 @@ from extproc.request import HttpRequest
 from extproc.server import large_bodies, parser_worker
 from extproc.telemetry.counters import ProcessCounters
 from tests.support import ext_proc_script, serving
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 LIMIT = blocks.DEFAULT.limit_bytes
 TEXT = json.dumps({"model": "m", "prompt": "some text, " * 120_000}).encode()
@@ -252,7 +252,7 @@ def test_worker_limits_allow_hostile_bodies():
 @contextlib.asynccontextmanager
 async def serving_large(process=None):
     """A servicer with a process for large bodies, before one endpoint."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_body_bytes=8 << 20) as scene:
         shared = scene.servicer.shared
         async with reading(process, shared.observer.counters) as (bodies, _):

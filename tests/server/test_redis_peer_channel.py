@@ -107,19 +107,19 @@ class Replica:
     """One picker as far as it talks."""
 
     def __init__(self, url: str, **more: float) -> None:
-        self.sites = sites()
+        self.registry = sites()
         settings = PeerSyncSection(url=url, beat_s=0.1, silent_s=1.0, **more)
-        self.line = redis_peer_channel.RedisPeerChannel(settings, self.sites, time.monotonic)
+        self.line = redis_peer_channel.RedisPeerChannel(settings, self.registry, time.monotonic)
 
-    def dispatcher(self, pool: str = "a"):
-        return self.sites.by_name[pool].parts.director
+    def director(self, pool: str = "a"):
+        return self.registry.by_name[pool].parts.director
 
     def send(self, host: str = "a"):
-        outcome = ask(self.sites, host=host).outcome
-        return self.dispatcher(host).reserve(outcome, time.monotonic())
+        outcome = ask(self.registry, host=host).outcome
+        return self.director(host).reserve(outcome, time.monotonic())
 
     def in_flight(self, pool: str = "a") -> dict[str, int]:
-        members = self.dispatcher(pool).pool.members
+        members = self.director(pool).pool.members
         return {member.endpoint.address: member.account.in_flight for member in members}
 
     @property
@@ -130,7 +130,7 @@ class Replica:
 @contextlib.asynccontextmanager
 async def talking(*replicas: Replica):
     for replica in replicas:
-        await replica.sites.sync()
+        await replica.registry.sync()
     tasks = [asyncio.ensure_future(replica.line.run()) for replica in replicas]
     try:
         yield tasks
@@ -166,7 +166,7 @@ async def test_two_replicas_exchange_requests_in_flight(server):
         }
         owners = [(first, "a"), (first, "a"), (first, "b"), (second, "a")]
         for ticket, (owner, pool) in zip(tickets, owners, strict=True):
-            owner.dispatcher(pool).release(ticket, time.monotonic())
+            owner.director(pool).release(ticket, time.monotonic())
         await until(lambda: not any([*first.in_flight().values(), *second.in_flight().values()]))
         await until(lambda: not any(second.in_flight("b").values()))
 

@@ -28,7 +28,7 @@ def stale(scene):
 
 
 def busy(scene):
-    for member in scene.fleet.pool.members:
+    for member in scene.store.pool.members:
         for _ in range(3):
             member.account.open("m", 50_000, cached_tokens=0, now=scene.now)
     return type(scene.decision()).__name__
@@ -47,7 +47,7 @@ def kubeai(scene):
 
 def deadline(scene, status=429, **request):
     prepared = scene.prepared(**request)
-    held = scene.gate.enqueue(
+    held = scene.flow_controller.enqueue(
         prepared, Deferral(1.0, Rejection(status, "busy", reason="x")), scene.now
     )
     return held.item.deadline - scene.now
@@ -71,7 +71,7 @@ def picker_of(scene):
 
 def health(name):
     """The value itself: `Health` reads it at every use."""
-    return lambda scene: getattr(scene.fleet.outlier_detector.settings, name)
+    return lambda scene: getattr(scene.store.outlier_detector.settings, name)
 
 
 def claim_of_brought(scene):
@@ -205,7 +205,7 @@ LIVE = {
     "scheduling.plugin_budget_ms": (
         "scheduling: {plugin_files: [FILE], profile: {picker: {kind: first}}}",
         "scheduling: {plugin_files: [FILE], plugin_budget_ms: 9, profile: {picker: {kind: first}}}",
-        lambda scene: scene.site.parts.director.routing.profile.picker._guards.limits.budget_s,
+        lambda scene: scene.runtime.parts.director.routing.profile.picker._guards.limits.budget_s,
     ),
     "scheduling.allow_unsupported": (
         "scheduling: {profile: {picker: {kind: random}}}",
@@ -262,25 +262,25 @@ LIVE = {
     "flow_control.tenant_header": (
         HOLDING % "tenant_header: x-team",
         HOLDING % "tenant_header: x-unit",
-        lambda scene: scene.gate.tenant(scene.prepared(x_team="a", x_unit="b")),
+        lambda scene: scene.flow_controller.tenant(scene.prepared(x_team="a", x_unit="b")),
     ),
     "flow_control.by_adapter": (
         HOLDING % "by_adapter: false",
         HOLDING % "by_adapter: true",
-        lambda scene: scene.gate.tenant(scene.prepared()),
+        lambda scene: scene.flow_controller.tenant(scene.prepared()),
     ),
     "flow_control.limit": (
         HOLDING % "timeout_s: 5",
         HOLDING % "timeout_s: 5, limit: {requests_per_s: 0}",
         lambda scene: [
-            type(scene.gate.reserve(scene.prepared(), scene.now)).__name__ for _ in range(3)
+            type(scene.flow_controller.reserve(scene.prepared(), scene.now)).__name__ for _ in range(3)
         ],
     ),
     "flow_control.limits": (
         HOLDING % "tenant_header: x-team",
         HOLDING % "tenant_header: x-team, limits: {a: {requests_per_s: 0}}",
         lambda scene: [
-            type(scene.gate.reserve(scene.prepared(x_team="a"), scene.now)).__name__
+            type(scene.flow_controller.reserve(scene.prepared(x_team="a"), scene.now)).__name__
             for _ in range(3)
         ],
     ),
@@ -408,7 +408,7 @@ def test_attained_service_keeps_its_decay():
     async def scenario():
         scene = Scene(read(HOLDING % "half_life_s: 60"))
         scene.read_again(read(HOLDING % "half_life_s: 1, order: edf, fairness: none"))
-        queue = scene.gate.queue
+        queue = scene.flow_controller.queue
         assert queue.settings.half_life_s == queue.fair_share._half_life_s == 60.0
         assert (queue.settings.order, queue.settings.fairness) == ("fcfs", "least-served")
 

@@ -143,7 +143,7 @@ def test_plugin_state_survives_a_reload_with_equal_rules(tmp_path):
         return read((SESSIONS % (level, picker)).replace("FILE", str(file)))
 
     scene = Scene(settings("info", "random"))
-    dispatcher = scene.site.parts.director
+    dispatcher = scene.runtime.parts.director
 
     def asks():
         chosen = []
@@ -176,21 +176,21 @@ def test_an_edited_plugin_starts_with_new_state(tmp_path):
         f"scheduling: {{plugin_files: ['{file}'], profile: {{picker: {{kind: first}}}}}}"
     )
     scene = Scene(settings)
-    before = scene.site.parts.director.routing.profile
+    before = scene.runtime.parts.director.routing.profile
     scene.read_again(settings)
-    assert scene.site.parts.director.routing.profile is before
+    assert scene.runtime.parts.director.routing.profile is before
     file.write_text(PLUGIN.replace("[0]", "[1]"))
     scene.read_again(settings)
-    assert scene.site.parts.director.routing.profile is not before
+    assert scene.runtime.parts.director.routing.profile is not before
     assert scene.decision().endpoints[0].address == ADDRESSES[1]
 
 
 def test_learned_rates_survive_every_reload():
     """What is learned of endpoints belongs to the fleet, whatever the rules are."""
     scene = Scene(read("scheduling: {strategy: adaptive}"))
-    rates = [member.rates for member in scene.fleet.pool.members]
+    rates = [member.rates for member in scene.store.pool.members]
     scene.observe(3.0)
-    members = scene.fleet.pool.members
+    members = scene.store.pool.members
     scene.read_again(read("scheduling: {strategy: random}"))
-    assert scene.fleet.pool.members is members
+    assert scene.store.pool.members is members
     assert len(rates) == len(members)

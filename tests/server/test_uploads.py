@@ -9,7 +9,7 @@ import pytest
 
 from extproc.wire import codec
 from tests.support import ext_proc_script, peer, serving
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 
 async def begun(scene, *messages, count=1):
@@ -35,7 +35,7 @@ async def arrived(scene, count, size_bytes):
 )
 async def test_servicer_answers_a_stalled_body_with_408(messages, size_bytes):
     """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         (stream,) = await begun(scene, *messages)
         await arrived(scene, 1, size_bytes)
@@ -57,7 +57,7 @@ async def test_servicer_answers_a_stalled_body_with_408(messages, size_bytes):
 
 async def test_servicer_releases_stalled_streams():
     """A crowd of headers without bodies turns others away for seconds, and not for ever."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, max_streams=300) as scene:
         streams = await begun(scene, count=300)
         await arrived(scene, 300, 0)
@@ -81,7 +81,7 @@ async def silent(scene, count):
 
 async def test_servicer_ends_a_stream_without_a_message():
     """It takes a place like any other, and there is no request that could be answered."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.call.wait_for_connection()
@@ -98,7 +98,7 @@ async def test_servicer_ends_a_stream_without_a_message():
 
 async def test_servicer_hears_a_first_message_that_comes_late():
     """A second before its time is over."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.call.wait_for_connection()
@@ -115,7 +115,7 @@ async def test_servicer_hears_a_first_message_that_comes_late():
 
 async def test_servicer_ignores_streams_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
         await stream.say(ext_proc_script.request_headers(ends=True))
@@ -148,7 +148,7 @@ class Stubborn:
 
 async def test_servicer_ends_refused_streams_of_other_peers():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
-    house = House({ext_proc_script.ADDRESS: None})
+    house = PoolFixture({ext_proc_script.ADDRESS: None})
     async with serving.serving(house, transport="grpcio") as scene:
         context = Stubborn()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))

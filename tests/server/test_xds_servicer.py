@@ -15,7 +15,7 @@ from extproc.server import grpcio_server, xds_servicer
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import messages
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 from tests.support.serving import LOCAL, run
 from tests.support.xds_peer import Status, clusters, core, discovery, endpoints
 
@@ -29,11 +29,11 @@ class Scene:
     """A server over one pool, and a client's channel to it."""
 
     def __init__(self):
-        self.house = House({FIRST: None, SECOND: None})
+        self.pool_fixture = PoolFixture({FIRST: None, SECOND: None})
         self.counters = XdsCounters()
         self.synced = True
         self.discovery = xds_servicer.AggregatedDiscoveryServicer(
-            lambda: {"": self.house.fleet.pool},
+            lambda: {"": self.pool_fixture.store.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
             options=ClusterOptions(),
@@ -47,7 +47,7 @@ class Scene:
         return DeltaStream(self.channel)
 
     def set_endpoints(self, *addresses):
-        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], 1.0)
+        self.pool_fixture.store.set_endpoints([Endpoint(address) for address in addresses], 1.0)
 
 
 @contextlib.asynccontextmanager
@@ -169,7 +169,7 @@ def test_scrapes_send_no_update():
     async def test():
         async with serving() as scene:
             stream = await listening(scene)
-            fleet = scene.house.fleet
+            fleet = scene.pool_fixture.store
             mark = fleet.begin_scrape(fleet.pool.find(FIRST).endpoint)
             fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
             scene.discovery.step()

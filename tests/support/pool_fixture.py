@@ -18,7 +18,7 @@ from extproc.scheduling import presets
 from extproc.scheduling.profile import SchedulerProfile
 
 
-class House:
+class PoolFixture:
     """A fleet with its dispatcher, at one moment.
 
     Args:
@@ -41,35 +41,35 @@ class House:
     ) -> None:
         self.now = 100.0
         self.index = PrefixIndex(1 << 16)
-        self.belief = CacheModel(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
-        self.fleet = PoolStore(on_gone=self.belief.forget)
-        self.fleet.set_endpoints([Endpoint(address) for address in loads], self.now)
-        for member in self.fleet.pool.members:
+        self.cache_model = CacheModel(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
+        self.store = PoolStore(on_gone=self.cache_model.forget)
+        self.store.set_endpoints([Endpoint(address) for address in loads], self.now)
+        for member in self.store.pool.members:
             load = loads[member.endpoint.address]
             if load is not None:
-                self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
+                self.store.observe(self.store.begin_scrape(member.endpoint), load, self.now)
         chosen = presets.profiles()[profile] if isinstance(profile, str) else profile
-        self.dispatcher = Director(
-            store=self.fleet,
+        self.director = Director(
+            store=self.store,
             routing=RoutingConfig(
                 profile=chosen,
                 by_model={},
                 settings=RoutingSettings(stale_after_s=60.0, fallbacks=fallbacks),
             ),
             index=self.index,
-            cache_model=self.belief,
+            cache_model=self.cache_model,
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
         )
 
     def decide(self, raw: HttpRequest) -> Outcome:
         """Route without charging anybody."""
-        return self.dispatcher.route(raw, self.now)
+        return self.director.route(raw, self.now)
 
     @property
     def in_flight(self) -> int:
         """Open requests on all endpoints."""
-        return sum(member.account.in_flight for member in self.fleet.pool.members)
+        return sum(member.account.in_flight for member in self.store.pool.members)
 
 
 def load(waiting: float, kv_usage: float, *adapters: str, at: float = 100.0) -> Load:

@@ -53,19 +53,19 @@ class Scene:
         self.picker.apply_settings(reloading.apply_live_fields(self.started, settings))
 
     @property
-    def site(self):
+    def runtime(self):
         return next(iter(self.picker.pool_registry.by_name.values()))
 
     @property
-    def fleet(self):
-        return self.site.parts.store
+    def store(self):
+        return self.runtime.parts.store
 
     @property
     def shared(self):
         return self.picker.servicer.shared
 
     @property
-    def gate(self):
+    def flow_controller(self):
         return self.picker.pool_registry.flow_controllers[""]
 
     def raw(self, model="m", subset=None, **headers):
@@ -81,17 +81,17 @@ class Scene:
         return self.route(**request).outcome
 
     def prepared(self, **request):
-        return self.site.parts.director.prepare(self.raw(**request))
+        return self.runtime.parts.director.prepare(self.raw(**request))
 
     def list_models(self, *models, adapters=()):
-        for member in self.fleet.pool.members:
+        for member in self.store.pool.members:
             listed = ServedModels(bases=frozenset(models), adapters=frozenset(adapters))
-            self.fleet.observe_models(member.endpoint, listed)
+            self.store.observe_models(member.endpoint, listed)
 
     def observe(self, waiting):
-        for member in self.fleet.pool.members:
+        for member in self.store.pool.members:
             seen = Load(at=self.now, engine="vllm", waiting=waiting, running=1.0, kv_usage=0.5)
-            self.fleet.observe(self.fleet.begin_scrape(member.endpoint), seen, self.now)
+            self.store.observe(self.store.begin_scrape(member.endpoint), seen, self.now)
 
     def answers(self, body=b'{"model":"m","prompt":"x"}'):
         """What a stream answers to a request."""
@@ -109,16 +109,16 @@ class Scene:
 
     def fail(self, times):
         """Whether one endpoint is left out after so many failures in a row."""
-        endpoint = self.fleet.pool.members[0].endpoint
+        endpoint = self.store.pool.members[0].endpoint
         for _ in range(times):
-            self.fleet.record_outcome(
+            self.store.record_outcome(
                 endpoint, RequestOutcome.FAILED, sent_at=self.now, now=self.now
             )
-        return self.fleet.pool.members[0].condition.state.name
+        return self.store.pool.members[0].condition.state.name
 
     def held(self, **request):
         """A request that waits, or why it may not."""
         prepared = self.prepared(**request)
-        return self.gate.enqueue(
+        return self.flow_controller.enqueue(
             prepared, Deferral(1.0, Rejection(429, "busy", reason="x")), self.now
         )

@@ -40,7 +40,7 @@ from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 from tests.support.transport import NAME as TRANSPORT
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -148,9 +148,9 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(
-    house: House,
+    house: PoolFixture,
     *,
-    dispatcher: Director | None = None,
+    director: Director | None = None,
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
     format_decision: Callable[[Decision], str] | None = None,
@@ -159,7 +159,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve a house, on the transport that tests run on unless another is named."""
     shared = stream_handler.StreamContext(
-        pool_selector=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
+        pool_selector=PoolSelector([PoolRoute("", dispatcher or house.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         body_budget=BufferBudget(1 << 28),
         observer=StreamRecorder(

@@ -8,14 +8,14 @@ from extproc.pool.endpoint_health import RequestOutcome
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 
 
-def page(house: House) -> dict[tuple[str, str], float]:
+def page(house: PoolFixture) -> dict[tuple[str, str], float]:
     """Samples of health by name and by the label that tells them apart."""
-    fleet = house.fleet
+    fleet = house.store
     watched = PoolView(
         fleet.pool,
         lambda _: PrefixCacheStats(0.0, 0.0, None),
@@ -38,11 +38,11 @@ def page(house: House) -> dict[tuple[str, str], float]:
 
 def test_ejections_and_probes_are_exported():
     """A gauge for each endpoint, ejections by cause, trials by what they came to."""
-    house = House({FIRST: None, SECOND: None, THIRD: None})
-    member = house.fleet.pool.find(FIRST)
+    house = PoolFixture({FIRST: None, SECOND: None, THIRD: None})
+    member = house.store.pool.find(FIRST)
     assert member is not None
     for _ in range(3):
-        house.fleet.record_outcome(
+        house.store.record_outcome(
             member.endpoint, RequestOutcome.FAILED, sent_at=house.now, now=house.now
         )
     shown = page(house)
@@ -51,8 +51,8 @@ def test_ejections_and_probes_are_exported():
     assert shown["extproc_endpoint_up", FIRST] == 1.0
     assert shown["extproc_ejections_total", "errors"] == 1.0
     house.now += 10.0
-    house.fleet.record_sent(member.endpoint, house.now)
-    house.fleet.record_outcome(
+    house.store.record_sent(member.endpoint, house.now)
+    house.store.record_outcome(
         member.endpoint, RequestOutcome.SERVED, sent_at=house.now, now=house.now
     )
     shown = page(house)
@@ -62,9 +62,9 @@ def test_ejections_and_probes_are_exported():
 
 def test_dropped_addresses_are_exported():
     """A pool that is cut at the bound of its size can be alerted on."""
-    house = House({FIRST: None})
+    house = PoolFixture({FIRST: None})
     watched = PoolView(
-        house.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
+        house.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
     )
     exposition = Exposition(
         ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}

@@ -3,22 +3,22 @@ from __future__ import annotations
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 
 def test_learned_values_are_on_the_page():
     """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
-    house = House({"10.0.0.1:8000": None}, profile="adaptive")
+    house = PoolFixture({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):
-        house.fleet.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
+        house.store.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
     page = Exposition(
         ProcessCounters(),
         lambda: {
             "": PoolView(
-                house.fleet.pool,
+                house.store.pool,
                 lambda _: PrefixCacheStats(5.0, 4.0, 100),
-                house.fleet.bytes_per_token.ratios,
-                conversations=house.dispatcher.conversation_stats,
+                house.store.bytes_per_token.ratios,
+                conversations=house.director.conversation_stats,
             )
         },
         clock=lambda: 1.0,

@@ -13,7 +13,7 @@ from extproc.telemetry import explanation, explanation_text, pool_state, request
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))
 REQUEST = InferenceRequest(api="chat", model="llama", adapter="sql")
@@ -25,10 +25,10 @@ def decision(**more):
 
 def listed(*models):
     """A house whose endpoints listed these."""
-    house = House({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
-    for member, served in zip(house.fleet.pool.members, models, strict=True):
+    house = PoolFixture({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
+    for member, served in zip(house.store.pool.members, models, strict=True):
         if served is not None:
-            house.fleet.observe_models(member.endpoint, served)
+            house.store.observe_models(member.endpoint, served)
     return house
 
 
@@ -92,7 +92,7 @@ def test_the_ring_keeps_the_rewrite():
 
 def test_models_of_a_pool_state_round_trip():
     """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
-    document = json.loads(json.dumps(explanation.describe_pool(TWO.fleet.pool, 1.0)))
+    document = json.loads(json.dumps(explanation.describe_pool(TWO.store.pool, 1.0)))
     first, second, third = document["endpoints"]
     assert (first["models"], first["model_adapters"]) == (["llama"], ["math", "sql"])
     assert (second["models"], second["model_adapters"]) == (["qwen"], [])
@@ -119,7 +119,7 @@ def test_metrics_of_models():
     counts.record_rewrite(edited=False)
     page = Exposition(
         counters,
-        lambda: {"": PoolView(TWO.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
+        lambda: {"": PoolView(TWO.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
         clock=lambda: 1.0,
         gauges={},
         about={},

@@ -5,7 +5,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.scheduling import builders
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 
 class Broken:
@@ -18,14 +18,14 @@ class Broken:
 
 def test_external_plugins_are_counted_by_role_and_kind():
     """What guards count is on the metrics page."""
-    counters, house = ProcessCounters(), House({"10.0.0.1:8000": None})
+    counters, house = ProcessCounters(), PoolFixture({"10.0.0.1:8000": None})
     ticks = iter(range(9))
     guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
         GuardedPlugin(Broken(), guards).score(builders.context(), [])
     page = Exposition(
         counters,
-        lambda: {"": PoolView(house.fleet.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
+        lambda: {"": PoolView(house.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
         about={},

@@ -24,7 +24,7 @@ HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {discover_po
 RULES = "[{pools: ['a/*'], max: 3, policy: kubeai}, {pools: ['b/*'], annotations: false}]"
 
 
-class Place:
+class AutoscalerFixture:
     """Pools from Kubernetes, their autoscaler, and a clock that a test turns."""
 
     def __init__(self, rules=RULES, more="", on_step=lambda _: None):
@@ -37,7 +37,7 @@ class Place:
         guards = GuardFactory(lambda: 0.0, tallies.plugins)
         shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), lambda: self.now)
         self.gone = []
-        self.sites = PoolRegistry(
+        self.registry = PoolRegistry(
             settings,
             shared,
             configured={},
@@ -46,7 +46,7 @@ class Place:
         )
         self.subject = Autoscaler(
             settings,
-            self.sites,
+            self.registry,
             tallies,
             is_leader=lambda: True,
             clock=lambda: self.now,
@@ -61,14 +61,14 @@ class Place:
     def bring(self, *keys, **texts):
         annotations = {f"extproc/scale-{name}": text for name, text in texts.items()}
         pool = DiscoveredPool((Endpoint("127.0.0.1:9"),), annotations=annotations)
-        self.sites.on_pools_changed(dict.fromkeys(keys, pool), ())
+        self.registry.on_pools_changed(dict.fromkeys(keys, pool), ())
 
     def take_away(self, *keys):
-        self.sites.on_pools_changed({}, keys)
+        self.registry.on_pools_changed({}, keys)
 
     def queue(self, key):
         """A request of a pool joins its queue."""
-        runtime = self.sites.by_name[key]
+        runtime = self.registry.by_name[key]
         headers = {":method": "POST", ":path": "/v1/completions"}
         prepared = runtime.parts.director.prepare(
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
@@ -84,7 +84,7 @@ class Place:
 
 def test_discovered_pools_are_scaled_while_they_exist():
     """Those a rule is for, by name, in figures and for KEDA alike."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x", "b/y", "c/z")
     assert place.scaled == ["a/x", "b/y"]
     assert set(place.subject.metrics()) == {"a/x", "b/y"}
@@ -96,7 +96,7 @@ def test_discovered_pools_are_scaled_while_they_exist():
 
 async def test_a_queued_request_wakes_the_loop_of_its_pool():
     """And no longer once the pool is left alone."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x")
     loop = place.subject.loops["a/x"]
     place.queue("a/x")
@@ -110,7 +110,7 @@ async def test_a_queued_request_wakes_the_loop_of_its_pool():
 
 def test_learned_state_survives_a_change_of_bounds():
     """Another loop goes on where the one before stopped; the same wish makes no other loop."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x", max="2")
     first = place.subject.loops["a/x"]
     place.bring("a/x", max="2")
@@ -125,7 +125,7 @@ def test_learned_state_survives_a_change_of_bounds():
 
 def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
     """The first by name keeps it; the other one has it when the first is gone."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x", "a/y", target="vllm")
     assert place.scaled == ["a/x"]
     assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
@@ -137,7 +137,7 @@ def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
 
 def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(caplog):
     """Another version of its API names the same object."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x", target="g.io/v1/fleets/Fleet/vllm")
     place.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
     assert place.scaled == ["a/x"]
@@ -146,7 +146,7 @@ def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(capl
 
 def test_an_invalid_annotation_scales_nothing(caplog):
     """It is said once, and the pool is scaled once it can be."""
-    place = Place()
+    place = AutoscalerFixture()
     place.bring("a/x", max="2")
     place.bring("a/x", max="many")
     assert place.scaled == []
@@ -167,7 +167,7 @@ class EventsFixture:
 
 async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     """On the metrics page and in an Event on the pool, until the pool is gone."""
-    place, cluster = Place(), EventsFixture()
+    place, cluster = AutoscalerFixture(), EventsFixture()
     place.bring("a/x", target="apps/v1%2Fnamespaces%2Fkube-system/deployments/Deployment/coredns")
     place.bring("a/y", max="many")
     place.bring("a/y", max="2")
@@ -209,12 +209,12 @@ def remembered(monkeypatch):
 
 async def test_a_discovered_pool_continues_from_the_state_of_another_replica(remembered):
     """Also when it is found later, and until then nothing of it is forgotten."""
-    other = Place()
+    other = AutoscalerFixture()
     other.bring("a/x")
     loop: ControlLoop = other.subject.loops["a/x"]
     loop._scaler.step(demands.demand(now=1.0, spec=1))
     remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
-    place = Place()
+    place = AutoscalerFixture()
     place.subject._cluster = Cluster()
     place.listed = False
     await place.subject.start()
@@ -230,7 +230,7 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
 async def test_loops_run_and_end_with_their_pools(remembered):
     """A pool that comes is looked at, one that is gone is not."""
     looked = asyncio.Queue()
-    place = Place("[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name))
+    place = AutoscalerFixture("[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name))
     running = asyncio.ensure_future(place.subject.run())
     place.bring("a/x")
     assert await asyncio.wait_for(looked.get(), 300.0) == "a/x"
@@ -258,7 +258,7 @@ class StateStoreFixture:
 
 async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
     """Every replica reads it: none would start."""
-    place = Place()
+    place = AutoscalerFixture()
     place.subject._state_store, place.subject._cluster = StateStoreFixture(), None
     await place.subject.start()
     assert place.subject._supervisor.failures["autoscaling"] == 1
@@ -267,7 +267,7 @@ async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
 
 async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """Its annotations may raise, and so may its loop: the other pool is looked at."""
-    place = Place()
+    place = AutoscalerFixture()
     place.subject._state_store = StateStoreFixture()
     place.subject._save_s = 0.001
     real, looked = ControlLoop.step, asyncio.Event()
@@ -306,7 +306,7 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
 
 def test_an_observer_of_steps_may_raise():
     """KEDA's streams are told of every look; what that raises does not stop the looking."""
-    place = Place(on_step={}.__getitem__)
+    place = AutoscalerFixture(on_step={}.__getitem__)
     place.bring("a/x")
     place.subject._on_step(place.subject.loops["a/x"])
     assert place.subject._supervisor.failures["autoscaling"] == 1

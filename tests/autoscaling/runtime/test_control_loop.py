@@ -24,7 +24,7 @@ from tests.support.scaling import configured
 POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}
 
 
-class Hands:
+class FakeActuator:
     """Remembers what was asked for."""
 
     scales = True
@@ -50,7 +50,7 @@ class Hands:
         return None
 
 
-class Others:
+class FakePeerCounters:
     """What other pickers tell, or None for one that cannot be read."""
 
     identity = "me"
@@ -71,7 +71,7 @@ class Others:
         self.pushed += 1
 
 
-class Place:
+class ControlLoopFixture:
     """A pool without a source, its loop, and a clock that a test turns."""
 
     def __init__(self, *, spec=0, policy="queue-depth", **scaling):
@@ -86,35 +86,37 @@ class Place:
         )
         pool = {"kubernetes": {"inference_pool": "p", "namespace": "n"}}
         settings = configured(scaling={}, pool=pool, holding={"enabled": True})
-        self.sites = PoolRegistry(
+        self.registry = PoolRegistry(
             settings, shared, configured={"n/p": ""}, is_discovery_synced=lambda: True
         )
-        self.site = self.sites.by_name[""]
-        self.hands, self.others = Hands(spec), Others()
+        self.runtime = self.registry.by_name[""]
+        self.actuator, self.others = FakeActuator(spec), FakePeerCounters()
         self.changes = []
+        self.pool_counters = tallies.for_pool("")
+        self.counters = DemandCounters(self.runtime, self.pool_counters)
         params = POLICY if policy == "queue-depth" else {}
         self.loop = ControlLoop(
-            self.site,
+            self.runtime,
             ScalingSection(policy=policy, params=params, **{"max": 3, **scaling}),
-            actuator=self.hands,
-            counters=DemandCounters(self.site, tallies.for_pool("")),
+            actuator=self.actuator,
+            counters=self.counters,
             peers=self.others,
             clock=lambda: self.now,
             on_change=self.changes.append,
         )
-        self.site.flow_controller.add_arrival_listener(self.loop.on_arrival)
+        self.runtime.flow_controller.add_arrival_listener(self.loop.on_arrival)
 
     def come(self, *addresses):
-        self.sites.on_pools_changed({"n/p": DiscoveredPool(tuple(map(Endpoint, addresses)))}, ())
+        self.registry.on_pools_changed({"n/p": DiscoveredPool(tuple(map(Endpoint, addresses)))}, ())
 
     def ask(self):
         """A request comes; it waits where there is nothing."""
         headers = {":method": "POST", ":path": "/v1/completions"}
-        prepared = self.site.parts.director.prepare(
+        prepared = self.runtime.parts.director.prepare(
             HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
-        why = self.site.parts.director.decide(prepared, self.now)
-        return self.site.flow_controller.enqueue(prepared, why, self.now)
+        why = self.runtime.parts.director.decide(prepared, self.now)
+        return self.runtime.flow_controller.enqueue(prepared, why, self.now)
 
     async def pass_s(self, seconds):
         """Looks, as often as they are due."""
@@ -125,23 +127,23 @@ class Place:
 
 async def test_control_loop_decides_nothing_before_the_pool_is_synced():
     """Endpoints that nobody has listed yet are no reason to scale."""
-    place = Place(spec=2)
+    place = ControlLoopFixture(spec=2)
     assert await place.loop.step() < 1.0
-    assert (place.loop.desired, place.hands.requested) == (None, [])
+    assert (place.loop.desired, place.actuator.requested) == (None, [])
 
 
 async def test_a_queued_request_wakes_the_loop():
     """At once, without asking others; whoever else may act is told."""
-    place = Place()
+    place = ControlLoopFixture()
     place.come()
     running = asyncio.ensure_future(place.loop.run())
     while not place.changes:
         await asyncio.sleep(0)
     reads = place.others.reads
     place.ask()
-    while not place.hands.requested:
+    while not place.actuator.requested:
         await asyncio.sleep(0)
-    assert place.hands.requested == [(1, ScalingReason.WAKE)]
+    assert place.actuator.requested == [(1, ScalingReason.WAKE)]
     while not place.others.pushed:
         await asyncio.sleep(0)
     assert place.others.reads == reads
@@ -149,7 +151,7 @@ async def test_a_queued_request_wakes_the_loop():
     place.ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(place.hands.requested) == 1
+    assert len(place.actuator.requested) == 1
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -157,50 +159,50 @@ async def test_a_queued_request_wakes_the_loop():
 
 async def test_only_the_leader_scales():
     """A follower knows the number and asks for nothing, but tells the others that it waits."""
-    place = Place()
-    place.hands.can_scale = False
+    place = ControlLoopFixture()
+    place.actuator.can_scale = False
     place.come()
     place.ask()
     assert await place.loop.step(immediate=True) == 1.0
     assert place.loop.active
-    assert (place.hands.requested, place.others.pushed) == ([], 1)
+    assert (place.actuator.requested, place.others.pushed) == ([], 1)
     place.loop.wake()
     assert place.loop._woken.is_set()
 
 
 async def test_an_unreadable_peer_prevents_scale_down():
     """Nothing is taken away while it is so, and something is added as ever."""
-    place = Place(spec=3)
+    place = ControlLoopFixture(spec=3)
     place.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
     place.others.reports = {"other": None}
     await place.pass_s(300.0)
-    assert place.hands.requested == []
+    assert place.actuator.requested == []
     assert place.loop.desired.reason == ScalingReason.INCOMPLETE_DATA
     place.others.reports = {"other": PickerCounters(in_flight=0)}
     await place.pass_s(70.0)
-    assert place.hands.requested[0][0] == 2
-    busy = Place(spec=1)
+    assert place.actuator.requested[0][0] == 2
+    busy = ControlLoopFixture(spec=1)
     busy.come("127.0.0.1:1")
     busy.others.reports = {"other": None, "third": PickerCounters(in_flight=9)}
     await busy.pass_s(120.0)
-    assert (2, ScalingReason.UP) in busy.hands.requested
+    assert (2, ScalingReason.UP) in busy.actuator.requested
 
 
 @pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
 async def test_scale_down_waits_for_a_complete_window(policy):
     """Whatever the policy, after a start without memory."""
-    place = Place(spec=3, policy=policy)
+    place = ControlLoopFixture(spec=3, policy=policy)
     place.come("127.0.0.1:1")
     await place.pass_s(min(50.0, place.loop._scaler.policy.watch_s - 5.0))
-    assert place.hands.requested == []
+    assert place.actuator.requested == []
 
 
 @pytest.mark.parametrize("scales", [True, False])
 async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
     """Where there is no target, the line does not read as if something was scaled."""
     caplog.set_level("INFO", "extproc.server")
-    place = Place(min=2)
-    place.hands.scales = scales
+    place = ControlLoopFixture(min=2)
+    place.actuator.scales = scales
     place.come()
     await place.pass_s(10.0)
     (line,) = [text for text in caplog.messages if "from 0 to 2 replicas" in text]
@@ -210,25 +212,25 @@ async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
 async def test_a_failed_action_is_retried_and_logged_once(caplog):
     """With a request waiting after a second; otherwise at the next look."""
     caplog.set_level("INFO", "extproc.server")
-    place = Place()
+    place = ControlLoopFixture()
     place.come()
     place.ask()
-    place.hands.fails = "no right"
+    place.actuator.fails = "no right"
     assert await place.loop.step() == 1.0
     assert await place.loop.step() == 1.0
     assert caplog.messages.count("autoscaling: no right") == 1
-    place.hands.fails = "look"
+    place.actuator.fails = "look"
     assert await place.loop.step() == 1.0
-    place.hands.fails = ""
+    place.actuator.fails = ""
     assert await place.loop.step() == 5.0
-    assert place.hands.spec == 1
+    assert place.actuator.spec == 1
     assert "autoscaling: scaling works again" in caplog.messages
     assert place.loop.metrics.snapshot().failures == 3
 
 
 async def test_control_loop_continues_from_restored_state():
     """With the same policy; another one's memory is not read."""
-    place, other = Place(spec=2), Place(spec=2)
+    place, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2)
     for scene in (place, other):
         scene.come("127.0.0.1:1", "127.0.0.1:2")
     await place.pass_s(60.0)
@@ -236,16 +238,16 @@ async def test_control_loop_continues_from_restored_state():
     assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)
     await other.loop.step()
     assert other.loop.desired.reason != ScalingReason.STABILIZING
-    assert other.hands.recalled == 2
-    assert not Place(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
+    assert other.actuator.recalled == 2
+    assert not ControlLoopFixture(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
 
 
 async def test_counters_report_arrivals_and_queued_requests():
     """Requests that wait, are refused or went on count once each, and totals never go down."""
-    place = Place(spec=1)
+    place = ControlLoopFixture(spec=1)
     place.come()
     held = place.ask()
-    counting = place.loop._counters
+    counting = place.counters
     first = counting.read()
     assert (first.held, first.in_flight, first.arrived) == (1, 0, 1.0)
     assert first.prompt_tokens >= 1.0
@@ -253,7 +255,7 @@ async def test_counters_report_arrivals_and_queued_requests():
     granted = await held.admission
     second = counting.read()
     assert (second.held, second.in_flight, second.arrived) == (0, 1, 1.0)
-    tallies = counting._counters
+    tallies = place.pool_counters
     tallies.record_routed(granted.decision)
     tallies.record_finished("127.0.0.1:1", "200")
     tallies.record_usage({"prompt": 3, "completion": 40})

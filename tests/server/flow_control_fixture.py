@@ -12,23 +12,23 @@ from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.request_recorder import ExceptionLog
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
-class Place:
+class FlowControlFixture:
     """A fleet, its dispatcher and a gate, at a time a test sets."""
 
     def __init__(self, *addresses, profile="balanced", **holding):
         self.requests = 0
-        self.house = House(dict.fromkeys(addresses), profile=profile)
-        routing = self.house.dispatcher.routing
+        self.pool_fixture = PoolFixture(dict.fromkeys(addresses), profile=profile)
+        routing = self.pool_fixture.director.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
-        self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
+        self.pool_fixture.director.reconfigure(routing.__class__(routing.profile, {}, settings))
         self.bugs = Counter()
-        self.gate = AsyncFlowController(
-            self.house.dispatcher,
+        self.flow_controller = AsyncFlowController(
+            self.pool_fixture.director,
             FlowControlSection(enabled=True, **holding),
             clock=lambda: self.now,
             on_exception=ExceptionLog(self.bugs, lambda: self.now).record,
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def now(self):
-        return self.house.now
+        return self.pool_fixture.now
 
     def ask(self, model="m", *, tokens=10, priority=0, **headers):
         """What becomes of a request: a decision, a refusal, or a wait."""
@@ -46,7 +46,7 @@ class Place:
             {"model": model, "prompt": f"{self.requests} " + "word " * tokens}
         ).encode()
         raw = HttpRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
-        prepared = self.house.dispatcher.prepare(raw)
+        prepared = self.pool_fixture.director.prepare(raw)
         request = prepared.request.__class__(
             **{
                 name: getattr(prepared.request, name)
@@ -56,22 +56,22 @@ class Place:
             priority=priority,
         )
         prepared = prepared.__class__(request, prepared.chain, raw, request)
-        outcome = self.house.dispatcher.decide(prepared, self.now)
+        outcome = self.pool_fixture.director.decide(prepared, self.now)
         if isinstance(outcome, Deferral):
-            return self.gate.enqueue(prepared, outcome, self.now)
+            return self.flow_controller.enqueue(prepared, outcome, self.now)
         return outcome
 
     def come(self, *addresses):
         """These endpoints are all there are."""
-        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], self.now)
-        self.gate.notify_capacity()
+        self.pool_fixture.store.set_endpoints([Endpoint(address) for address in addresses], self.now)
+        self.flow_controller.notify_capacity()
 
     def load(self, address, **facts):
         """A scrape of an endpoint."""
-        fleet = self.house.fleet
+        fleet = self.pool_fixture.store
         mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
         fleet.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
-        self.gate.notify_capacity()
+        self.flow_controller.notify_capacity()
 
 
 async def answered(*held):
