@@ -5,7 +5,7 @@
 The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
 Envoy, with the same messages. The pool has one endpoint, the default strategy, and scraping on.
 There are two floors: gRPC as it comes, and gRPC run as extproc runs it (`extproc.server.grpc_workarounds`).
-All are up at the same time and are loaded in turns; ratios are taken between neighbours.
+All are up at the same time and are loaded in turns; ratios are taken between neighbors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Endpoints and what is known of them: frozen values, no behaviour beyond their own facts.
+"""Endpoints and what is known of them: frozen values, no behavior beyond their own facts.
 
 An endpoint is one `ip:port` of one engine. Its load is what was scraped from it, with the time of
 the scrape; its rates are what was learned of its speed. A candidate is an endpoint still in play in

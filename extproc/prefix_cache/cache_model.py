@@ -162,12 +162,8 @@ class EndpointCacheState:
         calibration: Predictions against counters.
         nominal_tokens: KV tokens the engine says it has; None while it did not.
         block_tokens: Prompt tokens of a block of the index, mean.
-        prompt_tokens: Of a request, mean; 0 before the first.
-        capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
-        requests: How many were sent (count).
-
-    Args:
         prompt_tokens: Mean prompt tokens of a request; 0 before the first.
+        capacity_tokens: Prompt tokens predicted to stay cached; None while nominal is unknown.
         requests: Requests sent (count).
     """
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.prefix_cache.radix_tree import WIDTH, EndpointCache, RadixNode, Totals, packed
+from extproc.prefix_cache.radix_tree import WIDTH, EndpointCache, RadixNode, SpanTotals, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
 Key = tuple[str, int]
@@ -108,7 +108,7 @@ class PrefixIndex:
         self._caches: list[EndpointCache] = []
         self._runs = 0
         self._blocks = 0
-        self._totals = Totals()
+        self._totals = SpanTotals()
         self._records = 0
         self._epoch = 0
         #: A heap of every slot with an epoch: none of its parts was touched before that.

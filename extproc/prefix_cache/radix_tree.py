@@ -39,9 +39,6 @@ class RadixNode:
         partly: Bit mask of the slots that hold only its beginning.
         owner: The cache of one of them, which keeps its part of the run here: most runs have one
             holder, and a table of parts would cost more than the run.
-        span: What the owner holds.
-
-    Args:
         span: Span of the owner.
     """
 
@@ -129,15 +126,12 @@ _PART_BYTES = 80
 _SHARED_BYTES = 70
 
 
-class Totals:
+class SpanTotals:
     """Parts of all caches of an index.
 
     Attributes:
-        parts: All of them (count).
-        shared: Those of runs that another cache owns (count).
-
-    Args:
-        shared: Spans of nodes that another cache owns (count).
+        parts: Spans of all caches (count).
+        shared: Spans of runs that another cache owns (count).
     """
 
     __slots__ = ("parts", "shared")
@@ -156,16 +150,11 @@ class CachedSpan:
     """Part of a run that one endpoint holds, between its neighbors in the LRU ring.
 
     Attributes:
-        run: Of which.
-        held_blocks: How many blocks of it, from its start.
+        run: The run.
+        held_blocks: Blocks of the run that are held, from its head (count).
         age: Epoch of the last touch, see `PrefixIndex`.
-        older: The neighbour that was touched before.
-        newer: The neighbour that was touched after.
-
-    Args:
-        run: The node.
-        held_blocks: Blocks of the node that are held, from its head (count).
-        age: Time of the last use, as a serial number of the index.
+        older: The neighbor that was touched before.
+        newer: The neighbor that was touched after.
     """
 
     __slots__ = ("age", "held_blocks", "newer", "older", "run")
@@ -192,13 +181,13 @@ class EndpointCache:
 
     __slots__ = ("_ring", "_shared", "_totals", "capacity", "held")
 
-    def __init__(self, capacity: int, totals: Totals) -> None:
+    def __init__(self, capacity: int, totals: SpanTotals) -> None:
         self.capacity = capacity
         self.held = 0
         self._totals = totals
         #: Parts of runs that another cache owns.
         self._shared: dict[RadixNode, CachedSpan] = {}
-        # The sentinel: its newer neighbour is the oldest part.
+        # The sentinel: its newer neighbor is the oldest part.
         self._ring = CachedSpan(RadixNode(b"", None), 0, 0)
 
     def resize(self, capacity: int) -> None:
@@ -324,7 +313,7 @@ class EndpointCache:
 
 
 def _link(part: CachedSpan, *, before: CachedSpan) -> None:
-    """Put a part into a ring, as the older neighbour of another."""
+    """Put a part into a ring, as the older neighbor of another."""
     part.older = before.older
     part.newer = before
     before.older.newer = part

@@ -55,7 +55,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         prefix_queries: Prompt tokens looked up in the prefix cache (counter).
         prefix_hits: Prompt tokens found there (counter).
         adapters: Family whose labels list the LoRA adapters; empty when there is none.
-        totals: Counters that speed is learned from: field of `endpoint.Totals` and its series, in
+        totals: Counters that speed is learned from: field of `endpoint.EngineCounters` and its series, in
             the order of the engine's page.
     """
 

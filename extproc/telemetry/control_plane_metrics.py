@@ -134,10 +134,7 @@ class XdsCounters:
     Attributes:
         streams_open: Open xDS streams now.
         responses: Responses sent, by type: `clusters`, `endpoints`.
-        nacks: Of these, rejected by Envoy.
-
-    Args:
-        nacks: Responses rejected by Envoy, by type (count).
+        nacks: Responses rejected by Envoy, by type.
     """
 
     def __init__(self) -> None:

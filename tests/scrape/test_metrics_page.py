@@ -223,7 +223,7 @@ def test_116_a_missing_metric_does_not_affect_others():
 
 @pytest.mark.parametrize("garbage", ["NaN", "+Inf", "-1", "1_0", "0x1", "many", '{a="b', "1e999"])
 def test_116_garbage_on_a_line_affects_only_its_value(garbage):
-    """A value that is no count is unknown; its neighbours are read."""
+    """A value that is no count is unknown; its neighbors are read."""
     load = read(f"vllm:num_requests_waiting {garbage}", "vllm:num_requests_running 2")
     assert (load.waiting, load.running) == (None, 2.0)
 

@@ -232,6 +232,6 @@ def test_every_reply_has_a_writer():
 @pytest.mark.parametrize("size", [0, 127, 128, 16369, 16370, 16384])
 @pytest.mark.parametrize("ends", [False, True])
 def test_pieces_at_the_bounds_of_two_byte_lengths(size: int, *, ends: bool):
-    """A piece whose lengths all take two bytes reads like its shorter and longer neighbours."""
+    """A piece whose lengths all take two bytes reads like its shorter and longer neighbors."""
     piece = decoded(StreamedBodyResponse(MessageKind.REQUEST_BODY, b"x" * size, ends))
     assert piece == ext_proc_script.hand_on(b"x" * size, ends=ends)

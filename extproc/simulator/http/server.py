@@ -224,7 +224,7 @@ class EngineServer:
         return web.Response(status=200 if self.faults.ready(time.monotonic()) else 503)
 
     async def _version(self, request: web.Request) -> web.StreamResponse:
-        """The version whose behaviour is simulated."""
+        """The version whose behavior is simulated."""
         del request
         return web.json_response({"version": _VERSION})
 

@@ -1,4 +1,4 @@
-"""The gateway suite's behaviours about what is missing or refused.
+"""The gateway suite's behaviors about what is missing or refused.
 
 Source: docs/spec/protocol.md#gateway-conformance-tests.
 

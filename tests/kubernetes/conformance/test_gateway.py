@@ -1,4 +1,4 @@
-"""The gateway suite's behaviours with traffic, re-created.
+"""The gateway suite's behaviors with traffic, re-created.
 
 Source: docs/spec/protocol.md#gateway-conformance-tests.
 
