@@ -21,8 +21,7 @@ import time
 import msgspec
 
 from extproc.config import factory
-from extproc.config.settings import FlowControlSection
-from extproc.config.settings import Settings
+from extproc.config.settings import FlowControlSection, Settings
 from extproc.decision import all_busy
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.flow_control.queue import MOST_DISPLACED

@@ -117,9 +117,7 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     in_cluster = _kubernetes_overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = loader.settings(document, overrides)
-    warnings += _warn_unused_kubernetes_flags(
-        args, followed=pools.from_kubernetes(merged)
-    )
+    warnings += _warn_unused_kubernetes_flags(args, followed=pools.from_kubernetes(merged))
     profile = profile_builder.build_profile(
         merged, where="--strategy" if args.strategy else document.where
     )
@@ -248,7 +246,9 @@ def _kubernetes_overrides(
         yield loader.FlagOverride(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
 
 
-def _kubernetes_section(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
+def _kubernetes_section(
+    args: argparse.Namespace, before: Mapping[str, object]
+) -> dict[str, object]:
     """Section `pool.kubernetes` with the flags applied; empty where no object is named."""
     section = dict(before)
     if args.endpoint_selector:
@@ -268,9 +268,7 @@ def _kubernetes_section(args: argparse.Namespace, before: Mapping[str, object]) 
     return section
 
 
-def _warn_unused_kubernetes_flags(
-    args: argparse.Namespace, *, followed: bool
-) -> Iterator[str]:
+def _warn_unused_kubernetes_flags(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
     """A warning for each flag of Kubernetes discovery that changes nothing.
 
     Args:

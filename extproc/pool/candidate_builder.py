@@ -77,8 +77,6 @@ class Imputation(msgspec.Struct, frozen=True):
         }
 
 
-
-
 class Imputer:
     """Imputes for consecutive requests, and works out what changed between them.
 
@@ -247,8 +245,6 @@ class Imputer:
                 for name, value in member.load.extra.items():
                     values.setdefault(name, []).append(value)
         return {name: math.fsum(known) / len(known) for name, known in values.items()}
-
-
 
 
 def adapter_residency(

@@ -67,7 +67,9 @@ class LeaseClient:
 
     async def read(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """Read the Lease; None where it does not exist."""
-        answer = await self._send("GET", lease_state.lease_path(self._lease.namespace, self._lease.name))
+        answer = await self._send(
+            "GET", lease_state.lease_path(self._lease.namespace, self._lease.name)
+        )
         if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             self._denials.is_missing("get", answer)
             self._stored = None

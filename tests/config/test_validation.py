@@ -28,7 +28,9 @@ def convert(tree):
 
 def test_a_tag_selects_the_struct():
     """Each member of a union takes its own keys."""
-    household = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
+    household = convert(
+        {"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]}
+    )
     assert household == Household(Cat(3), [Dog("x")])
     assert convert({"pet": None}) == Household()
 

@@ -176,7 +176,8 @@ def test_a_new_request_waits_for_its_chosen_endpoint():
     entrance = FlowControllerFixture()
     entrance.hold("a")
     assert (
-        entrance.controller.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
+        entrance.controller.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint
+        == "x"
     )
 
 

@@ -12,4 +12,6 @@ THREE = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
 
 
 def build_pool(*addresses: str) -> PoolFixture:
-    return PoolFixture({address: load(0, 0.0) for address in addresses or (ext_proc_script.ADDRESS,)})
+    return PoolFixture(
+        {address: load(0, 0.0) for address in addresses or (ext_proc_script.ADDRESS,)}
+    )

@@ -99,7 +99,9 @@ def test_042_fairness_under_its_old_and_new_name():
 
 def test_072_sheddable_and_saturated_is_dropped():
     """Priority below 0 and every endpoint full: 429 in the reference's words."""
-    (reply,) = says(build_pool(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    (reply,) = says(
+        build_pool(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"}
+    )
     assert reply == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - system saturated, sheddable request dropped",

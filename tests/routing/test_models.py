@@ -21,9 +21,13 @@ def models(base: str, *adapters: str) -> ServedModels:
     return ServedModels(frozenset({base}), frozenset(adapters))
 
 
-def build_pool(*listed: ServedModels | None, strategy: str = "round-robin", **settings: bool) -> PoolFixture:
+def build_pool(
+    *listed: ServedModels | None, strategy: str = "round-robin", **settings: bool
+) -> PoolFixture:
     """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
-    held = PoolFixture({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
+    held = PoolFixture(
+        {f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy
+    )
     for member, served in zip(held.store.pool.members, listed, strict=True):
         if served is not None:
             held.store.observe_models(member.endpoint, served)
@@ -241,7 +245,9 @@ def test_027_a_gateway_names_the_model_by_header():
 
 def test_an_equal_model_header_edits_nothing():
     """The body is handed on as it came."""
-    decision = decided(build_pool(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
+    decision = decided(
+        build_pool(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"})
+    )
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 

@@ -41,7 +41,9 @@ class Side:
 
     def end(self, ticket, status: str = "200", served: str = ""):
         """Let one request be answered and end."""
-        self.pool_fixture.director.on_response_headers(ticket, status, self.pool_fixture.now, served=served)
+        self.pool_fixture.director.on_response_headers(
+            ticket, status, self.pool_fixture.now, served=served
+        )
         self.pool_fixture.director.release(ticket, self.pool_fixture.now)
 
     def take_message(self) -> peer_sync.PeerMessage:

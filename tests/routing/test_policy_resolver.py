@@ -34,7 +34,9 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
-def build_pool(*rules: RewriteRule, loads=None, profile="round-robin", **priorities: int) -> PoolFixture:
+def build_pool(
+    *rules: RewriteRule, loads=None, profile="round-robin", **priorities: int
+) -> PoolFixture:
     held = PoolFixture(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
     held.store.set_policy(InferencePolicy(priorities, rules))
     return held
@@ -296,7 +298,9 @@ def test_a_filter_tree_takes_priorities(strategy):
     held = build_pool(loads=loads, profile=strategy, sheddable=1, batch=-1)
     assert isinstance(held.decide(ask(headers={OBJECTIVE: "sheddable"})), Decision)
     assert isinstance(held.decide(ask(headers={OBJECTIVE: "batch"})), Rejection)
-    unknown = build_pool(loads=loads, profile=strategy).decide(ask(headers={OBJECTIVE: "sheddable"}))
+    unknown = build_pool(loads=loads, profile=strategy).decide(
+        ask(headers={OBJECTIVE: "sheddable"})
+    )
     assert isinstance(unknown, Rejection if strategy == "filter-chain" else Decision)
 
 

@@ -98,7 +98,8 @@ def test_pools_with_a_match_come_first_in_order():
 def test_adapters_and_model_headers_match_as_models():
     """A claim on models sees the name the engine is to serve."""
     two = board(
-        ("a", build_pool(A), PoolMatch(models=("m",))), ("b", build_pool(B), PoolMatch(models=("n",)))
+        ("a", build_pool(A), PoolMatch(models=("m",))),
+        ("b", build_pool(B), PoolMatch(models=("n",))),
     )
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 

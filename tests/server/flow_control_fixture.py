@@ -63,7 +63,9 @@ class FlowControlFixture:
 
     def come(self, *addresses):
         """These endpoints are all there are."""
-        self.pool_fixture.store.set_endpoints([Endpoint(address) for address in addresses], self.now)
+        self.pool_fixture.store.set_endpoints(
+            [Endpoint(address) for address in addresses], self.now
+        )
         self.flow_controller.notify_capacity()
 
     def load(self, address, **facts):

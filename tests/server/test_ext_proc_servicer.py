@@ -47,7 +47,9 @@ class Writing(Context):
 
 async def test_a_write_in_progress_completes_before_the_end():
     """A call of which a write was cancelled is never ended by gRPC."""
-    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
+    async with serving.serving(
+        PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio"
+    ) as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
@@ -63,7 +65,9 @@ async def test_a_write_in_progress_completes_before_the_end():
 
 async def test_a_write_in_progress_is_not_cancelled():
     """When the client leaves, gRPC would lose memory for good with each write that is cancelled."""
-    async with serving.serving(PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio") as scene:
+    async with serving.serving(
+        PoolFixture({ext_proc_script.ADDRESS: None}), transport="grpcio"
+    ) as scene:
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()

@@ -171,7 +171,9 @@ async def test_tenants_are_limited():
 
 async def test_a_header_that_is_no_number_counts_as_absent():
     """Bad input of a client changes nothing."""
-    held = FlowControlFixture(empty_timeout_s=7).ask(x_extproc_queue_timeout_ms="-5", x_llm_d_slo_ttft_ms="soon")
+    held = FlowControlFixture(empty_timeout_s=7).ask(
+        x_extproc_queue_timeout_ms="-5", x_llm_d_slo_ttft_ms="soon"
+    )
     assert held.item.deadline == held.item.arrived + 7
     assert held.item.slo_s == math.inf
 
@@ -222,8 +224,12 @@ async def test_new_settings_apply_to_queued_requests():
     place.flow_controller.reconfigure(FlowControlSection(enabled=True, half_life_s=1.0, **limited))
     assert place.flow_controller.reserve(prepared, place.now).status == 429
     place.flow_controller.queue.fair_share.charge("t", 64.0, place.now)
-    assert place.flow_controller.queue.fair_share.attained("t", place.now + 2.0) == pytest.approx(16.0)
-    place.flow_controller.reconfigure(FlowControlSection(enabled=True, tenant_header="X-Team", **limited))
+    assert place.flow_controller.queue.fair_share.attained("t", place.now + 2.0) == pytest.approx(
+        16.0
+    )
+    place.flow_controller.reconfigure(
+        FlowControlSection(enabled=True, tenant_header="X-Team", **limited)
+    )
     assert place.flow_controller.tenant(prepared) == "t"
     place.flow_controller.reconfigure(FlowControlSection(enabled=True))
     assert place.flow_controller.reserve(prepared, place.now).charge is None

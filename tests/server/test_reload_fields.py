@@ -273,7 +273,8 @@ LIVE = {
         HOLDING % "timeout_s: 5",
         HOLDING % "timeout_s: 5, limit: {requests_per_s: 0}",
         lambda scene: [
-            type(scene.flow_controller.reserve(scene.prepared(), scene.now)).__name__ for _ in range(3)
+            type(scene.flow_controller.reserve(scene.prepared(), scene.now)).__name__
+            for _ in range(3)
         ],
     ),
     "flow_control.limits": (

@@ -159,7 +159,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve a house, on the transport that tests run on unless another is named."""
     shared = stream_handler.StreamContext(
-        pool_selector=PoolSelector([PoolRoute("", dispatcher or house.director)]),
+        pool_selector=PoolSelector([PoolRoute("", director or house.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         body_budget=BufferBudget(1 << 28),
         observer=StreamRecorder(

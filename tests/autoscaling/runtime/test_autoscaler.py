@@ -230,7 +230,9 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
 async def test_loops_run_and_end_with_their_pools(remembered):
     """A pool that comes is looked at, one that is gone is not."""
     looked = asyncio.Queue()
-    place = AutoscalerFixture("[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name))
+    place = AutoscalerFixture(
+        "[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name)
+    )
     running = asyncio.ensure_future(place.subject.run())
     place.bring("a/x")
     assert await asyncio.wait_for(looked.get(), 300.0) == "a/x"

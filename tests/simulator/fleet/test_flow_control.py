@@ -2,8 +2,7 @@ import msgspec
 import pytest
 
 from extproc import decision
-from extproc.config.settings import FlowControlSection
-from extproc.config.settings import Settings
+from extproc.config.settings import FlowControlSection, Settings
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks
