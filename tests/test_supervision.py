@@ -243,11 +243,11 @@ def test_callbacks_and_lost_tasks_are_counted(scene, caplog):
 
 def test_the_place_is_the_innermost_line_of_the_package():
     """An exception that passes through this package is placed there, not where it was caught."""
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError) as raised:
         client.target(None, 80, path="/")
-    assert place_of(caught.value).startswith("TypeError at extproc/scrape/client.py:")
-    grouped = ExceptionGroup("several", [ExceptionGroup("more", [caught.value])])
-    assert place_of(grouped) == place_of(caught.value)
+    assert place_of(raised.value).startswith("TypeError at extproc/scrape/client.py:")
+    grouped = ExceptionGroup("several", [ExceptionGroup("more", [raised.value])])
+    assert place_of(grouped) == place_of(raised.value)
 
 
 def test_loop_names_are_declared_once():

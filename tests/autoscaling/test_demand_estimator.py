@@ -19,37 +19,37 @@ SERIAL_SETTINGS = EstimatorSettings(concurrency=1.0)
 TARGET = TargetObservation(spec=1, available=1, rates=SERIAL)
 
 
-def read(meter, now, observation=TARGET, **counters):
+def read(estimator, now, observation=TARGET, **counters):
     """What one picker makes of it."""
-    return meter.read(now, {"a": PickerCounters(**counters)}, observation)
+    return estimator.read(now, {"a": PickerCounters(**counters)}, observation)
 
 
 def test_arriving_work_is_requests_times_their_work():
     """Ten requests in 20 s, 30 s each as long as nothing is known: 15 seconds of work per second."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
-    read(meter, 0.0)
-    demand = read(meter, 20.0, arrived=10.0, in_flight=10)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    read(estimator, 0.0)
+    demand = read(estimator, 20.0, arrived=10.0, in_flight=10)
     assert demand.request_work == pytest.approx(30)
     assert demand.arriving == pytest.approx(15)
 
 
 def test_answer_lengths_are_learned():
     """Fifty answers of 100 tokens are 1 s each, less what is left of the prior."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
-    read(meter, 0.0)
-    demand = read(meter, 60.0, arrived=50.0, answered=50.0, answer_tokens=5000.0)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    read(estimator, 0.0)
+    demand = read(estimator, 60.0, arrived=50.0, answered=50.0, answer_tokens=5000.0)
     # The prior of 3,000 tokens has 0.98^50 = 0.36 of an answer's weight.
     assert demand.request_work == pytest.approx((3000 * 0.364 + 5000) / 50.364 * 0.01, rel=0.01)
 
 
 def test_prompts_add_prefill_time():
     """1,000 tokens at 1 ms are a second more."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
     observation = msgspec.structs.replace(
         TARGET, rates=msgspec.structs.replace(SERIAL, prefill_s=1e-3)
     )
-    read(meter, 0.0, observation)
-    demand = read(meter, 10.0, observation, arrived=1.0, prompt_tokens=1000.0)
+    read(estimator, 0.0, observation)
+    demand = read(estimator, 10.0, observation, arrived=1.0, prompt_tokens=1000.0)
     assert demand.arriving == pytest.approx((1.0 + 30) / 10, rel=0.01)
 
 
@@ -62,37 +62,39 @@ def test_pickers_are_summed():
 
 def test_an_unreadable_peer_keeps_its_last_counters_for_a_minute():
     """Its last counters stand for a minute; the demand is not complete from the first moment on."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
-    meter.read(0.0, {"a": PickerCounters(held=1), "b": PickerCounters(held=3)}, TARGET)
-    demand = meter.read(60.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    estimator.read(0.0, {"a": PickerCounters(held=1), "b": PickerCounters(held=3)}, TARGET)
+    demand = estimator.read(60.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
     assert (demand.held, demand.complete) == (4, False)
-    demand = meter.read(61.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
+    demand = estimator.read(61.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
     assert (demand.held, demand.complete) == (1, False)
-    demand = meter.read(62.0, {"a": PickerCounters(held=1)}, TARGET)
+    demand = estimator.read(62.0, {"a": PickerCounters(held=1)}, TARGET)
     assert (demand.held, demand.complete) == (1, True)
 
 
 def test_counters_of_a_restarted_peer_start_from_zero():
     """Totals that are lower than before are of a new process."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
-    read(meter, 0.0, arrived=100.0)
-    assert read(meter, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    read(estimator, 0.0, arrived=100.0)
+    assert read(estimator, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
 
 
 def test_earlier_totals_of_a_new_peer_are_not_counted():
     """A thousand requests before the first reading did not arrive in the last interval."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
-    read(meter, 0.0)
-    demand = meter.read(10.0, {"a": PickerCounters(), "b": PickerCounters(arrived=1000.0)}, TARGET)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
+    read(estimator, 0.0)
+    demand = estimator.read(
+        10.0, {"a": PickerCounters(), "b": PickerCounters(arrived=1000.0)}, TARGET
+    )
     assert demand.arriving == 0
 
 
 def test_throughput_is_learned_from_busy_replicas():
     """An engine that answers half as fast as its rates say is worth half."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
     for n in range(200):
         demand = read(
-            meter,
+            estimator,
             60.0 * n,
             held=9,
             in_flight=1,
@@ -106,17 +108,17 @@ def test_throughput_is_learned_from_busy_replicas():
 
 def test_idle_replicas_do_not_change_the_throughput():
     """What is not asked for is not done."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
     for n in range(100):
-        demand = read(meter, 60.0 * n)
+        demand = read(estimator, 60.0 * n)
     assert demand.throughput == 1
 
 
 def test_a_cold_start_is_learned():
     """From the reading that saw the number raised to the one that saw the replica answer."""
-    meter = DemandEstimator(SERIAL_SETTINGS)
+    estimator = DemandEstimator(SERIAL_SETTINGS)
     for now, spec, available in ((0, 0, 0), (5, 1, 0), (100, 1, 0), (205, 1, 1)):
-        demand = read(meter, float(now), TargetObservation(spec=spec, available=available))
+        demand = read(estimator, float(now), TargetObservation(spec=spec, available=available))
     # From 0 s on it was asked for; half of the way from 60 to 205.
     assert demand.cold_start_s == pytest.approx((60 + 205) / 2)
 

@@ -9,40 +9,40 @@ from tests.autoscaling.demands import Plant
 
 def test_a_load_step_is_followed_over_ten_minutes():
     """From idle to 400 active requests, 100 per replica: replica n + 1 after 150 n seconds."""
-    plant = Plant(KubeAIPolicy())
-    plant.run(600)
-    plant.tick(held=1)
-    assert plant.changes == [(600, 1)]
-    plant.run(900, in_flight=400)
+    target_fixture = Plant(KubeAIPolicy())
+    target_fixture.run(600)
+    target_fixture.tick(held=1)
+    assert target_fixture.changes == [(600, 1)]
+    target_fixture.run(900, in_flight=400)
     # avg = 400 t / 600 passes 100 after 150 s; the sample at 150 s makes it exactly 100.
-    assert plant.changes[1:] == [(760, 2), (910, 3), (1060, 4)]
+    assert target_fixture.changes[1:] == [(760, 2), (910, 3), (1060, 4)]
 
 
 def test_the_last_replica_is_removed_after_the_window_and_the_delay():
     """The average is 0 after 60 empty samples, and three more must agree."""
-    plant = Plant(KubeAIPolicy(), spec=1)
-    plant.run(600, in_flight=1)
-    plant.run(900)
-    assert plant.changes == [(600 + 600 + 30, 0)]
+    target_fixture = Plant(KubeAIPolicy(), spec=1)
+    target_fixture.run(600, in_flight=1)
+    target_fixture.run(900)
+    assert target_fixture.changes == [(600 + 600 + 30, 0)]
 
 
 def test_any_active_request_keeps_a_replica():
     """An average above 0 is one replica."""
-    plant = Plant(KubeAIPolicy(), spec=1)
-    plant.run(600)
-    plant.run(10, in_flight=1)
-    plant.run(590)
-    assert plant.spec == 1
+    target_fixture = Plant(KubeAIPolicy(), spec=1)
+    target_fixture.run(600)
+    target_fixture.run(10, in_flight=1)
+    target_fixture.run(590)
+    assert target_fixture.spec == 1
 
 
 def test_scale_down_removes_all_surplus_replicas_at_once():
     """After three earlier lower ticks the fourth jumps to the number."""
-    plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), spec=0)
-    plant.run(200, in_flight=8)
-    assert plant.spec == 8
+    target_fixture = Plant(KubeAIPolicy(target_requests=1, window_s=100), spec=0)
+    target_fixture.run(200, in_flight=8)
+    assert target_fixture.spec == 8
     for left in (2,) * 10:
-        plant.run(10, in_flight=left)
-    down = [replicas for at, replicas in plant.changes if at > 200]
+        target_fixture.run(10, in_flight=left)
+    down = [replicas for at, replicas in target_fixture.changes if at > 200]
     # avg falls by 0.6 a tick: 7.4 is still 8, 6.8, 6.2 and 5.6 are lower, 5.0 is applied; 4.4 is
     # still 5, and so on to 2.0.
     assert down == [5, 2]
@@ -50,48 +50,50 @@ def test_scale_down_removes_all_surplus_replicas_at_once():
 
 def test_the_decrease_counter_is_kept_between_decreases():
     """Once it went down, it goes on down with every lower tick."""
-    plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), ReplicaBounds(max=50), spec=0)
-    plant.run(200, in_flight=20)
-    plant.run(100, in_flight=0)
-    gone = [(at, replicas) for at, replicas in plant.changes if at > 200]
+    target_fixture = Plant(
+        KubeAIPolicy(target_requests=1, window_s=100), ReplicaBounds(max=50), spec=0
+    )
+    target_fixture.run(200, in_flight=20)
+    target_fixture.run(100, in_flight=0)
+    gone = [(at, replicas) for at, replicas in target_fixture.changes if at > 200]
     assert gone == [(240, 12), (250, 10), (260, 8), (270, 6), (280, 4), (290, 2), (300, 0)]
 
 
 def test_a_tick_that_is_not_lower_resets_the_counter():
     """Up or equal resets the counter."""
-    plant = Plant(KubeAIPolicy(target_requests=1, window_s=10, down_delay_s=30), spec=2)
-    plant.run(30, in_flight=1)
-    plant.run(10, in_flight=2)
-    plant.run(30, in_flight=1)
-    assert plant.spec == 2
-    plant.run(10, in_flight=1)
-    assert plant.spec == 1
+    target_fixture = Plant(KubeAIPolicy(target_requests=1, window_s=10, down_delay_s=30), spec=2)
+    target_fixture.run(30, in_flight=1)
+    target_fixture.run(10, in_flight=2)
+    target_fixture.run(30, in_flight=1)
+    assert target_fixture.spec == 2
+    target_fixture.run(10, in_flight=1)
+    assert target_fixture.spec == 1
 
 
 def test_between_ticks_only_a_queued_request_counts():
     """The ring moves every interval; a step in between wakes a target and changes nothing else."""
-    plant = Plant(KubeAIPolicy(target_requests=1, window_s=20))
-    plant.run(10)
+    target_fixture = Plant(KubeAIPolicy(target_requests=1, window_s=20))
+    target_fixture.run(10)
     for _ in range(5):
-        plant.now += 1
-        plant.tick(in_flight=9)
-    assert plant.spec == 0
-    plant.tick(held=1)
-    assert plant.spec == 1
+        target_fixture.now += 1
+        target_fixture.tick(in_flight=9)
+    assert target_fixture.spec == 0
+    target_fixture.tick(held=1)
+    assert target_fixture.spec == 1
 
 
 def test_the_average_is_capped_by_the_bounds():
     """No more than max, whatever the load."""
-    plant = Plant(KubeAIPolicy(), ReplicaBounds(min=1, max=3), spec=1)
-    plant.run(1200, in_flight=100_000)
-    assert plant.spec == 3
+    target_fixture = Plant(KubeAIPolicy(), ReplicaBounds(min=1, max=3), spec=1)
+    target_fixture.run(1200, in_flight=100_000)
+    assert target_fixture.spec == 3
 
 
 @pytest.mark.parametrize("late_s", [0.5, 7.0, 35.0])
 def test_missed_ticks_are_skipped(late_s):
     """One sample for each tick that was made."""
-    plant = Plant(KubeAIPolicy(target_requests=1, window_s=30))
-    plant.tick()
-    plant.now += 10 + late_s
-    plant.tick(in_flight=3)
-    assert plant.spec == 1  # ceil(3 / 3)
+    target_fixture = Plant(KubeAIPolicy(target_requests=1, window_s=30))
+    target_fixture.tick()
+    target_fixture.now += 10 + late_s
+    target_fixture.tick(in_flight=3)
+    assert target_fixture.spec == 1  # ceil(3 / 3)

@@ -17,28 +17,28 @@ def test_foreign_replicas_are_clamped_to_the_bounds():
 
 def test_the_reason_against_scale_down_is_reported():
     """First it has to watch, then all pickers have to be read."""
-    plant = Plant(QueueDepthPolicy(), spec=3)
-    assert plant.run(30, complete=False).reason is ScalingReason.STEADY
-    assert plant.run(60, complete=False).reason is ScalingReason.INCOMPLETE_DATA
-    assert plant.spec == 3
-    plant = Plant(KubeAIPolicy(window_s=600), spec=3)
-    assert plant.run(40).reason is ScalingReason.STABILIZING
-    assert plant.spec == 3
+    target_fixture = Plant(QueueDepthPolicy(), spec=3)
+    assert target_fixture.run(30, complete=False).reason is ScalingReason.STEADY
+    assert target_fixture.run(60, complete=False).reason is ScalingReason.INCOMPLETE_DATA
+    assert target_fixture.spec == 3
+    target_fixture = Plant(KubeAIPolicy(window_s=600), spec=3)
+    assert target_fixture.run(40).reason is ScalingReason.STABILIZING
+    assert target_fixture.spec == 3
 
 
 def test_a_long_gap_restarts_the_window():
     """What was not seen for more than half of a window says nothing."""
-    plant = Plant(QueueDepthPolicy(), spec=3)
-    plant.run(50)
-    plant.now += 45
-    plant.run(50)
-    assert plant.spec == 3
-    plant.run(30)
-    assert plant.spec == 2
+    target_fixture = Plant(QueueDepthPolicy(), spec=3)
+    target_fixture.run(50)
+    target_fixture.now += 45
+    target_fixture.run(50)
+    assert target_fixture.spec == 3
+    target_fixture.run(30)
+    assert target_fixture.spec == 2
 
 
 def test_an_unreadable_peer_does_not_prevent_scale_up():
     """A peer that cannot be read blocks fewer, not more."""
-    plant = Plant(QueueDepthPolicy(), spec=1)
-    plant.run(65, held=50, complete=False)
-    assert plant.spec == 2
+    target_fixture = Plant(QueueDepthPolicy(), spec=1)
+    target_fixture.run(65, held=50, complete=False)
+    assert target_fixture.spec == 2

@@ -264,7 +264,7 @@ def test_check_shows_all_errors_at_once(capsys):
     status, out, err = checked(text, capsys)
     assert (status, out) == (2, "")
     places = [line.removeprefix("extproc: --config-text: ") for line in err.splitlines()]
-    assert sorted(place.partition(":")[0] for place in places) == [
+    assert sorted(fixture.partition(":")[0] for fixture in places) == [
         "limit",
         "pool.endpoints[0]",
         "pool.endpoints[1]",
@@ -321,7 +321,7 @@ NO_CLAIMS = "match rules none: annotations of InferencePools are ignored"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "result"),
     [
         (
             "pool: {name: p, endpoints: [{address: 'h:80', name: n, labels: {a: b}}]}",
@@ -392,10 +392,10 @@ cluster: {leader_election: true, lease: {namespace: m}}
         ),
     ],
 )
-def test_every_source_is_described(text, told):
+def test_every_source_is_described(text, result):
     """Where endpoints come from and which requests go there, for people."""
     settings = loader.settings(loader.parse(HEAD + text, where="f"))
-    found = list(check.describe_pools(settings))
-    assert len(found) == len(told)
-    for line, expected in zip(found, told, strict=True):
+    values = list(check.describe_pools(settings))
+    assert len(values) == len(result)
+    for line, expected in zip(values, result, strict=True):
         assert line.startswith(expected)

@@ -170,16 +170,16 @@ def test_equal_seeds_give_equal_draws():
 
 def test_a_removed_endpoint_loses_its_prefix_blocks_before_the_callback():
     """When an endpoint leaves, its prefix blocks are dropped first, then the caller is told."""
-    heard = []
+    received = []
     parts = factory.build(
-        scheduling(), on_gone=lambda gone: heard.append((gone.address, parts.index.blocks_total))
+        scheduling(), on_gone=lambda gone: received.append((gone.address, parts.index.blocks_total))
     )
     parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
     decision = parts.director.route(CHAT, 0.0)
     parts.director.reserve(decision, 0.0).close(0.0)
     assert parts.index.blocks_total
     parts.store.set_endpoints([], 1.0)
-    assert heard == [("10.0.0.1:8000", 0)]
+    assert received == [("10.0.0.1:8000", 0)]
 
 
 def test_scrape_tls():

@@ -209,7 +209,7 @@ def test_the_policy_changes_without_a_restart():
 
 
 @pytest.mark.parametrize(
-    ("pool", "place"),
+    ("pool", "fixture"),
     [
         ("{objectives: {gold: high}}", "pool.objectives"),
         ("{objectives: {gold: 2147483648}}", "pool.objectives"),
@@ -221,11 +221,11 @@ def test_the_policy_changes_without_a_restart():
         ("{rewrites: [{model: m, targets: [{model: m}]}]}", "pool.rewrites[0].model"),
     ],
 )
-def test_policy_errors_name_their_path(pool: str, place: str):
+def test_policy_errors_name_their_path(pool: str, fixture: str):
     """A wrong type or bound, no target, a name without letters, an unknown key."""
     with pytest.raises(ConfigError) as raised:
         settings(f"pool: {pool}")
-    assert place in raised.value.where
+    assert fixture in raised.value.where
 
 
 def test_the_policy_is_described():

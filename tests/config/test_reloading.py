@@ -104,13 +104,13 @@ def test_every_field_is_classified_for_reloads():
 
 
 @pytest.mark.parametrize(
-    ("changed_path", "place", "started", "wanted"),
+    ("changed_path", "fixture", "started", "wanted"),
     FIELDS,
     ids=[changed_path for changed_path, *_ in FIELDS],
 )
-def test_every_field_is_live_or_waits_for_a_restart(changed_path, place, started, wanted):
+def test_every_field_is_live_or_waits_for_a_restart(changed_path, fixture, started, wanted):
     """A live field is taken over whole, any other changes nothing; both are named by their path."""
-    section, name = place if len(place) == 2 else ("", place[0])
+    section, name = fixture if len(fixture) == 2 else ("", fixture[0])
     row = ROWS.get(section) or ROWS[""]
     encoded = {
         field.encode_name.removeprefix("_"): field.name

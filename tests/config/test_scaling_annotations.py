@@ -166,7 +166,7 @@ def test_no_annotation_reaches_another_namespace(text):
 
 
 @pytest.mark.parametrize(
-    ("rules", "place"),
+    ("rules", "fixture"),
     [
         ("[{min: 3}]", "discovered_pools.0.min"),
         ("[{policy: what}]", "policy"),
@@ -175,11 +175,11 @@ def test_no_annotation_reaches_another_namespace(text):
         ("[{pools: []}]", "pools"),
     ],
 )
-def test_contradictory_rules_are_refused(rules, place):
+def test_contradictory_rules_are_refused(rules, fixture):
     """When the configuration is read, not when a pool comes."""
     with pytest.raises(ConfigError) as refused:
         read(rules)
-    assert place.replace(".0.", "[0].") in str(refused.value) or place in str(refused.value)
+    assert fixture.replace(".0.", "[0].") in str(refused.value) or fixture in str(refused.value)
 
 
 def test_rules_without_pools_from_kubernetes_are_refused():

@@ -102,7 +102,7 @@ def test_the_band_of_priority_zero_sets_the_policies():
 
 
 @pytest.mark.parametrize(
-    ("section", "place"),
+    ("section", "fixture"),
     [
         ("{maxRequest: 5}", "flowControl.maxRequest"),
         ("{maxRequests: -5}", "flowControl.maxRequests"),
@@ -117,11 +117,11 @@ def test_the_band_of_priority_zero_sets_the_policies():
         ("[1]", "flowControl"),
     ],
 )
-def test_values_that_upstream_refuses_are_refused(section, place):
+def test_values_that_upstream_refuses_are_refused(section, fixture):
     """With the place of the value, what was wanted and what to write."""
     with pytest.raises(ConfigError) as refused:
         read(f"{GATE}flowControl: {section}\n")
-    assert place in str(refused.value)
+    assert fixture in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -24,31 +24,33 @@ class Instruction(msgspec.Struct, frozen=True):
     def words(self) -> Sequence[str]:
         """Its arguments, of the JSON form too."""
         if self.rest.startswith("["):
-            found: list[str] = json.loads(self.rest)
-            return found
+            result: list[str] = json.loads(self.rest)
+            return result
         return self.rest.split()
 
 
 def instructions() -> Sequence[Instruction]:
     """All of the file, in order."""
-    lines = [one for one in DOCKERFILE.read_text().splitlines() if not one.lstrip().startswith("#")]
+    lines = [
+        line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
     joined = "\n".join(lines).replace("\\\n", " ")
-    split = (one.split(None, 1) for one in joined.splitlines() if one.strip())
+    split = (item.split(None, 1) for item in joined.splitlines() if item.strip())
     return [Instruction(word.upper(), " ".join(rest.split())) for word, rest in split]
 
 
 def last(word: str) -> Instruction:
     """The instruction of this kind that counts."""
-    return [one for one in instructions() if one.word == word][-1]
+    return [instruction for instruction in instructions() if instruction.word == word][-1]
 
 
 def sources() -> Sequence[str]:
     """What is copied from the repository."""
     return [
         source
-        for one in instructions()
-        if one.word == "COPY" and not one.rest.startswith("--from")
-        for source in one.words[:-1]
+        for instruction in instructions()
+        if instruction.word == "COPY" and not instruction.rest.startswith("--from")
+        for source in instruction.words[:-1]
     ]
 
 

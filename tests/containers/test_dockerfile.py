@@ -14,20 +14,28 @@ from tests.manifests import parts, tools
 def test_sources_exist():
     """Every file that is copied is there."""
     assert dockerfile.sources()
-    assert [one for one in dockerfile.sources() if not (dockerfile.ROOT / one).exists()] == []
+    assert [
+        source for source in dockerfile.sources() if not (dockerfile.ROOT / source).exists()
+    ] == []
 
 
 def test_the_build_context_holds_only_the_sources():
     """The ignore file lets in exactly what is copied."""
-    lines = [one for one in dockerfile.IGNORED.read_text().splitlines() if one[:1] not in {"#", ""}]
+    lines = [
+        line for line in dockerfile.IGNORED.read_text().splitlines() if line[:1] not in {"#", ""}
+    ]
     assert lines[0] == "*"
-    assert {one[1:] for one in lines if one.startswith("!")} == set(dockerfile.sources())
+    assert {item[1:] for item in lines if item.startswith("!")} == set(dockerfile.sources())
 
 
 def test_all_stages_use_the_base_argument():
     """A base that is there already can be named for all of the build."""
     assert dockerfile.instructions()[0].rest.startswith("BASE=")
-    bases = [one.words[0] for one in dockerfile.instructions() if one.word == "FROM"]
+    bases = [
+        instruction.words[0]
+        for instruction in dockerfile.instructions()
+        if instruction.word == "FROM"
+    ]
     assert set(bases) == {"${BASE}"}
 
 
@@ -43,23 +51,27 @@ def test_the_user_id_is_numeric_and_equal_in_manifests():
 def test_the_command_is_a_valid_command_line():
     """And it names the file that manifests mount."""
     assert dockerfile.last("ENTRYPOINT").words == ["extproc"]
-    asked = parts.parsed(dockerfile.last("CMD").words)
+    requested = parts.parsed(dockerfile.last("CMD").words)
     pod = tools.documents((tools.MANIFESTS / "base/deployment.yaml").read_text())[0]
     (container,) = pod["spec"]["template"]["spec"]["containers"]
-    assert asked.config_file == parts.parsed(container["args"]).config_file
+    assert requested.config_file == parts.parsed(container["args"]).config_file
 
 
 def test_exposed_ports_are_the_default_ports():
     """EXPOSE says what the defaults are."""
     server = ServerSection()
     wanted = {server.grpc_port, server.grpc_health_port, server.metrics_port}
-    assert {int(one) for one in dockerfile.last("EXPOSE").words} == wanted
+    assert {int(word) for word in dockerfile.last("EXPOSE").words} == wanted
 
 
 def test_bytecode_is_compiled_in_the_build():
     """Bytecode is made in the build and not later."""
     assert "PYTHONDONTWRITEBYTECODE=1" in dockerfile.last("ENV").words
-    assert any("compileall" in one.rest for one in dockerfile.instructions() if one.word == "RUN")
+    assert any(
+        "compileall" in instruction.rest
+        for instruction in dockerfile.instructions()
+        if instruction.word == "RUN"
+    )
 
 
 #: Modules of ours that import the Kubernetes client.

@@ -96,8 +96,8 @@ def client():
                 probe.connect(path)
             except OSError:
                 raise NoDocker(f"Docker does not answer at {where}") from None
-    with contextlib.closing(docker.from_env(timeout=300)) as found:
-        yield found
+    with contextlib.closing(docker.from_env(timeout=300)) as result:
+        yield result
 
 
 @contextlib.contextmanager
@@ -134,14 +134,14 @@ def image(client, base, tmp_path_factory):
 def saying(wanted, what):
     """A running container, once its program has said something."""
     with closed(wanted.with_kwargs(**RESTRICTED)) as running:
-        said = b""
+        text = b""
         lines = running.get_wrapped_container().logs(stream=True, follow=True)
         with contextlib.closing(lines):
             for line in lines:
-                said += line
-                if what in said:
+                text += line
+                if what in text:
                     break
-        assert what in said, said.decode()
+        assert what in text, text.decode()
         yield running
 
 
@@ -206,8 +206,8 @@ def test_image_contains_the_kubernetes_client(image):
 
 def test_image_prints_its_version(client, image):
     """The other commands are there, too."""
-    said = client.containers.run(image, ["version"], remove=True, read_only=True).decode()
-    assert re.match(r"extproc \d+\.\d+", said)
+    text = client.containers.run(image, ["version"], remove=True, read_only=True).decode()
+    assert re.match(r"extproc \d+\.\d+", text)
 
 
 def test_image_size_is_bounded(client, image, base):

@@ -58,13 +58,13 @@ def picker(empty):
 
 def pages(process):
     """The port of its pages, once it is ready."""
-    said = []
+    text = []
     for line in process.stdout:
-        said.append(line)
-        found = _READY.search(line)
-        if found:
-            return int(found[1])
-    raise AssertionError("".join(said))
+        text.append(line)
+        result = _READY.search(line)
+        if result:
+            return int(result[1])
+    raise AssertionError("".join(text))
 
 
 def test_process_serves_and_ends_on_a_read_only_file_system(picker, empty):

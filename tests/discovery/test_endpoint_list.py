@@ -73,10 +73,10 @@ def test_the_forms_of_an_endpoint(item, entry):
 )
 def test_errors_name_their_path(item, where, message):
     """Each mistake is refused with its path and what to do."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         document("x:80", item)
-    assert caught.value.where == f"pool.yaml: {where}"
-    assert message in str(caught.value)
+    assert raised.value.where == f"pool.yaml: {where}"
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_errors_name_their_path(item, where, message):
 )
 def test_a_document_of_another_shape_is_refused(loaded, message):
     """Only a mapping with a list `endpoints` is one."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         endpoint_list.from_document(loaded, where="pool.yaml")
-    assert message in str(caught.value)
+    assert message in str(raised.value)
 
 
 def test_an_empty_list_is_allowed():
@@ -157,10 +157,10 @@ def test_any_address_is_read_or_refused(value):
 )
 def test_names_and_labels_are_bounded(item, wanted):
     """Longer names and more labels than any cluster has are an error that quotes little of them."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         document({"address": "10.0.0.1", "port": 8000, **item})
-    assert f"expected {wanted}" in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    assert f"expected {wanted}" in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
 def test_endpoints_are_bounded():

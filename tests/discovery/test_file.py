@@ -50,10 +50,10 @@ def test_a_broken_file_is_refused_by_name(tmp_path, content, message):
     """Every way of being broken names the file and what was wanted."""
     path = tmp_path / "pool.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         load(path)
-    assert str(caught.value).startswith(str(path))
-    assert message in str(caught.value)
+    assert str(raised.value).startswith(str(path))
+    assert message in str(raised.value)
 
 
 def test_deep_nesting_is_refused(tmp_path):

@@ -80,13 +80,13 @@ def stalled() -> str:
 
 def several() -> PoolFixture:
     """An endpoint that listed two models, under `unknown_model: reject`."""
-    house = PoolFixture({ONE: None})
+    pool_fixture = PoolFixture({ONE: None})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
-    house.store.observe_models(house.store.pool.members[0].endpoint, listed)
-    routing = house.director.routing
+    pool_fixture.store.observe_models(pool_fixture.store.pool.members[0].endpoint, listed)
+    routing = pool_fixture.director.routing
     strict = msgspec.structs.replace(routing.settings, reject_unlisted=True)
-    house.director.reconfigure(msgspec.structs.replace(routing, settings=strict))
-    return house
+    pool_fixture.director.reconfigure(msgspec.structs.replace(routing, settings=strict))
+    return pool_fixture
 
 
 def wire(*messages: bytes) -> str:

@@ -36,14 +36,14 @@ VALUES = {
 
 def families() -> list[Metric]:
     """All families there can be, with one endpoint in one pool."""
-    house = PoolFixture({"10.0.0.1:8000": None})
+    pool_fixture = PoolFixture({"10.0.0.1:8000": None})
     counters = ProcessCounters()
     counters.for_pool("")
     page = exposition.Exposition(
         counters,
         lambda: {
             "": pool_metrics.PoolView(
-                house.store.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
+                pool_fixture.store.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
             )
         },
         clock=lambda: 1.0,

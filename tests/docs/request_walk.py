@@ -92,13 +92,13 @@ class WriteTransport(asyncio.Transport):
 def stream_context() -> stream_handler.StreamContext:
     """Dependencies of streams over two idle endpoints with the default strategy."""
     load = Load(at=99.0, waiting=0, running=1, kv_usage=0.1)
-    house = PoolFixture({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
+    pool_fixture = PoolFixture({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
     return stream_handler.StreamContext(
-        pool_selector=PoolSelector([PoolRoute("", house.director)]),
+        pool_selector=PoolSelector([PoolRoute("", pool_fixture.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
         body_budget=BufferBudget(1 << 30),
-        observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: house.now),
-        clock=lambda: house.now,
+        observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: pool_fixture.now),
+        clock=lambda: pool_fixture.now,
         rng=random.Random(1),
         settings=stream_handler.StreamSettings(max_streams=100),
     )

@@ -54,15 +54,18 @@ def test_the_tests_pass(folder):
 def test_the_configuration_is_in_order(folder, capsys):
     """`extproc check` knows the kind, its parameters and its signals."""
     assert main(["check", "extproc.yaml"]) == 0
-    told = capsys.readouterr().out
-    assert "same-zone (header='x-client-zone'), reads headers, labels, weight 3" in told
+    result = capsys.readouterr().out
+    assert "same-zone (header='x-client-zone'), reads headers, labels, weight 3" in result
 
 
 @pytest.mark.parametrize("zone", ["a", "b"])
 def test_the_configuration_routes(folder, zone):
     """A request goes to the zone its header names, and nothing is degraded."""
     parts = factory.build(loader.settings(loader.read(folder / "extproc.yaml")))
-    listed = [Endpoint(f"{one.host}:{one.port}", labels=one.labels) for one in parts.flag_entries]
+    listed = [
+        Endpoint(f"{flag_entry.host}:{flag_entry.port}", labels=flag_entry.labels)
+        for flag_entry in parts.flag_entries
+    ]
     parts.store.set_endpoints(listed, 1.0)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
     raw = HttpRequest(

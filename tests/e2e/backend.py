@@ -111,13 +111,13 @@ class Backend:
 
 
 async def _read(head: http1.Head, body: http1.Body) -> Ask:
-    digest, size, kept = hashlib.sha256(), 0, []
+    digest, size, stored = hashlib.sha256(), 0, []
     while piece := await body.piece():
         digest.update(piece)
         size += len(piece)
         if size <= _KEPT_BYTES:
-            kept.append(piece)
-    return Ask(head, size, digest.hexdigest(), b"".join(kept), body.trailers)
+            stored.append(piece)
+    return Ask(head, size, digest.hexdigest(), b"".join(stored), body.trailers)
 
 
 def framed(piece: bytes) -> bytes:

@@ -24,8 +24,8 @@ def _binaries():
     """The default Envoy, and behind the mark `versions` each of those that are installed."""
     yield pytest.param("", id="default")
     folder = os.environ.get("EXTPROC_ENVOYS", "")
-    for found in sorted(Path(folder).resolve().glob("*/envoy/_bin/envoy")) if folder else []:
-        yield pytest.param(str(found), id=found.parts[-4], marks=pytest.mark.versions)
+    for result in sorted(Path(folder).resolve().glob("*/envoy/_bin/envoy")) if folder else []:
+        yield pytest.param(str(result), id=result.parts[-4], marks=pytest.mark.versions)
 
 
 @pytest.fixture(scope="module", params=_binaries())

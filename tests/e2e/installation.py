@@ -110,20 +110,20 @@ class Installation:
 
     async def total(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        found = await self.metrics()
-        return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+        result = await self.metrics()
+        return sum(value for key, value in result.items() if key.partition("{")[0] == name)
 
     async def until(self, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Read the metrics until a fact shows; there is no event for it outside the process."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         try:
             async with asyncio.timeout(_VISIBLE_S):
-                while not holds(found := await self.metrics()):
+                while not holds(result := await self.metrics()):
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            shown = {key: value for key, value in found.items() if "_bucket" not in key}
+            shown = {key: value for key, value in result.items() if "_bucket" not in key}
             raise AssertionError(f"it did not become so; at last: {shown}") from None
-        return found
+        return result
 
     async def access(self, **fields: Any) -> dict[str, Any]:
         """The first line of Envoy's access log with these fields; it is written a moment later."""
@@ -139,15 +139,15 @@ class Installation:
     async def settled(self) -> None:
         """Every account is back at exactly zero."""
         await self.until(
-            lambda found: not any(found[key] for key in found if key.startswith(_ACCOUNTS))
+            lambda result: not any(result[key] for key in result if key.startswith(_ACCOUNTS))
         )
 
     async def check(self) -> None:
         """What holds for every installation at its end."""
         await self.settled()
-        found = await self.metrics()
+        result = await self.metrics()
         for end in ("error", "protocol"):
-            assert found.get(f'extproc_streams_total{{result="{end}"}}', 0) == 0
+            assert result.get(f'extproc_streams_total{{result="{end}"}}', 0) == 0
         if self.envoy.process.returncode is None:
             for name, count in (await self.stats()).items():
                 assert not name.endswith(".spurious_msgs_received"), (name, count)
@@ -191,16 +191,16 @@ async def installed(
     change(config)
     words = ["--secure-serving", "false"] if plaintext else []
     words += ["--endpoints", ",".join(endpoints)] if endpoints else []
-    place = Installation([*words, *arguments], config, binary)
-    place.ports = ports
-    place.health, place.pages = stack.free_port(), stack.free_port()
+    fixture = Installation([*words, *arguments], config, binary)
+    fixture.ports = ports
+    fixture.health, fixture.pages = stack.free_port(), stack.free_port()
     try:
-        await place.start_extproc()
-        await place.start_envoy()
-        yield place
-        await place.check()
+        await fixture.start_extproc()
+        await fixture.start_envoy()
+        yield fixture
+        await fixture.check()
     finally:
-        await place.children.stop()
+        await fixture.children.stop()
 
 
 def first_and_slow(templates: Sequence[str]) -> list[Any]:
@@ -221,12 +221,12 @@ def manager(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
 def processor(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
     """The ext_proc filter of a listener."""
     filters = manager(config, listener)["http_filters"]
-    return next(one for one in filters if one["name"].endswith("ext_proc"))["typed_config"]
+    return next(item for item in filters if item["name"].endswith("ext_proc"))["typed_config"]
 
 
 def cluster(config: dict[str, Any], name: str) -> dict[str, Any]:
     """A cluster by name."""
-    return next(one for one in config["static_resources"]["clusters"] if one["name"] == name)
+    return next(item for item in config["static_resources"]["clusters"] if item["name"] == name)
 
 
 def keep_selection(config: dict[str, Any]) -> None:
@@ -238,6 +238,6 @@ def keep_headers(config: dict[str, Any], *names: str) -> None:
     """Let headers of clients through to the picker, on every listener."""
     for number in range(len(config["static_resources"]["listeners"])):
         filters = manager(config, number)["http_filters"]
-        mutation = next(one for one in filters if one["name"].endswith("header_mutation"))
+        mutation = next(item for item in filters if item["name"].endswith("header_mutation"))
         removed = mutation["typed_config"]["mutations"]["request_mutations"]
-        removed[:] = [one for one in removed if one["remove"] not in names]
+        removed[:] = [entry for entry in removed if entry["remove"] not in names]

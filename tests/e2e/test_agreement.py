@@ -28,9 +28,9 @@ SMALL = scenario.Scenario(
 @pytest.mark.slow
 async def test_real_and_offline_runs_agree():
     """Requests, and what caches held of them. The bench judges their times on a quiet machine."""
-    whole = agreement.scaled(SMALL, 1.0)
-    expected = agreement.mean(agreement.offline(whole, "adaptive", seed=1, draws=8))
-    found = await agreement.real(whole, "adaptive", seed=1)
-    assert found["requests"] == expected["requests"] == 48
-    assert found["hit_ratio"] == pytest.approx(expected["hit_ratio"], abs=0.1)
-    assert all(found[name] > 0.0 for name in agreement.JUDGED)
+    complete = agreement.scaled(SMALL, 1.0)
+    expected = agreement.mean(agreement.offline(complete, "adaptive", seed=1, draws=8))
+    result = await agreement.real(complete, "adaptive", seed=1)
+    assert result["requests"] == expected["requests"] == 48
+    assert result["hit_ratio"] == pytest.approx(expected["hit_ratio"], abs=0.1)
+    assert all(result[name] > 0.0 for name in agreement.JUDGED)

@@ -27,8 +27,8 @@ def place(live, binary):
     """The lean profile in front of one simulated engine, which tells what it received."""
     with live.holding(stack.stack()) as children:
         _, address = live.run(children.engine())
-        with live.holding(installation.installed(address, binary=binary)) as one:
-            yield one
+        with live.holding(installation.installed(address, binary=binary)) as item:
+            yield item
 
 
 def json_body(size):

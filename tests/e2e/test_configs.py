@@ -66,9 +66,9 @@ def engines(config):
 def pickers(config):
     """The clusters of pickers."""
     return [
-        one
-        for one in config["static_resources"]["clusters"]
-        if one["name"].partition("-")[0] == "extproc"
+        item
+        for item in config["static_resources"]["clusters"]
+        if item["name"].partition("-")[0] == "extproc"
     ]
 
 
@@ -89,8 +89,8 @@ async def test_envoy_accepts_the_file(path, binary):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await process.communicate()
-    text = said.decode()
+    message, _ = await process.communicate()
+    text = message.decode()
     assert process.returncode == 0, text
     assert "deprecated" not in text.lower()
 
@@ -144,10 +144,10 @@ def test_129_fails_open_only_where_it_can(config):
 def test_130_clients_cannot_steer(config):
     """Control headers of clients are removed before extproc sees the request."""
     filters = installation.manager(config)["http_filters"]
-    names = [one["name"].rpartition(".")[2] for one in filters]
+    names = [item["name"].rpartition(".")[2] for item in filters]
     assert names.index("header_mutation") < names.index("ext_proc") < names.index("router")
     mutations = filters[names.index("header_mutation")]["typed_config"]["mutations"]
-    removed = [one["remove"] for one in mutations["request_mutations"]]
+    removed = [mutation["remove"] for mutation in mutations["request_mutations"]]
     assert sorted(removed) == sorted(CONTROL | TURNS | SIDECAR_HEADERS)
 
 
@@ -195,8 +195,8 @@ def test_xds_cluster_points_at_extproc(config):
     ads = config["dynamic_resources"]["ads_config"]
     assert ads["set_node_on_first_message_only"] is True
     (service,) = ads["grpc_services"]
-    asked = installation.cluster(config, service["envoy_grpc"]["cluster_name"])
-    assert asked["name"] == "extproc-xds"
+    requested = installation.cluster(config, service["envoy_grpc"]["cluster_name"])
+    assert requested["name"] == "extproc-xds"
     assert seconds(service["envoy_grpc"]["retry_policy"]["retry_back_off"]["max_interval"]) <= 1
     assert config["dynamic_resources"]["cds_config"]["ads"] == {}
     assert config["node"]["id"]

@@ -18,8 +18,8 @@ PODS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 
 @pytest.fixture(scope="module")
 def ranks(live):
-    with live.holding(_all_ranks()) as found:
-        yield found
+    with live.holding(_all_ranks()) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def place(live, ranks):
             change=_test_gateway,
             arguments=["--config-text", installation.UNSCRAPED, "--conformance-testing"],
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 def _test_gateway(config):
@@ -49,29 +49,29 @@ def _test_gateway(config):
 async def _all_ranks():
     """Three pods with three ranks each: address by (pod, rank)."""
     async with contextlib.AsyncExitStack() as backends:
-        found = {}
+        result = {}
         for pod, host in enumerate(PODS):
             for rank in range(3):
-                one = await backends.enter_async_context(backend.backend(host))
-                found[pod, rank] = one.address
-        yield found
+                item = await backends.enter_async_context(backend.backend(host))
+                result[pod, rank] = item.address
+        yield result
 
 
-async def ask(place, selection, path="/primary-gateway-test"):
-    return await http1.ask(place.port, path, BODY, headers=[(SELECTION, selection)])
+async def ask(fixture, selection, path="/primary-gateway-test"):
+    return await http1.ask(fixture.port, path, BODY, headers=[(SELECTION, selection)])
 
 
-async def hundred(place, selection, path):
+async def hundred(fixture, selection, path):
     """100 requests, 10 at once: who answered how often."""
     places = asyncio.Semaphore(10)
 
-    async def one():
+    async def item():
         async with places:
-            answer = await ask(place, selection, path)
+            answer = await ask(fixture, selection, path)
             assert answer.status == 200
             return answer.json()["by"]
 
-    return Counter(await asyncio.gather(*(one() for _ in range(100))))
+    return Counter(await asyncio.gather(*(item() for _ in range(100))))
 
 
 @pytest.mark.parametrize("chosen", [[1], [0, 1], [0, 1, 2]])

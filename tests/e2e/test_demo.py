@@ -19,15 +19,15 @@ ROOT = installation.SHIPPED.parent
 
 def session_of(leader):
     """Processes of a session that are not zombies."""
-    found = []
+    result = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            result.append(int(stat.parent.name))
+    return result
 
 
 async def start(folder, *, stdout=asyncio.subprocess.PIPE):
@@ -64,8 +64,8 @@ def ended(pid):
 async def test_the_demo(tmp_path):
     """It exits 0, hits the prefix cache 1.5 times as often as round robin, and is gone."""
     demo = await start(tmp_path)
-    said, _ = await demo.communicate()
-    text = said.decode()
+    message, _ = await demo.communicate()
+    text = message.decode()
     assert demo.returncode == 0, text
     rows = dict(re.findall(r"^(\S.*?)\s{2,}(\S.*)$", text, re.MULTILINE))
     assert rows["failed"].split() == ["0", "0"]

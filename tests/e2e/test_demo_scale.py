@@ -25,8 +25,8 @@ async def test_the_demo_scales_from_zero_and_back(tmp_path):
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
     )
-    said, _ = await process.communicate()
-    text = said.decode()
+    message, _ = await process.communicate()
+    text = message.decode()
     assert process.returncode == 0, text
     assert re.search(r"held while an engine started, answered with 200 in \d", text), text
     assert re.search(r"\d+ requests, 0 lost", text), text

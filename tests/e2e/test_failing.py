@@ -49,8 +49,8 @@ class Load:
         statuses: How often each status came.
     """
 
-    def __init__(self, place) -> None:
-        self._place = place
+    def __init__(self, fixture) -> None:
+        self._place = fixture
         self._stop = False
         self.statuses = Counter()
 
@@ -76,12 +76,12 @@ class Load:
                 await asyncio.sleep(0.005)
 
 
-def counted(found, name, **labels):
+def counted(result, name, **labels):
     """A counter of the picker by name and some of its labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         value
-        for key, value in found.items()
+        for key, value in result.items()
         if key.partition("{")[0] == name and all(label in key for label in wanted)
     )
 
@@ -101,25 +101,25 @@ async def test_121_an_engine_that_answers_503_at_once(strategy):
     async with (
         backends(4) as served,
         installation.installed(
-            *(one.address for one in served), arguments=["--config-text", named(SOON, strategy)]
-        ) as place,
+            *(item.address for item in served), arguments=["--config-text", named(SOON, strategy)]
+        ) as fixture,
     ):
         bad = served[1]
         bad.plays[PATH] = backend.saying(b"{}", status="503 Service Unavailable")
-        load = Load(place)
+        load = Load(fixture)
         async with load.running():
             await load.more(400)
-            tried = await place.until(lambda found: counted(found, "extproc_probes_total") >= 2)
+            tried = await fixture.until(lambda result: counted(result, "extproc_probes_total") >= 2)
             # Those of the row of three, those on their way by then, and the trials.
             probes = counted(tried, "extproc_probes_total")
             assert 3 <= len(bad.asks) <= 3 + CLIENTS + probes + 1
             assert load.statuses[503] == pytest.approx(len(bad.asks), abs=CLIENTS)
             assert counted(tried, "extproc_ejections_total", cause="errors") >= 1
             bad.plays.clear()
-            found = await place.until(
-                lambda found: counted(found, "extproc_probes_total", result="ok") == 1
+            values = await fixture.until(
+                lambda matches: counted(matches, "extproc_probes_total", result="ok") == 1
             )
-            assert counted(found, "extproc_endpoint_ejected") == 0
+            assert counted(values, "extproc_endpoint_ejected") == 0
             before = len(bad.asks)
             await load.more(100)
             assert len(bad.asks) > before
@@ -130,46 +130,46 @@ async def test_121_an_engine_that_never_answers_is_not_blamed_for_clients_that_l
     async with (
         backends(2) as served,
         installation.installed(
-            *(one.address for one in served), arguments=["--config-text", SOON]
-        ) as place,
+            *(item.address for item in served), arguments=["--config-text", SOON]
+        ) as fixture,
     ):
 
         async def hang(_, peer):
             await peer.gone()
 
-        for one in served:
-            one.plays["/hang"] = hang
+        for entry in served:
+            entry.plays["/hang"] = hang
         for _ in range(8):
-            arrivals = [one.arrival() for one in served]
-            async with http1.calling(place.port) as call:
+            arrivals = [single.arrival() for single in served]
+            async with http1.calling(fixture.port) as call:
                 await call.start("POST", "/hang", [("content-length", str(len(CHAT)))])
                 await call.send(CHAT)
                 await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
-        found = await place.until(
-            lambda found: counted(found, "extproc_requests_without_response_total") == 8
+        result = await fixture.until(
+            lambda values: counted(values, "extproc_requests_without_response_total") == 8
         )
-        assert counted(found, "extproc_endpoint_ejected") == 0
-        assert counted(found, "extproc_ejections_total") == 0
+        assert counted(result, "extproc_endpoint_ejected") == 0
+        assert counted(result, "extproc_ejections_total") == 0
 
 
 async def test_121_the_last_endpoint_is_always_tried():
     """A pool of one that fails is asked again and again, and its answers are passed on."""
     async with (
         backends(1) as served,
-        installation.installed(served[0].address, arguments=["--config-text", SOON]) as place,
+        installation.installed(served[0].address, arguments=["--config-text", SOON]) as fixture,
     ):
         served[0].plays[PATH] = backend.saying(b"{}", status="503 Service Unavailable")
-        statuses = [(await http1.ask(place.port, PATH, CHAT)).status for _ in range(10)]
+        statuses = [(await http1.ask(fixture.port, PATH, CHAT)).status for _ in range(10)]
         assert statuses == [503] * 10
         assert len(served[0].asks) == 10
         served[0].plays.clear()
-        assert (await http1.ask(place.port, PATH, CHAT)).status == 200
+        assert (await http1.ask(fixture.port, PATH, CHAT)).status == 200
 
 
 @pytest.fixture(scope="module")
 def children(live):
-    with live.holding(stack.stack()) as one:
-        yield one
+    with live.holding(stack.stack()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -186,55 +186,57 @@ def engines(live, children):
     return live.run(start())
 
 
-async def killed_under_load(place, engines):
+async def killed_under_load(fixture, engines):
     """Kill an engine under load; how many requests it had, and what the clients got."""
     victim = next(iter(engines))
-    load = Load(place)
+    load = Load(fixture)
     async with load.running():
         await load.more(60)
-        await place.until(
-            lambda found: counted(found, "extproc_endpoint_inflight_requests", endpoint=victim)
+        await fixture.until(
+            lambda result: counted(result, "extproc_endpoint_inflight_requests", endpoint=victim)
         )
         engines[victim].process.kill()
         await engines[victim].process.wait()
-        gone = await place.until(
-            lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim)
+        gone = await fixture.until(
+            lambda values: counted(values, "extproc_endpoint_ejected", endpoint=victim)
         )
         before = load.statuses[503]
         await load.more(100)
         # Once it is known to be gone, nobody meets it.
         assert load.statuses[503] == before
         picks = counted(gone, "extproc_routed_requests_total", endpoint=victim)
-        later = counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim)
+        later = counted(await fixture.metrics(), "extproc_routed_requests_total", endpoint=victim)
         assert later - picks <= CLIENTS
     assert set(load.statuses) <= {200, 503}
     return victim, load.statuses[503]
 
 
-async def revived(place, children, engines, victim):
+async def revived(fixture, children, engines, victim):
     """Start an engine again where it was, and see it serve."""
     child, _ = await children.engine(*ENGINE, "--port", victim.rpartition(":")[2])
     engines[victim] = child
-    await place.until(
-        lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim) == 0
+    await fixture.until(
+        lambda result: counted(result, "extproc_endpoint_ejected", endpoint=victim) == 0
     )
-    before = counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim)
-    load = Load(place)
+    before = counted(await fixture.metrics(), "extproc_routed_requests_total", endpoint=victim)
+    load = Load(fixture)
     async with load.running():
         await load.more(60)
     assert load.statuses.keys() == {200}
-    assert counted(await place.metrics(), "extproc_routed_requests_total", endpoint=victim) > before
+    assert (
+        counted(await fixture.metrics(), "extproc_routed_requests_total", endpoint=victim) > before
+    )
 
 
 @pytest.mark.slow
 async def test_121_killed_under_load_over_original_dst(engines, children):
     """Only what was on the engine fails; it is left out until it is back, and then it serves."""
-    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:
-        victim, failed = await killed_under_load(place, engines)
+    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as fixture:
+        victim, failed = await killed_under_load(fixture, engines)
         # A quarter of the clients is on it, a client can have moved there since, and one request
         # can have been on its way to it when the first failure came.
         assert failed <= CLIENTS // 4 + 2
-        await revived(place, children, engines, victim)
+        await revived(fixture, children, engines, victim)
 
 
 async def test_121_killed_under_load_with_retries(engines, children):
@@ -243,37 +245,37 @@ async def test_121_killed_under_load_with_retries(engines, children):
         *engines,
         template="override-host.yaml",
         arguments=["--config-text", SCRAPED, "--fallback-endpoints", "1"],
-    ) as place:
-        victim, failed = await killed_under_load(place, engines)
+    ) as fixture:
+        victim, failed = await killed_under_load(fixture, engines)
         assert failed == 0
-        await revived(place, children, engines, victim)
+        await revived(fixture, children, engines, victim)
 
 
 async def test_121_a_stalled_engine_is_ejected(engines):
     """One that answers nobody is left out; what it had goes on when it does, and nothing fails."""
-    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:
+    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as fixture:
         victim = next(iter(engines))
         process = engines[victim].process
-        load = Load(place)
+        load = Load(fixture)
         async with load.running():
             await load.more(60)
             process.send_signal(signal.SIGSTOP)
             try:
-                gone = await place.until(
-                    lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim)
+                gone = await fixture.until(
+                    lambda result: counted(result, "extproc_endpoint_ejected", endpoint=victim)
                 )
                 await load.more(60)
-                found = await place.metrics()
-                assert counted(found, "extproc_endpoint_up", endpoint=victim) == 0
+                values = await fixture.metrics()
+                assert counted(values, "extproc_endpoint_up", endpoint=victim) == 0
                 picks = [
-                    counted(one, "extproc_routed_requests_total", endpoint=victim)
-                    for one in (gone, found)
+                    counted(item, "extproc_routed_requests_total", endpoint=victim)
+                    for item in (gone, values)
                 ]
                 assert picks[0] == picks[1]
             finally:
                 process.send_signal(signal.SIGCONT)
-            await place.until(
-                lambda found: not counted(found, "extproc_endpoint_ejected", endpoint=victim)
+            await fixture.until(
+                lambda matches: not counted(matches, "extproc_endpoint_ejected", endpoint=victim)
             )
             await load.more(60)
         assert load.statuses.keys() == {200}
@@ -285,14 +287,14 @@ async def test_121_a_response_of_another_endpoint_ejects_the_first():
         dead = f"127.0.0.1:{stack.free_port()}"
         async with installation.installed(
             dead,
-            *(one.address for one in served),
+            *(item.address for item in served),
             template="override-host.yaml",
             arguments=["--config-text", named(SOON, "round-robin")],
-        ) as place:
-            load = Load(place)
+        ) as fixture:
+            load = Load(fixture)
             async with load.running(clients=2):
-                found = await place.until(
-                    lambda found: counted(found, "extproc_ejections_total", cause="passed-over")
+                result = await fixture.until(
+                    lambda values: counted(values, "extproc_ejections_total", cause="passed-over")
                 )
             assert load.statuses.keys() == {200}
-            assert counted(found, "extproc_responses_total", endpoint=dead) == 0
+            assert counted(result, "extproc_responses_total", endpoint=dead) == 0

@@ -17,8 +17,8 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "ma
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def place(live, served, engine):
             change=installation.keep_selection,
             arguments=["--conformance-testing", "true"],
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
-async def ask(place, to, body, **how):
+async def ask(fixture, to, body, **how):
     return await http1.ask(
-        place.port,
+        fixture.port,
         "/v1/chat/completions",
         json.dumps(body).encode(),
         headers=[(SELECTION, to)],
@@ -52,32 +52,32 @@ async def ask(place, to, body, **how):
     )
 
 
-async def used(place):
+async def used(fixture):
     """Tokens reported so far, by kind."""
-    found = await place.metrics()
+    result = await fixture.metrics()
     kinds = ("prompt", "completion", "cached")
-    return {kind: found.get(f'extproc_usage_tokens_total{{kind="{kind}"}}', 0) for kind in kinds}
+    return {kind: result.get(f'extproc_usage_tokens_total{{kind="{kind}"}}', 0) for kind in kinds}
 
 
 async def test_102_usage_of_whole_answers(place, engine):
     """What an engine reports of an unstreamed answer is added up; the answer is unchanged."""
     before = await used(place)
     answer = await ask(place, engine, CHAT)
-    told = answer.json()["usage"]
+    result = answer.json()["usage"]
     await place.settled()
     after = await used(place)
-    assert told["completion_tokens"] == 20
-    assert after["completion"] - before["completion"] == told["completion_tokens"]
-    assert after["prompt"] - before["prompt"] == told["prompt_tokens"]
+    assert result["completion_tokens"] == 20
+    assert after["completion"] - before["completion"] == result["completion_tokens"]
+    assert after["prompt"] - before["prompt"] == result["prompt_tokens"]
 
 
 async def test_092_streams_are_not_held_back(place, served):
     """The first event of a stream is with the client before the second exists."""
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     async def play(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await seen.wait()
+        await observed.wait()
         await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
 
     served.plays["/v1/chat/completions"] = play
@@ -89,7 +89,7 @@ async def test_092_streams_are_not_held_back(place, served):
             await call.send(body)
             await call.begun()
             assert await call.body.piece() == b"data: 1\n\n"
-            seen.set()
+            observed.set()
             assert await call.body.rest() == b"data: 2\n\n"
     finally:
         served.plays.clear()
@@ -185,12 +185,12 @@ async def test_many_at_once(place, engine):
     connector = aiohttp.TCPConnector(limit=60)
     async with aiohttp.ClientSession(connector=connector) as session:
 
-        async def one():
+        async def item():
             url = f"http://127.0.0.1:{place.port}/v1/chat/completions"
             async with session.post(url, json=CHAT, headers={SELECTION: engine}) as answer:
                 assert answer.status == 200
                 return (await answer.json())["usage"]["completion_tokens"]
 
-        tokens = sum(await asyncio.gather(*(one() for _ in range(300))))
+        tokens = sum(await asyncio.gather(*(item() for _ in range(300))))
     await place.settled()
     assert (await used(place))["completion"] - before["completion"] == tokens

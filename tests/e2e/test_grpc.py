@@ -90,8 +90,8 @@ def speak_http2(config):
 
 @pytest.fixture(scope="module")
 def backend(live):
-    with live.holding(serving()) as one:
-        yield one
+    with live.holding(serving()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,8 @@ def engine(backend):
 
 @pytest.fixture(scope="module")
 def place(live, backend):
-    with live.holding(installation.installed(backend[1], change=speak_http2)) as one:
-        yield one
+    with live.holding(installation.installed(backend[1], change=speak_http2)) as item:
+        yield item
 
 
 @contextlib.asynccontextmanager
@@ -148,9 +148,9 @@ async def test_109_bad_frames(place, engine, body):
         body,
         headers=[("content-type", "application/grpc"), ("te", "trailers")],
     )
-    told = dict([*answer.head.headers, *answer.trailers])
-    assert told["grpc-status"] == "3"
-    assert "invalid or unsupported gRPC payload" in told["grpc-message"]
+    result = dict([*answer.head.headers, *answer.trailers])
+    assert result["grpc-status"] == "3"
+    assert "invalid or unsupported gRPC payload" in result["grpc-message"]
     assert len(engine.asked) == before
 
 
@@ -161,7 +161,7 @@ async def test_110_unknown_method(place, engine):
     before = (await place.metrics()).get(ended, 0)
     async with calling(place.port, OTHER, b"anything") as call:
         assert await call.read() == b"first anything"
-        await place.until(lambda found: found.get(ended, 0) == before + 1)
+        await place.until(lambda result: result.get(ended, 0) == before + 1)
         await place.settled()
         engine.hold.set()
         assert await call.read() == b"second"

@@ -47,8 +47,8 @@ def engines(live):
 
 @pytest.fixture(scope="module")
 def place(live, engines):
-    with live.holding(installation.installed(*(engine.address for engine in engines))) as one:
-        yield one
+    with live.holding(installation.installed(*(engine.address for engine in engines))) as item:
+        yield item
 
 
 @pytest.fixture
@@ -69,19 +69,19 @@ def told(engines):
 
 
 @contextlib.asynccontextmanager
-async def opened(place, count=STREAMS):
+async def opened(fixture, count=STREAMS):
     """So many requests, each with half of its body sent."""
     async with contextlib.AsyncExitStack() as context:
         calls = []
         for _ in range(count):
-            call = await context.enter_async_context(http1.calling(place.port))
+            call = await context.enter_async_context(http1.calling(fixture.port))
             await call.start("POST", PATH, LENGTH)
             await call.send(CHAT[:HALF])
             calls.append(call)
-        await place.until(
-            lambda found: (
-                found["extproc_streams_open"] == count
-                and found["extproc_body_buffer_bytes"] == count * HALF
+        await fixture.until(
+            lambda result: (
+                result["extproc_streams_open"] == count
+                and result["extproc_body_buffer_bytes"] == count * HALF
             )
         )
         yield calls
@@ -90,12 +90,12 @@ async def opened(place, count=STREAMS):
 async def streaming(calls):
     """Send the rest of every body and wait for every first event."""
 
-    async def one(call):
+    async def item(call):
         await call.send(CHAT[HALF:])
         await call.begun()
         assert await call.body.piece() == b"data: 1\n\n"
 
-    await asyncio.gather(*(one(call) for call in calls))
+    await asyncio.gather(*(item(call) for call in calls))
 
 
 async def test_123_slow_bodies(place, engines):
@@ -140,14 +140,14 @@ async def test_123_engine_is_killed(place, engines, told):
     """An engine that resets every connection ends its streams and no others."""
     async with opened(place) as calls:
         await streaming(calls)
-        found = await place.metrics()
-        lost = found[f'extproc_endpoint_inflight_requests{{endpoint="{engines[0].address}"}}']
+        result = await place.metrics()
+        lost = result[f'extproc_endpoint_inflight_requests{{endpoint="{engines[0].address}"}}']
         assert 0 < lost < STREAMS
         engines[0].cut()
-        await place.until(lambda found: found["extproc_streams_open"] == STREAMS - lost)
+        await place.until(lambda values: values["extproc_streams_open"] == STREAMS - lost)
         told.set()
         ended = await asyncio.gather(*(call.body.rest() for call in calls), return_exceptions=True)
-    broken = [one for one in ended if isinstance(one, asyncio.IncompleteReadError)]
+    broken = [item for item in ended if isinstance(item, asyncio.IncompleteReadError)]
     assert len(broken) == lost
     assert ended.count(b"data: 2\n\n") == STREAMS - lost
     await place.settled()

@@ -29,16 +29,16 @@ def listing(base, *adapters):
 
 @pytest.fixture(scope="module")
 def llama(live):
-    with live.holding(backend.backend()) as one:
-        one.plays["/v1/models"] = listing("llama", "sql")
-        yield one
+    with live.holding(backend.backend()) as item:
+        item.plays["/v1/models"] = listing("llama", "sql")
+        yield item
 
 
 @pytest.fixture(scope="module")
 def qwen(live):
-    with live.holding(backend.backend()) as one:
-        one.plays["/v1/models"] = listing("qwen", "math")
-        yield one
+    with live.holding(backend.backend()) as item:
+        item.plays["/v1/models"] = listing("qwen", "math")
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +57,22 @@ def place(live, llama, qwen, listeners, binary):
             arguments=["--config-text", CONFIG],
             binary=binary,
         )
-    ) as one:
-        live.run(one.until(lambda found: known(found, llama) == known(found, qwen) == 2))
-        yield one
+    ) as item:
+        live.run(item.until(lambda result: known(result, llama) == known(result, qwen) == 2))
+        yield item
 
 
-def known(found, served):
+def known(result, served):
     """How many models are known of a backend."""
-    return found.get(f'extproc_endpoint_models{{endpoint="{served.address}"}}')
+    return result.get(f'extproc_endpoint_models{{endpoint="{served.address}"}}')
 
 
 def chat(model, content="hello"):
     """A body whose spaces and order no encoder would make."""
-    said = json.dumps(content, ensure_ascii=False)
-    text = f'{{ "messages":[{{"content":{said},"role":"user"}}],\t"model" :"{model}", "n":1.0e0}}'
+    message = json.dumps(content, ensure_ascii=False)
+    text = (
+        f'{{ "messages":[{{"content":{message},"role":"user"}}],\t"model" :"{model}", "n":1.0e0}}'
+    )
     return text.encode()
 
 
@@ -163,10 +165,10 @@ async def test_027_renames_are_counted(place, listeners):
     """The metrics say how many bodies were edited, and nothing was left unedited."""
     before = await place.total("extproc_model_rewrites_total")
     await http1.ask(listeners["BUFFERED", "NONE"], PATH, chat("llama_sql"))
-    found = await place.until(
-        lambda found: found['extproc_model_rewrites_total{result="edited"}'] == before + 1
+    result = await place.until(
+        lambda values: values['extproc_model_rewrites_total{result="edited"}'] == before + 1
     )
-    assert 'extproc_model_rewrites_total{result="unedited"}' not in found
+    assert 'extproc_model_rewrites_total{result="unedited"}' not in result
 
 
 async def test_027_an_adapter_loaded_later_is_found(place, llama, listeners):
@@ -174,8 +176,8 @@ async def test_027_an_adapter_loaded_later_is_found(place, llama, listeners):
     port = listeners["FULL_DUPLEX_STREAMED", "NONE"]
     assert (await http1.ask(port, PATH, chat("new"))).status == 404
     llama.plays["/v1/models"] = listing("llama", "sql", "new")
-    await place.until(lambda found: known(found, llama) == 3)
+    await place.until(lambda result: known(result, llama) == 3)
     assert (await http1.ask(port, PATH, chat("llama_new"))).json()["by"] == llama.address
     llama.plays["/v1/models"] = listing("llama", "sql")
-    await place.until(lambda found: known(found, llama) == 2)
+    await place.until(lambda values: known(values, llama) == 2)
     assert (await http1.ask(port, PATH, chat("llama_new"))).status == 404

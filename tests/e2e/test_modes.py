@@ -48,13 +48,13 @@ def every_mode(config, listeners):
     first["per_connection_buffer_limit_bytes"] = BUFFER_BYTES
     config["static_resources"]["listeners"] = []
     for request, response in MODES:
-        one = copy.deepcopy(first)
+        item = copy.deepcopy(first)
         port = listeners[request, response] = stack.free_port()
-        one["name"] = f"{request}-{response}"
-        one["address"]["socket_address"]["port_value"] = port
-        config["static_resources"]["listeners"].append(one)
+        item["name"] = f"{request}-{response}"
+        item["address"]["socket_address"]["port_value"] = port
+        config["static_resources"]["listeners"].append(item)
         last = len(config["static_resources"]["listeners"]) - 1
-        installation.manager(config, last)["stat_prefix"] = one["name"]
+        installation.manager(config, last)["stat_prefix"] = item["name"]
         duplex = "FULL_DUPLEX_STREAMED"
         installation.processor(config, last)["processing_mode"] = {
             "request_header_mode": "SEND",
@@ -68,8 +68,8 @@ def every_mode(config, listeners):
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def listeners():
 @pytest.fixture(scope="module")
 def place(live, served, listeners):
     change = lambda config: every_mode(config, listeners)  # noqa: E731  keeps the port table at hand
-    with live.holding(installation.installed(served.address, change=change)) as one:
-        yield one
+    with live.holding(installation.installed(served.address, change=change)) as item:
+        yield item
 
 
 @pytest.fixture(params=MODES, ids="-".join)
@@ -162,11 +162,11 @@ async def test_041_buffered_body_over_the_limit(place, served, listeners):
 )
 async def test_092_events_are_not_held_back(place, served, listeners, modes):
     """The first event is with the client before the second exists."""
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     async def play(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await seen.wait()
+        await observed.wait()
         await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
 
     served.plays["/events"] = play
@@ -175,7 +175,7 @@ async def test_092_events_are_not_held_back(place, served, listeners, modes):
         await call.send(CHAT)
         await call.begun()
         assert await call.body.piece() == b"data: 1\n\n"
-        seen.set()
+        observed.set()
         assert await call.body.rest() == b"data: 2\n\n"
 
 
@@ -190,7 +190,7 @@ async def test_119_client_disconnects(place, served, listeners, modes):
     async with http1.calling(listeners[modes]) as call:
         await call.start("POST", "/hang", [("content-length", "100")])
         await call.send(bytes(50))
-        await place.until(lambda found: found["extproc_streams_open"] == 1)
+        await place.until(lambda result: result["extproc_streams_open"] == 1)
         call.cut()
     await place.settled()
     async with http1.calling(listeners[modes]) as call:

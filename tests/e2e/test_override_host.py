@@ -21,8 +21,8 @@ ROUND_ROBIN = (
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def place(live, served, dead):
             template="override-host.yaml",
             arguments=["--config-text", ROUND_ROBIN, "--fallback-endpoints", "2"],
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 async def test_059_dead_endpoints_in_front(place, served, dead):
@@ -51,8 +51,8 @@ async def test_059_dead_endpoints_in_front(place, served, dead):
         assert answer.status == 200
         assert served.asks[-1].body == CHAT
         lists.append(served.asks[-1].head.get(DESTINATION).split(","))
-    assert all(sorted(one) == sorted([*dead, served.address]) for one in lists)
-    assert any(one[2] == served.address for one in lists)
+    assert all(sorted(item) == sorted([*dead, served.address]) for item in lists)
+    assert any(entry[2] == served.address for entry in lists)
 
 
 async def test_122_large_body_is_sent_again(place, served):

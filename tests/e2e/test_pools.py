@@ -56,20 +56,20 @@ pools:
 @pytest.fixture(scope="module")
 def place(live, engines, config, binary):
     arguments = ["--config-file", str(config), "--grpc-port", "0"]
-    with live.holding(installation.installed(arguments=arguments, binary=binary)) as one:
-        live.run(one.until(lambda found: known(found) >= {"llama", "qwen", "batch", "hosted"}))
-        yield one
+    with live.holding(installation.installed(arguments=arguments, binary=binary)) as item:
+        live.run(item.until(lambda result: known(result) >= {"llama", "qwen", "batch", "hosted"}))
+        yield item
 
 
-def known(found):
+def known(result):
     """Pools whose endpoints listed their models."""
     head = "extproc_endpoint_models{"
-    return {key.partition('pool="')[2].partition('"')[0] for key in found if key.startswith(head)}
+    return {key.partition('pool="')[2].partition('"')[0] for key in result if key.startswith(head)}
 
 
-async def ask(place, model="llama", *, path=CHAT, headers=()):
+async def ask(fixture, model="llama", *, path=CHAT, headers=()):
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}]}).encode()
-    return await http1.ask(place.port, path, body, headers=[*headers])
+    return await http1.ask(fixture.port, path, body, headers=[*headers])
 
 
 async def served(engines, name, asking):
@@ -113,22 +113,22 @@ async def test_the_models_of_all_pools_are_one_list(place):
     """GET /v1/models is answered here; no engine sees it."""
     answer = await http1.ask(place.port, "/v1/models")
     assert answer.status == 200
-    assert [one["id"] for one in json.loads(answer.body)["data"]] == ["llama", "qwen", "sql"]
-    one = await http1.ask(place.port, "/v1/models/sql")
-    assert json.loads(one.body)["parent"] == "llama"
+    assert [load["id"] for load in json.loads(answer.body)["data"]] == ["llama", "qwen", "sql"]
+    item = await http1.ask(place.port, "/v1/models/sql")
+    assert json.loads(item.body)["parent"] == "llama"
     assert await place.total("extproc_direct_responses_total") >= 2
 
 
 async def test_pages_show_every_pool(place, engines):
     """Metrics have the pool as a label, and the debug pages all of them."""
     await ask(place, "qwen")
-    found = await place.metrics()
+    result = await place.metrics()
     picks = f'extproc_routed_requests_total{{endpoint="{engines["qwen"].address}",pool="qwen"}}'
-    assert found[picks] >= 1
+    assert result[picks] >= 1
     pools = json.loads((await http1.ask(place.pages, "/debug/pools")).body)["pools"]
     assert list(pools) == ["batch", "hosted", "llama", "qwen"]
-    one = json.loads((await http1.ask(place.pages, "/debug/pool?pool=qwen")).body)
-    assert [each["address"] for each in one["endpoints"]] == [engines["qwen"].address]
+    item = json.loads((await http1.ask(place.pages, "/debug/pool?pool=qwen")).body)
+    assert [entry["address"] for entry in item["endpoints"]] == [engines["qwen"].address]
     assert (await http1.ask(place.pages, "/debug/pool")).status == 404
     last = json.loads((await http1.ask(place.pages, "/debug/decisions?limit=1")).body)
     assert last["decisions"][0]["pool"] == "qwen"
@@ -139,7 +139,7 @@ async def test_matches_are_reloaded(place, engines, config):
     text = config.read_text()
     installation.replace_file(config, text.replace("x-tier: batch", "x-tier: night"))
     try:
-        await place.until(lambda found: found.get('extproc_config_reloads_total{result="ok"}', 0))
+        await place.until(lambda result: result.get('extproc_config_reloads_total{result="ok"}', 0))
         await served(engines, "llama", ask(place, headers=[("x-tier", "batch")]))
         await served(engines, "batch", ask(place, headers=[("x-tier", "night")]))
     finally:

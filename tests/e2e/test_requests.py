@@ -16,8 +16,8 @@ CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def place(live, served):
                 {"http_protocol_options": {"enable_trailers": True}}
             ),
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 async def test_003_plaintext_serving(place, served):
@@ -172,10 +172,10 @@ async def test_039_client_named_destination(place, served, body):
         answer = await http1.ask(place.port, "/v1/completions-not", body, headers=headers)
         assert elsewhere.asks == []
     assert answer.json()["by"] == served.address
-    seen = served.asks[-1].head
-    assert seen.all("x-gateway-destination-endpoint") == [served.address]
-    assert seen.all("x-gateway-destination-endpoint-subset") == []
-    assert seen.all("test-epp-endpoint-selection") == []
+    observed = served.asks[-1].head
+    assert observed.all("x-gateway-destination-endpoint") == [served.address]
+    assert observed.all("x-gateway-destination-endpoint-subset") == []
+    assert observed.all("test-epp-endpoint-selection") == []
 
 
 async def test_040_control_headers_stay_outside(place, served):
@@ -222,11 +222,11 @@ async def test_091_sse_passes_unchanged(place, served):
 
 async def test_092_first_event_before_the_second_exists(place, served):
     """An event is with the client before the backend has written the next."""
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     async def play(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await seen.wait()
+        await observed.wait()
         await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
 
     served.plays["/v1/chat/completions"] = play
@@ -237,7 +237,7 @@ async def test_092_first_event_before_the_second_exists(place, served):
             await call.begun()
             assert await call.body.piece() == b"data: 1\n\n"
             assert await place.total("extproc_endpoint_inflight_requests") == 1
-            seen.set()
+            observed.set()
             assert await call.body.rest() == b"data: 2\n\n"
     finally:
         served.plays.clear()
@@ -275,7 +275,7 @@ async def test_104_other_statuses_pass(place, served, status):
     assert (str(answer.status), answer.body) == (code, text)
     assert answer.head.get("retry-after") == "7"
     counted = f'extproc_responses_total{{endpoint="{served.address}",status="{code}"}}'
-    await place.until(lambda found: found.get(counted) == 1)
+    await place.until(lambda result: result.get(counted) == 1)
 
 
 @pytest.mark.parametrize("sent", ["nothing", "half", "all"])
@@ -292,14 +292,14 @@ async def test_119_client_disconnects_before_the_answer(place, served, sent):
         await call.start("POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))])
         if sent == "half":
             await call.send(CHAT[:20])
-            await place.until(lambda found: found["extproc_body_buffer_bytes"] == 20)
+            await place.until(lambda result: result["extproc_body_buffer_bytes"] == 20)
         elif sent == "all":
             arrived = served.arrival()
             await call.send(CHAT)
             await arrived
             assert await place.total("extproc_endpoint_inflight_requests") == 1
         else:
-            await place.until(lambda found: found["extproc_streams_open"] == 1)
+            await place.until(lambda values: values["extproc_streams_open"] == 1)
         call.cut()
     await place.settled()
     if sent == "all":
@@ -333,10 +333,10 @@ async def test_engine_that_resets_is_not_charged_for_ever(place, served):
 
     async def half(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await seen.wait()
+        await observed.wait()
         peer.cut()
 
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     served.plays["/silent"], served.plays["/half"] = silent, half
     assert (await http1.ask(place.port, "/silent", CHAT)).status == 503
@@ -345,7 +345,7 @@ async def test_engine_that_resets_is_not_charged_for_ever(place, served):
         await call.send(CHAT)
         await call.begun()
         assert await call.body.piece() == b"data: 1\n\n"
-        seen.set()
+        observed.set()
         with pytest.raises(asyncio.IncompleteReadError):
             await call.body.rest()
     await place.settled()
@@ -356,7 +356,7 @@ async def test_request_that_breaks_off(place, served):
     async with http1.calling(place.port) as call:
         await call.start("POST", "/v1/chat/completions", chunked=True)
         await call.chunk(CHAT[:10])
-        await place.until(lambda found: found["extproc_body_buffer_bytes"] == 10)
+        await place.until(lambda result: result["extproc_body_buffer_bytes"] == 10)
         await call.send(b"this is no chunk\r\n")
         await call.ended()
     await place.settled()

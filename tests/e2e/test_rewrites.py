@@ -64,11 +64,11 @@ def overriding(config, listeners):
     """Every mode; answers may be asked for, and say what they cost where their headers wait."""
     every_mode(config, listeners)
     installation.keep_headers(config, OBJECTIVE)
-    said = {"key": "x-cost", "value": f"%DYNAMIC_METADATA(envoy.lb:{COST})%"}
+    text = {"key": "x-cost", "value": f"%DYNAMIC_METADATA(envoy.lb:{COST})%"}
     for at in range(len(config["static_resources"]["listeners"])):
         installation.processor(config, at)["allow_mode_override"] = True
         first = installation.manager(config, at)["http_filters"][0]
-        first["typed_config"]["mutations"]["response_mutations"] = [{"append": {"header": said}}]
+        first["typed_config"]["mutations"]["response_mutations"] = [{"append": {"header": text}}]
 
 
 def page(waiting):
@@ -79,9 +79,9 @@ def page(waiting):
 
 @pytest.fixture(scope="module")
 def served(live):
-    with live.holding(backend.backend()) as one:
-        one.plays["/metrics"] = page(0)
-        yield one
+    with live.holding(backend.backend()) as item:
+        item.plays["/metrics"] = page(0)
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def place(live, served, listeners, binary):
     arguments = ["--config-text", CONFIG]
     with live.holding(
         installation.installed(served.address, change=change, arguments=arguments, binary=binary)
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +107,8 @@ def quiet(served):
 
 
 def chat(model="big", **more):
-    said = [{"role": "user", "content": "hello"}]
-    return json.dumps({"model": model, "messages": said, **more}).encode()
+    text = [{"role": "user", "content": "hello"}]
+    return json.dumps({"model": model, "messages": text, **more}).encode()
 
 
 def asked(served):
@@ -144,11 +144,11 @@ async def test_086_streams_of_events(place, served, listeners, mode):
 @pytest.mark.parametrize("mode", PASSING, ids="-".join)
 async def test_086_events_are_not_held_back(place, served, listeners, mode):
     """A complete event is with the client before the next one exists."""
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     async def play(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(EVENTS[0]))
-        await seen.wait()
+        await observed.wait()
         await peer.say(backend.framed(EVENTS[2]) + backend.framed(b""))
 
     served.plays[PATH] = play
@@ -158,7 +158,7 @@ async def test_086_events_are_not_held_back(place, served, listeners, mode):
         await call.send(body)
         await call.begun()
         assert await call.body.piece() == restored(EVENTS[0])
-        seen.set()
+        observed.set()
         assert await call.body.rest() == EVENTS[2]
 
 
@@ -237,12 +237,12 @@ async def test_072_sheddable_requests_are_dropped_while_full(place, served, list
     others = f'extproc_endpoint_foreign_requests{{endpoint="{served.address}"}}'
     port = listeners["BUFFERED", "NONE"]
     served.plays["/metrics"] = page(9)
-    await place.until(lambda found: found.get(others) == 9)
+    await place.until(lambda result: result.get(others) == 9)
     for name, status in (("batch", 429), ("gold", 200), ("unknown", 200)):
         answer = await http1.ask(port, PATH, chat(), headers=[(OBJECTIVE, name)])
         assert answer.status == status
     served.plays["/metrics"] = page(0)
-    await place.until(lambda found: found.get(others) == 0)
+    await place.until(lambda values: values.get(others) == 0)
     answer = await http1.ask(port, PATH, chat(), headers=[(OBJECTIVE, "batch")])
     assert answer.status == 200
 
@@ -255,10 +255,10 @@ async def test_086_answers_of_an_engine(live):
         _, address = await children.engine("--speed", "1000")
         async with installation.installed(
             address, template="original-dst-buffered.yaml", arguments=["--config-text", text]
-        ) as one:
-            answer = await http1.ask(one.port, PATH, chat("mine", max_tokens=5))
+        ) as item:
+            answer = await http1.ask(item.port, PATH, chat("mine", max_tokens=5))
             assert answer.json()["model"] == "mine"
-            answer = await http1.ask(one.port, PATH, chat("mine", max_tokens=5, stream=True))
+            answer = await http1.ask(item.port, PATH, chat("mine", max_tokens=5, stream=True))
             lines = [line[6:] for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
             assert lines
             assert {json.loads(line)["model"] for line in lines} == {"mine"}

@@ -60,14 +60,14 @@ class Engine:
     async def play(self, _, peer) -> None:
         """One answer: events from the first to the last, none left out."""
         await peer.say(backend.EVENTS_HEAD)
-        said = 0
+        text = 0
         while True:
             async with self._told:
-                await self._told.wait_for(lambda said=said: self.over or said < self.ticks)
+                await self._told.wait_for(lambda message=text: self.over or message < self.ticks)
                 ticks, over = self.ticks, self.over
-            for n in range(said, ticks):
+            for n in range(text, ticks):
                 await peer.say(backend.framed(event(n)))
-            said = ticks
+            text = ticks
             if over:
                 return await peer.say(backend.framed(b""))
 
@@ -152,20 +152,20 @@ async def site(*addresses, template="original-dst.yaml", drain="3s", change=lamb
     """Two pickers behind Envoy, before the given engines."""
     lines = []
     async with stack.stack(log=lines.append) as children:
-        one = Site(children, lines)
-        await one.start(addresses, template=template, drain=drain, change=change)
-        yield one
+        item = Site(children, lines)
+        await item.start(addresses, template=template, drain=drain, change=change)
+        yield item
         # Without the drain time that their end would take otherwise.
-        await asyncio.gather(*(picker.stop(signal.SIGINT) for picker in one.pickers))
+        await asyncio.gather(*(picker.stop(signal.SIGINT) for picker in item.pickers))
 
 
 @contextlib.asynccontextmanager
 async def playing(engine: Engine):
     """Two backends whose streams say what the engine says; their addresses."""
-    async with backend.backend() as one, backend.backend() as two:
-        for served in (one, two):
+    async with backend.backend() as item, backend.backend() as two:
+        for served in (item, two):
             served.plays[PATH] = engine.play
-        yield one.address, two.address
+        yield item.address, two.address
 
 
 def event(n: int) -> bytes:
@@ -176,8 +176,8 @@ def event(n: int) -> bytes:
 class Streams:
     """Long answers, read to whatever end they come to."""
 
-    def __init__(self, place: Site, engine: Engine) -> None:
-        self._place = place
+    def __init__(self, fixture: Site, engine: Engine) -> None:
+        self._place = fixture
         self._engine = engine
         self._begun = asyncio.Semaphore(0)
         self._tasks: list[asyncio.Task[bytes]] = []
@@ -191,8 +191,8 @@ class Streams:
     @property
     def broken(self) -> list[bytes]:
         """The ends of those that are not, byte for byte, what the engine said."""
-        whole = b"".join(event(n) for n in range(self._engine.ticks))
-        return [one.result()[-80:] for one in self._tasks if one.result() != whole]
+        complete = b"".join(event(n) for n in range(self._engine.ticks))
+        return [task.result()[-80:] for task in self._tasks if task.result() != complete]
 
     async def _follow(self) -> bytes:
         async with http1.calling(self._place.port) as call:
@@ -200,16 +200,16 @@ class Streams:
             await call.send(CHAT)
             assert (await call.begun()).status == 200
             self._begun.release()
-            said = []
+            text = []
             try:
                 while piece := await call.body.piece():
-                    said.append(piece)
+                    text.append(piece)
             except asyncio.IncompleteReadError:
-                said.append(b"cut")
-            return b"".join(said)
+                text.append(b"cut")
+            return b"".join(text)
 
 
-async def asking(place: Site, engine: Engine, stop: asyncio.Event, bodies) -> list[int]:
+async def asking(fixture: Site, engine: Engine, stop: asyncio.Event, bodies) -> list[int]:
     """Ask again and again, and every tenth answer makes every stream go on; the statuses."""
     statuses = []
     turns = itertools.cycle(bodies)
@@ -217,51 +217,51 @@ async def asking(place: Site, engine: Engine, stop: asyncio.Event, bodies) -> li
         if not len(statuses) % EVERY:
             await engine.tick()
         body = next(turns)
-        statuses.append((await http1.ask(place.port, "/v1/completions", body)).status)
+        statuses.append((await http1.ask(fixture.port, "/v1/completions", body)).status)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), PAUSE_S)
     return statuses
 
 
 @contextlib.asynccontextmanager
-async def under_load(place: Site, engine: Engine, *bodies: bytes):
+async def under_load(fixture: Site, engine: Engine, *bodies: bytes):
     """Requests keep coming while the block runs, and none may fail; then streams end."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        loads = [tasks.create_task(asking(place, engine, stop, bodies)) for _ in range(ASKING)]
+        loads = [tasks.create_task(asking(fixture, engine, stop, bodies)) for _ in range(ASKING)]
         yield
         stop.set()
     await engine.end()
-    assert {status for one in loads for status in one.result()} == {200}
+    assert {status for load in loads for status in load.result()} == {200}
 
 
 @pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES))
 async def test_rolling_restart(template):
     """Both pickers are restarted, one after the other: no stream breaks and no request fails."""
     engine = Engine()
-    async with playing(engine) as addresses, site(*addresses, template=template) as place:
+    async with playing(engine) as addresses, site(*addresses, template=template) as fixture:
         async with asyncio.TaskGroup() as tasks:
-            streams = Streams(place, engine)
+            streams = Streams(fixture, engine)
             await streams.start(tasks)
-            open_on = [await place.metric(n, "extproc_streams_open") for n in range(2)]
+            open_on = [await fixture.metric(n, "extproc_streams_open") for n in range(2)]
             assert all(open_on)
             assert sum(open_on) == STREAMS
-            async with under_load(place, engine, SHORT, LARGE, SHORT):
+            async with under_load(fixture, engine, SHORT, LARGE, SHORT):
                 for which in range(2):
-                    await place.restart(which)
+                    await fixture.restart(which)
         assert streams.broken == []
 
 
-async def cut_by_death(place: Site, engine: Engine) -> tuple[int, int]:
+async def cut_by_death(fixture: Site, engine: Engine) -> tuple[int, int]:
     """Kill the first picker; how many streams it watched, and how many broke."""
     async with asyncio.TaskGroup() as tasks:
-        streams = Streams(place, engine)
+        streams = Streams(fixture, engine)
         await streams.start(tasks)
-        watched = int(await place.metric(0, "extproc_streams_open"))
-        place.pickers[0].process.kill()
-        await place.pickers[0].process.wait()
-        async with under_load(place, engine, SHORT):
-            await place.healthy(1)
+        watched = int(await fixture.metric(0, "extproc_streams_open"))
+        fixture.pickers[0].process.kill()
+        await fixture.pickers[0].process.wait()
+        async with under_load(fixture, engine, SHORT):
+            await fixture.healthy(1)
     return watched, len(streams.broken)
 
 
@@ -269,8 +269,8 @@ async def cut_by_death(place: Site, engine: Engine) -> tuple[int, int]:
 async def test_picker_killed(template):
     """A picker is killed: no later request fails; streams it watched go on but in duplex mode."""
     engine = Engine()
-    async with playing(engine) as addresses, site(*addresses, template=template) as place:
-        watched, broken = await cut_by_death(place, engine)
+    async with playing(engine) as addresses, site(*addresses, template=template) as fixture:
+        watched, broken = await cut_by_death(fixture, engine)
     assert watched
     assert broken == (watched if template == "original-dst.yaml" else 0)
 
@@ -285,9 +285,9 @@ async def test_picker_killed_and_failing_closed(template):
 
     async with (
         playing(engine) as addresses,
-        site(*addresses, template=template, change=closed) as place,
+        site(*addresses, template=template, change=closed) as fixture,
     ):
-        watched, broken = await cut_by_death(place, engine)
+        watched, broken = await cut_by_death(fixture, engine)
     assert broken == watched
 
 
@@ -300,19 +300,19 @@ async def test_visible_answers():
         mode = installation.processor(config)["processing_mode"]
         mode["response_body_mode"] = "FULL_DUPLEX_STREAMED"
 
-    async with playing(engine) as addresses, site(*addresses, change=visible) as place:
+    async with playing(engine) as addresses, site(*addresses, change=visible) as fixture:
         async with asyncio.TaskGroup() as tasks:
-            streams = Streams(place, engine)
+            streams = Streams(fixture, engine)
             await streams.start(tasks)
-            old = place.pickers[0].process
-            assert await place.metric(0, "extproc_streams_open")
-            draining = place.pickers[0].line("draining, ")
+            old = fixture.pickers[0].process
+            assert await fixture.metric(0, "extproc_streams_open")
+            draining = fixture.pickers[0].line("draining, ")
             old.send_signal(signal.SIGTERM)
             await draining
             await engine.tick()
-            await place.healthy(1)
+            await fixture.healthy(1)
             assert await old.wait() == 0
-            await place.left(0)
+            await fixture.left(0)
             await engine.tick()
             await engine.end()
         assert streams.broken == []

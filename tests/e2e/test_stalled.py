@@ -21,12 +21,12 @@ async def test_servicer_answers_an_upload_that_stalls_with_408(template, chunks)
     """A client that sends no more is told so in JSON, and nothing of its request stays."""
     async with installation.installed(
         "127.0.0.1:9", template=template, arguments=["--config-text", IMPATIENT]
-    ) as place:
-        async with http1.calling(place.port) as call:
+    ) as fixture:
+        async with http1.calling(fixture.port) as call:
             await call.start("POST", "/v1/chat/completions", [], chunked=True)
             for chunk in chunks:
                 await call.chunk(chunk)
             answer = await call.answer()
         assert answer.status == 408
         assert answer.json()["error"]["code"] == 408
-        await place.settled()
+        await fixture.settled()

@@ -71,8 +71,8 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
         async def metric(name):
             async with session.get(f"http://127.0.0.1:{pages}/metrics") as answer:
                 page = await answer.text()
-            found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
-            return float(found.group(1)) if found else 0.0
+            result = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
+            return float(result.group(1)) if result else 0.0
 
         for count, text in enumerate(("log: {level: \0}\n", 'x: !!int ""\n', "x: !!timestamp x\n")):
             installation.replace_file(config, HEAD + text)
@@ -91,10 +91,10 @@ async def test_no_file_and_no_page_ends_the_process(tmp_path):
 
         await until(mended)
         engine.number = "1e300"
-        asked = engine.asked
+        requested = engine.asked
 
         async def scraped():
-            return engine.asked > asked + 2
+            return engine.asked > requested + 2
 
         await until(scraped)
         assert child.process.returncode is None

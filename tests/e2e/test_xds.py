@@ -95,21 +95,21 @@ class Site:
 
     async def until(self, holds, part: str = "cluster.engines.") -> dict[str, int]:
         """Read Envoy's stats until a fact shows; there is no event for it."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         try:
             async with asyncio.timeout(_VISIBLE_S):
-                while not holds(found := await self.stats(part)):
+                while not holds(result := await self.stats(part)):
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            shown = {name: value for name, value in found.items() if value}
+            shown = {name: value for name, value in result.items() if value}
             raise AssertionError(f"it did not become so; at last: {shown}") from None
-        return found
+        return result
 
     async def healthy(self, count: int, *, of: int) -> None:
         """Envoy knows so many engines, and holds so many for healthy."""
         await self.until(
-            lambda found: (
-                found.get("membership_total") == of and found["membership_healthy"] == count
+            lambda result: (
+                result.get("membership_total") == of and result["membership_healthy"] == count
             )
         )
 
@@ -119,16 +119,16 @@ class Site:
         wanted = {f'extproc_endpoint_up{{endpoint="{address}"' for address in addresses}
         async with asyncio.timeout(_VISIBLE_S):
             for at in range(2):
-                found = None
-                while found != wanted:
+                result = None
+                while result != wanted:
                     names = await self.metrics(at)
-                    found = {
+                    result = {
                         name.partition(",")[0].removesuffix("}")
                         for name in names
                         if name.startswith("extproc_endpoint_up{")
                     }
                     await asyncio.sleep(0.1)
-        await self.until(lambda found: found.get("membership_total") == len(addresses))
+        await self.until(lambda values: values.get("membership_total") == len(addresses))
 
     async def metrics(self, at: int) -> dict[str, float]:
         """A picker's metrics."""
@@ -152,24 +152,24 @@ def complaints(lines):
 
 @contextlib.asynccontextmanager
 async def sited(folder, binary, *addresses):
-    site = Site(folder, binary)
+    runtime = Site(folder, binary)
     try:
-        site.list(*addresses)
-        await site.start()
-        await site.healthy(len(addresses), of=len(addresses))
-        yield site
+        runtime.list(*addresses)
+        await runtime.start()
+        await runtime.healthy(len(addresses), of=len(addresses))
+        yield runtime
         for at in range(2):
-            found = await site.metrics(at)
-            assert not [name for name in found if name.startswith("extproc_xds_nacks_total")]
-        for picker in site.pickers:
+            result = await runtime.metrics(at)
+            assert not [name for name in result if name.startswith("extproc_xds_nacks_total")]
+        for picker in runtime.pickers:
             assert await picker.stop(signal.SIGINT) == 0
-        assert not complaints(site.lines)
+        assert not complaints(runtime.lines)
     finally:
-        await site.children.stop()
+        await runtime.children.stop()
 
 
 @contextlib.asynccontextmanager
-async def asking(site, count=ASKING):
+async def asking(runtime, count=ASKING):
     """Clients that ask again and again until the block ends; yields the statuses so far."""
     statuses: collections.Counter[int | str] = collections.Counter()
     over = asyncio.Event()
@@ -177,7 +177,7 @@ async def asking(site, count=ASKING):
     async def ask():
         while not over.is_set():
             try:
-                statuses[(await site.ask()).status] += 1
+                statuses[(await runtime.ask()).status] += 1
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 statuses[type(error).__name__] += 1
             await asyncio.sleep(PAUSE_S)
@@ -213,8 +213,8 @@ def engines(live):
 @pytest.fixture(scope="module")
 def site(live, engines, binary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    with live.holding(sited(folder, binary, *(one.address for one in engines))) as one:
-        yield one
+    with live.holding(sited(folder, binary, *(item.address for item in engines))) as entry:
+        yield entry
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +258,7 @@ async def test_the_pick_is_followed_and_has_fallbacks(site, engines):
             if ask.path == PATH:
                 named = ask.head.get(DESTINATION).split(",")
                 assert named[0] == engine.address
-                assert sorted(named) == sorted(one.address for one in engines)
+                assert sorted(named) == sorted(item.address for item in engines)
 
 
 async def test_an_engine_that_is_dead_when_picked(site, engines):
@@ -287,7 +287,7 @@ async def test_an_engine_is_killed_under_load(site, engines):
     """What it was busy with and had not begun to answer is answered by another."""
     async with stack.stack() as children:
         engine, address = await children.engine("--model", "m", "--speed", "4")
-        site.list(address, *(one.address for one in engines))
+        site.list(address, *(item.address for item in engines))
         await site.healthy(4, of=4)
         async with asking(site, 16) as statuses:
             # Clients wait for the slow one at some time; then it dies.
@@ -298,13 +298,13 @@ async def test_an_engine_is_killed_under_load(site, engines):
             await more(statuses, 200)
         assert statuses.keys() == {200}
         assert (await site.stats())["upstream_rq_retry_success"] > before
-        site.list(*(one.address for one in engines))
+        site.list(*(entry.address for entry in engines))
 
 
-async def without_one(site, engines, statuses):
+async def without_one(runtime, engines, statuses):
     """While Envoy chooses, it leaves out an engine that refuses, a moment after it found out."""
     engines[0].plays[PATH] = backend.saying(b"full", status="503 Service Unavailable")
-    await site.until(lambda found: found["membership_healthy"] == 2)
+    await runtime.until(lambda result: result["membership_healthy"] == 2)
     await more(statuses, 100)
     for engine in engines:
         engine.asks.clear()
@@ -326,7 +326,7 @@ async def test_both_replicas_restart(site, engines):
         for engine in engines:
             engine.asks.clear()
         await more(statuses, 300)
-        unpicked = [ask for one in engines for ask in one.asks if ask.path == PATH]
+        unpicked = [ask for item in engines for ask in item.asks if ask.path == PATH]
         assert not any(ask.head.all(DESTINATION) for ask in unpicked)
         assert min(served(engines)) > len(unpicked) / 6
         await without_one(site, engines, statuses)
@@ -334,25 +334,25 @@ async def test_both_replicas_restart(site, engines):
     # Nobody asks while they start, for which they need the machine; Envoy takes them back later.
     site.pickers = list(await asyncio.gather(site.picker(0), site.picker(1)))
     async with asking(site) as statuses:
-        await site.until(lambda found: found["membership_healthy"] == 2, "cluster.extproc.")
+        await site.until(lambda result: result["membership_healthy"] == 2, "cluster.extproc.")
         await more(statuses, 2 * ASKING)
         for engine in engines:
             engine.asks.clear()
         await more(statuses, 100)
     assert statuses.keys() == {200}
-    late = [ask for one in engines for ask in one.asks if ask.path == PATH]
+    late = [ask for entry in engines for ask in entry.asks if ask.path == PATH]
     assert all(ask.head.all(DESTINATION) for ask in late)
-    await site.until(lambda found: found["connected_state"] == 1, "control_plane.")
+    await site.until(lambda values: values["connected_state"] == 1, "control_plane.")
 
 
 async def test_updates_come_from_the_remaining_replica(site, engines):
     """A picker that drains ends its stream; Envoy keeps what it holds and asks the other one."""
     listening = [at for at in range(2) if (await site.metrics(at))["extproc_xds_streams_open"] == 1]
-    (told,) = listening
+    (result,) = listening
     async with asking(site) as statuses:
-        assert await site.pickers[told].stop(signal.SIGTERM) == 0
+        assert await site.pickers[result].stop(signal.SIGTERM) == 0
         # Until Envoy knows that it is gone, a busy machine may use up the tries of a stream on it.
-        await site.until(lambda found: found["membership_healthy"] == 1, "cluster.extproc.")
+        await site.until(lambda values: values["membership_healthy"] == 1, "cluster.extproc.")
         await more(statuses, 2 * ASKING)
         engines[1].asks.clear()
         site.list(engines[1].address)
@@ -361,7 +361,7 @@ async def test_updates_come_from_the_remaining_replica(site, engines):
         late = [ask for ask in engines[1].asks if ask.path == PATH]
         assert late
         assert all(ask.head.get(DESTINATION) for ask in late)
-        site.pickers[told] = await site.picker(told)
+        site.pickers[result] = await site.picker(result)
     assert statuses.keys() == {200}
 
 
@@ -369,17 +369,17 @@ async def test_updates_come_from_the_remaining_replica(site, engines):
 async def test_a_hanging_replica_does_not_stop_updates(site, engines):
     """News come from the other one, and what waits for an answer goes on without a pick."""
     pages = [await site.metrics(at) for at in range(2)]
-    (told,) = [at for at in range(2) if pages[at]["extproc_xds_streams_open"] == 1]
+    (result,) = [at for at in range(2) if pages[at]["extproc_xds_streams_open"] == 1]
     async with asking(site) as statuses:
-        site.pickers[told].process.send_signal(signal.SIGSTOP)
+        site.pickers[result].process.send_signal(signal.SIGSTOP)
         site.list(engines[1].address)
         await site.healthy(1, of=1)
         engines[1].asks.clear()
         await more(statuses, 50)
         late = [ask for ask in engines[1].asks if ask.path == PATH]
         assert sum(bool(ask.head.all(DESTINATION)) for ask in late) >= len(late) - ASKING
-        site.pickers[told].process.send_signal(signal.SIGCONT)
-        await site.until(lambda found: found["membership_healthy"] == 2, "cluster.extproc.")
+        site.pickers[result].process.send_signal(signal.SIGCONT)
+        await site.until(lambda values: values["membership_healthy"] == 2, "cluster.extproc.")
     assert statuses.keys() == {200}
 
 

@@ -57,8 +57,8 @@ class Fate:
         back: Seconds from then until its answer arrives; None: never.
     """
 
-    def __init__(self, there, back):
-        self.there, self.back = there, back
+    def __init__(self, candidates, back):
+        self.there, self.back = candidates, back
 
 
 class Candidate:
@@ -137,12 +137,12 @@ class World:
         limit_s: After which a candidate waits for an answer no longer.
     """
 
-    def __init__(self, fate, *, limit_s=5.0):
+    def __init__(self, delays, *, limit_s=5.0):
         self.now = 0.0
         self.store = Store()
         self.candidates = []
         self.history = []
-        self._fate = fate
+        self._fate = delays
         self._limit_s = limit_s
         self._events = []
         self._order = itertools.count()
@@ -164,16 +164,18 @@ class World:
 
     def send(self, candidate, call, serial, *, last):
         """A request leaves; it may be executed after the sender has given up."""
-        fate = self._fate()
-        if fate.there is not None:
-            self.after(fate.there, lambda: self._execute(candidate, call, serial, fate, last=last))
+        delays = self._fate()
+        if delays.there is not None:
+            self.after(
+                delays.there, lambda: self._execute(candidate, call, serial, delays, last=last)
+            )
         gave_up = leader_elector.LeaseRequestFailed("no answer")
         self.after(self._limit_s, lambda: candidate.hear(gave_up, serial, last=last))
 
-    def _execute(self, candidate, call, serial, fate, *, last):
+    def _execute(self, candidate, call, serial, delays, *, last):
         answer = self.store.do(call)
-        if fate.back is not None:
-            self.after(fate.back, lambda: candidate.hear(answer, serial, last=last))
+        if delays.back is not None:
+            self.after(delays.back, lambda: candidate.hear(answer, serial, last=last))
 
     @property
     def leaders(self):

@@ -65,129 +65,128 @@ class FlowControllerFixture:
         self.went.append(item)
 
     def hold(self, *items, why=BUSY, now=0.0, **want):
-        held = [self.controller.enqueue(item, EnqueueRequest(**want), why, now) for item in items]
-        return held[0] if len(held) == 1 else held
+        queued = [self.controller.enqueue(item, EnqueueRequest(**want), why, now) for item in items]
+        return queued[0] if len(queued) == 1 else queued
 
 
 def test_new_requests_do_not_overtake_queued_ones():
     """A request that could go waits behind those of its own and higher priorities only."""
-    entrance = FlowControllerFixture()
-    assert entrance.controller.check(GOES, priority=0) is None
-    assert entrance.controller.check(BUSY, priority=0) is BUSY
-    entrance.hold("a")
-    assert entrance.controller.check(GOES, priority=0).retry_in_s == 0.0
-    assert entrance.controller.check(GOES, priority=-1).retry_in_s == 0.0
-    assert entrance.controller.check(GOES, priority=1) is None
+    fixture = FlowControllerFixture()
+    assert fixture.controller.check(GOES, priority=0) is None
+    assert fixture.controller.check(BUSY, priority=0) is BUSY
+    fixture.hold("a")
+    assert fixture.controller.check(GOES, priority=0).retry_in_s == 0.0
+    assert fixture.controller.check(GOES, priority=-1).retry_in_s == 0.0
+    assert fixture.controller.check(GOES, priority=1) is None
 
 
 def test_the_next_pump_is_at_the_earliest_capacity():
     """The estimate, within bounds, or the deadline; nothing where nobody waits."""
-    entrance = FlowControllerFixture(timeout_s=60.0)
-    assert entrance.controller.dispatch(0.0) is None
-    entrance.hold("a")
-    assert entrance.controller.dispatch(0.0) == 0.5
-    assert entrance.controller.next_pump_s(0.0, 0.0) == 0.002
-    assert entrance.controller.next_pump_s(30.0, 0.0) == 1.0
-    assert entrance.controller.next_pump_s(math.inf, 10.0) == 50.0
+    fixture = FlowControllerFixture(timeout_s=60.0)
+    assert fixture.controller.dispatch(0.0) is None
+    fixture.hold("a")
+    assert fixture.controller.dispatch(0.0) == 0.5
+    assert fixture.controller.next_pump_s(0.0, 0.0) == 0.002
+    assert fixture.controller.next_pump_s(30.0, 0.0) == 1.0
+    assert fixture.controller.next_pump_s(math.inf, 10.0) == 50.0
 
 
 def test_dispatches_per_call_are_bounded():
     """Then it wants to be asked again at once."""
-    entrance = FlowControllerFixture(free=5, most=2)
-    entrance.hold(*"abc")
-    assert entrance.controller.dispatch(0.0) == 0.0
-    assert entrance.went == ["a", "b"]
-    assert entrance.controller.dispatch(0.0) is None
-    assert entrance.controller.outcomes == {"dispatched": 3}
+    fixture = FlowControllerFixture(free=5, most=2)
+    fixture.hold(*"abc")
+    assert fixture.controller.dispatch(0.0) == 0.0
+    assert fixture.went == ["a", "b"]
+    assert fixture.controller.dispatch(0.0) is None
+    assert fixture.controller.outcomes == {"dispatched": 3}
 
 
 def test_how_long_a_request_waits():
     """What it asks for, else its objective's time, else that of an empty pool, never too long."""
     facts = {"timeout_s": 10.0, "empty_timeout_s": 20.0, "max_timeout_s": 40.0}
-    entrance = FlowControllerFixture(by_objective={"batch": 30.0}, **facts)
-    assert entrance.hold("a").deadline == 10.0
-    assert entrance.hold("b", why=EMPTY).deadline == 20.0
-    assert entrance.hold("c", objective="batch").deadline == 30.0
-    assert entrance.hold("d", objective="batch", timeout_s=5.0).deadline == 5.0
-    assert entrance.hold("e", timeout_s=500.0).deadline == 40.0
-    assert entrance.hold("f", timeout_s=0.0).status == 429
+    fixture = FlowControllerFixture(by_objective={"batch": 30.0}, **facts)
+    assert fixture.hold("a").deadline == 10.0
+    assert fixture.hold("b", why=EMPTY).deadline == 20.0
+    assert fixture.hold("c", objective="batch").deadline == 30.0
+    assert fixture.hold("d", objective="batch", timeout_s=5.0).deadline == 5.0
+    assert fixture.hold("e", timeout_s=500.0).deadline == 40.0
+    assert fixture.hold("f", timeout_s=0.0).status == 429
 
 
 def test_a_rejection_is_not_queued():
     """The refusal stands, with the queue's own estimate where it names one."""
-    entrance = FlowControllerFixture()
+    fixture = FlowControllerFixture()
     gone = Rejection(404, "there is no such model")
-    assert entrance.hold("a", why=gone) is gone
+    assert fixture.hold("a", why=gone) is gone
     full = Rejection(429, "full", retry_after_s=1)
-    assert entrance.hold("b", why=full) is full
-    entrance.hold(*"cdefgh")
-    assert entrance.hold("i", why=full).retry_after_s == 60
+    assert fixture.hold("b", why=full) is full
+    fixture.hold(*"cdefgh")
+    assert fixture.hold("i", why=full).retry_after_s == 60
 
 
 def test_expired_waits_name_their_reason():
     """503 where there was no endpoint, 429 where all were busy, both with Retry-After."""
-    entrance = FlowControllerFixture(timeout_s=1.0, empty_timeout_s=1.0)
-    entrance.hold("a")
-    entrance.hold("b", why=EMPTY)
-    entrance.controller.dispatch(2.0)
-    assert [(rejection.status, rejection.reason) for rejection in entrance.rejections.values()] == [
+    fixture = FlowControllerFixture(timeout_s=1.0, empty_timeout_s=1.0)
+    fixture.hold("a")
+    fixture.hold("b", why=EMPTY)
+    fixture.controller.dispatch(2.0)
+    assert [(rejection.status, rejection.reason) for rejection in fixture.rejections.values()] == [
         (429, "rejected-ttl-expired"),
         (503, "rejected-no-endpoints"),
     ]
-    assert all(rejection.retry_after_s >= 1 for rejection in entrance.rejections.values())
+    assert all(rejection.retry_after_s >= 1 for rejection in fixture.rejections.values())
 
 
 def test_a_request_is_cancelled_once():
     """Whether it still waited is the answer, and then it is forgotten."""
-    entrance = FlowControllerFixture()
-    waiter = entrance.hold("a")
+    fixture = FlowControllerFixture()
+    waiter = fixture.hold("a")
     assert isinstance(waiter, QueuedItem)
-    assert entrance.controller.cancel(waiter)
-    assert not entrance.controller.cancel(waiter)
-    assert not entrance.controller.queue.count
+    assert fixture.controller.cancel(waiter)
+    assert not fixture.controller.cancel(waiter)
+    assert not fixture.controller.queue.count
 
 
 def test_a_request_may_wait_for_its_preferred_endpoint():
     """Whoever wants another one overtakes it, until half of its time has passed."""
-    entrance = FlowControllerFixture(free=9, timeout_s=60.0)
-    entrance.wanted = {"a": "x", "c": "x"}
-    entrance.hold(*"abcd")
-    entrance.controller.dispatch(1.0)
-    assert entrance.went == ["b", "d"]
-    assert entrance.toward["a"] == "x"
-    entrance.controller.dispatch(29.0)
-    assert entrance.went == ["b", "d"]
-    entrance.controller.dispatch(30.0)
-    assert entrance.went == ["b", "d", "a", "c"]
+    fixture = FlowControllerFixture(free=9, timeout_s=60.0)
+    fixture.wanted = {"a": "x", "c": "x"}
+    fixture.hold(*"abcd")
+    fixture.controller.dispatch(1.0)
+    assert fixture.went == ["b", "d"]
+    assert fixture.toward["a"] == "x"
+    fixture.controller.dispatch(29.0)
+    assert fixture.went == ["b", "d"]
+    fixture.controller.dispatch(30.0)
+    assert fixture.went == ["b", "d", "a", "c"]
 
 
 def test_without_capacity_all_requests_wait_for_any_endpoint():
     """One is asked, whomever it waits for, and the others are not."""
-    entrance = FlowControllerFixture()
-    entrance.hold("a", why=all_busy(0.5, preferred_endpoint="x", busy_endpoints=("x", "y")))
-    entrance.hold("b", why=all_busy(0.5, preferred_endpoint="y", busy_endpoints=("x", "y")))
-    assert entrance.toward == {"a": "x", "b": "y"}
-    entrance.controller.dispatch(0.0)
-    assert entrance.toward == {"a": "", "b": "y"}
+    fixture = FlowControllerFixture()
+    fixture.hold("a", why=all_busy(0.5, preferred_endpoint="x", busy_endpoints=("x", "y")))
+    fixture.hold("b", why=all_busy(0.5, preferred_endpoint="y", busy_endpoints=("x", "y")))
+    assert fixture.toward == {"a": "x", "b": "y"}
+    fixture.controller.dispatch(0.0)
+    assert fixture.toward == {"a": "", "b": "y"}
 
 
 def test_a_new_request_waits_for_its_chosen_endpoint():
     """Others wait already, and its turn may come as soon as theirs."""
-    entrance = FlowControllerFixture()
-    entrance.hold("a")
+    fixture = FlowControllerFixture()
+    fixture.hold("a")
     assert (
-        entrance.controller.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint
-        == "x"
+        fixture.controller.check(GOES, priority=0, preferred_endpoint="x").preferred_endpoint == "x"
     )
 
 
 def test_close_rejects_queued_and_new_requests():
     """Those who wait and those who come are told the same."""
-    entrance = FlowControllerFixture()
-    entrance.hold("a")
-    entrance.controller.close()
-    assert entrance.rejections["a"].reason == "rejected-shutting-down"
-    assert entrance.hold("b").reason == "rejected-shutting-down"
+    fixture = FlowControllerFixture()
+    fixture.hold("a")
+    fixture.controller.close()
+    assert fixture.rejections["a"].reason == "rejected-shutting-down"
+    assert fixture.hold("b").reason == "rejected-shutting-down"
 
 
 def test_headers_set_tenant_and_timeouts():
@@ -211,36 +210,36 @@ def test_headers_set_tenant_and_timeouts():
 
 def test_changes_during_a_sweep_start_another_sweep():
     """The sweep goes to its end first, so that nobody starves, and then begins anew."""
-    entrance = FlowControllerFixture(most=1)
+    fixture = FlowControllerFixture(most=1)
     for target in "abc":
-        entrance.hold(target, target=target)
-    assert entrance.controller.dispatch(0.0) == 0.0
-    entrance.free = 9
-    entrance.controller.notify_capacity()
-    assert entrance.controller.dispatch(0.0) == 0.0
-    assert entrance.controller.dispatch(0.0) == 0.0
-    assert entrance.went == ["b", "c"]
-    assert entrance.controller.dispatch(0.0) is None
-    assert entrance.went == ["b", "c", "a"]
+        fixture.hold(target, target=target)
+    assert fixture.controller.dispatch(0.0) == 0.0
+    fixture.free = 9
+    fixture.controller.notify_capacity()
+    assert fixture.controller.dispatch(0.0) == 0.0
+    assert fixture.controller.dispatch(0.0) == 0.0
+    assert fixture.went == ["b", "c"]
+    assert fixture.controller.dispatch(0.0) is None
+    assert fixture.went == ["b", "c", "a"]
 
 
 def test_the_next_pump_considers_the_complete_sweep():
     """The soonest that any of its calls was named."""
-    entrance = FlowControllerFixture(most=1, timeout_s=60.0)
-    entrance.waits = {"a": 0.2, "b": 0.4}
+    fixture = FlowControllerFixture(most=1, timeout_s=60.0)
+    fixture.waits = {"a": 0.2, "b": 0.4}
     for target in "ab":
-        entrance.hold(target, target=target)
-    assert entrance.controller.dispatch(0.0) == 0.0
-    assert entrance.controller.dispatch(0.0) == 0.2
+        fixture.hold(target, target=target)
+    assert fixture.controller.dispatch(0.0) == 0.0
+    assert fixture.controller.dispatch(0.0) == 0.2
 
 
 def test_an_exception_for_a_request_propagates_without_a_callback():
     """`dispatch` raises what the decision of a request raised."""
-    entrance = FlowControllerFixture(free=9)
-    entrance.broken = {"a"}
-    entrance.hold(*"ab")
+    fixture = FlowControllerFixture(free=9)
+    fixture.broken = {"a"}
+    fixture.hold(*"ab")
     with pytest.raises(ZeroDivisionError):
-        entrance.controller.dispatch(0.0)
+        fixture.controller.dispatch(0.0)
 
 
 def test_a_request_that_raises_leaves_the_queue():
@@ -250,86 +249,86 @@ def test_a_request_that_raises_leaves_the_queue():
     def on_item_failed(item, error):
         failed.append((item, type(error)))
 
-    entrance = FlowControllerFixture(free=9, callbacks={"on_item_failed": on_item_failed})
-    entrance.broken = {"a"}
-    entrance.hold(*"ab")
-    entrance.controller.dispatch(0.0)
+    fixture = FlowControllerFixture(free=9, callbacks={"on_item_failed": on_item_failed})
+    fixture.broken = {"a"}
+    fixture.hold(*"ab")
+    fixture.controller.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
-    assert entrance.went == ["b"]
-    assert entrance.controller.outcomes == {"failed": 1, "dispatched": 1}
-    assert not entrance.controller.queue.count
+    assert fixture.went == ["b"]
+    assert fixture.controller.outcomes == {"failed": 1, "dispatched": 1}
+    assert not fixture.controller.queue.count
 
 
 def test_rejections_of_a_sweep_are_delivered():
     """What waiting no longer helps is told at the next look, and those behind it go on."""
-    entrance = FlowControllerFixture(free=1)
-    entrance.refused = {"a"}
-    entrance.hold(*"ab")
-    assert entrance.controller.dispatch(0.0) is None
-    assert entrance.rejections["a"].status == 404
-    assert entrance.went == ["b"]
-    assert entrance.controller.outcomes == {"rejected": 1, "dispatched": 1}
+    fixture = FlowControllerFixture(free=1)
+    fixture.refused = {"a"}
+    fixture.hold(*"ab")
+    assert fixture.controller.dispatch(0.0) is None
+    assert fixture.rejections["a"].status == 404
+    assert fixture.went == ["b"]
+    assert fixture.controller.outcomes == {"rejected": 1, "dispatched": 1}
 
 
 def test_controller_sets_its_timer_for_the_earliest_deadline():
     """A shorter wait moves the timer forward, a longer one leaves it."""
-    entrance = FlowControllerFixture(empty_timeout_s=100.0)
-    entrance.hold("a", why=EMPTY)
-    assert entrance.timer.pending == [100.0]
-    entrance.hold("b", why=EMPTY, timeout_s=50.0)
-    assert entrance.timer.pending == [50.0]
-    entrance.hold("c", why=EMPTY, timeout_s=70.0)
-    assert entrance.timer.pending == [50.0]
-    entrance.controller.close()
-    assert entrance.timer.pending == []
+    fixture = FlowControllerFixture(empty_timeout_s=100.0)
+    fixture.hold("a", why=EMPTY)
+    assert fixture.timer.pending == [100.0]
+    fixture.hold("b", why=EMPTY, timeout_s=50.0)
+    assert fixture.timer.pending == [50.0]
+    fixture.hold("c", why=EMPTY, timeout_s=70.0)
+    assert fixture.timer.pending == [50.0]
+    fixture.controller.close()
+    assert fixture.timer.pending == []
 
 
 def test_controller_sets_its_timer_again_while_requests_are_queued():
     """Each call of `pump` schedules the next one, and the last request leaves none."""
-    entrance = FlowControllerFixture(timeout_s=1.0)
-    entrance.hold("a")
-    entrance.timer.advance(0.4)
-    assert entrance.timer.pending == [0.5]
-    entrance.timer.advance(0.4)
-    assert entrance.timer.pending == [1.0]
-    entrance.timer.advance(0.4)
-    assert entrance.rejections["a"].status == 429
-    assert entrance.timer.pending == []
+    fixture = FlowControllerFixture(timeout_s=1.0)
+    fixture.hold("a")
+    fixture.timer.advance(0.4)
+    assert fixture.timer.pending == [0.5]
+    fixture.timer.advance(0.4)
+    assert fixture.timer.pending == [1.0]
+    fixture.timer.advance(0.4)
+    assert fixture.rejections["a"].status == 429
+    assert fixture.timer.pending == []
 
 
 def test_controller_dispatches_soon_after_capacity_is_notified():
     """Any number of notifications cause a single call of `pump`."""
-    entrance = FlowControllerFixture(timeout_s=60.0)
-    entrance.controller.notify_capacity()
-    assert entrance.timer.pending == []
-    entrance.hold("a", why=EMPTY)
-    entrance.free = 1
-    entrance.controller.notify_capacity()
-    entrance.controller.notify_capacity()
-    assert entrance.timer.pending == [0.0, 60.0]
-    entrance.timer.advance(0.0)
-    assert entrance.went == ["a"]
+    fixture = FlowControllerFixture(timeout_s=60.0)
+    fixture.controller.notify_capacity()
+    assert fixture.timer.pending == []
+    fixture.hold("a", why=EMPTY)
+    fixture.free = 1
+    fixture.controller.notify_capacity()
+    fixture.controller.notify_capacity()
+    assert fixture.timer.pending == [0.0, 60.0]
+    fixture.timer.advance(0.0)
+    assert fixture.went == ["a"]
 
 
 def test_an_exception_of_a_pump_propagates_without_a_callback():
     """`pump` raises what a step of it raised."""
-    entrance = FlowControllerFixture(timeout_s=60.0)
-    entrance.hold("a", why=EMPTY)
-    entrance.controller.queue.expired = None
+    fixture = FlowControllerFixture(timeout_s=60.0)
+    fixture.hold("a", why=EMPTY)
+    fixture.controller.queue.expired = None
     with pytest.raises(TypeError):
-        entrance.controller.pump()
+        fixture.controller.pump()
 
 
 def test_controller_pumps_again_after_an_exception():
     """The exception is reported, and the timer is set for a second later."""
     failed = []
-    entrance = FlowControllerFixture(timeout_s=60.0, callbacks={"on_pump_failed": failed.append})
-    entrance.hold("a", why=EMPTY)
-    queue = entrance.controller.queue
+    fixture = FlowControllerFixture(timeout_s=60.0, callbacks={"on_pump_failed": failed.append})
+    fixture.hold("a", why=EMPTY)
+    queue = fixture.controller.queue
     expired, queue.expired = queue.expired, None
-    entrance.controller.pump()
+    fixture.controller.pump()
     assert [type(error) for error in failed] == [TypeError]
-    assert entrance.timer.pending == [1.0]
-    queue.expired, entrance.free = expired, 1
-    entrance.timer.advance(1.0)
-    assert entrance.went == ["a"]
+    assert fixture.timer.pending == [1.0]
+    queue.expired, fixture.free = expired, 1
+    fixture.timer.advance(1.0)
+    assert fixture.went == ["a"]

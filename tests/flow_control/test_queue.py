@@ -325,8 +325,8 @@ def test_memory_follows_the_queue():
         requests.leave(item)
     assert len(requests._deadlines) < 100
     (band,) = requests._bands.values()
-    lanes = [lane for line in band._queues_by_key.values() for lane in line._flow_queues.values()]
-    assert sum(len(lane._heap) for lane in lanes) <= 2
+    queues = [lane for line in band._queues_by_key.values() for lane in line._flow_queues.values()]
+    assert sum(len(lane._heap) for lane in queues) <= 2
     assert sum(len(line._heap) for line in band._queues_by_key.values()) < 50
     requests.leave(many[0])
     assert not requests._bands

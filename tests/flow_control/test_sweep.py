@@ -161,17 +161,19 @@ def test_any_budget_dispatches_in_the_same_order(requests, rounds, order, fairne
         wants[item.number] = wanted
     for free, tenant, charged in rounds:
         queue.charge(str(tenant), charged, 0.0)
-        fleet = Fleet(free, wants)
+        store = Fleet(free, wants)
         wished = expected(
-            list(waiting.values()), fleet, queue, order=order, fairness=fairness, shared=1.0
+            list(waiting.values()), store, queue, order=order, fairness=fairness, shared=1.0
         )
         calls = 1
         while not queue.pump(
-            lambda item, fleet=fleet: fleet.look(queue, item), 0.0, enough=enough_after(looks)
+            lambda item, pool_store=store: pool_store.look(queue, item),
+            0.0,
+            enough=enough_after(looks),
         ):
             calls += 1
-        assert fleet.went == wished
-        assert len(fleet.looks) <= calls * looks
+        assert store.went == wished
+        assert len(store.looks) <= calls * looks
         waiting = {item.number: item for item in queue}
 
 
@@ -195,7 +197,7 @@ def test_every_first_request_is_examined_within_bounded_pumps(targets, looks):
 def test_busy_endpoints_block_every_model_they_serve():
     """Two thousand names take one look for each endpoint, and not one for each name."""
     queue = Queue(FlowControlSettings())
-    fleet = Fleet({})
+    store = Fleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
     queue.replace_bits(
         EndpointBits(for_target=lambda name: bits_of(names[name]), for_addresses=bits_of)
@@ -204,23 +206,23 @@ def test_busy_endpoints_block_every_model_they_serve():
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
     def look(item):
-        fleet.looks.append(item.number)
+        store.looks.append(item.number)
         return Blocked(busy=bits_of(names[item.target]))
 
     assert queue.pump(look, 0.0)
-    assert len(fleet.looks) == 1
+    assert len(store.looks) == 1
     assert queue.pump(lambda item: Blocked(), 0.0)
     queue.replace_bits(
         EndpointBits(for_target=lambda name: bits_of(names[name][:1]), for_addresses=bits_of)
     )
-    fleet.looks.clear()
+    store.looks.clear()
 
     def look_again(item):
-        fleet.looks.append(item.number)
+        store.looks.append(item.number)
         return Blocked(busy=bits_of(names[item.target][:1]))
 
     assert queue.pump(look_again, 0.0)
-    assert len(fleet.looks) == 3
+    assert len(store.looks) == 3
 
 
 def test_added_endpoints_serve_queued_requests():

@@ -40,8 +40,8 @@ class NoCluster(pytest.skip.Exception):
 def cluster():
     """The API server; without one the tests are skipped, or fail where one is demanded."""
     try:
-        with kube_server.cluster() as one:
-            yield one
+        with kube_server.cluster() as item:
+            yield item
     except kube_server.Missing as missing:
         if os.environ.get("EXTPROC_REQUIRE_KUBERNETES") == "1":
             raise
@@ -58,10 +58,10 @@ def ours(cluster):
 @pytest.fixture(scope="module")
 def api(live, cluster):
     """The API as somebody who may do everything."""
-    with live.holding(kube.api(cluster.admin)) as one:
-        yield one
+    with live.holding(kube.api(cluster.admin)) as item:
+        yield item
         if not cluster.stoppable:
-            live.run(one.tidy())
+            live.run(item.tidy())
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +87,9 @@ def namespace(live, api):
 def place(live, api, cluster):
     """A namespace of the test's own, and the kubeconfig of a picker that may look into it."""
 
-    async def made():
+    async def built():
         namespace = await api.namespace()
         access = await api.account(namespace, kube.picker_rules())
         return namespace, cluster.write_kubeconfig(namespace, access, namespace)
 
-    return live.run(made())
+    return live.run(built())

@@ -15,12 +15,12 @@ def served(crds):
     return crds
 
 
-async def refused(api, one):
+async def refused(api, item):
     """Why the server does not take an object."""
-    with pytest.raises(kube.Refused) as caught:
-        await api.create(one)
-    assert (caught.value.status, caught.value.reason) == (422, "Invalid")
-    return str(caught.value)
+    with pytest.raises(kube.Refused) as raised:
+        await api.create(item)
+    assert (raised.value.status, raised.value.reason) == (422, "Invalid")
+    return str(raised.value)
 
 
 def old_pool(name, namespace, **spec):
@@ -55,7 +55,7 @@ def condition(name):
 
 async def test_pool_with_every_field(api, namespace):
     """Every field of a pool comes back as it was sent."""
-    one = kube.pool(
+    item = kube.pool(
         "full",
         namespace,
         (3000, 3002, 3004),
@@ -63,15 +63,15 @@ async def test_pool_with_every_field(api, namespace):
         picker={"group": "", "kind": "Service", "failureMode": "FailOpen", **SERVICE},
         appProtocol="kubernetes.io/h2c",
     )
-    await api.create(one)
-    assert (await api.get(one))["spec"] == one["spec"]
+    await api.create(item)
+    assert (await api.get(item))["spec"] == item["spec"]
 
 
 async def test_pool_defaults(api, namespace):
     """What a pool leaves out is filled in: protocol, and kind, group and failure mode."""
-    one = kube.pool("defaults", namespace, picker=SERVICE)
-    await api.create(one)
-    spec = (await api.get(one))["spec"]
+    item = kube.pool("defaults", namespace, picker=SERVICE)
+    await api.create(item)
+    spec = (await api.get(item))["spec"]
     assert spec["appProtocol"] == "http"
     filled = {"group": "", "kind": "Service", "failureMode": "FailClose", **SERVICE}
     assert spec["endpointPickerRef"] == filled
@@ -79,9 +79,9 @@ async def test_pool_defaults(api, namespace):
 
 async def test_pool_without_a_picker(api, namespace):
     """Since v1.6.0 a pool need not name an endpoint picker."""
-    one = kube.pool("alone", namespace)
-    await api.create(one)
-    assert "endpointPickerRef" not in (await api.get(one))["spec"]
+    item = kube.pool("alone", namespace)
+    await api.create(item)
+    assert "endpointPickerRef" not in (await api.get(item))["spec"]
 
 
 async def test_picker_of_another_kind_needs_no_port(api, namespace):
@@ -115,22 +115,22 @@ async def test_picker_of_another_kind_needs_no_port(api, namespace):
 )
 async def test_pool_is_refused(api, namespace, changes, why):
     """What the official definition refuses is refused, with the field or its words."""
-    one = kube.pool("wrong", namespace)
-    one["spec"] |= changes
-    assert why in await refused(api, one)
+    item = kube.pool("wrong", namespace)
+    item["spec"] |= changes
+    assert why in await refused(api, item)
 
 
 async def test_pool_needs_a_spec(api, namespace):
     """A pool without a spec is none."""
-    one = kube.pool("hollow", namespace)
-    del one["spec"]
-    assert "spec" in await refused(api, one)
+    item = kube.pool("hollow", namespace)
+    del item["spec"]
+    assert "spec" in await refused(api, item)
 
 
 async def test_pool_status_is_a_subresource(api, namespace):
     """Parents are written through the status, with a parent's group and kind filled in."""
-    one = kube.pool("parents", namespace)
-    one["status"] = {
+    item = kube.pool("parents", namespace)
+    item["status"] = {
         "parents": [
             {
                 "parentRef": {"name": "gateway", "namespace": "infra"},
@@ -139,20 +139,20 @@ async def test_pool_status_is_a_subresource(api, namespace):
             }
         ]
     }
-    await api.create(one)
-    found = (await api.get(one))["status"]["parents"][0]
-    assert found["parentRef"] == {
+    await api.create(item)
+    result = (await api.get(item))["status"]["parents"][0]
+    assert result["parentRef"] == {
         "group": "gateway.networking.k8s.io",
         "kind": "Gateway",
         "name": "gateway",
         "namespace": "infra",
     }
-    assert [entry["type"] for entry in found["conditions"]] == ["Accepted", "ResolvedRefs"]
+    assert [entry["type"] for entry in result["conditions"]] == ["Accepted", "ResolvedRefs"]
     with pytest.raises(kube.Refused, match="controllerName"):
-        await api.set_status(one | {"status": {"parents": [found | {"controllerName": "none"}]}})
+        await api.set_status(item | {"status": {"parents": [result | {"controllerName": "none"}]}})
     too_many = [{"parentRef": {"name": f"gateway-{n}"}} for n in range(33)]
     with pytest.raises(kube.Refused, match="at most 32"):
-        await api.set_status(one | {"status": {"parents": too_many}})
+        await api.set_status(item | {"status": {"parents": too_many}})
 
 
 # The older InferencePool
@@ -160,11 +160,11 @@ async def test_pool_status_is_a_subresource(api, namespace):
 
 async def test_old_pool(api, namespace):
     """The older group has one port, a flat selector and a parent until a controller comes."""
-    one = old_pool("old", namespace)
-    await api.create(one)
-    found = await api.get(one)
+    item = old_pool("old", namespace)
+    await api.create(item)
+    result = await api.get(item)
     picker = {"group": "", "kind": "Service", "name": "extproc", "failureMode": "FailClose"}
-    assert found["spec"] == one["spec"] | {"extensionRef": picker}
+    assert result["spec"] == item["spec"] | {"extensionRef": picker}
 
 
 @pytest.mark.parametrize(
@@ -188,24 +188,24 @@ async def test_old_pool_is_refused(api, namespace, changes, why):
 async def test_import(api, namespace):
     """An import has no spec; its controllers are told apart by name."""
     metadata = {"name": "one", "namespace": namespace}
-    one = {
+    item = {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha1",
         "kind": "InferencePoolImport",
         "metadata": metadata,
     }
-    await api.create(one)
+    await api.create(item)
     controller = {
         "name": "example.net/import",
         "exportingClusters": [{"name": "east"}],
         "parents": [{"parentRef": {"name": "gateway"}}],
         "conditions": [condition("Accepted")],
     }
-    await api.set_status(one | {"status": {"controllers": [controller]}})
-    found = (await api.get(one))["status"]["controllers"][0]
-    assert found["parents"][0]["parentRef"]["kind"] == "Gateway"
+    await api.set_status(item | {"status": {"controllers": [controller]}})
+    result = (await api.get(item))["status"]["controllers"][0]
+    assert result["parents"][0]["parentRef"]["kind"] == "Gateway"
     for status in ({"controllers": [controller, controller]}, {"controllers": [{"name": "x"}]}):
         with pytest.raises(kube.Refused, match="controllers"):
-            await api.set_status(one | {"status": status})
+            await api.set_status(item | {"status": status})
 
 
 # InferenceObjective and InferenceModelRewrite, both groups
@@ -218,9 +218,9 @@ GROUPS = pytest.mark.parametrize("version", [kube.LLM_D, kube.POOL_OLD])
 async def test_objective(api, namespace, version, priority):
     """A priority is any int32 or nothing; the reference is to an InferencePool."""
     name = f"objective-{priority}".replace("--", "-minus-").lower()
-    one = kube.objective(name, namespace, "pool", priority, version=version)
-    await api.create(one)
-    spec = (await api.get(one))["spec"]
+    item = kube.objective(name, namespace, "pool", priority, version=version)
+    await api.create(item)
+    spec = (await api.get(item))["spec"]
     assert spec.get("priority") == priority
     assert spec["poolRef"] == {
         "group": "inference.networking.k8s.io",
@@ -240,8 +240,8 @@ async def test_objective(api, namespace, version, priority):
 )
 async def test_objective_is_refused(api, namespace, version, spec, why):
     """An objective without a pool, or with a priority that is no integer, is refused."""
-    one = kube.objective("wrong", namespace, "pool", None, version=version)
-    assert why in await refused(api, one | {"spec": spec})
+    item = kube.objective("wrong", namespace, "pool", None, version=version)
+    assert why in await refused(api, item | {"spec": spec})
 
 
 @GROUPS
@@ -254,12 +254,12 @@ async def test_rewrite(api, namespace, version):
         },
         {"targets": [{"modelRewrite": "e"}]},
     ]
-    one = kube.rewrite("split", namespace, "pool", rules, version=version)
-    await api.create(one)
-    found = (await api.get(one))["spec"]["rules"]
-    assert found[0]["matches"][0]["model"] == {"type": "Exact", "value": "a"}
-    assert found[0]["targets"] == rules[0]["targets"]
-    assert found[1] == rules[1]
+    item = kube.rewrite("split", namespace, "pool", rules, version=version)
+    await api.create(item)
+    result = (await api.get(item))["spec"]["rules"]
+    assert result[0]["matches"][0]["model"] == {"type": "Exact", "value": "a"}
+    assert result[0]["targets"] == rules[0]["targets"]
+    assert result[1] == rules[1]
 
 
 @GROUPS
@@ -277,20 +277,20 @@ async def test_rewrite(api, namespace, version):
 )
 async def test_rewrite_is_refused(api, namespace, version, rule, why):
     """No target, a weight out of range, or another way of matching is refused."""
-    one = kube.rewrite("wrong", namespace, "pool", [rule], version=version)
-    assert why in await refused(api, one)
+    item = kube.rewrite("wrong", namespace, "pool", [rule], version=version)
+    assert why in await refused(api, item)
 
 
 @pytest.mark.parametrize("kind", ["pool", "objective"])
 async def test_unknown_fields_are_dropped(api, namespace, kind):
     """A field that the definitions do not know is dropped, and refused when applied strictly."""
-    one = (
+    item = (
         kube.pool("surplus", namespace)
         if kind == "pool"
         else kube.objective("surplus", namespace, "pool", 1)
     )
-    one["spec"]["surplus"] = True
-    await api.create(one)
-    assert "surplus" not in (await api.get(one))["spec"]
+    item["spec"]["surplus"] = True
+    await api.create(item)
+    assert "surplus" not in (await api.get(item))["spec"]
     with pytest.raises(kube.Refused, match="surplus"):
-        await api.apply(one)
+        await api.apply(item)

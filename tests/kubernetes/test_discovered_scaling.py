@@ -22,14 +22,14 @@ def served(crds):
 
 
 def engines(namespace, name):
-    one = scaling.deployment(namespace)
-    return one | {"metadata": {"name": name, "namespace": namespace}}
+    item = scaling.deployment(namespace)
+    return item | {"metadata": {"name": name, "namespace": namespace}}
 
 
-def pool(namespace, name, **said):
-    one = kube.pool(name, namespace)
-    one["metadata"]["annotations"] = said
-    return one
+def pool(namespace, name, **text):
+    item = kube.pool(name, namespace)
+    item["metadata"]["annotations"] = text
+    return item
 
 
 @contextlib.asynccontextmanager
@@ -74,8 +74,8 @@ async def state(api, namespace):
     """What stands in the ConfigMap, by pool."""
     path = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
     with contextlib.suppress(kube.Refused):
-        kept = await api.call("GET", path)
-        return json.loads(kept["data"]["pools.json"])["pools"]
+        stored = await api.call("GET", path)
+        return json.loads(stored["data"]["pools.json"])["pools"]
     return {}
 
 
@@ -83,9 +83,9 @@ async def test_pools_with_annotated_objects_come_and_go(api, cluster):
     """Each has what its annotations ask for; one that is gone is neither scaled nor remembered."""
     async with place(api, cluster) as (namespace, kubeconfig):
         await api.create(pool(namespace, "one", **{TARGET: "Deployment/one", MIN: "2"}))
-        one, two = f"{namespace}/one", f"{namespace}/two"
+        item, two = f"{namespace}/one", f"{namespace}/two"
         async with picker(namespace, kubeconfig) as running:
-            await running.until(lambda: replicas(api, namespace, "one"), lambda found: found == 2)
+            await running.until(lambda: replicas(api, namespace, "one"), lambda result: result == 2)
             # A pool that comes while it runs, and says later what it wants.
             await api.create(pool(namespace, "two", **{TARGET: "none"}))
             await api.patch(
@@ -97,14 +97,14 @@ async def test_pools_with_annotated_objects_come_and_go(api, cluster):
                 },
             )
             # The rule says how many that may be.
-            await running.until(lambda: replicas(api, namespace, "two"), lambda found: found == 3)
-            assert await scaled(running) == {one, two}
+            await running.until(lambda: replicas(api, namespace, "two"), lambda values: values == 3)
+            assert await scaled(running) == {item, two}
             await running.until(
-                lambda: state(api, namespace), lambda found: found.keys() == {one, two}
+                lambda: state(api, namespace), lambda matches: matches.keys() == {item, two}
             )
             await api.delete(pool(namespace, "two"))
-            await running.until(lambda: scaled(running), lambda found: found == {one})
-            await running.until(lambda: state(api, namespace), lambda found: found.keys() == {one})
+            await running.until(lambda: scaled(running), lambda found: found == {item})
+            await running.until(lambda: state(api, namespace), lambda found: found.keys() == {item})
             assert await replicas(api, namespace, "two") == 3
 
 
@@ -118,29 +118,29 @@ async def test_a_rule_names_objects_after_their_pools(api, cluster):
             await api.create(pool(namespace, name, **{MIN: "3"}))
         for name in ("one", "two"):
             await running.until(
-                lambda name=name: replicas(api, namespace, name), lambda found: found == 1
+                lambda name=name: replicas(api, namespace, name), lambda result: result == 1
             )
 
 
 def wide_rights(part):
     """What a component of the manifests lets a picker do: everywhere, and in its own namespace."""
-    found = kube.documents((kube.MANIFESTS / "components" / part / "rbac.yaml").read_text())
+    result = kube.documents((kube.MANIFESTS / "components" / part / "rbac.yaml").read_text())
     return [
-        [rule for one in found if one["kind"] == kind for rule in one["rules"]]
+        [rule for item in result if item["kind"] == kind for rule in item["rules"]]
         for kind in ("ClusterRole", "Role")
     ]
 
 
 def attacks(namespace, name):
     """Annotations that name an object of another namespace in every way we know."""
-    there = f"namespaces%2F{namespace}%2Fdeployments%2F{name}%2Fscale"
+    candidates = f"namespaces%2F{namespace}%2Fdeployments%2F{name}%2Fscale"
     return [
-        f"apps/v1%2F{there}?x=/deployments/Deployment/one",
-        f"apps/v1%2F{there}%3Fx=/deployments/Deployment/one",
-        f"apps/v1/deployments%2Fone%2F..%2F..%2F..%2F{there}?/Deployment/one",
-        f"apps/v1/Deployment/..%2F..%2F..%2F{there}?",
-        f"apps%2Fv1%2F{there}%23/v1/deployments/Deployment/one",
-        f"apps/v1%252F{there}?x=/deployments/Deployment/one",
+        f"apps/v1%2F{candidates}?x=/deployments/Deployment/one",
+        f"apps/v1%2F{candidates}%3Fx=/deployments/Deployment/one",
+        f"apps/v1/deployments%2Fone%2F..%2F..%2F..%2F{candidates}?/Deployment/one",
+        f"apps/v1/Deployment/..%2F..%2F..%2F{candidates}?",
+        f"apps%2Fv1%2F{candidates}%23/v1/deployments/Deployment/one",
+        f"apps/v1%252F{candidates}?x=/deployments/Deployment/one",
         f"apps/../{namespace}/deployments/Deployment",
     ]
 
@@ -152,9 +152,9 @@ async def test_a_tenant_scales_nothing_of_another_namespace(api, cluster):
     theirs["spec"]["replicas"] = 2
     before = (await api.create(theirs))["metadata"]["resourceVersion"]
     async with place(api, cluster) as (namespace, _):
-        everywhere, own = wide_rights("cluster-wide-engine-autoscaling")
-        everywhere += wide_rights("cluster-wide")[0]
-        access = await api.account(namespace, own, everywhere=everywhere)
+        all_, own = wide_rights("cluster-wide-engine-autoscaling")
+        all_ += wide_rights("cluster-wide")[0]
+        access = await api.account(namespace, own, everywhere=all_)
         kubeconfig = cluster.write_kubeconfig(f"{namespace}-wide", access, namespace)
         groups = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"]}
         verbs = {"verbs": ["create", "get", "patch", "delete"]}
@@ -168,21 +168,27 @@ async def test_a_tenant_scales_nothing_of_another_namespace(api, cluster):
                 await writer.patch(theirs, {"spec": {"replicas": 0}}, part="/scale")
             texts = attacks(system, "coredns")
             for number, text in enumerate(texts):
-                said = {TARGET: text, MIN: "4", MAX: "4"}
-                await writer.create(pool(namespace, f"pool-{number}", **said))
+                message = {TARGET: text, MIN: "4", MAX: "4"}
+                await writer.create(pool(namespace, f"pool-{number}", **message))
             honest = {TARGET: "apps/v1/Deployment/one", MIN: "2"}
             await writer.create(pool(namespace, "honest", **honest))
-            await running.until(lambda: replicas(api, namespace, "one"), lambda seen: seen == 2)
+            await running.until(
+                lambda: replicas(api, namespace, "one"), lambda observed: observed == 2
+            )
             await running.until(
                 lambda: refused(running),
-                lambda seen: seen == {f"{namespace}/pool-{one}" for one in range(len(texts))},
+                lambda records: (
+                    records == {f"{namespace}/pool-{item}" for item in range(len(texts))}
+                ),
             )
             assert await scaled(running) == {f"{namespace}/honest"}
             events = f"/api/v1/namespaces/{namespace}/events"
 
             async def warned():
                 items = (await api.call("GET", events))["items"]
-                return {one["involvedObject"]["name"] for one in items if one["type"] == "Warning"}
+                return {
+                    entry["involvedObject"]["name"] for entry in items if entry["type"] == "Warning"
+                }
 
             await running.until(warned, lambda seen: len(seen) == len(texts))
     assert (await api.get(theirs))["metadata"]["resourceVersion"] == before

@@ -29,11 +29,11 @@ async def test_060_ready_pods_of_the_pool(api, place):
     await api.create(kube.pod("other", namespace, C, labels=LABELS))
     elsewhere = await api.namespace("elsewhere")
     await api.create(kube.pod("a", elsewhere, "127.2.0.4", labels=both))
-    async with kube_follow.pool(place) as told:
-        (endpoint,) = told.pools[key].endpoints
+    async with kube_follow.pool(place) as result:
+        (endpoint,) = result.pools[key].endpoints
         assert (endpoint.address, endpoint.name) == (f"{A}:8000", "a")
         assert endpoint.labels.items() >= both.items()
-        assert "forbidden" not in told.kinds
+        assert "forbidden" not in result.kinds
 
 
 async def test_061_ranks(api, place):
@@ -46,18 +46,18 @@ async def test_061_ranks(api, place):
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     await api.create(kube.pod("b", namespace, B, labels=LABELS, annotations=few))
     await api.create(kube.pod("c", namespace, C, labels=LABELS, annotations=old))
-    async with kube_follow.pool(place) as told:
-        await told.has(
+    async with kube_follow.pool(place) as result:
+        await result.has(
             key,
             *(f"{A}:{port}" for port in (3000, 3002, 3004)),
             *(f"{B}:3000", f"{B}:3004", f"{C}:3002"),
         )
-        names = {one.address: one.name for one in told.pools[key].endpoints}
+        names = {endpoint.address: endpoint.name for endpoint in result.pools[key].endpoints}
         assert names[f"{B}:3004"] == "b-rank-2"
         patch = {"metadata": {"annotations": {"llm-d.ai/active-ports": "3002"}}}
         await api.patch(kube.pod("b", namespace, B, labels=LABELS), patch)
-        await told.until(lambda: f"{B}:3002" in told.addresses(key))
-        assert f"{B}:3000" not in told.addresses(key)
+        await result.until(lambda: f"{B}:3002" in result.addresses(key))
+        assert f"{B}:3000" not in result.addresses(key)
 
 
 async def test_063_pods_come_and_go(api, place):
@@ -67,26 +67,28 @@ async def test_063_pods_come_and_go(api, place):
     await api.create(kube.pool("vllm", namespace, labels=LABELS))
     a = kube.pod("a", namespace, A, labels=LABELS)
     b = kube.pod("b", namespace, B, labels=LABELS, ready=False)
-    async with kube_follow.pool(place) as told:
-        await told.has(key)
+    async with kube_follow.pool(place) as result:
+        await result.has(key)
         await api.create(a)
-        await told.has(key, f"{A}:8000")
-        uid = told.pools[key].endpoints[0].uid
+        await result.has(key, f"{A}:8000")
+        uid = result.pools[key].endpoints[0].uid
         await api.create(b)
         await api.set_status(b | {"status": kube.status(B)})
-        await told.has(key, f"{A}:8000", f"{B}:8000")
+        await result.has(key, f"{A}:8000", f"{B}:8000")
         await api.set_status(b)
-        await told.has(key, f"{A}:8000")
+        await result.has(key, f"{A}:8000")
         await api.patch(a, {"metadata": {"labels": {"app": "other"}}})
-        await told.has(key)
+        await result.has(key)
         await api.patch(a, {"metadata": {"labels": LABELS}})
-        await told.has(key, f"{A}:8000")
+        await result.has(key, f"{A}:8000")
         await api.delete(a)
         await api.create(a | {"metadata": a["metadata"] | {"name": "c"}})
-        await told.until(
-            lambda: bool(told.pools[key].endpoints[:1]) and told.pools[key].endpoints[0].uid != uid
+        await result.until(
+            lambda: (
+                bool(result.pools[key].endpoints[:1]) and result.pools[key].endpoints[0].uid != uid
+            )
         )
-        await told.has(key, f"{A}:8000")
+        await result.has(key, f"{A}:8000")
 
 
 async def test_060_a_pod_that_is_being_deleted(api, place):
@@ -97,13 +99,13 @@ async def test_060_a_pod_that_is_being_deleted(api, place):
     a = kube.pod("a", namespace, A, labels=LABELS)
     a["metadata"]["finalizers"] = ["test.example.com/hold"]
     await api.create(a)
-    async with kube_follow.pool(place) as told:
-        await told.has(key, f"{A}:8000")
+    async with kube_follow.pool(place) as result:
+        await result.has(key, f"{A}:8000")
         await api.delete(a)
-        await told.has(key)
-        held = await api.get(a)
-        assert held["metadata"]["deletionTimestamp"]
-        assert held["status"]["conditions"][0]["status"] == "True"
+        await result.has(key)
+        queued = await api.get(a)
+        assert queued["metadata"]["deletionTimestamp"]
+        assert queued["status"]["conditions"][0]["status"] == "True"
         await api.patch(a, {"metadata": {"finalizers": None}})
 
 
@@ -115,14 +117,14 @@ async def test_064_selector_and_ports_change_live(api, place):
     await api.create(pool)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     await api.create(kube.pod("b", namespace, B, labels={"app": "other"}))
-    async with kube_follow.pool(place) as told:
-        await told.has(key, f"{A}:8000")
+    async with kube_follow.pool(place) as result:
+        await result.has(key, f"{A}:8000")
         await api.patch(pool, {"spec": {"targetPorts": [{"number": 9000}, {"number": 9001}]}})
-        await told.has(key, f"{A}:9000", f"{A}:9001")
+        await result.has(key, f"{A}:9000", f"{A}:9001")
         await api.patch(pool, {"spec": {"selector": {"matchLabels": {"app": "other"}}}})
-        await told.has(key, f"{B}:9000", f"{B}:9001")
+        await result.has(key, f"{B}:9000", f"{B}:9001")
         await api.patch(pool, {"spec": {"appProtocol": "kubernetes.io/h2c"}})
-        await told.until(lambda: told.pools[key].app_protocol == "kubernetes.io/h2c")
+        await result.until(lambda: result.pools[key].app_protocol == "kubernetes.io/h2c")
 
 
 async def test_065_the_pool_is_deleted_and_comes_back(api, place):
@@ -131,15 +133,15 @@ async def test_065_the_pool_is_deleted_and_comes_back(api, place):
     key = f"{namespace}/vllm"
     pool = kube.pool("vllm", namespace, labels=LABELS)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
-    async with kube_follow.pool(place) as told:
-        assert not told.pools[key].exists
+    async with kube_follow.pool(place) as result:
+        assert not result.pools[key].exists
         await api.create(pool)
-        await told.has(key, f"{A}:8000")
+        await result.has(key, f"{A}:8000")
         await api.delete(pool)
-        await told.until(lambda: not told.pools[key].exists)
-        assert told.addresses(key) == []
+        await result.until(lambda: not result.pools[key].exists)
+        assert result.addresses(key) == []
         await api.create(pool)
-        await told.has(key, f"{A}:8000")
+        await result.has(key, f"{A}:8000")
 
 
 @pytest.mark.usefixtures("ours")
@@ -150,9 +152,9 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
     try:
         await api.create(kube.pod("a", namespace, A, labels=LABELS))
         source = settings.PodSelector(namespace, LABELS, (8000, 8001), "vllm")
-        async with kube_follow.following(kubeconfig, source) as told:
-            await told.has(f"{namespace}/vllm", f"{A}:8000", f"{A}:8001")
-            assert told.kinds == ["synced"]
+        async with kube_follow.following(kubeconfig, source) as result:
+            await result.has(f"{namespace}/vllm", f"{A}:8000", f"{A}:8001")
+            assert result.kinds == ["synced"]
     finally:
         await api.define(crds)
 
@@ -160,7 +162,7 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
 async def test_064_the_older_pool(api, place):
     """A pool of the older group is followed where that group is asked for."""
     namespace, kubeconfig = place
-    one = {
+    item = {
         "apiVersion": kube.POOL_OLD,
         "kind": "InferencePool",
         "metadata": {"name": "vllm", "namespace": namespace},
@@ -170,13 +172,13 @@ async def test_064_the_older_pool(api, place):
             "extensionRef": {"name": "extproc"},
         },
     }
-    await api.create(one)
+    await api.create(item)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     ref = settings.InferencePoolRef(namespace, "vllm", settings.OLD_POOL_GROUP)
-    async with kube_follow.following(kubeconfig, ref) as told:
-        await told.has(f"{namespace}/vllm", f"{A}:8000")
-        await api.patch(one, {"spec": {"targetPortNumber": 8001}})
-        await told.has(f"{namespace}/vllm", f"{A}:8001")
+    async with kube_follow.following(kubeconfig, ref) as result:
+        await result.has(f"{namespace}/vllm", f"{A}:8000")
+        await api.patch(item, {"spec": {"targetPortNumber": 8001}})
+        await result.has(f"{namespace}/vllm", f"{A}:8001")
 
 
 async def test_long_lists_are_read_in_pages(api, place):
@@ -186,8 +188,8 @@ async def test_long_lists_are_read_in_pages(api, place):
     hosts = [f"127.2.4.{number + 1}" for number in range(23)]
     for number, host in enumerate(hosts):
         await api.create(kube.pod(f"pod-{number}", namespace, host, labels=LABELS))
-    async with kube_follow.pool(place, page=5) as told:
-        assert told.addresses(f"{namespace}/vllm") == sorted(f"{host}:8000" for host in hosts)
+    async with kube_follow.pool(place, page=5) as result:
+        assert result.addresses(f"{namespace}/vllm") == sorted(f"{host}:8000" for host in hosts)
 
 
 async def test_every_pool_of_a_namespace(api, place):
@@ -198,13 +200,13 @@ async def test_every_pool_of_a_namespace(api, place):
         await api.create(pool)
         labels = {"app": f"pool-{number}"}
         await api.create(kube.pod(f"a-{number}", namespace, f"127.2.1.{number + 1}", labels=labels))
-    async with kube_follow.following(kubeconfig, settings.AllPools(namespace)) as told:
+    async with kube_follow.following(kubeconfig, settings.AllPools(namespace)) as result:
         for number in range(3):
-            await told.has(f"{namespace}/pool-{number}", f"127.2.1.{number + 1}:8000")
+            await result.has(f"{namespace}/pool-{number}", f"127.2.1.{number + 1}:8000")
         await api.delete(pools[0])
-        await told.until(lambda: f"{namespace}/pool-0" not in told.pools)
+        await result.until(lambda: f"{namespace}/pool-0" not in result.pools)
         await api.create(kube.pool("pool-9", namespace, labels={"app": "pool-0"}))
-        await told.has(f"{namespace}/pool-9", "127.2.1.1:8000")
+        await result.has(f"{namespace}/pool-9", "127.2.1.1:8000")
 
 
 async def test_every_pool_of_the_cluster(api, place, cluster):
@@ -218,11 +220,11 @@ async def test_every_pool_of_the_cluster(api, place, cluster):
         await api.create(kube.objective("batch", home, "same", -number))
         labels = {"app": "same"}
         await api.create(kube.pod("a", home, f"127.2.3.{number + 1}", labels=labels))
-    async with kube_follow.following(kubeconfig, settings.AllPools()) as told:
+    async with kube_follow.following(kubeconfig, settings.AllPools()) as result:
         for number, home in enumerate(homes):
-            await told.has(f"{home}/same", f"127.2.3.{number + 1}:8000")
-            assert told.pools[f"{home}/same"].policy.priorities == {"batch": -number}
-        assert "forbidden" not in told.kinds
+            await result.has(f"{home}/same", f"127.2.3.{number + 1}:8000")
+            assert result.pools[f"{home}/same"].policy.priorities == {"batch": -number}
+        assert "forbidden" not in result.kinds
 
 
 async def test_slices_of_a_service(api, place, cluster):
@@ -230,7 +232,7 @@ async def test_slices_of_a_service(api, place, cluster):
     namespace, _ = place
     access = await api.account(namespace, kube.picker_rules("components/endpoint-slices"))
     kubeconfig = cluster.write_kubeconfig(f"{namespace}-slices", access, namespace)
-    one = {
+    item = {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "metadata": {
@@ -247,16 +249,16 @@ async def test_slices_of_a_service(api, place, cluster):
         ],
         "ports": [{"name": "http", "port": 8000}],
     }
-    await api.create(one)
-    async with kube_follow.following(kubeconfig, settings.ServiceRef(namespace, "vllm")) as told:
+    await api.create(item)
+    async with kube_follow.following(kubeconfig, settings.ServiceRef(namespace, "vllm")) as result:
         key = f"{namespace}/vllm"
-        await told.until(lambda: "10.1.0.1:8000" in told.addresses(key))
-        assert "10.1.0.2:8000" not in told.addresses(key)
-        assert told.pools[key].endpoints[0].labels["topology.kubernetes.io/zone"] == "a"
+        await result.until(lambda: "10.1.0.1:8000" in result.addresses(key))
+        assert "10.1.0.2:8000" not in result.addresses(key)
+        assert result.pools[key].endpoints[0].labels["topology.kubernetes.io/zone"] == "a"
         await api.patch(
-            one, {"endpoints": [{"addresses": ["10.1.0.2"], "conditions": {"ready": True}}]}
+            item, {"endpoints": [{"addresses": ["10.1.0.2"], "conditions": {"ready": True}}]}
         )
-        await told.has(key, "10.1.0.2:8000")
+        await result.has(key, "10.1.0.2:8000")
 
 
 async def test_missing_permissions_are_named(api, place, cluster):
@@ -267,9 +269,9 @@ async def test_missing_permissions_are_named(api, place, cluster):
     kubeconfig = cluster.write_kubeconfig(f"{namespace}-few", access, namespace)
     await api.create(kube.pool("vllm", namespace, labels=LABELS))
     ref = settings.InferencePoolRef(namespace, "vllm")
-    async with kube_follow.following(kubeconfig, ref, start_s=0.5) as told:
-        await told.until(lambda: "forbidden" in told.kinds)
-        (fact,) = [fact for fact in told.facts if fact.kind == "forbidden"]
+    async with kube_follow.following(kubeconfig, ref, start_s=0.5) as result:
+        await result.until(lambda: "forbidden" in result.kinds)
+        (fact,) = [fact for fact in result.facts if fact.kind == "forbidden"]
         assert "pods" in fact.detail
         assert 'verbs: ["list", "watch"]' in fact.detail
 
@@ -285,28 +287,28 @@ async def test_063_a_storm(api, cluster, place):
 
     async def change(number):
         address = f"127.2.2.{number + 1}"
-        one = kube.pod(f"pod-{number}", namespace, address, labels=LABELS)
+        item = kube.pod(f"pod-{number}", namespace, address, labels=LABELS)
         if number not in alive:
-            await api.create(one)
+            await api.create(item)
             alive[number] = True
         elif chance.random() < 0.4:
-            await api.delete(one)
+            await api.delete(item)
             del alive[number]
         else:
             alive[number] = not alive[number]
-            await api.set_status(one | {"status": kube.status(address, ready=alive[number])})
+            await api.set_status(item | {"status": kube.status(address, ready=alive[number])})
 
     def exact():
-        ready = sorted(number for number, one in alive.items() if one)
+        ready = sorted(number for number, entry in alive.items() if entry)
         return sorted(f"127.2.2.{number + 1}:{port}" for number in ready for port in (8000, 8001))
 
-    async with kube_follow.pool(place, watch_s=1.0) as told:
+    async with kube_follow.pool(place, watch_s=1.0) as result:
         for step in range(400):
             if step % 150 == 149 and cluster.stoppable:
                 cluster.stop()
                 await cluster.restart()
             await change(chance.randrange(30))
-        await told.has(key, *exact())
+        await result.has(key, *exact())
         assert len(exact()) > 10
 
 
@@ -316,18 +318,18 @@ async def test_pods_of_a_kubeai_model(api, place):
     key = f"{namespace}/llama"
     labels = {"model": "llama", "app.kubernetes.io/managed-by": "kubeai"}
     port = {"model-pod-port": "8003"}
-    one = kube.pod("a", namespace, A, labels=labels, annotations=port)
-    await api.create(one)
+    item = kube.pod("a", namespace, A, labels=labels, annotations=port)
+    await api.create(item)
     await api.create(kube.pod("b", namespace, B, labels={"model": "llama"}))
     source = settings.PodSelector(namespace, {"model": "llama"}, (), "llama")
-    async with kube_follow.following(kubeconfig, source) as told:
-        await told.has(key, f"{A}:8003")
-        models = told.pools[key].endpoints[0].models
+    async with kube_follow.following(kubeconfig, source) as result:
+        await result.has(key, f"{A}:8003")
+        models = result.pools[key].endpoints[0].models
         assert (models.bases, models.adapters) == ({"llama"}, set())
-        await api.patch(one, {"metadata": {"labels": {"adapter.kubeai.org/sql": "5f3e"}}})
-        await told.until(lambda: "sql" in told.pools[key].endpoints[0].models.adapters)
-        await api.patch(one, {"metadata": {"labels": {"adapter.kubeai.org/sql": None}}})
-        await told.until(lambda: not told.pools[key].endpoints[0].models.adapters)
+        await api.patch(item, {"metadata": {"labels": {"adapter.kubeai.org/sql": "5f3e"}}})
+        await result.until(lambda: "sql" in result.pools[key].endpoints[0].models.adapters)
+        await api.patch(item, {"metadata": {"labels": {"adapter.kubeai.org/sql": None}}})
+        await result.until(lambda: not result.pools[key].endpoints[0].models.adapters)
 
 
 @pytest.mark.usefixtures("ours")
@@ -344,8 +346,8 @@ async def test_a_token_that_is_taken_away(api, cluster, place):
         first.kubeconfig(namespace).replace(f"token: {first.token}", f"tokenFile: {token}")
     )
     ref = settings.InferencePoolRef(namespace, "vllm")
-    async with kube_follow.following(kubeconfig, ref) as told:
-        await told.has(key)
+    async with kube_follow.following(kubeconfig, ref) as result:
+        await result.has(key)
         account = {"apiVersion": "v1", "kind": "ServiceAccount"}
         name = kube.account_of(first)
         await api.delete(account | {"metadata": {"name": name, "namespace": namespace}})
@@ -354,5 +356,5 @@ async def test_a_token_that_is_taken_away(api, cluster, place):
         await cluster.restart()
         token.write_text(second.token)
         await api.create(kube.pod("a", namespace, A, labels=LABELS))
-        await told.has(key, f"{A}:8000")
-        await told.until(lambda: "connected" in told.kinds)
+        await result.has(key, f"{A}:8000")
+        await result.until(lambda: "connected" in result.kinds)

@@ -29,7 +29,9 @@ SERVING, NOT_SERVING, UNKNOWN = "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"
 def rights():
     """What the component of the manifests adds."""
     path = kube.MANIFESTS / "components" / "leader-election" / "rbac.yaml"
-    (role,) = (one for one in kube.documents(path.read_text()) if one["kind"] == "Role")
+    (role,) = (
+        document for document in kube.documents(path.read_text()) if document["kind"] == "Role"
+    )
     return role["rules"]
 
 
@@ -92,15 +94,15 @@ async def announced(picker):
 
 async def ready(pickers):
     """Those of them that are ready. Never two: a Lease has one holder."""
-    found = [one for one in pickers if await one.ready()]
-    assert len(found) <= 1
-    return found
+    result = [item for item in pickers if await item.ready()]
+    assert len(result) <= 1
+    return result
 
 
 async def leader(pickers):
     """The one that is ready, once it is."""
-    (found,) = await pickers[0].until(lambda: ready(pickers), bool)
-    return found
+    (result,) = await pickers[0].until(lambda: ready(pickers), bool)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,8 @@ def three(live, where):
             ones = [candidate(where, "--drain-timeout", "60s") for _ in range(3)]
             pickers = await asyncio.gather(*map(stack.enter_async_context, ones))
             yield pickers
-            for one in pickers:
-                await one.child.stop(signal.SIGINT)
+            for item in pickers:
+                await item.child.stop(signal.SIGINT)
 
     with live.holding(replicas()) as pickers:
         yield pickers
@@ -131,7 +133,7 @@ async def test_120_exactly_one_of_three_is_ready(api, where, three):
     first = await leader(three)
     for _ in range(5):
         assert await ready(three) == [first]
-    assert sorted([await metric(one) for one in three]) == [0.0, 0.0, 1.0]
+    assert sorted([await metric(item) for item in three]) == [0.0, 0.0, 1.0]
     assert await metric(first) == 1.0
     await first.until(lambda: announced(first), bool)
     assert [await announced(picker) for picker in three] == [picker is first for picker in three]
@@ -143,25 +145,25 @@ async def test_120_exactly_one_of_three_is_ready(api, where, three):
 async def test_006_readiness_is_the_leaders(three):
     """`readiness`, the ext_proc name and the empty one serve at the leader only."""
     first = await leader(three)
-    for one in three:
-        said = {await health(one, name) for name in NAMES - {"liveness"}}
-        assert said == {SERVING if one is first else NOT_SERVING}
-        assert await health(one, "liveness") == SERVING
+    for item in three:
+        text = {await health(item, name) for name in NAMES - {"liveness"}}
+        assert text == {SERVING if item is first else NOT_SERVING}
+        assert await health(item, "liveness") == SERVING
 
 
 async def test_013_unknown_health_names(three):
     """With an election other names are unknown, in the answer and not as a gRPC error."""
     await leader(three)
-    for one in three:
-        assert await health(one, "inference-extension") == UNKNOWN
-        assert await health(one, "whatever") == UNKNOWN
+    for item in three:
+        assert await health(item, "inference-extension") == UNKNOWN
+        assert await health(item, "whatever") == UNKNOWN
 
 
 async def test_120_followers_watch_pools(three):
     """They know the pool, and would pick if they were asked."""
-    for one in three:
-        await one.knows([ENGINE])
-        assert await one.pick() == ENGINE
+    for item in three:
+        await item.knows([ENGINE])
+        assert await item.pick() == ENGINE
 
 
 @pytest.mark.slow
@@ -170,12 +172,12 @@ async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
     first = await leader(three)
     before = (await api.get(lease(where[0])))["spec"]
     await first.child.stop(signal.SIGKILL)
-    left = [one for one in three if one is not first]
+    left = [item for item in three if item is not first]
     second = await leader(left)
     after = (await api.get(lease(where[0])))["spec"]
     assert after["leaseTransitions"] == before["leaseTransitions"] + 1
     assert after["holderIdentity"] not in {"", before["holderIdentity"]}
-    (third,) = (one for one in left if one is not second)
+    (third,) = (entry for entry in left if entry is not second)
     second.child.process.send_signal(signal.SIGTERM)
     assert await leader([third]) is third
     # It drains, and serves what still comes.
@@ -191,11 +193,11 @@ async def test_120_a_lease_taken_by_another_holder(api, cluster, crds):
     where = await place(api, cluster)
     async with candidate(where) as picker:
         await picker.until(picker.ready, bool)
-        told = picker.child.line("election: follows: somebody")
+        result = picker.child.line("election: follows: somebody")
         taken = {"holderIdentity": "somebody", "leaseDurationSeconds": 2}
         await api.patch(lease(where[0]), {"spec": taken})
-        await picker.until(picker.ready, lambda found: not found)
-        await told
+        await picker.until(picker.ready, lambda values: not values)
+        await result
         await picker.until(picker.ready, bool)
 
 
@@ -209,7 +211,7 @@ async def test_120_readiness_ends_with_the_api_server(api, cluster, crds):
         await picker.until(picker.ready, bool)
         cluster.stop()
         try:
-            await picker.until(picker.ready, lambda found: not found)
+            await picker.until(picker.ready, lambda result: not result)
             assert await health(picker, "liveness") == SERVING
             assert await picker.pick() == ENGINE
         finally:
@@ -221,7 +223,7 @@ async def test_120_without_rights(api, cluster, crds):
     """Nobody is elected, and the log says which rights are missing."""
     where = await place(api, cluster, electing=False)
     async with candidate(where, ready="election: failed") as picker:
-        told = picker.child.ready_line
-        assert 'resources: ["leases"], verbs: ["get", "create", "update"]' in told
+        result = picker.child.ready_line
+        assert 'resources: ["leases"], verbs: ["get", "create", "update"]' in result
         await picker.knows([ENGINE])
         assert not await picker.ready()

@@ -50,7 +50,7 @@ async def test_066_standalone(api, place):
 async def test_064_the_older_group(api, place):
     """--pool-group names the group of the pool, with its one port."""
     namespace, kubeconfig = place
-    one = {
+    item = {
         "apiVersion": kube.POOL_OLD,
         "kind": "InferencePool",
         "metadata": {"name": "vllm", "namespace": namespace},
@@ -60,12 +60,12 @@ async def test_064_the_older_group(api, place):
             "extensionRef": {"name": "extproc"},
         },
     }
-    await api.create(one)
+    await api.create(item)
     words = ("--pool-name", "vllm", "--pool-namespace", namespace)
     group = ("--pool-group", "inference.networking.x-k8s.io")
     async with kube_picker.picker(kubeconfig, *words, *group) as picker:
         await picker.knows([f"{A}:8000", f"{B}:8000"])
-        await api.patch(one, {"spec": {"targetPortNumber": 8001}})
+        await api.patch(item, {"spec": {"targetPortNumber": 8001}})
         await picker.knows([f"{A}:8001", f"{B}:8001"])
 
 

@@ -44,23 +44,25 @@ def served(crds):
 async def apply_all(api, namespace, documents):
     """Apply them to one namespace; returns the kinds that were."""
     applied = set()
-    for one in documents:
-        if one["kind"] in FOREIGN:
+    for document in documents:
+        if document["kind"] in FOREIGN:
             continue
-        one["metadata"]["namespace"] = namespace
-        if one["kind"] in {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}:
-            del one["metadata"]["namespace"]
+        document["metadata"]["namespace"] = namespace
+        if document["kind"] in {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}:
+            del document["metadata"]["namespace"]
         try:
-            await api.apply(one, dry_run=True)
+            await api.apply(document, dry_run=True)
         except kube.Refused as refused:
-            raise AssertionError(f"{one['kind']} {one['metadata']['name']}: {refused}") from None
-        applied.add(one["kind"])
+            raise AssertionError(
+                f"{document['kind']} {document['metadata']['name']}: {refused}"
+            ) from None
+        applied.add(document["kind"])
     return applied
 
 
 def copied(documents):
     """They are cached, and tests put them into a namespace."""
-    return [one | {"metadata": dict(one["metadata"])} for one in documents]
+    return [document | {"metadata": dict(document["metadata"])} for document in documents]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -72,8 +74,8 @@ async def test_kustomizations(api, namespace, folder):
 
 def test_foreign_kinds_exist_in_the_manifests():
     """The list of what is not applied names nothing that the manifests do not hold."""
-    found = {one["kind"] for folder in FOLDERS for one in tools.kustomized(folder)}
-    assert found >= FOREIGN
+    result = {item["kind"] for folder in FOLDERS for item in tools.kustomized(folder)}
+    assert result >= FOREIGN
 
 
 @pytest.mark.parametrize("values", ["", "all_on.yaml"], ids=["defaults", "all on"])
@@ -112,16 +114,16 @@ async def test_a_second_installation_keeps_the_permissions_of_the_first(api, tmp
             tmp_path / namespace, *test_overlays.CLUSTER_WIDE, namespace=namespace
         )
         kinds = {"ServiceAccount", "ClusterRole", "ClusterRoleBinding"}
-        installed.append([one for one in tools.kustomized(folder) if one["kind"] in kinds])
-        for one in installed[-1]:
-            await api.apply(one)
+        installed.append([item for item in tools.kustomized(folder) if item["kind"] in kinds])
+        for entry in installed[-1]:
+            await api.apply(entry)
     for namespace in namespaces:
         await until_allowed(api, namespace)
-    for one in installed[1]:
-        await api.delete(one)
+    for entry in installed[1]:
+        await api.delete(entry)
     assert await may_list_pods(api, namespaces[0])
-    for one in installed[0]:
-        await api.delete(one)
+    for entry in installed[0]:
+        await api.delete(entry)
 
 
 async def until_allowed(api, namespace):

@@ -24,21 +24,21 @@ def port():
 @pytest.fixture(scope="module")
 def stand(live, api, crds, port):
     """Pods for all pools, and two pickers that know them in different ways."""
-    with live.holding(stands.stand(api)) as one:
-        live.run(_build(one, port))
-        yield one
+    with live.holding(stands.stand(api)) as item:
+        live.run(_build(item, port))
+        yield item
 
 
-async def _build(one, port):
+async def _build(item, port):
     for name in NAMES:
-        await one.deploy(name, [port], replicas=2)
-    every = [address for name in NAMES for address in one.addresses(name, [port])]
-    one.pools += [Pool(name, every, stack.free_port()) for name in ("written", "brought")]
+        await item.deploy(name, [port], replicas=2)
+    every = [address for name in NAMES for address in item.addresses(name, [port])]
+    item.pools += [Pool(name, every, stack.free_port()) for name in ("written", "brought")]
     for name in ("alpha", "beta", "gamma"):
-        await one.api.create(kube.pool(name, one.namespace, [port]))
-    await one.start_picker("written", one.pools[0].picker, config=_written(one.namespace))
+        await item.api.create(kube.pool(name, item.namespace, [port]))
+    await item.start_picker("written", item.pools[0].picker, config=_written(item.namespace))
     allowed = ", ".join(
-        f"{{pools: ['{one.namespace}/{name}'], {limit}}}"
+        f"{{pools: ['{item.namespace}/{name}'], {limit}}}"
         for name, limit in (
             ("alpha", "hosts: ['{name}.example.com', '*.{name}.example.com']"),
             ("beta", "headers: {x-tier: batch}"),
@@ -46,21 +46,21 @@ async def _build(one, port):
             ("delta", "models: [new]"),
         )
     )
-    where = f"{{discover_pools: namespace, namespace: {one.namespace}, match_rules: [{allowed}]}}"
-    await one.start_picker("brought", one.pools[1].picker, config=f"cluster: {where}")
+    where = f"{{discover_pools: namespace, namespace: {item.namespace}, match_rules: [{allowed}]}}"
+    await item.start_picker("brought", item.pools[1].picker, config=f"cluster: {where}")
     claims = {
         "alpha": {"extproc/hosts": "alpha.example.com, *.alpha.example.com"},
         "beta": {"extproc/headers": "x-tier=batch"},
         "gamma": {"extproc/models": "special,another"},
     }
     for name, claim in claims.items():
-        pool = kube.pool(name, one.namespace)
-        await one.api.patch(pool, {"metadata": {"annotations": claim}})
+        pool = kube.pool(name, item.namespace)
+        await item.api.patch(pool, {"metadata": {"annotations": claim}})
     hosts = ("alpha.example.com", "beta.example.com", "any.example.com")
     rules = {
         name: [Rule(host, "/", {name: 1}) for host in hosts] for name in ("written", "brought")
     }
-    await one.start_gateways(rules)
+    await item.start_gateways(rules)
 
 
 def _written(namespace):
@@ -145,14 +145,14 @@ async def test_annotations_beyond_the_match_rules_are_ignored(stand, port):
 async def test_065_a_deleted_pool_and_only_that_pool(stand, port):
     """A pool that the file names answers 503 while its object is gone; the others serve on."""
     pool = kube.pool("alpha", stand.namespace, [port])
-    asked = ("alpha.example.com", "/v1/completions")
+    requested = ("alpha.example.com", "/v1/completions")
     how = {"through": "written", "body": asking("m")}
     await stand.api.delete(pool)
-    gone = await stand.until(lambda answer: answer.status == 503, *asked, **how)
+    gone = await stand.until(lambda answer: answer.status == 503, *requested, **how)
     assert gone.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
     batch = await stand.ask(
         "any.example.com", "/v1/completions", through="written", more={"x-tier": "batch"}
     )
     assert (batch.status, of("beta")(batch)) == (200, True)
     await stand.api.create(pool)
-    await stand.until(of("alpha"), *asked, **how)
+    await stand.until(of("alpha"), *requested, **how)

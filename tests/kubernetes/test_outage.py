@@ -43,8 +43,8 @@ def addresses(*numbers):
     return [f"127.1.0.{number + 1}:{PORT}" for number in numbers]
 
 
-def serving(place):
-    namespace, kubeconfig = place
+def serving(fixture):
+    namespace, kubeconfig = fixture
     return kube_picker.picker(kubeconfig, "--pool-name", "vllm", "--pool-namespace", namespace)
 
 
@@ -137,14 +137,14 @@ async def test_a_restart_of_the_api_server_is_no_missing_permission(api, cluster
 
 async def watch_states(picker):
     """State of every watch that is not as it should be, by collection."""
-    found = {}
+    result = {}
     for line in (await picker.page("/metrics")).splitlines():
         name = re.fullmatch(
             r'extproc_discovery_watch_state{collection="([^".]*).*state="([^"]*)"} 1.0', line
         )
         if name and name[2] not in {"synced", "not-installed"}:
-            found[name[1]] = name[2]
-    return found
+            result[name[1]] = name[2]
+    return result
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
         cluster.stop()
         await cluster.restart()
         await picker.until(
-            lambda: watch_states(picker), lambda seen: seen.get("pods") == "forbidden"
+            lambda: watch_states(picker), lambda observed: observed.get("pods") == "forbidden"
         )
         text = await picker.page("/readyz")
         assert text.startswith("ok\n")
@@ -168,6 +168,6 @@ async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
         assert "connected: https" not in (await told(picker)).partition("disconnected")[2]
         metadata = {key: binding["metadata"][key] for key in ("name", "namespace")}
         await api.call("POST", path, binding | {"metadata": metadata})
-        await picker.until(lambda: watch_states(picker), lambda seen: seen == {})
+        await picker.until(lambda: watch_states(picker), lambda records: records == {})
         assert await picker.page("/readyz") == "ok\n"
         assert "connected: https" in (await told(picker)).rpartition("forbidden")[2]

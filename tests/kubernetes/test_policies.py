@@ -18,23 +18,23 @@ PAGE = 'vllm:num_requests_waiting{{model_name="m"}} {}\nvllm:kv_cache_usage_perc
 
 @pytest.fixture(scope="module")
 def stand(live, api, crds):
-    with live.holding(stands.stand(api)) as one:
-        live.run(_build(one))
-        yield one
+    with live.holding(stands.stand(api)) as item:
+        live.run(_build(item))
+        yield item
 
 
-async def _build(one):
+async def _build(item):
     port = stack.free_port("0.0.0.0")
-    await one.deploy("engine", [port], replicas=2)
-    page(one, 0)
-    pool = await one.pool("primary", [port], deployment="engine")
-    await one.start_picker("primary", pool.picker, scrape=stands.SCRAPED)
-    await one.start_gateways({"primary": [Rule(HOST, "/", {"primary": 1})]})
+    await item.deploy("engine", [port], replicas=2)
+    page(item, 0)
+    pool = await item.pool("primary", [port], deployment="engine")
+    await item.start_picker("primary", pool.picker, scrape=stands.SCRAPED)
+    await item.start_gateways({"primary": [Rule(HOST, "/", {"primary": 1})]})
 
 
-def page(one, waiting):
+def page(item, waiting):
     """What every pod's metrics page says."""
-    for pod in one.pods["engine"]:
+    for pod in item.pods["engine"]:
         pod.pages["/metrics"] = PAGE.format(waiting)
 
 
@@ -48,9 +48,9 @@ async def arriving(stand, model, **more):
     answer = await stand.ask(HOST, PATH, body=body(model), arrives=b"", more=more)
     assert answer.status == 200
     sent = answer.said["body"].encode()
-    found = json.loads(sent)["model"]
-    assert sent == body(found)
-    return found
+    result = json.loads(sent)["model"]
+    assert sent == body(result)
+    return result
 
 
 def rule(model, *targets):
@@ -77,12 +77,12 @@ async def test_083_084_rewrites_of_the_cluster(stand):
     assert await arriving(stand, "a") == "a"
     assert await arriving(stand, "a", **header) == "by-header"
     rules = [rule("", ("any", {})), rule("a", ("exact", {}))]
-    one = kube.rewrite("rules", stand.namespace, "primary", rules)
-    await stand.api.create(one)
+    item = kube.rewrite("rules", stand.namespace, "primary", rules)
+    await stand.api.create(item)
     await seen(stand, "a", "exact")
     assert await arriving(stand, "b") == "any"
     assert await arriving(stand, "a", **header) == "exact"
-    await stand.api.delete(one)
+    await stand.api.delete(item)
     await seen(stand, "a", "a")
     assert await arriving(stand, "b") == "b"
 
@@ -90,8 +90,8 @@ async def test_083_084_rewrites_of_the_cluster(stand):
 async def test_085_weights_of_the_cluster(stand):
     """70 and 30 of 100 within bounds; other weights are in force at once."""
     targets = ("old", {"weight": 70}), ("new", {"weight": 30})
-    one = kube.rewrite("canary", stand.namespace, "primary", [rule("split", *targets)])
-    await stand.api.create(one)
+    item = kube.rewrite("canary", stand.namespace, "primary", [rule("split", *targets)])
+    await stand.api.create(item)
     await stand.until(
         lambda answer: json.loads(answer.said["body"])["model"] != "split",
         HOST,
@@ -103,10 +103,10 @@ async def test_085_weights_of_the_cluster(stand):
     # Five standard deviations of 30 % of 200.
     assert abs(picks["new"] - 60) <= 33
     assert picks.total() == picks["new"] + picks["old"]
-    await stand.api.patch(one, {"spec": {"rules": [rule("split", ("new", {}))]}})
+    await stand.api.patch(item, {"spec": {"rules": [rule("split", ("new", {}))]}})
     await seen(stand, "split", "new")
     assert {await arriving(stand, "split") for _ in range(20)} == {"new"}
-    await stand.api.delete(one)
+    await stand.api.delete(item)
 
 
 async def test_072_objectives_of_the_cluster(stand):

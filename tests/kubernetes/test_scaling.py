@@ -32,7 +32,9 @@ HEADERS = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
 def rights():
     """What the component of the manifests adds."""
     path = kube.MANIFESTS / "components" / "engine-autoscaling" / "rbac.yaml"
-    (role,) = (one for one in kube.documents(path.read_text()) if one["kind"] == "Role")
+    (role,) = (
+        document for document in kube.documents(path.read_text()) if document["kind"] == "Role"
+    )
     return role["rules"]
 
 
@@ -163,8 +165,8 @@ async def read_metric(picker, name):
     """A metric's value."""
     url = f"http://{serving.LOCAL}:{picker.pages}/metrics"
     async with aiohttp.ClientSession() as http, http.get(url) as answer:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", await answer.text(), re.MULTILINE)
-        return float(found[1]) if found else None
+        result = re.search(rf"^{re.escape(name)} (\S+)$", await answer.text(), re.MULTILINE)
+        return float(result[1]) if result else None
 
 
 async def spec(api, namespace):
@@ -178,25 +180,25 @@ async def test_from_zero_to_some_and_back(api, cluster):
         playing(api, namespace) as kubelet,
         scaler(namespace, kubeconfig, kubelet.port) as picker,
     ):
-        await picker.until(lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0)
+        await picker.until(lambda: read_metric(picker, "extproc_leader"), lambda item: item == 1.0)
         first = await held(picker)
-        (said,) = await first.hear()
-        assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
+        (text,) = await first.hear()
+        assert dict(text.sets)[peer.DESTINATION] in kubelet.pods
         # It goes on: with others beside it more than 1.5 are there per replica.
         more = [await held(picker) for _ in range(4)]
-        await picker.until(lambda: spec(api, namespace), lambda found: found >= 2)
-        for one in [first, *more]:
-            one.call.cancel()
-        await picker.until(lambda: spec(api, namespace), lambda found: found == 0)
+        await picker.until(lambda: spec(api, namespace), lambda result: result >= 2)
+        for entry in [first, *more]:
+            entry.call.cancel()
+        await picker.until(lambda: spec(api, namespace), lambda values: values == 0)
         assert (
             await read_metric(picker, 'extproc_scaling_changes_total{pool="",reason="wake"}') == 1.0
         )
         assert [count for _, count in kubelet.asked][:3] == [0, 1, 2]
         events = await api.call("GET", f"/api/v1/namespaces/{namespace}/events")
-        assert {one["reason"] for one in events["items"]} == {"Scaled"}
+        assert {event["reason"] for event in events["items"]} == {"Scaled"}
         state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
-        kept = await api.call("GET", state)
-        told_scaler = json.loads(kept["data"]["pools.json"])["pools"][""]["scaler"]
+        stored = await api.call("GET", state)
+        told_scaler = json.loads(stored["data"]["pools.json"])["pools"][""]["scaler"]
         assert told_scaler["kind"] == "queue-depth"
 
 
@@ -204,16 +206,16 @@ async def test_replicas_are_ready_while_another_leads(api, cluster):
     """The Lease says who scales, and not who serves: both replicas are ready."""
     async with (
         place(api, cluster) as (namespace, kubeconfig),
-        scaler(namespace, kubeconfig, 8000) as one,
+        scaler(namespace, kubeconfig, 8000) as item,
         scaler(namespace, kubeconfig, 8000) as other,
     ):
-        for picker in (one, other):
+        for picker in (item, other):
             await picker.until(picker.ready, bool)
 
         async def leaders():
-            return sorted([await read_metric(picker, "extproc_leader") for picker in (one, other)])
+            return sorted([await read_metric(picker, "extproc_leader") for picker in (item, other)])
 
-        await one.until(leaders, lambda found: found == [0.0, 1.0])
+        await item.until(leaders, lambda result: result == [0.0, 1.0])
 
 
 async def said(picker):
@@ -240,19 +242,19 @@ async def test_a_target_of_another_autoscaler_is_left_alone(api, cluster):
             events = f"/api/v1/namespaces/{namespace}/events"
 
             async def reasons():
-                return {one["reason"] for one in (await api.call("GET", events))["items"]}
+                return {item["reason"] for item in (await api.call("GET", events))["items"]}
 
             await picker.until(
-                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+                lambda: read_metric(picker, "extproc_leader"), lambda entry: entry == 1.0
             )
             line = "HorizontalPodAutoscaler theirs scales Deployment"
             await picker.until(lambda: said(picker), lambda text: line in text)
             await picker.until(
                 lambda: read_metric(picker, 'extproc_scaling_desired_replicas{pool=""}'),
-                lambda found: found == 2.0,
+                lambda result: result == 2.0,
             )
             assert await spec(api, namespace) == 1
-            await picker.until(reasons, lambda found: "StandsDown" in found)
+            await picker.until(reasons, lambda values: "StandsDown" in values)
 
 
 @pytest.mark.usefixtures("ours")
@@ -296,8 +298,8 @@ async def test_missing_permissions_are_logged(api, cluster):
     kubeconfig = cluster.write_kubeconfig(namespace, access, namespace)
     async with scaler(namespace, kubeconfig, 8000, min=1) as picker:
         granted = 'resources: ["deployments/scale"]'
-        found = await picker.until(lambda: said(picker), lambda text: granted in text)
-        assert 'verbs: ["get"]' in found
+        result = await picker.until(lambda: said(picker), lambda text: granted in text)
+        assert 'verbs: ["get"]' in result
 
 
 @pytest.mark.parametrize(
@@ -347,31 +349,31 @@ async def test_custom_resources_are_scaled(api, cluster, kind, group, plural):
     await api.define([definition])
     extra = [{"apiGroups": [group], "resources": [f"{plural}/scale"], "verbs": ["get", "patch"]}]
     async with place(api, cluster, extra=extra) as (namespace, kubeconfig):
-        one = {
+        item = {
             "apiVersion": f"{group}/v1",
             "kind": kind,
             "metadata": {"name": "vllm", "namespace": namespace},
             "spec": {"replicas": 0},
         }
-        await api.create(one)
+        await api.create(item)
         target = {"kind": kind, "name": "vllm", "namespace": namespace}
         if kind == "Fleet":
             target |= {"group": group, "version": "v1", "resource": plural}
         async with scaler(namespace, kubeconfig, 8000, target=target, min=2) as picker:
 
             async def replicas():
-                return (await api.get(one))["spec"]["replicas"]
+                return (await api.get(item))["spec"]["replicas"]
 
-            await picker.until(replicas, lambda found: found == 2)
+            await picker.until(replicas, lambda result: result == 2)
 
 
 def pair(namespace, kubeconfig, port, **scaling):
     """Two replicas that know each other by their addresses."""
     pages = [stack.free_port(), stack.free_port()]
-    peers = {"peers": [f"{serving.LOCAL}:{one}" for one in pages]}
+    peers = {"peers": [f"{serving.LOCAL}:{page}" for page in pages]}
     return [
-        scaler(namespace, kubeconfig, port, pages=one, autoscaling=peers, **scaling)
-        for one in pages
+        scaler(namespace, kubeconfig, port, pages=item, autoscaling=peers, **scaling)
+        for item in pages
     ]
 
 
@@ -383,26 +385,26 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         contextlib.AsyncExitStack() as pickers,
     ):
         both = [
-            await pickers.enter_async_context(one)
-            for one in pair(namespace, kubeconfig, kubelet.port)
+            await pickers.enter_async_context(item)
+            for item in pair(namespace, kubeconfig, kubelet.port)
         ]
 
         async def leading():
-            return [await read_metric(one, "extproc_leader") for one in both]
+            return [await read_metric(entry, "extproc_leader") for entry in both]
 
-        found = await both[0].until(leading, lambda seen: 1.0 in seen)
-        follower = both[found.index(0.0)]
+        result = await both[0].until(leading, lambda observed: 1.0 in observed)
+        follower = both[result.index(0.0)]
         # Each has read the other at least once.
         await follower.until(
             lambda: read_metric(follower, 'extproc_scaling_counters_complete{pool=""}'),
-            lambda seen: seen == 1.0,
+            lambda records: records == 1.0,
         )
         first = await held(follower)
-        (said,) = await first.hear()
-        assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
+        (text,) = await first.hear()
+        assert dict(text.sets)[peer.DESTINATION] in kubelet.pods
         depth = 'extproc_scaling_queue_depth{pool=""}'
-        for one in both:
-            await one.until(lambda one=one: read_metric(one, depth), lambda seen: seen == 1.0)
+        for single in both:
+            await single.until(lambda one=single: read_metric(one, depth), lambda seen: seen == 1.0)
         first.call.cancel()
 
 
@@ -412,21 +414,21 @@ async def test_a_restart_keeps_the_replicas(api, cluster):
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
         async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
             await picker.until(
-                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+                lambda: read_metric(picker, "extproc_leader"), lambda item: item == 1.0
             )
             look = 'extproc_scaling_desired_replicas{pool=""}'
             assert await picker.until(lambda: read_metric(picker, look), bool) == 2.0
             await picker.child.stop()
         state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
-        kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
-        first = kept["scaler"]["memory"]["depths"]["begun"]
+        stored = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
+        first = stored["scaler"]["memory"]["depths"]["begun"]
         async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
             await picker.until(
-                lambda: read_metric(picker, "extproc_leader"), lambda one: one == 1.0
+                lambda: read_metric(picker, "extproc_leader"), lambda entry: entry == 1.0
             )
             await picker.until(lambda: read_metric(picker, look), bool)
             assert await spec(api, namespace) == 2
             await picker.child.stop()
-        kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
+        stored = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
         # The second one goes on with the window of the first.
-        assert kept["scaler"]["memory"]["depths"]["begun"] == pytest.approx(first, abs=0.5)
+        assert stored["scaler"]["memory"]["depths"]["begun"] == pytest.approx(first, abs=0.5)

@@ -135,7 +135,7 @@ def _object(header: str, spec: Any) -> Mapping[str, Any]:
 def _closed(schema: Any) -> Any:
     """The same schema, without room for unknown keys."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     closed = {key: _closed(value) for key, value in schema.items()}
@@ -147,11 +147,11 @@ def _closed(schema: Any) -> Any:
 def _defined() -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
     """The objects that our own definitions define."""
     for path in sorted((tools.MANIFESTS / "crds").glob("*.yaml")):
-        for one in tools.documents(path.read_text()):
-            if one["kind"] != "CustomResourceDefinition":
+        for document in tools.documents(path.read_text()):
+            if document["kind"] != "CustomResourceDefinition":
                 continue
-            group, kind = one["spec"]["group"], one["spec"]["names"]["kind"]
-            for version in one["spec"]["versions"]:
+            group, kind = document["spec"]["group"], document["spec"]["names"]["kind"]
+            for version in document["spec"]["versions"]:
                 schema = _closed(version["schema"]["openAPIV3Schema"])
                 schema["properties"] |= {"metadata": _METADATA, "kind": {"const": kind}}
                 yield (f"{group}/{version['name']}", kind), schema

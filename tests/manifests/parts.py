@@ -21,22 +21,22 @@ NAMESPACE = "models"
 def of_kind(documents: Sequence[Document], kind: str, name: str = "") -> list[Document]:
     """All objects of a kind, or the one with that name."""
     return [
-        one
-        for one in documents
-        if one["kind"] == kind and (not name or one["metadata"]["name"] == name)
+        document
+        for document in documents
+        if document["kind"] == kind and (not name or document["metadata"]["name"] == name)
     ]
 
 
 def only(documents: Sequence[Document], kind: str, name: str = "") -> Document:
     """The one object of a kind."""
-    (one,) = of_kind(documents, kind, name)
-    return one
+    (item,) = of_kind(documents, kind, name)
+    return item
 
 
 def pods(documents: Sequence[Document]) -> Iterator[Document]:
     """The pod specs of all Deployments."""
-    for one in of_kind(documents, "Deployment"):
-        yield one["spec"]["template"]["spec"]
+    for item in of_kind(documents, "Deployment"):
+        yield item["spec"]["template"]["spec"]
 
 
 def pickers(documents: Sequence[Document]) -> Iterator[tuple[Document, Document]]:
@@ -67,23 +67,23 @@ def resolved(documents: Sequence[Document], pod: Document, container: Document) 
     if arguments.config_file:
         arguments.config_text = mounted(documents, pod, container, arguments.config_file)
         arguments.config_file = None
-    found = flags.resolve(arguments)
-    assert not found.warnings, found.warnings
-    return found.settings
+    result = flags.resolve(arguments)
+    assert not result.warnings, result.warnings
+    return result.settings
 
 
 def mounted(documents: Sequence[Document], pod: Document, container: Document, path: str) -> str:
     """The text of a file that a ConfigMap brings into a container."""
     folder, name = Path(path).parent, Path(path).name
-    (mount,) = [one for one in container["volumeMounts"] if Path(one["mountPath"]) == folder]
-    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    (mount,) = [item for item in container["volumeMounts"] if Path(item["mountPath"]) == folder]
+    (volume,) = [entry for entry in pod["volumes"] if entry["name"] == mount["name"]]
     text: str = only(documents, "ConfigMap", volume["configMap"]["name"])["data"][name]
     return text
 
 
 def ports(container: Document) -> dict[str, int]:
     """A container's ports by name."""
-    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+    return {item["name"]: item["containerPort"] for item in container.get("ports", ())}
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:

@@ -55,14 +55,14 @@ def wrong(documents: Sequence[Document]) -> Iterator[str]:
 
 def granted(documents: Sequence[Document]) -> dict[tuple[str, str], frozenset[str]]:
     """Verbs by API group and resource, of all roles."""
-    found: dict[tuple[str, str], frozenset[str]] = {}
+    result: dict[tuple[str, str], frozenset[str]] = {}
     for role in (*parts.of_kind(documents, "Role"), *parts.of_kind(documents, "ClusterRole")):
         for rule in role["rules"]:
             for group in rule["apiGroups"]:
                 for resource in rule["resources"]:
                     key = (group, resource)
-                    found[key] = found.get(key, frozenset()) | set(rule["verbs"])
-    return found
+                    result[key] = result.get(key, frozenset()) | set(rule["verbs"])
+    return result
 
 
 def named(documents: Sequence[Document]) -> list[list[str]]:
@@ -74,12 +74,12 @@ def named(documents: Sequence[Document]) -> list[list[str]]:
 
 
 def _twice(documents: Sequence[Document]) -> Iterator[str]:
-    seen = set()
-    for one in documents:
-        key = (one["apiVersion"], one["kind"], one["metadata"]["name"])
-        if key in seen:
+    observed = set()
+    for document in documents:
+        key = (document["apiVersion"], document["kind"], document["metadata"]["name"])
+        if key in observed:
             yield f"{key} stands twice"
-        seen.add(key)
+        observed.add(key)
 
 
 def _unsafe(pod: Document) -> Iterator[str]:
@@ -142,14 +142,14 @@ def _sleep_s(container: Document) -> float:
 
 def _selectors(documents: Sequence[Document]) -> Iterator[str]:
     """Services, budgets and policies select pods that there are, and ports have their names."""
-    templates = [one["spec"]["template"] for one in parts.of_kind(documents, "Deployment")]
+    templates = [item["spec"]["template"] for item in parts.of_kind(documents, "Deployment")]
     for kind, where in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
-        for one in parts.of_kind(documents, kind):
+        for entry in parts.of_kind(documents, kind):
             if not any(
-                parts.selects(one["spec"][where], template["metadata"]["labels"])
+                parts.selects(entry["spec"][where], template["metadata"]["labels"])
                 for template in templates
             ):
-                yield f"{kind} {one['metadata']['name']} selects nobody"
+                yield f"{kind} {entry['metadata']['name']} selects nobody"
     for service in parts.of_kind(documents, "Service"):
         chosen = [
             template
@@ -171,15 +171,15 @@ def _selectors(documents: Sequence[Document]) -> Iterator[str]:
 
 def _references(documents: Sequence[Document]) -> Iterator[str]:
     """What objects name is there: pools, Services, gateways, Deployments, accounts."""
-    there = {(one["kind"], one["metadata"]["name"]) for one in documents}
-    for one in documents:
-        for named in _NAMES.get(one["kind"], lambda _: [])(one):
-            if (named["kind"], named["name"]) not in there:
-                yield f"{one['kind']} {one['metadata']['name']} names {named}, which is missing"
+    candidates = {(document["kind"], document["metadata"]["name"]) for document in documents}
+    for item in documents:
+        for named in _NAMES.get(item["kind"], lambda _: [])(item):
+            if (named["kind"], named["name"]) not in candidates:
+                yield f"{item['kind']} {item['metadata']['name']} names {named}, which is missing"
     for pool in parts.of_kind(documents, "InferencePool"):
         picker = pool["spec"]["endpointPickerRef"]
         service = parts.of_kind(documents, "Service", picker["name"])
-        open_ports = {port["port"] for one in service for port in one["spec"]["ports"]}
+        open_ports = {port["port"] for entry in service for port in entry["spec"]["ports"]}
         if picker["port"]["number"] not in open_ports:
             yield f"InferencePool names {picker}, and there is no such port"
 
@@ -200,10 +200,10 @@ def _of_deployment(deployment: Document) -> Iterator[Document]:
 _NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
     "HTTPRoute": _of_route,
     "Deployment": _of_deployment,
-    "ClientTrafficPolicy": lambda one: one["spec"]["targetRefs"],
-    "HealthCheckPolicy": lambda one: [one["spec"]["targetRef"]],
-    "GCPBackendPolicy": lambda one: [one["spec"]["targetRef"]],
-    "HorizontalPodAutoscaler": lambda one: [one["spec"]["scaleTargetRef"]],
-    "RoleBinding": lambda one: [one["roleRef"], *one["subjects"]],
-    "ClusterRoleBinding": lambda one: [one["roleRef"], *one["subjects"]],
+    "ClientTrafficPolicy": lambda item: item["spec"]["targetRefs"],
+    "HealthCheckPolicy": lambda item: [item["spec"]["targetRef"]],
+    "GCPBackendPolicy": lambda item: [item["spec"]["targetRef"]],
+    "HorizontalPodAutoscaler": lambda item: [item["spec"]["scaleTargetRef"]],
+    "RoleBinding": lambda item: [item["roleRef"], *item["subjects"]],
+    "ClusterRoleBinding": lambda item: [item["roleRef"], *item["subjects"]],
 }

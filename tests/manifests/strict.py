@@ -34,14 +34,18 @@ def _problems(text: str) -> Sequence[str]:
     document = json.loads(text)
     name = f"{document.get('kind')} {document.get('metadata', {}).get('name')}"
     # The schemas take null for everything; nobody writes it on purpose.
-    found = [f"{where} is empty" for where in _empty(document, "")]
+    result = [f"{where} is empty" for where in _empty(document, "")]
     theirs = foreign.SCHEMAS.get((document["apiVersion"], document["kind"]))
     if theirs is not None:
         errors = jsonschema.Draft202012Validator(theirs).iter_errors(document)
-        found += [f"{error.json_path}: {error.message}" for error in errors]
+        result += [f"{error.json_path}: {error.message}" for error in errors]
     else:
-        found += [one for version in (OLDEST, NEWEST) for one in _of_kubernetes(document, version)]
-    return [f"{name}: {one}" for one in found]
+        result += [
+            kubernete
+            for version in (OLDEST, NEWEST)
+            for kubernete in _of_kubernetes(document, version)
+        ]
+    return [f"{name}: {item}" for item in result]
 
 
 def _of_kubernetes(document: Mapping[str, Any], version: str) -> Iterator[str]:

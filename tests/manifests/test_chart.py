@@ -43,8 +43,8 @@ def documents(arguments):
 
 def picker(*arguments):
     """Pod spec and container."""
-    (found,) = parts.pickers(tools.charted(*arguments))
-    return found
+    (result,) = parts.pickers(tools.charted(*arguments))
+    return result
 
 
 def clusterwide(documents):
@@ -71,15 +71,15 @@ def test_permissions_are_minimal(arguments, documents):
     leases = rules.LEASES if "leaderElection.enabled=true" in arguments or slices else {}
     scales = rules.SCALES if arguments in (SETS["all on"], SETS["every engine"]) else {}
     assert rules.granted(documents) == {**rules.ALLOWED, **slices, **leases, **scales}
-    wide = {rule["resources"][0] for one in clusterwide(documents) for rule in one["rules"]}
+    wide = {rule["resources"][0] for item in clusterwide(documents) for rule in item["rules"]}
     assert not wide & {"leases", "configmaps"}
     assert bool(wide) == ("pool.every=cluster" in arguments)
 
 
 def test_the_configuration_is_valid(documents):
     """The file that the values make is read by the strict reader."""
-    (found,) = parts.pickers(documents)
-    assert isinstance(parts.resolved(documents, *found), Settings)
+    (result,) = parts.pickers(documents)
+    assert isinstance(parts.resolved(documents, *result), Settings)
 
 
 def test_configuration_values_reach_the_file():
@@ -97,20 +97,20 @@ def test_the_pool_has_the_release_s_name_or_its_own():
 
 def test_a_selector_needs_no_pool():
     """Labels and ports take the place of the name."""
-    asked = parts.parsed(picker(*BY_SELECTOR)[1]["args"])
-    assert asked.pool_name is None
-    assert asked.endpoint_selector == "app=vllm,tier=gpu"
-    assert asked.endpoint_target_ports == "8000"
+    requested = parts.parsed(picker(*BY_SELECTOR)[1]["args"])
+    assert requested.pool_name is None
+    assert requested.endpoint_selector == "app=vllm,tier=gpu"
+    assert requested.endpoint_target_ports == "8000"
 
 
 @pytest.mark.parametrize("scope", ["namespace", "cluster"])
 def test_all_pools_are_configured_in_the_file(scope):
     """No single pool is named then."""
     values = ("--set", f"pool.every={scope}", "--set", "config.log.level=debug")
-    found = picker(*values)
-    asked = parts.parsed(found[1]["args"])
-    assert (asked.pool_name, asked.endpoint_selector) == (None, None)
-    settings = parts.resolved(tools.charted(*values), *found)
+    result = picker(*values)
+    requested = parts.parsed(result[1]["args"])
+    assert (requested.pool_name, requested.endpoint_selector) == (None, None)
+    settings = parts.resolved(tools.charted(*values), *result)
     assert (settings.cluster.discover_pools, settings.log.level) == (scope, "debug")
     assert settings.cluster.match_rules == ()
 
@@ -120,8 +120,8 @@ def test_match_rules_come_from_a_value():
     rule = "pool.matchRules[0].pools={a/*},pool.matchRules[0].hosts={*.a.example}"
     values = ("--set", "pool.every=cluster", "--set", rule)
     settings = parts.resolved(tools.charted(*values), *picker(*values))
-    (found,) = settings.cluster.match_rules
-    assert (found.pools, found.hosts) == (("a/*",), ("*.a.example",))
+    (result,) = settings.cluster.match_rules
+    assert (result.pools, result.hosts) == (("a/*",), ("*.a.example",))
 
 
 def test_a_token_of_a_secret_guards_debug_pages():
@@ -129,8 +129,8 @@ def test_a_token_of_a_secret_guards_debug_pages():
     values = ("--set", "adminToken.secretName=debug,config.server.enable_cert_reload=false")
     documents = tools.charted(*values)
     pod = parts.only(documents, "Deployment")["spec"]["template"]["spec"]
-    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "admin"]
-    (volume,) = [one for one in pod["volumes"] if one["name"] == "admin"]
+    (mount,) = [item for item in pod["containers"][0]["volumeMounts"] if item["name"] == "admin"]
+    (volume,) = [entry for entry in pod["volumes"] if entry["name"] == "admin"]
     assert volume["secret"]["secretName"] == "debug"
     settings = parts.resolved(documents, *picker(*values))
     assert settings.server.admin_token_file == f"{mount['mountPath']}/token"
@@ -150,10 +150,10 @@ def test_engines_are_reachable(values, peers):
     """The policy lets pickers out to the pools that they serve, on their ports."""
     policy = parts.only(tools.charted(*values), "NetworkPolicy")
     known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
-    given = yaml.safe_load(ALL_ON.read_text()) if "--values" in values else known
+    input_ = yaml.safe_load(ALL_ON.read_text()) if "--values" in values else known
     rule = policy["spec"]["egress"][1]
     assert rule["to"] == peers
-    assert [one["port"] for one in rule["ports"]] == given["pool"]["targetPorts"]
+    assert [item["port"] for item in rule["ports"]] == input_["pool"]["targetPorts"]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_xds_is_off_by_default():
     port = int(parts.parsed(container["args"]).xds_port)
     assert parts.ports(container)["xds"] == port
     service = parts.only(documents, "Service", "the-picker")["spec"]
-    assert port in {one["port"] for one in service["ports"]}
+    assert port in {item["port"] for item in service["ports"]}
     rule = parts.only(documents, "NetworkPolicy")["spec"]["ingress"][0]
-    assert port in {one["port"] for one in rule["ports"]}
+    assert port in {entry["port"] for entry in rule["ports"]}
 
 
 def test_the_pool_names_its_picker():
@@ -225,8 +225,8 @@ def test_the_grace_period_follows_the_drain():
 def test_tls(values, mount, cert, secure, protocol):
     """A Secret is mounted where there is one, and the Service says what is spoken."""
     pod, container = picker(*values)
-    asked = parts.parsed(container["args"])
-    assert (asked.cert_path, asked.secure_serving) == (cert, secure)
+    requested = parts.parsed(container["args"])
+    assert (requested.cert_path, requested.secure_serving) == (cert, secure)
     assert any("secret" in volume for volume in pod["volumes"]) is mount
     port = parts.only(tools.charted(*values), "Service")["spec"]["ports"][0]
     assert port["appProtocol"] == protocol
@@ -270,17 +270,17 @@ def test_values_of_autoscaling_override_defaults():
         'config.autoscaling.peers=["a:1"]',
     )
     documents = tools.charted("--set", "engineAutoscaling.enabled=true", *own)
-    (found,) = parts.pickers(documents)
-    told = parts.resolved(documents, *found).autoscaling
-    assert (told.state, told.peers) == ("mine", ("a:1",))
+    (result,) = parts.pickers(documents)
+    output = parts.resolved(documents, *result).autoscaling
+    assert (output.state, output.peers) == ("mine", ("a:1",))
     assert rules.named(documents) == [["mine"]]
 
 
 def test_all_on_sets_every_value():
     """A new value is turned on in the tests, too."""
     known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
-    given = yaml.safe_load(ALL_ON.read_text())
-    assert set(known) == set(given)
+    input_ = yaml.safe_load(ALL_ON.read_text())
+    assert set(known) == set(input_)
 
 
 def test_the_schema_knows_every_value():

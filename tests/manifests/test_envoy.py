@@ -31,10 +31,10 @@ def test_overlays_mount_the_envoy_files(overlay, config):
     """The file reaches the container that reads it, whose port is the listener's."""
     documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
     ((pod, container),) = [
-        (pod, one)
+        (pod, item)
         for pod in parts.pods(documents)
-        for one in pod["containers"]
-        if one["name"] == "envoy"
+        for item in pod["containers"]
+        if item["name"] == "envoy"
     ]
     path = container["args"][container["args"].index("-c") + 1]
     assert tools.loaded(parts.mounted(documents, pod, container, path)) == config
@@ -48,8 +48,8 @@ def test_ext_proc_clusters_point_at_the_picker(overlay, config):
     service = parts.only(documents, "Service", "extproc")["spec"]
     for cluster in config["static_resources"]["clusters"]:
         for group in cluster.get("load_assignment", {}).get("endpoints", ()):
-            for one in group["lb_endpoints"]:
-                address = one["endpoint"]["address"]["socket_address"]
+            for item in group["lb_endpoints"]:
+                address = item["endpoint"]["address"]["socket_address"]
                 if overlay == "envoy-sidecar":
                     assert address == {"address": "127.0.0.1", "port_value": 9002}
                     continue
@@ -60,8 +60,8 @@ def test_ext_proc_clusters_point_at_the_picker(overlay, config):
 
 def test_overlays_use_shipped_envoy_files():
     """No overlay has an Envoy configuration of its own making."""
-    found = {path.parent.name for path in envoy_files.OVERLAYS.glob("*/envoy.yaml")}
-    assert found == set(envoy_files.FILES)
+    result = {path.parent.name for path in envoy_files.OVERLAYS.glob("*/envoy.yaml")}
+    assert result == set(envoy_files.FILES)
 
 
 def test_envoy_routes_to_the_xds_cluster():

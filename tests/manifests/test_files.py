@@ -23,20 +23,22 @@ def name(path):
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_files_parse(path):
     """Every document is YAML, and no key stands twice."""
-    assert [one for one in yaml.load_all(path.read_text(), strict.OneOfEach) if one]
+    assert [item for item in yaml.load_all(path.read_text(), strict.OneOfEach) if item]
 
 
 @pytest.mark.parametrize(
     "path",
-    [one for one in FILES if one.parent.name == "base" or one.parent == tools.MANIFESTS],
+    [file for file in FILES if file.parent.name == "base" or file.parent == tools.MANIFESTS],
     ids=name,
 )
 def test_plain_objects_are_valid(path):
     """Objects that are applied without patches hold to the schemas as files, too."""
     if path.name in _OTHERS:
         return
-    found = [p for one in tools.documents(path.read_text()) for p in strict.problems(one)]
-    assert not found
+    result = [
+        p for document in tools.documents(path.read_text()) for p in strict.problems(document)
+    ]
+    assert not result
 
 
 def test_the_base_configuration_is_valid():
@@ -67,29 +69,29 @@ def test_shared_patches_are_equal():
 
 def test_the_permission_table_matches_the_watched_resources():
     """Every collection that discovery knows is granted, and no other."""
-    known = {one for one in vars(watch_plan).values() if isinstance(one, watch_plan.ResourceType)}
-    assert {(one.group, one.plural) for one in known} == {*rules.ALLOWED, *rules.SLICES}
+    known = {var for var in vars(watch_plan).values() if isinstance(var, watch_plan.ResourceType)}
+    assert {(item.group, item.plural) for item in known} == {*rules.ALLOWED, *rules.SLICES}
 
 
 @pytest.mark.parametrize("folder", ["overlays", "components"])
 def test_the_readme_names_every_folder(folder):
     """And none that is not there."""
     text = (tools.MANIFESTS / "README.md").read_text()
-    there = {path.name for path in (tools.MANIFESTS / folder).iterdir()}
-    assert [name for name in there if f"`{name}`" not in text] == []
+    candidates = {path.name for path in (tools.MANIFESTS / folder).iterdir()}
+    assert [name for name in candidates if f"`{name}`" not in text] == []
     if folder == "overlays":
         table = text[text.index("| overlay |") :].split("\n\n")[0]
-        assert set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE)) == there
+        assert set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE)) == candidates
 
 
 def test_the_page_of_security_has_the_table_of_rights():
     """The page of security has the rights as the tests know them."""
     text = (tools.MANIFESTS.parent / "docs/operations/security.md").read_text()
     table = text[text.index("| group | resource | verbs |") :].split("\n\n")[0]
-    told = {}
+    result = {}
     for line in table.splitlines()[2:]:
         groups, kinds, verbs, _ = (cell.strip() for cell in line.strip("|").split("|"))
         for group in groups.replace("`", "").replace("core", "").split(", "):
             for kind in kinds.split(", "):
-                told[group, kind] = frozenset(verbs.split(", "))
-    assert told == {**rules.ALLOWED, **rules.SLICES, **rules.SCALES}
+                result[group, kind] = frozenset(verbs.split(", "))
+    assert result == {**rules.ALLOWED, **rules.SLICES, **rules.SCALES}

@@ -38,7 +38,7 @@ def test_two_pickers_serve_and_none_leads(documents, folder):
     """Two replicas, or an autoscaler that keeps two; leader election only where it was asked for."""
     (deployment,) = parts.of_kind(documents, "Deployment", "extproc")
     scaled = parts.of_kind(documents, "HorizontalPodAutoscaler")
-    replicas = [one["spec"]["minReplicas"] for one in scaled] or [deployment["spec"]["replicas"]]
+    replicas = [item["spec"]["minReplicas"] for item in scaled] or [deployment["spec"]["replicas"]]
     assert replicas == [2]
     assert ("replicas" in deployment["spec"]) != bool(scaled)
     ((pod, container),) = parts.pickers(documents)
@@ -72,11 +72,11 @@ def followed(documents):
 
 def test_extproc_flags_name_the_pool(documents):
     """By the name of the InferencePool that is there, or by labels; in its own namespace."""
-    asked = followed(documents)
-    assert bool(asked.inference_pool) != bool(asked.selector)
+    requested = followed(documents)
+    assert bool(requested.inference_pool) != bool(requested.selector)
     for pool in parts.of_kind(documents, "InferencePool"):
-        assert asked.inference_pool == pool["metadata"]["name"]
-    assert asked.namespace == parts.NAMESPACE
+        assert requested.inference_pool == pool["metadata"]["name"]
+    assert requested.namespace == parts.NAMESPACE
     ((_, container),) = parts.pickers(documents)
     (variable,) = container["env"]
     assert variable["name"] == "NAMESPACE"
@@ -87,7 +87,7 @@ def test_engines_are_reachable(documents):
     """The policy lets the picker out to the pool's ports."""
     wanted = set(followed(documents).ports)
     for pool in parts.of_kind(documents, "InferencePool"):
-        wanted |= {one["number"] for one in pool["spec"]["targetPorts"]}
+        wanted |= {item["number"] for item in pool["spec"]["targetPorts"]}
     for policy in parts.of_kind(documents, "NetworkPolicy"):
         out = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
         assert wanted <= out
@@ -100,8 +100,8 @@ def test_network_policy_admits_data_planes(documents):
     policy = parts.only(documents, "NetworkPolicy", "extproc")
     numbers = {}
     ((pod, _),) = parts.pickers(documents)
-    for one in pod["containers"]:
-        numbers |= parts.ports(one)
+    for item in pod["containers"]:
+        numbers |= parts.ports(item)
     offered = {numbers[port["targetPort"]] for port in service["spec"]["ports"]}
     allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
     assert offered <= allowed
@@ -112,12 +112,12 @@ def test_load_balancer_health_checks_use_served_ports(documents):
     """A health check of the picker asks its health port, one of the pool a target port."""
     ((_, container),) = parts.pickers(documents)
     for check in parts.of_kind(documents, "HealthCheckPolicy"):
-        asked = check["spec"]["default"]["config"]
+        requested = check["spec"]["default"]["config"]
         if check["spec"]["targetRef"]["kind"] == "Service":
-            assert asked["grpcHealthCheck"]["port"] == parts.ports(container)["health"]
+            assert requested["grpcHealthCheck"]["port"] == parts.ports(container)["health"]
         else:
             pool = parts.only(documents, "InferencePool")
-            assert {"number": asked["httpHealthCheck"]["port"]} in pool["spec"]["targetPorts"]
+            assert {"number": requested["httpHealthCheck"]["port"]} in pool["spec"]["targetPorts"]
 
 
 def test_gateway_timeouts_allow_long_answers(documents):
@@ -137,7 +137,7 @@ def edge():
 def test_gateways_remove_the_same_headers_as_the_shipped_files():
     """Where a gateway can, before the picker sees the request; uploads have the same time."""
     manager, mutation = edge()
-    named = [one["remove"] for one in mutation["mutations"]["request_mutations"]]
+    named = [item["remove"] for item in mutation["mutations"]["request_mutations"]]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")
     policy = parts.only(documents, "ClientTrafficPolicy")["spec"]
     assert sorted(policy["headers"]["earlyRequestHeaders"]["remove"]) == sorted(named)
@@ -148,9 +148,9 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert manager["preserve_external_request_id"]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/istio")
     spec = parts.only(documents, "EnvoyFilter")["spec"]
-    first, times = (one["patch"]["value"]["typed_config"] for one in spec["configPatches"])
+    first, times = (entry["patch"]["value"]["typed_config"] for entry in spec["configPatches"])
     assert first["@type"] == mutation["@type"]
-    removed = [one["remove"] for one in first["mutations"]["request_mutations"]]
+    removed = [single["remove"] for single in first["mutations"]["request_mutations"]]
     assert sorted(removed) == sorted(named)
     del times["@type"]
     assert times == {key: manager[key] for key in times}
@@ -179,7 +179,10 @@ def test_cluster_wide_scaling_may_write_replicas_only():
     assert not list(rules.wrong(documents))
     assert rules.granted(documents) == {**rules.ALLOWED, **rules.SCALES}
     (role,) = parts.of_kind(documents, "Role")
-    assert {one for rule in role["rules"] for one in rule["resources"]} == {"leases", "configmaps"}
+    assert {item for rule in role["rules"] for item in rule["resources"]} == {
+        "leases",
+        "configmaps",
+    }
     account = parts.only(documents, "ServiceAccount")["metadata"]
     for binding in parts.of_kind(documents, "ClusterRoleBinding"):
         (subject,) = binding["subjects"]
@@ -214,7 +217,8 @@ def place(folder, *components, namespace="", names=True):
         **({"namespace": namespace} if namespace else {}),
         "resources": [os.path.relpath(tools.MANIFESTS / "base", folder)],
         "components": [
-            os.path.relpath(tools.MANIFESTS / "components" / one, folder) for one in components
+            os.path.relpath(tools.MANIFESTS / "components" / component, folder)
+            for component in components
         ],
         "transformers": [os.path.relpath(NAMES, folder)] if names else [],
     }
@@ -233,12 +237,12 @@ def test_cluster_wide_installations_share_no_names(tmp_path):
         folder = place(tmp_path / namespace, *CLUSTER_WIDE, namespace=namespace)
         documents = tools.kustomized(folder)
         assert not list(rules.wrong(documents))
-        names = [(one["kind"], one["metadata"]["name"]) for one in documents]
-        shown.append({one for one in names if one[0].startswith("Cluster")})
+        names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+        shown.append({name for name in names if name[0].startswith("Cluster")})
         for binding in parts.of_kind(documents, "ClusterRoleBinding"):
             assert ("ClusterRole", binding["roleRef"]["name"]) in names
             assert binding["subjects"][0]["namespace"] == namespace
-    assert [len(one) for one in shown] == [4, 4]
+    assert [len(item) for item in shown] == [4, 4]
     assert not shown[0] & shown[1]
     assert ("ClusterRole", "extproc:one") in shown[0]
 
@@ -261,7 +265,11 @@ def test_cluster_wide_names_without_their_namespace_can_not_be_applied(tmp_path)
     """The API server takes no % in names of RBAC: nobody shares rights for want of a transformer."""
     folder = place(tmp_path / "one", *CLUSTER_WIDE, namespace="one", names=False)
     documents = tools.kustomized(folder)
-    names = [one["metadata"]["name"] for one in documents if one["kind"].startswith("Cluster")]
+    names = [
+        document["metadata"]["name"]
+        for document in documents
+        if document["kind"].startswith("Cluster")
+    ]
     assert len(names) == 4
     assert all("%" in name for name in names)
 

@@ -56,9 +56,9 @@ def test_unknown_keys_of_foreign_kinds_are_reported(header):
         "unknown": {},
         "spec": {"unheard": 1},
     }
-    found = " ".join(strict.problems(document))
-    assert "unknown" in found
-    assert "unheard" in found or kind == "InferencePoolImport"
+    result = " ".join(strict.problems(document))
+    assert "unknown" in result
+    assert "unheard" in result or kind == "InferencePoolImport"
 
 
 def test_duplicate_keys_are_reported():

@@ -47,9 +47,9 @@ def find(name: str) -> str | None:
 def need(*names: str) -> Sequence[str]:
     """The first of these tools that is there; skips, or fails where they are required."""
     for name in names:
-        found = find(name.partition(" ")[0])
-        if found:
-            return (found, *name.split()[1:])
+        result = find(name.partition(" ")[0])
+        if result:
+            return (result, *name.split()[1:])
     reason = f"needs {' or '.join(names)}: make kubetools"
     if _REQUIRED:
         pytest.fail(reason)
@@ -92,7 +92,7 @@ def template(*arguments: str) -> Sequence[str]:
 
 def documents(text: str) -> Sequence[Document]:
     """All documents of a YAML text that are not empty."""
-    return [one for one in yaml.load_all(text, _LOADER) if one]
+    return [item for item in yaml.load_all(text, _LOADER) if item]
 
 
 def loaded(text: str) -> Any:

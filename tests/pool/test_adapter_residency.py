@@ -31,9 +31,9 @@ def test_an_open_request_changes_residency_at_once():
         frozenset("ab"),
     )
     assert adapter_residency("a", account, load, known) is AdapterResidency.ROOM
-    ticket = account.open("b", 1, cached_tokens=0, now=0.0)
+    reservation = account.open("b", 1, cached_tokens=0, now=0.0)
     assert adapter_residency("a", account, load, known) is AdapterResidency.FULL
-    ticket.close(0.0)
+    reservation.close(0.0)
     assert adapter_residency("a", account, load, known) is AdapterResidency.EVICTABLE
     assert adapter_residency("b", account, load, known) is AdapterResidency.IDLE
 
@@ -43,15 +43,15 @@ def test_residency_does_not_depend_on_earlier_queries(history):
     """An account that was asked after every change answers like one that is asked for the first time."""
     cached, fresh = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.1:8000"))
     load, known = Load(), frozenset("abcd")
-    tickets = []
+    reservations = []
     for what, value in history:
         if what == "open":
-            tickets.append(
+            reservations.append(
                 [account.open(value, 1, cached_tokens=0, now=0.0) for account in (cached, fresh)]
             )
-        elif what == "close" and tickets:
-            for ticket in tickets.pop(value % len(tickets)):
-                ticket.close(0.0)
+        elif what == "close" and reservations:
+            for reservation in reservations.pop(value % len(reservations)):
+                reservation.close(0.0)
         elif what == "scrape":
             load = value
         elif what == "learn":

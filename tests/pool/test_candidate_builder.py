@@ -26,14 +26,14 @@ pages = st.builds(
 
 
 def fleet_of(*loads, own=0):
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(len(loads))], 0.0)
-    for member, load in zip(fleet.pool.members, loads, strict=True):
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(len(loads))], 0.0)
+    for member, load in zip(store.pool.members, loads, strict=True):
         for _ in range(own):
             member.account.open("m", 100, cached_tokens=0, now=NOW)
         if load is not None:
-            fleet.observe(fleet.begin_scrape(member.endpoint), load, load.at)
-    return fleet
+            store.observe(store.begin_scrape(member.endpoint), load, load.at)
+    return store
 
 
 def candidates(fleet, imputer=None, now=NOW):
@@ -57,12 +57,12 @@ def change(load, **facts):
 def test_stale_and_missing_loads_are_imputed_with_the_mean(lost):
     """Requests, queue, memory and the size of the cache are as those of the others on average."""
     more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
-    fleet = fleet_of(FULL, more, lost, own=2)
-    first, second, third = candidates(fleet)
+    store = fleet_of(FULL, more, lost, own=2)
+    first, second, third = candidates(store)
     assert (third.estimated_requests, third.in_flight) == (2 + 10, 2)
     queued = [
         c.queued_tokens - m.account.queued(NOW)
-        for c, m in zip((first, second, third), fleet.pool.members, strict=True)
+        for c, m in zip((first, second, third), store.pool.members, strict=True)
     ]
     assert queued == [4 * 500, 8 * 500, 6 * 500]
     load = third.load
@@ -92,9 +92,9 @@ def test_a_missing_value_is_imputed_with_the_mean():
 def test_a_value_missing_on_all_pages_stays_unknown():
     """Where nobody knows a value there is nothing to fill in, and nothing to walk over."""
     bare = Load(at=NOW, waiting=1.0)
-    fleet = fleet_of(bare, bare)
-    assert not fleet.pool.has_unknown_values
-    assert [c.load for c in candidates(fleet)] == [bare, bare]
+    store = fleet_of(bare, bare)
+    assert not store.pool.has_unknown_values
+    assert [c.load for c in candidates(store)] == [bare, bare]
 
 
 def test_a_value_that_every_page_lacks_is_not_imputed():
@@ -108,13 +108,13 @@ def test_a_value_that_every_page_lacks_is_not_imputed():
 
 def test_an_understated_load_is_raised_to_the_mean():
     """It stays a lower bound, and is no measure for others."""
-    fleet = fleet_of(None, FULL, None)
-    liar, _, _ = fleet.pool.members
+    store = fleet_of(None, FULL, None)
+    liar, _, _ = store.pool.members
     for _ in range(9):
         liar.account.open("m", 100, cached_tokens=0, now=NOW - 9.0)
     claim = change(FULL, waiting=0.0, running=0.0, kv_usage=0.9)
-    fleet.observe(fleet.begin_scrape(liar.endpoint), claim, NOW)
-    first, _, third = candidates(fleet)
+    store.observe(store.begin_scrape(liar.endpoint), claim, NOW)
+    first, _, third = candidates(store)
     assert (first.load.waiting, first.load.running, first.load.kv_usage) == (4.0, 8.0, 0.9)
     assert (first.estimated_requests, first.page) == (9 + 12, claim)
     assert third.load.kv_usage == 0.5
@@ -123,12 +123,12 @@ def test_an_understated_load_is_raised_to_the_mean():
 def test_a_frozen_page_is_imputed_with_the_mean():
     """However young it is."""
     still = change(FULL, waiting=0.0, running=0.0, counters=EngineCounters(generated_tokens=7.0))
-    fleet = fleet_of(change(still, at=NOW - 5.0), FULL)
-    member = fleet.pool.members[0]
+    store = fleet_of(change(still, at=NOW - 5.0), FULL)
+    member = store.pool.members[0]
     for _ in range(3):
         member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
-    fleet.observe(fleet.begin_scrape(member.endpoint), still, NOW)
-    first, _ = candidates(fleet)
+    store.observe(store.begin_scrape(member.endpoint), still, NOW)
+    first, _ = candidates(store)
     assert (first.load.waiting, first.load.running, first.estimated_requests) == (4.0, 8.0, 12.0)
     alone = fleet_of(change(still, at=NOW - 5.0))
     member = alone.pool.members[0]
@@ -164,20 +164,20 @@ def test_imputed_loads_lie_within_known_loads(loads, own):
 def test_an_imputation_is_valid_until_a_scrape_or_expiry():
     """The same pages give the same object, whatever our own requests do meanwhile."""
     imputer = candidate_builder.Imputer()
-    fleet = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
+    store = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
 
     def impute(now):
-        pool = fleet.pool
+        pool = store.pool
         return imputer.impute(pool.members, pool=pool, oldest=now - 6.0)
 
     first = impute(NOW)
-    fleet.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)
+    store.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)
     assert impute(NOW + 4.9) is first
     assert list(first.stale) == [False, False]
     assert list(impute(NOW + 5.0).stale) == [False, True]
     assert list(impute(NOW).stale) == [False, False]
-    member = fleet.pool.members[1]
-    fleet.observe(fleet.begin_scrape(member.endpoint), FULL, NOW)
+    member = store.pool.members[1]
+    store.observe(store.begin_scrape(member.endpoint), FULL, NOW)
     assert impute(NOW) is None
 
 
@@ -188,15 +188,15 @@ def test_an_imputation_is_valid_until_a_scrape_or_expiry():
 )
 def test_incremental_imputation_equals_a_fresh_one(loads, changes, own):
     """Whatever pages come in between, what is filled in differs by little more than a hundredth."""
-    fleet, imputer, now = fleet_of(*loads, own=own), candidate_builder.Imputer(), NOW
+    store, imputer, now = fleet_of(*loads, own=own), candidate_builder.Imputer(), NOW
     for at, page, is_looked_at in changes:
         now += 0.25
-        member = fleet.pool.members[at % len(loads)]
-        fleet.observe(fleet.begin_scrape(member.endpoint), change(page, at=now), now)
+        member = store.pool.members[at % len(loads)]
+        store.observe(store.begin_scrape(member.endpoint), change(page, at=now), now)
         if not is_looked_at:
             continue
-        afresh = candidates(fleet, now=now)
-        for ours, wanted in zip(candidates(fleet, imputer, now), afresh, strict=True):
+        afresh = candidates(store, now=now)
+        for ours, wanted in zip(candidates(store, imputer, now), afresh, strict=True):
             assert ours.page is wanted.page
             for read, slack in (
                 (lambda c: c.load.waiting, 1e-6),
@@ -214,15 +214,15 @@ def test_incremental_imputation_equals_a_fresh_one(loads, changes, own):
 
 def test_loads_are_imputed_again_when_a_mean_moved():
     """A page that moves the mean of many by little leaves the filled pages as they are."""
-    fleet, imputer = fleet_of(None, *[FULL] * 99), candidate_builder.Imputer()
+    store, imputer = fleet_of(None, *[FULL] * 99), candidate_builder.Imputer()
 
     def waiting_of_first(waiting):
-        member = fleet.pool.members[50]
+        member = store.pool.members[50]
         page = change(FULL, waiting=waiting)
-        fleet.observe(fleet.begin_scrape(member.endpoint), page, NOW)
-        return candidates(fleet, imputer)[0].load.waiting
+        store.observe(store.begin_scrape(member.endpoint), page, NOW)
+        return candidates(store, imputer)[0].load.waiting
 
-    assert candidates(fleet, imputer)[0].load.waiting == 4.0
+    assert candidates(store, imputer)[0].load.waiting == 4.0
     assert waiting_of_first(7.0) == 4.0
     assert waiting_of_first(103.0) == pytest.approx(5.0)
     assert waiting_of_first(4.0) == pytest.approx(4.0)
@@ -232,9 +232,9 @@ def test_extra_metrics_of_a_stale_page_count_as_the_mean():
     """Each is the mean of the pages that have it; a fresh page has only its own."""
     stale = change(FULL, at=0.0, extra={"depth": 100.0, "gone": 1.0})
     both = change(FULL, extra={"depth": 2.0, "heat": -4.0})
-    fleet = fleet_of(both, change(FULL, extra={"depth": 5.0}), FULL, stale, None)
+    store = fleet_of(both, change(FULL, extra={"depth": 5.0}), FULL, stale, None)
     means = {"depth": 3.5, "heat": -4.0}
-    imputed = candidates(fleet)
+    imputed = candidates(store)
     assert [c.load.extra for c in imputed] == [both.extra, {"depth": 5.0}, {}, means, means]
     assert imputed[3].page is NO_LOAD
 
@@ -249,14 +249,14 @@ def test_extra_metrics_are_imputed_where_pages_have_nothing_else():
 
 def test_extra_metrics_are_imputed_anew_when_a_mean_has_moved():
     """Large values that went leave nothing behind in the mean of small ones."""
-    fleet, imputer = fleet_of(None, *[FULL] * 8), candidate_builder.Imputer()
+    store, imputer = fleet_of(None, *[FULL] * 8), candidate_builder.Imputer()
 
     def imputed(value):
-        member = fleet.pool.members[5]
-        fleet.observe(
-            fleet.begin_scrape(member.endpoint), change(FULL, extra={"depth": value}), NOW
+        member = store.pool.members[5]
+        store.observe(
+            store.begin_scrape(member.endpoint), change(FULL, extra={"depth": value}), NOW
         )
-        return candidates(fleet, imputer)[0].load.extra["depth"]
+        return candidates(store, imputer)[0].load.extra["depth"]
 
     assert [imputed(value) for value in (0.5, 2.0**53, 0.5, 0.501, -0.5)] == [
         0.5,

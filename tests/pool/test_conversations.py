@@ -71,8 +71,8 @@ def test_a_short_conversation_is_expected_to_grow_to_the_mean():
 def conversation(known, turns, *, every_s, open_s):
     """Turns of one conversation, one after the other."""
     for n in range(turns):
-        visit = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
-        visit.ended = every_s * n + open_s
+        last_turn = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
+        last_turn.ended = every_s * n + open_s
 
 
 def test_idle_conversations_are_counted():
@@ -109,20 +109,20 @@ def test_no_conversation_is_idle_while_engines_fill():
     """Where every turn takes longer than the one before and nobody pauses, there is no pause."""
     known, now = ConversationTracker(), 0.0
     for n in range(200):
-        visit = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
-        now = visit.ended = now + 1.0 + n / 10
+        last_turn = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
+        now = last_turn.ended = now + 1.0 + n / 10
     assert known.idle_per_open() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_reservation_records_its_end():
     """However its request ended, and the last time where it was moved."""
     known = ConversationTracker()
-    visit = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
-    ticket = HERE.open("m", 100, cached_tokens=0, now=1.0, last_turn=visit)
-    assert visit.ended == math.inf
-    ticket.move(THERE, 2.0)
-    ticket.close(5.0, answered=False)
-    assert visit.ended == 5.0
+    last_turn = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
+    reservation = HERE.open("m", 100, cached_tokens=0, now=1.0, last_turn=last_turn)
+    assert last_turn.ended == math.inf
+    reservation.move(THERE, 2.0)
+    reservation.close(5.0, answered=False)
+    assert last_turn.ended == 5.0
 
 
 def chain_of(stem, length):
@@ -139,14 +139,14 @@ def test_shared_prefixes_of_open_requests_count_once():
     open_ = []
     for stem, length in [(1, 4), (1, 4), (1, 8), (2, 4), (1, 0)]:
         chain = chain_of(stem, length)
-        ticket = account.open("m", 64 * len(chain), cached_tokens=0, now=0.0)
-        account.track_context(ticket, chain, tokens, growth=0.0)
-        open_.append((ticket, chain))
+        reservation = account.open("m", 64 * len(chain), cached_tokens=0, now=0.0)
+        account.track_context(reservation, chain, tokens, growth=0.0)
+        open_.append((reservation, chain))
     assert account.active_context_tokens == 64 * (8 + 4 + 8 + 8 + 4)
     rng.shuffle(open_)
     while open_:
-        ticket, _ = open_.pop()
-        ticket.close(1.0)
+        reservation, _ = open_.pop()
+        reservation.close(1.0)
         assert account.active_context_tokens == 64 * len(
             {block for _, chain in open_ for block in chain}
         )
@@ -169,10 +169,10 @@ def test_a_removed_endpoint_is_freed_at_once():
     """What it was sent still counts as an earlier turn, and nobody is its home."""
     known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)
-    visit = known.record_sent([1], account, prompt_tokens=100, now=0.0)
-    ticket = account.open("m", 100, cached_tokens=0, now=0.0, last_turn=visit)
-    ticket.close(1.0)
-    del account, ticket
+    last_turn = known.record_sent([1], account, prompt_tokens=100, now=0.0)
+    reservation = account.open("m", 100, cached_tokens=0, now=0.0, last_turn=last_turn)
+    reservation.close(1.0)
+    del account, reservation
     assert left() is None
     assert known.last_endpoint([1, 2]) is None
     share = known.continuation_ratio

@@ -23,10 +23,10 @@ def test_a_reservation_closes_once():
     """A second close is a bug of the caller and changes nothing."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     other = account.open("m", 1, cached_tokens=0, now=0.0)
-    ticket = account.open("m", 1, cached_tokens=0, now=0.0)
-    ticket.close(0.0)
+    reservation = account.open("m", 1, cached_tokens=0, now=0.0)
+    reservation.close(0.0)
     with pytest.raises(RuntimeError, match="closed twice"):
-        ticket.close(0.0)
+        reservation.close(0.0)
     assert account.in_flight == 1
     other.close(0.0)
     assert account.in_flight == 0
@@ -35,15 +35,15 @@ def test_a_reservation_closes_once():
 def test_reservations_close_in_any_order():
     """Accounts of different adapters do not mix."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
-    tickets = [
+    reservations = [
         account.open(name, tokens, cached_tokens=0, now=0.0)
         for tokens, name in enumerate(["a", "b", "", "a"])
     ]
-    tickets[2].close(0.0)
-    tickets[0].close(0.0)
+    reservations[2].close(0.0)
+    reservations[0].close(0.0)
     assert account.adapters == {"a": 1, "b": 1}
-    tickets[3].close(0.0)
-    tickets[1].close(0.0)
+    reservations[3].close(0.0)
+    reservations[1].close(0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
 
 
@@ -51,14 +51,14 @@ def test_finished_requests_are_recorded_until_compared():
     """Text by name, what ran, and how often nothing was left; what never ran does not count."""
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     sizes = {"a": 400, "b": 40, "": 0}
-    tickets = {
+    reservations = {
         name: account.open(name, 100, cached_tokens=0, now=0.0, prompt_bytes=size)
         for name, size in sizes.items()
     }
     lost = account.open("c", 100, cached_tokens=0, now=0.0, prompt_bytes=4)
     lost.close(0.0, answered=False)
-    for ticket in tickets.values():
-        ticket.close(1.0)
+    for reservation in reservations.values():
+        reservation.close(1.0)
     assert account.answered == 3
     assert account.texts == {"a": [1, 400], "b": [1, 40]}
     assert account.ran == {"a", "b", ""}

@@ -14,7 +14,7 @@ def models(base: str, *adapters: str) -> ServedModels:
 
 
 def serving(*listed: ServedModels | None) -> ModelIndex:
-    return ModelIndex([(Endpoint(f"10.0.0.{at}:1"), one) for at, one in enumerate(listed)])
+    return ModelIndex([(Endpoint(f"10.0.0.{at}:1"), item) for at, item in enumerate(listed)])
 
 
 def positions(index: ModelIndex, model: str, adapter: str = "") -> list[int] | None:
@@ -35,7 +35,7 @@ def test_endpoints_that_list_a_name_or_no_names_match():
     assert positions(index, "lora") == [1, 2, 3]
     split = index.match("b")
     assert split is not None
-    assert [one.address for one in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
+    assert [other.address for other in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
 
 
 def test_an_unlisted_name_goes_to_unknown_endpoints():
@@ -96,43 +96,43 @@ def test_kubeai_names_are_split_where_both_parts_are_listed(name: str, alias: Al
 
 def test_store_forgets_models_when_the_engine_restarts():
     """Lists outlive scrapes and snapshots; a new process or incarnation starts unknown."""
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)
-    first = fleet.pool.members[0].endpoint
-    fleet.observe_models(first, models("m", "lora"))
-    assert fleet.pool.adapters == {"lora"}
-    before = fleet.pool.serving
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)
+    first = store.pool.members[0].endpoint
+    store.observe_models(first, models("m", "lora"))
+    assert store.pool.adapters == {"lora"}
+    before = store.pool.serving
     for at in (1.0, 2.0):
-        fleet.observe(fleet.begin_scrape(first), Load(at=at, started_at=100.0), at)
-    fleet.observe_models(first, models("m", "lora"))
-    assert fleet.pool.serving is before
-    assert fleet.pool.members[0].models == models("m", "lora")
-    fleet.observe(fleet.begin_scrape(first), Load(at=3.0, started_at=200.0), 3.0)
-    assert fleet.pool.members[0].models is None
-    assert fleet.pool.serving is not before
-    fleet.observe_models(first, models("m"))
-    fleet.set_endpoints([Endpoint("10.0.0.2:1")], 4.0)
-    fleet.set_endpoints([Endpoint("10.0.0.1:1")], 5.0)
-    fleet.observe_models(first, models("m"))
-    assert fleet.pool.members[0].models is None
+        store.observe(store.begin_scrape(first), Load(at=at, started_at=100.0), at)
+    store.observe_models(first, models("m", "lora"))
+    assert store.pool.serving is before
+    assert store.pool.members[0].models == models("m", "lora")
+    store.observe(store.begin_scrape(first), Load(at=3.0, started_at=200.0), 3.0)
+    assert store.pool.members[0].models is None
+    assert store.pool.serving is not before
+    store.observe_models(first, models("m"))
+    store.set_endpoints([Endpoint("10.0.0.2:1")], 4.0)
+    store.set_endpoints([Endpoint("10.0.0.1:1")], 5.0)
+    store.observe_models(first, models("m"))
+    assert store.pool.members[0].models is None
 
 
 def test_eligible_members_serve_are_allowed_and_are_up():
     """The split comes first, then the hint, then who is down, unless that leaves nobody."""
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
-    for at, member in enumerate(fleet.pool.members):
-        fleet.observe_models(member.endpoint, models("a" if at < 2 else "b"))
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
+    for at, member in enumerate(store.pool.members):
+        store.observe_models(member.endpoint, models("a" if at < 2 else "b"))
 
     def eligible(name: str, subset: tuple[str, ...] | None = None) -> list[str]:
-        pool = fleet.pool
-        return [one.endpoint.address for one in pool.eligible(subset, pool.serving.match(name))]
+        pool = store.pool
+        return [item.endpoint.address for item in pool.eligible(subset, pool.serving.match(name))]
 
     assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
     assert eligible("a", ("10.0.0.1", "10.0.0.2")) == ["10.0.0.1:1"]
     assert eligible("x") == []
     for at in (0, 0, 1, 1):
-        fleet.scrape_failed(fleet.begin_scrape(fleet.pool.members[at].endpoint), "refused", 0.0)
+        store.scrape_failed(store.begin_scrape(store.pool.members[at].endpoint), "refused", 0.0)
     assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
     assert eligible("b") == ["10.0.0.2:1", "10.0.0.3:1"]
 
@@ -148,7 +148,7 @@ def test_splits_agree_with_a_linear_search():
         ]
         index = serving(*listed)
         for name in "abcdx":
-            wanted = [at for at, one in enumerate(listed) if one is None or name in one]
+            wanted = [at for at, item in enumerate(listed) if item is None or name in item]
             got = positions(index, name)
             assert got == (None if len(wanted) == len(listed) else wanted)
 

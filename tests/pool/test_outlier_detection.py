@@ -49,8 +49,8 @@ class Ward:
             )
 
     def reach(self, incarnation: int, **facts: bool | None) -> None:
-        said: dict[str, bool | None] = {"restarted": False, "moved": None, "idle": True, **facts}
-        self.health.record_scrape(incarnation, self.now, **said)  # type: ignore[arg-type]
+        text: dict[str, bool | None] = {"restarted": False, "moved": None, "idle": True, **facts}
+        self.health.record_scrape(incarnation, self.now, **text)  # type: ignore[arg-type]
 
     def state(self, incarnation: int) -> HealthState:
         return self.health.condition(incarnation).state
@@ -66,7 +66,7 @@ class Ward:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "text"),
     [
         ("", RequestOutcome.NO_RESPONSE),
         ("200", RequestOutcome.SERVED),
@@ -79,55 +79,55 @@ class Ward:
         ("504", RequestOutcome.FAILED),
     ],
 )
-def test_statuses_are_classified(status: str, said: RequestOutcome):
+def test_statuses_are_classified(status: str, text: RequestOutcome):
     """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
-    assert outlier_detection.classify_status(status) is said
+    assert outlier_detection.classify_status(status) is text
 
 
 def test_failures_in_a_row_eject():
     """The third failed request in a row ejects; a served one between begins the row again."""
-    ward = Ward()
-    ward.fail(1, 2)
-    ward.serve(1)
-    ward.fail(1, 2)
-    assert not ward.out
-    ward.fail(1, 1)
-    known = ward.health.condition(1)
+    detector = Ward()
+    detector.fail(1, 2)
+    detector.serve(1)
+    detector.fail(1, 2)
+    assert not detector.out
+    detector.fail(1, 1)
+    known = detector.health.condition(1)
     assert (known.state, known.cause, known.times) == (HealthState.EJECTED, "errors", 1)
     assert 4.0 <= known.until <= 5.0
-    assert ward.health.ejections == {"errors": 1}
+    assert detector.health.ejections == {"errors": 1}
 
 
 def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
     """Without any row of failures: of every two requests, one is served."""
-    ward = Ward()
-    while not (wants := ward.health._records[1].ejection_cause):
-        ward.serve(1)
-        ward.fail(1, 1)
-    assert (wants, ward.state(1)) == ("errors", HealthState.EJECTED)
+    detector = Ward()
+    while not (wants := detector.health._records[1].ejection_cause):
+        detector.serve(1)
+        detector.fail(1, 1)
+    assert (wants, detector.state(1)) == ("errors", HealthState.EJECTED)
 
 
 def test_a_single_failure_makes_an_endpoint_suspect():
     """Others come first for a second, until the next request is served, or one is sent after it."""
-    ward = Ward()
-    ward.fail(1, 1)
-    known = ward.health.condition(1)
+    detector = Ward()
+    detector.fail(1, 1)
+    known = detector.health.condition(1)
     assert (known.state, known.until) == (HealthState.SUSPECT, 1.0)
-    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=-1.0)
-    assert ward.state(1) is HealthState.HEALTHY
-    ward.fail(1, 1)
-    ward.now = 1.5
-    ward.health.record_sent(1, 1.5)
-    assert ward.state(1) is HealthState.HEALTHY
-    assert ward.health.ejections == {}
+    detector.record_outcome(1, RequestOutcome.SERVED, sent_at=-1.0)
+    assert detector.state(1) is HealthState.HEALTHY
+    detector.fail(1, 1)
+    detector.now = 1.5
+    detector.health.record_sent(1, 1.5)
+    assert detector.state(1) is HealthState.HEALTHY
+    assert detector.health.ejections == {}
 
 
 def test_suspects_stay_within_the_ejection_share():
     """While half of the pool is out or doubted, a further failure changes nothing."""
-    ward = Ward()
+    detector = Ward()
     for incarnation in (1, 2, 3, 4):
-        ward.fail(incarnation, 1)
-    assert [ward.state(incarnation) for incarnation in (1, 2, 3, 4)] == [
+        detector.fail(incarnation, 1)
+    assert [detector.state(incarnation) for incarnation in (1, 2, 3, 4)] == [
         *(HealthState.SUSPECT, HealthState.SUSPECT),
         *(HealthState.HEALTHY, HealthState.HEALTHY),
     ]
@@ -135,257 +135,257 @@ def test_suspects_stay_within_the_ejection_share():
 
 def test_client_errors_do_not_change_health():
     """4xx and 429 between failures change nothing."""
-    ward = Ward()
+    detector = Ward()
     for _ in range(3):
-        ward.record_outcome(1, RequestOutcome.CLIENT_ERROR)
-        ward.fail(1, 1)
-    assert ward.out == {1}
+        detector.record_outcome(1, RequestOutcome.CLIENT_ERROR)
+        detector.fail(1, 1)
+    assert detector.out == {1}
 
 
 def test_a_failure_share_ejects_without_consecutive_failures():
     """Half of the requests failing is enough once there were eight; a tenth is not."""
-    ward = Ward()
+    detector = Ward()
     for at in range(60):
-        ward.now = at / 10
-        (ward.fail if at % 10 == 0 else ward.serve)(2, 1)
-        if not ward.out:
-            (ward.fail if at % 2 == 0 else ward.serve)(1, 1)
-    assert ward.out == {1}
+        detector.now = at / 10
+        (detector.fail if at % 10 == 0 else detector.serve)(2, 1)
+        if not detector.out:
+            (detector.fail if at % 2 == 0 else detector.serve)(1, 1)
+    assert detector.out == {1}
 
 
 def test_old_failures_decay():
     """Two failures a minute ago and many served requests since leave nothing to hold."""
-    ward = Ward()
+    detector = Ward()
     for minute in range(20):
-        ward.now = minute * 60.0
-        ward.fail(1, 2)
-        ward.serve(1)
-    assert not ward.out
+        detector.now = minute * 60.0
+        detector.fail(1, 2)
+        detector.serve(1)
+    assert not detector.out
 
 
 def test_a_served_probe_readmits():
     """After the back-off one request tries it; served, it takes part again from that moment."""
-    ward = Ward()
-    ward.fail(1)
-    ward.now = ward.health.condition(1).until
-    ward.health.record_sent(1, ward.now)
-    assert ward.state(1) is HealthState.PROBING
-    ward.now += 0.5
-    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=ward.now - 0.5)
-    assert ward.state(1) is HealthState.HEALTHY
-    assert ward.health.condition(1).since == ward.now
-    assert ward.health.probes == {"ok": 1}
-    ward.fail(1, 2)
-    assert not ward.out
+    detector = Ward()
+    detector.fail(1)
+    detector.now = detector.health.condition(1).until
+    detector.health.record_sent(1, detector.now)
+    assert detector.state(1) is HealthState.PROBING
+    detector.now += 0.5
+    detector.record_outcome(1, RequestOutcome.SERVED, sent_at=detector.now - 0.5)
+    assert detector.state(1) is HealthState.HEALTHY
+    assert detector.health.condition(1).since == detector.now
+    assert detector.health.probes == {"ok": 1}
+    detector.fail(1, 2)
+    assert not detector.out
 
 
 def test_ejection_time_doubles_up_to_a_bound():
     """5, 10, 20, 40, 60, 60 seconds, each up to a fifth shorter by chance."""
-    ward = Ward()
-    ward.fail(1)
+    detector = Ward()
+    detector.fail(1)
     waits = []
     for _ in range(6):
-        until = ward.health.condition(1).until
-        waits.append(until - ward.now)
-        ward.now = until
-        ward.health.record_sent(1, until)
-        ward.fail(1, 1)
-    for wait, whole in zip(waits, (5, 10, 20, 40, 60, 60), strict=True):
-        assert 0.8 * whole <= wait <= whole
-    assert ward.health.probes == {"failed": 6}
+        until = detector.health.condition(1).until
+        waits.append(until - detector.now)
+        detector.now = until
+        detector.health.record_sent(1, until)
+        detector.fail(1, 1)
+    for wait, complete in zip(waits, (5, 10, 20, 40, 60, 60), strict=True):
+        assert 0.8 * complete <= wait <= complete
+    assert detector.health.probes == {"failed": 6}
 
 
 def test_requests_sent_before_the_ejection_do_not_count():
     """Answers to earlier requests neither bring back nor put the next try off."""
-    ward = Ward()
-    ward.now = 1.0
-    ward.fail(1)
-    before = ward.health.condition(1)
-    ward.now = 2.0
-    ward.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
-    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=0.5)
-    assert ward.health.condition(1) == before
+    detector = Ward()
+    detector.now = 1.0
+    detector.fail(1)
+    before = detector.health.condition(1)
+    detector.now = 2.0
+    detector.record_outcome(1, RequestOutcome.FAILED, sent_at=0.5)
+    detector.record_outcome(1, RequestOutcome.SERVED, sent_at=0.5)
+    assert detector.health.condition(1) == before
 
 
-@pytest.mark.parametrize("said", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
-def test_an_unanswered_probe_allows_another_probe(said: RequestOutcome):
+@pytest.mark.parametrize("text", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
+def test_an_unanswered_probe_allows_another_probe(text: RequestOutcome):
     """A probe that is refused, or whose client leaves, is followed by another at once."""
-    ward = Ward()
-    ward.fail(1)
-    ward.now = 10.0
-    ward.health.record_sent(1, 10.0)
-    ward.now = 11.0
-    ward.record_outcome(1, said, sent_at=10.0)
-    assert ward.health.condition(1).until == 11.0
-    assert ward.health.probes == {"unclear": 1}
+    detector = Ward()
+    detector.fail(1)
+    detector.now = 10.0
+    detector.health.record_sent(1, 10.0)
+    detector.now = 11.0
+    detector.record_outcome(1, text, sent_at=10.0)
+    assert detector.health.condition(1).until == 11.0
+    assert detector.health.probes == {"unclear": 1}
 
 
 def test_ejections_stay_within_the_share():
     """Of four failing endpoints two are out; of two one; the only one never."""
     for size, most in ((4, 2), (3, 1), (2, 1), (1, 0)):
-        ward = Ward(size)
+        detector = Ward(size)
         for incarnation in range(1, size + 1):
-            ward.fail(incarnation, 3 * incarnation)
-        assert len(ward.out) == most
+            detector.fail(incarnation, 3 * incarnation)
+        assert len(detector.out) == most
 
 
 def test_endpoints_with_the_fewest_failures_stay():
     """When the share is used up, one that fails on takes the place of one that failed less."""
-    ward = Ward(2)
-    ward.fail(1)
-    ward.fail(2, 6)
-    assert ward.out == {2}
+    detector = Ward(2)
+    detector.fail(1)
+    detector.fail(2, 6)
+    assert detector.out == {2}
 
 
 def test_unreachable_endpoints_do_not_use_up_the_share():
     """Three of four whose ports nobody listens on are out, and the last one stays."""
-    ward = Ward()
+    detector = Ward()
     for incarnation in (1, 2, 3):
-        ward.reach(incarnation)
-        ward.miss(incarnation, refused=True)
-    assert ward.out == {1, 2, 3}
-    assert ward.health.condition(1).until == math.inf
-    ward.fail(4, 9)
-    assert ward.out == {1, 2, 3}
+        detector.reach(incarnation)
+        detector.miss(incarnation, refused=True)
+    assert detector.out == {1, 2, 3}
+    assert detector.health.condition(1).until == math.inf
+    detector.fail(4, 9)
+    assert detector.out == {1, 2, 3}
 
 
 def test_scrape_timeouts_alone_make_endpoints_suspect():
     """Time-outs without a failed request leave out no more than the share."""
-    ward = Ward()
+    detector = Ward()
     for incarnation in (1, 2, 3):
-        ward.miss(incarnation)
-    assert len(ward.out) == 2
-    ward.fail(1, 1)
-    ward.fail(2, 1)
-    ward.fail(3, 1)
-    assert ward.out == {1, 2, 3}
+        detector.miss(incarnation)
+    assert len(detector.out) == 2
+    detector.fail(1, 1)
+    detector.fail(2, 1)
+    detector.fail(3, 1)
+    assert detector.out == {1, 2, 3}
 
 
 def test_served_requests_outweigh_scrapes():
     """Where requests are served, scrapes that cannot connect mean a broken metrics port."""
-    ward = Ward()
-    ward.miss(1, 1, refused=True)
-    ward.serve(1)
-    ward.miss(1, 9, refused=True)
-    assert not ward.out
-    ward.reach(1)
-    ward.miss(1, refused=True)
-    assert ward.out == {1}
+    detector = Ward()
+    detector.miss(1, 1, refused=True)
+    detector.serve(1)
+    detector.miss(1, 9, refused=True)
+    assert not detector.out
+    detector.reach(1)
+    detector.miss(1, refused=True)
+    assert detector.out == {1}
 
 
 def test_responses_of_other_endpoints_do_not_clear_a_failure():
     """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
-    ward = Ward()
-    ward.miss(1, 1, refused=True)
-    ward.record_outcome(1, RequestOutcome.SERVED, sole=False)
-    ward.miss(1, 1, refused=True)
-    assert ward.out == {1}
+    detector = Ward()
+    detector.miss(1, 1, refused=True)
+    detector.record_outcome(1, RequestOutcome.SERVED, sole=False)
+    detector.miss(1, 1, refused=True)
+    assert detector.out == {1}
 
 
 def test_a_scrape_readmits_an_unreachable_endpoint():
     """The first page of one that was out of reach ends it, and what requests held against it."""
-    ward = Ward()
-    ward.reach(1)
-    ward.fail(1)
-    ward.miss(1, refused=True)
-    assert ward.state(1) is HealthState.DOWN
-    ward.now = 30.0
-    ward.reach(1)
-    assert (ward.state(1), ward.health.condition(1).since) == (HealthState.HEALTHY, 30.0)
+    detector = Ward()
+    detector.reach(1)
+    detector.fail(1)
+    detector.miss(1, refused=True)
+    assert detector.state(1) is HealthState.DOWN
+    detector.now = 30.0
+    detector.reach(1)
+    assert (detector.state(1), detector.health.condition(1).since) == (HealthState.HEALTHY, 30.0)
 
 
 def test_a_response_readmits_an_unreachable_endpoint():
     """One that stood still answers what it got after the first silent scrape, before the next one."""
-    ward = Ward()
-    ward.reach(1)
-    ward.miss(1, 1)
-    ward.now = 1.0
-    sent = ward.now
-    ward.now = 2.0
-    ward.miss(1, 1)
-    assert ward.state(1) is HealthState.DOWN
-    ward.now = 3.0
-    ward.record_outcome(1, RequestOutcome.SERVED, sent_at=sent)
-    assert ward.state(1) is HealthState.HEALTHY
-    ward.reach(1)
-    assert ward.state(1) is HealthState.HEALTHY
+    detector = Ward()
+    detector.reach(1)
+    detector.miss(1, 1)
+    detector.now = 1.0
+    sent = detector.now
+    detector.now = 2.0
+    detector.miss(1, 1)
+    assert detector.state(1) is HealthState.DOWN
+    detector.now = 3.0
+    detector.record_outcome(1, RequestOutcome.SERVED, sent_at=sent)
+    assert detector.state(1) is HealthState.HEALTHY
+    detector.reach(1)
+    assert detector.state(1) is HealthState.HEALTHY
 
 
 def test_a_restart_ends_an_ejection():
     """Another process has done nothing wrong yet."""
-    ward = Ward()
-    ward.fail(1)
-    ward.reach(1, restarted=True)
-    assert not ward.out
+    detector = Ward()
+    detector.fail(1)
+    detector.reach(1, restarted=True)
+    assert not detector.out
 
 
 def test_a_never_scraped_endpoint_is_probed_by_requests():
     """If scrapes never connected, they may never do: requests find out."""
-    ward = Ward()
-    ward.miss(1)
-    assert ward.state(1) is HealthState.DOWN
-    ward.now = ward.health.condition(1).until
-    assert ward.now < 10.0
-    ward.health.record_sent(1, ward.now)
-    ward.serve(1)
-    assert not ward.out
+    detector = Ward()
+    detector.miss(1)
+    assert detector.state(1) is HealthState.DOWN
+    detector.now = detector.health.condition(1).until
+    assert detector.now < 10.0
+    detector.health.record_sent(1, detector.now)
+    detector.serve(1)
+    assert not detector.out
 
 
 def test_a_stalled_engine_is_ejected():
     """Work, no answers and still counters for 15 s eject; it stays so until it moves."""
-    ward = Ward()
+    detector = Ward()
     for at in range(0, 40, 2):
-        ward.now = float(at)
-        ward.reach(1, moved=False, idle=False)
-        assert bool(ward.out) == (at >= 15)
-    assert ward.health.condition(1).cause == "hung"
-    ward.now = 100.0
-    ward.reach(1, moved=False, idle=False)
-    assert ward.health.condition(1).until > 100.0
-    ward.reach(1, moved=True, idle=False)
-    assert not ward.out
+        detector.now = float(at)
+        detector.reach(1, moved=False, idle=False)
+        assert bool(detector.out) == (at >= 15)
+    assert detector.health.condition(1).cause == "hung"
+    detector.now = 100.0
+    detector.reach(1, moved=False, idle=False)
+    assert detector.health.condition(1).until > 100.0
+    detector.reach(1, moved=True, idle=False)
+    assert not detector.out
 
 
 def test_an_idle_or_answering_engine_is_not_stalled():
     """Standing still is no fault with nothing to do, nor while answers begin."""
-    ward = Ward()
+    detector = Ward()
     for at in range(0, 100, 2):
-        ward.now = float(at)
-        ward.reach(1, moved=False, idle=True)
-        ward.reach(2, moved=False, idle=False)
-        ward.reach(3, moved=None, idle=False)
-        ward.serve(2)
-    assert not ward.out
+        detector.now = float(at)
+        detector.reach(1, moved=False, idle=True)
+        detector.reach(2, moved=False, idle=False)
+        detector.reach(3, moved=None, idle=False)
+        detector.serve(2)
+    assert not detector.out
 
 
 def test_client_disconnects_count_only_after_a_long_silence():
     """Three clients that waited 30 s without a sign of life eject; three in a hurry do not."""
-    ward = Ward()
-    ward.now = 40.0
+    detector = Ward()
+    detector.now = 40.0
     for _ in range(3):
-        ward.record_outcome(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
-        ward.record_outcome(2, RequestOutcome.NO_RESPONSE, sent_at=5.0)
-    assert ward.out == {2}
+        detector.record_outcome(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
+        detector.record_outcome(2, RequestOutcome.NO_RESPONSE, sent_at=5.0)
+    assert detector.out == {2}
 
 
 def test_disabled_detection_ejects_nothing():
     """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
-    ward = Ward(settings=OutlierDetectionSettings(failures=0))
-    ward.fail(1, 50)
+    detector = Ward(settings=OutlierDetectionSettings(failures=0))
+    detector.fail(1, 50)
     for at in range(0, 100, 2):
-        ward.now = float(at)
-        ward.reach(2, moved=False, idle=False)
-    ward.miss(3, refused=True)
-    assert ward.out == {3}
+        detector.now = float(at)
+        detector.reach(2, moved=False, idle=False)
+    detector.miss(3, refused=True)
+    assert detector.out == {3}
 
 
 def test_settings_may_change():
     """New settings hold from the next evidence on."""
-    ward = Ward()
-    ward.fail(1, 2)
-    ward.health.settings = msgspec.structs.replace(ERRORS, failures=2)
-    ward.fail(2, 2)
-    assert ward.out == {2}
+    detector = Ward()
+    detector.fail(1, 2)
+    detector.health.settings = msgspec.structs.replace(ERRORS, failures=2)
+    detector.fail(2, 2)
+    assert detector.out == {2}
 
 
 events = st.lists(
@@ -404,55 +404,55 @@ def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], sha
 
     Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
     """
-    ward = Ward(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
+    detector = Ward(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
     here = {1, 2, 3, 4, 5}
     for incarnation, what, seconds in happened:
-        ward.now += seconds
+        detector.now += seconds
         if incarnation not in here:
             continue
         match what:
             case "fail":
-                ward.record_outcome(
-                    incarnation, RequestOutcome.FAILED, sent_at=ward.now - seconds / 2
+                detector.record_outcome(
+                    incarnation, RequestOutcome.FAILED, sent_at=detector.now - seconds / 2
                 )
             case "serve":
-                ward.record_outcome(
-                    incarnation, RequestOutcome.SERVED, sent_at=ward.now - seconds / 2
+                detector.record_outcome(
+                    incarnation, RequestOutcome.SERVED, sent_at=detector.now - seconds / 2
                 )
             case "left":
-                ward.record_outcome(
-                    incarnation, RequestOutcome.NO_RESPONSE, sent_at=ward.now - 31.0
+                detector.record_outcome(
+                    incarnation, RequestOutcome.NO_RESPONSE, sent_at=detector.now - 31.0
                 )
             case "miss":
-                ward.miss(incarnation, 1)
+                detector.miss(incarnation, 1)
             case "refuse":
-                ward.miss(incarnation, 1, refused=True)
+                detector.miss(incarnation, 1, refused=True)
             case "reach":
-                ward.reach(incarnation, moved=seconds > 10.0, idle=seconds < 3.0)
+                detector.reach(incarnation, moved=seconds > 10.0, idle=seconds < 3.0)
             case "send":
-                ward.health.record_sent(incarnation, ward.now)
+                detector.health.record_sent(incarnation, detector.now)
             case _:
-                ward.health.on_endpoint_removed(incarnation)
-                ward.health.update_ejections(ward.now)
+                detector.health.on_endpoint_removed(incarnation)
+                detector.health.update_ejections(detector.now)
                 here.discard(incarnation)
-    records = ward.health._records
+    records = detector.health._records
     certain = {incarnation for incarnation in here if records[incarnation].certain}
-    doubtful = ward.out - certain
+    doubtful = detector.out - certain
     rest = len(here) - len(certain)
     assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
-    down = {incarnation for incarnation in here if ward.state(incarnation) is HealthState.DOWN}
+    down = {incarnation for incarnation in here if detector.state(incarnation) is HealthState.DOWN}
     assert all(records[incarnation].unreachable for incarnation in down)
 
 
 def test_a_connected_scrape_readmits_a_refused_endpoint():
     """Failed requests to a port on which nobody listened are forgotten once somebody does."""
-    ward = Ward()
-    ward.fail(1)
-    ward.miss(1, 1, refused=True)
-    assert ward.out == {1}
-    ward.now = 1.5
-    ward.reach(1)
-    assert not ward.out
-    ward.fail(1)
-    ward.reach(1)
-    assert ward.out == {1}
+    detector = Ward()
+    detector.fail(1)
+    detector.miss(1, 1, refused=True)
+    assert detector.out == {1}
+    detector.now = 1.5
+    detector.reach(1)
+    assert not detector.out
+    detector.fail(1)
+    detector.reach(1)
+    assert detector.out == {1}

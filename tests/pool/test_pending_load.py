@@ -8,9 +8,9 @@ A = "10.0.0.1:8000"
 
 def test_pending_load_counts_until_it_is_removed():
     """Tokens of the prompt; nothing is in flight."""
-    house = PoolFixture({A: None})
-    account = house.store.pool.find(A).account
-    pending = house.director.pending_load
+    pool_fixture = PoolFixture({A: None})
+    account = pool_fixture.store.pool.find(A).account
+    pending = pool_fixture.director.pending_load
     pending.reconfigure(counted=True)
     promise = pending.add(A, (1, 2, 3), prompt_tokens=200)
     assert account.active_context_tokens > 0.0
@@ -21,8 +21,8 @@ def test_pending_load_counts_until_it_is_removed():
 
 def test_no_pending_load_without_an_endpoint():
     """No endpoint, no prompt, none of that name, or nobody who looks at it."""
-    house = PoolFixture({A: None})
-    pending = house.director.pending_load
+    pool_fixture = PoolFixture({A: None})
+    pending = pool_fixture.director.pending_load
     pending.reconfigure(counted=True)
     assert pending.add("", (1,), prompt_tokens=64) is None
     assert pending.add(A, (), prompt_tokens=64) is None

@@ -76,10 +76,10 @@ def test_a_page_may_lag():
 def test_requests_open_at_the_first_page_explain_answers():
     """Requests whose tokens were all counted by then may end without another count."""
     engine = Engine()
-    tickets = [engine.send(0.5) for _ in range(5)]
+    reservations = [engine.send(0.5) for _ in range(5)]
     engine.scrape(1.0, running=5.0)
-    for ticket in tickets:
-        ticket.close(2.0)
+    for reservation in reservations:
+        reservation.close(2.0)
     assert engine.scrape(9.0) == ""
     engine.serve(9.5)
     assert engine.scrape(10.0) == "frozen"

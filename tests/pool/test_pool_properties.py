@@ -45,9 +45,9 @@ class Fleets(RuleBasedStateMachine):
         member = self.store.pool.find(address)
         if member is None:
             return None
-        ticket = member.account.open("m", tokens, cached_tokens=0, now=0.0)
-        self.open.append(ticket)
-        return ticket
+        reservation = member.account.open("m", tokens, cached_tokens=0, now=0.0)
+        self.open.append(reservation)
+        return reservation
 
     @rule(ticket=consumes(tickets))
     def end(self, ticket: Reservation | None) -> None:
@@ -112,8 +112,8 @@ class Fleets(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When every request has ended, every account of every life is zero."""
-        for ticket in self.open:
-            ticket.close(0.0)
+        for reservation in self.open:
+            reservation.close(0.0)
         for account in self.accounts.values():
             assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
 

@@ -96,11 +96,11 @@ def test_decodes_slow_the_drain_of_the_queue():
 )
 def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
     """Whatever happens, 0 <= queued <= sent, and nothing open means nothing queued."""
-    inflight, tickets, now = account(), [], 0.0
+    inflight, reservations, now = account(), [], 0.0
     for act, number, passed in acts:
         now += passed
         if act == "open":
-            tickets.append(send(inflight, number, now, cached=number // 2))
+            reservations.append(send(inflight, number, now, cached=number // 2))
         elif act == "scrape":
             inflight.record_scrape(
                 sent=inflight.sent,
@@ -108,25 +108,25 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
                 waiting=float(number % 7),
                 now=now,
             )
-        elif tickets:
-            tickets.pop(number % len(tickets)).close(now, answered=act == "close")
+        elif reservations:
+            reservations.pop(number % len(reservations)).close(now, answered=act == "close")
         assert 0 <= inflight.queued(now) <= inflight.sent
-    for ticket in tickets:
-        ticket.close(now)
+    for reservation in reservations:
+        reservation.close(now)
     assert (inflight.in_flight, inflight.prompt_tokens, inflight.adapters) == (0, 0, {})
 
 
 def test_foreign_queued_requests_count_with_typical_work():
     """Three foreign requests wait; of ours those in the middle had 700."""
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([SPOT], 0.0)
-    (member,) = fleet.pool.members
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([SPOT], 0.0)
+    (member,) = store.pool.members
     for tokens in (400, 700, 9000):
         send(member.account, tokens, 0.0).close(0.0)
-    mark = fleet.begin_scrape(member.endpoint)
-    fleet.observe(mark, Load(at=1.0, running=5.0, waiting=3.0), 1.0)
-    assert fleet.pool.members[0].foreign == 8
-    assert fleet.pool.members[0].foreign_tokens == 2100
+    mark = store.begin_scrape(member.endpoint)
+    store.observe(mark, Load(at=1.0, running=5.0, waiting=3.0), 1.0)
+    assert store.pool.members[0].foreign == 8
+    assert store.pool.members[0].foreign_tokens == 2100
 
 
 KNOWN = frozenset({"a", "b", "c", "d"})
@@ -154,7 +154,7 @@ KNOWN = frozenset({"a", "b", "c", "d"})
 def test_adapter_residency_is_classified(opened, closed, load, expected):
     """In use here or there, lately used, room, evictable, full, or nobody knows."""
     inflight = InflightLoad(SPOT)
-    tickets = {name: inflight.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
+    reservations = {name: inflight.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
     for name in closed:
-        tickets[name].close(0.0)
+        reservations[name].close(0.0)
     assert adapter_residency("a", inflight, load, KNOWN) is expected

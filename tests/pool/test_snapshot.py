@@ -12,9 +12,9 @@ ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000"
 
 
 def fleet_of(*addresses: str) -> PoolStore:
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
-    return fleet
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(address) for address in addresses], 0.0)
+    return store
 
 
 def take_down(fleet: PoolStore, *addresses: str) -> None:
@@ -31,8 +31,8 @@ def eligible(fleet: PoolStore, subset: tuple[str, ...] | None = None) -> list[st
 
 def test_without_a_hint_every_endpoint_is_eligible():
     """Without a hint every member is eligible, in pool order, and nothing is copied."""
-    fleet = fleet_of(*ADDRESSES)
-    assert fleet.pool.eligible(None) is fleet.pool.members
+    store = fleet_of(*ADDRESSES)
+    assert store.pool.eligible(None) is store.pool.members
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_a_hint_names_endpoints_by_address_or_ip(subset: tuple[str, ...], expect
 
 def test_endpoints_that_are_down_are_avoided():
     """An endpoint whose scrapes cannot connect is left out while somebody is up."""
-    fleet = fleet_of(*ADDRESSES)
-    take_down(fleet, ADDRESSES[0], ADDRESSES[3])
-    assert eligible(fleet) == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[4]]
-    assert eligible(fleet, ("10.0.0.1",)) == [ADDRESSES[1]]
+    store = fleet_of(*ADDRESSES)
+    take_down(store, ADDRESSES[0], ADDRESSES[3])
+    assert eligible(store) == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[4]]
+    assert eligible(store, ("10.0.0.1",)) == [ADDRESSES[1]]
 
 
 def test_when_all_are_down_all_are_eligible():
     """If nobody is up, also inside a hint, it is the scraper that is cut off."""
-    fleet = fleet_of(*ADDRESSES[:3])
-    take_down(fleet, ADDRESSES[0], ADDRESSES[1])
-    assert eligible(fleet, ("10.0.0.1",)) == [ADDRESSES[0], ADDRESSES[1]]
-    take_down(fleet, ADDRESSES[2])
-    assert eligible(fleet) == list(ADDRESSES[:3])
+    store = fleet_of(*ADDRESSES[:3])
+    take_down(store, ADDRESSES[0], ADDRESSES[1])
+    assert eligible(store, ("10.0.0.1",)) == [ADDRESSES[0], ADDRESSES[1]]
+    take_down(store, ADDRESSES[2])
+    assert eligible(store) == list(ADDRESSES[:3])
 
 
 def test_an_empty_pool_has_no_eligible_endpoint():
@@ -95,35 +95,35 @@ def turn(fleet: PoolStore, *, now: float) -> snapshot.Candidate:
 
 def test_requests_are_dead_reckoned():
     """Requests = own now + max(0, scraped - own at scrape), and own moves without a scrape."""
-    fleet = fleet_of(ADDRESSES[0])
-    (member,) = fleet.pool.members
+    store = fleet_of(ADDRESSES[0])
+    (member,) = store.pool.members
     account = member.account
-    tickets = [account.open("m", 100, cached_tokens=0, now=0.0) for _ in range(2)]
+    reservations = [account.open("m", 100, cached_tokens=0, now=0.0) for _ in range(2)]
     load = Load(at=10.0, running=4, waiting=1)
-    fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
-    assert turn(fleet, now=11.0).estimated_requests == 2 + 3
+    store.observe(store.begin_scrape(member.endpoint), load, 10.0)
+    assert turn(store, now=11.0).estimated_requests == 2 + 3
     account.open("m", 7, cached_tokens=0, now=0.0)
-    candidate = turn(fleet, now=12.0)
+    candidate = turn(store, now=12.0)
     assert (candidate.estimated_requests, candidate.in_flight, candidate.prompt_tokens) == (
         6,
         3,
         207,
     )
     assert (candidate.load, candidate.age_s, candidate.matched_tokens) == (load, 2.0, 5)
-    for ticket in tickets:
-        ticket.close(0.0)
-    assert turn(fleet, now=12.0).estimated_requests == 1 + 3
+    for reservation in reservations:
+        reservation.close(0.0)
+    assert turn(store, now=12.0).estimated_requests == 1 + 3
 
 
 @pytest.mark.parametrize(("now", "known"), [(12.9, True), (13.0, False), (100.0, False)])
 def test_a_stale_load_is_unknown(now: float, known: bool):  # noqa: FBT001
     """From the given age on, only our own requests are known of an endpoint."""
-    fleet = fleet_of(ADDRESSES[0])
-    (member,) = fleet.pool.members
+    store = fleet_of(ADDRESSES[0])
+    (member,) = store.pool.members
     member.account.open("m", 1, cached_tokens=0, now=0.0)
     load = Load(at=10.0, running=4, waiting=1)
-    fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
-    candidate = turn(fleet, now=now)
+    store.observe(store.begin_scrape(member.endpoint), load, 10.0)
+    candidate = turn(store, now=now)
     assert candidate.load is (load if known else NO_LOAD)
     assert candidate.estimated_requests == (5 if known else 1)
     assert candidate.age_s == pytest.approx(now - 10.0)
@@ -137,14 +137,14 @@ def test_load_that_was_never_scraped_is_infinitely_old():
 
 def test_only_unreachable_endpoints_are_down():
     """An endpoint whose requests fail is left out, and is there all the same."""
-    fleet = fleet_of(*ADDRESSES[:4])
-    failing, gone = (fleet.pool.members[at].endpoint for at in (0, 1))
+    store = fleet_of(*ADDRESSES[:4])
+    failing, gone = (store.pool.members[at].endpoint for at in (0, 1))
     for _ in range(3):
-        fleet.record_outcome(failing, endpoint_health.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
-    take_down(fleet, gone.address)
-    first, second, third = fleet.pool.members[:3]
+        store.record_outcome(failing, endpoint_health.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
+    take_down(store, gone.address)
+    first, second, third = store.pool.members[:3]
     assert (first.is_up, first.is_ejected) == (True, True)
     assert (second.is_up, second.is_ejected) == (False, True)
     assert (third.is_up, third.is_ejected) == (True, False)
-    assert (fleet.pool.down, fleet.pool.unhealthy_or_doubtful) == (1, 2)
-    assert eligible(fleet) == list(ADDRESSES[2:4])
+    assert (store.pool.down, store.pool.unhealthy_or_doubtful) == (1, 2)
+    assert eligible(store) == list(ADDRESSES[2:4])

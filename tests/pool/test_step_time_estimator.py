@@ -48,7 +48,7 @@ class Counted:
 def test_the_speed_of_an_engine_is_learned(name):
     """After a minute of mixed load step and prefill time are within 20 % of the machine's."""
     profile = profiles.find(name)
-    counted, learner, rng = (
+    counted, estimator, rng = (
         Counted(profile),
         step_time_estimator.StepTimeEstimator(),
         random.Random(1),
@@ -70,8 +70,8 @@ def test_the_speed_of_an_engine_is_learned(name):
     for tick in range(300):
         state["rate"] = rng.choice((0.3, 0.8, 1.6)) if tick % 25 == 0 else state["rate"]
         now = counted.run(0.2 * (tick + 1), now, submit)
-        learner.update(counted.load(now))
-    learned = learner.rates
+        estimator.update(counted.load(now))
+    learned = estimator.rates
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.2)
     assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
     # This page does not say how much context there is.
@@ -90,20 +90,20 @@ def row(at, steps, computed, generated, *, running=1.0, started_at=None):
 
 def test_an_idle_engine_does_not_change_the_estimate():
     """Time in which nothing ran is not time that work took."""
-    learner = step_time_estimator.StepTimeEstimator()
+    estimator = step_time_estimator.StepTimeEstimator()
     for tick in range(20):
-        learner.update(row(float(tick), 10.0 * tick, 0.0, 10.0 * tick, running=0.0))
-    assert learner.rates == DEFAULT_STEP_TIMES
+        estimator.update(row(float(tick), 10.0 * tick, 0.0, 10.0 * tick, running=0.0))
+    assert estimator.rates == DEFAULT_STEP_TIMES
 
 
 def test_a_restart_starts_a_new_window():
     """A row never spans a restart, and what was learned stays the first guess."""
-    learner = step_time_estimator.StepTimeEstimator()
+    estimator = step_time_estimator.StepTimeEstimator()
     for tick in range(10):
-        learner.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
-    before = learner.rates
-    learner.update(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
-    assert learner.rates == before
+        estimator.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
+    before = estimator.rates
+    estimator.update(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
+    assert estimator.rates == before
     assert step_time_estimator.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
     assert not step_time_estimator.engine_restarted(
         row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0)
@@ -123,11 +123,11 @@ def test_a_new_endpoint_starts_from_the_pool_estimate():
 
 def test_adapter_loads_are_learned_from_engine_counters():
     """Five loads of 2 s each pull the mean towards 2 s."""
-    learner = step_time_estimator.StepTimeEstimator()
+    estimator = step_time_estimator.StepTimeEstimator()
     for tick in range(30):
         totals = EngineCounters(adapter_loads=5.0 * tick, adapter_load_s=10.0 * tick)
-        learner.update(Load(at=float(tick), counters=totals))
-    assert learner.rates.adapter_load_s == pytest.approx(2.0, rel=0.01)
+        estimator.update(Load(at=float(tick), counters=totals))
+    assert estimator.rates.adapter_load_s == pytest.approx(2.0, rel=0.01)
 
 
 COUNTS = st.floats(0, 1e6) | st.none()
@@ -141,14 +141,14 @@ COUNTS = st.floats(0, 1e6) | st.none()
 )
 def test_rates_stay_within_bounds(pages):
     """Whatever pages say, no rate is negative, infinite or not a number."""
-    learner, now = step_time_estimator.StepTimeEstimator(), 0.0
+    estimator, now = step_time_estimator.StepTimeEstimator(), 0.0
     for passed, steps, tokens, generated, finished, running in pages:
         now += passed
         totals = EngineCounters(
             steps=steps, step_tokens=tokens, generated_tokens=generated, finished=finished
         )
-        learner.update(Load(at=now, running=running, counters=totals))
-        learned = learner.rates
+        estimator.update(Load(at=now, running=running, counters=totals))
+        learned = estimator.rates
         assert 1e-4 <= learned.step_s <= 2.0
         assert 1e-7 <= learned.prefill_s <= 1e-2
         assert 1e-7 <= learned.decode_s <= 5e-2
@@ -159,24 +159,24 @@ def test_rates_stay_within_bounds(pages):
 def test_similar_engines_share_the_pool_rates():
     """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
     for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
-        learner = step_time_estimator.StepTimeEstimator()
-        learner.rates = StepTimeModel(step_s=own, evidence=5.0)
-        assert learner.pooled_rates.step_s == own
-        learner.set_prior(StepTimeModel(step_s=0.01, evidence=2.0))
-        assert learner.pooled_rates.step_s == expected
-        learner.set_prior(StepTimeModel(step_s=9.0))
-        assert learner.pooled_rates.step_s == expected
+        estimator = step_time_estimator.StepTimeEstimator()
+        estimator.rates = StepTimeModel(step_s=own, evidence=5.0)
+        assert estimator.pooled_rates.step_s == own
+        estimator.set_prior(StepTimeModel(step_s=0.01, evidence=2.0))
+        assert estimator.pooled_rates.step_s == expected
+        estimator.set_prior(StepTimeModel(step_s=9.0))
+        assert estimator.pooled_rates.step_s == expected
 
 
 def test_engines_without_evidence_have_the_pool_rates():
     """Without evidence nothing is an engine's own, nor is a load time without loads."""
-    learner = step_time_estimator.StepTimeEstimator()
+    estimator = step_time_estimator.StepTimeEstimator()
     pool = StepTimeModel(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
-    learner.set_prior(pool)
-    assert learner.pooled_rates.step_s == 0.05
-    learner.rates = StepTimeModel(step_s=0.02, evidence=5.0)
-    assert learner.pooled_rates.step_s == 0.02
-    assert learner.pooled_rates.adapter_load_s == 0.1
+    estimator.set_prior(pool)
+    assert estimator.pooled_rates.step_s == 0.05
+    estimator.rates = StepTimeModel(step_s=0.02, evidence=5.0)
+    assert estimator.pooled_rates.step_s == 0.02
+    assert estimator.pooled_rates.adapter_load_s == 0.1
 
 
 def test_undetermined_rates_return_to_the_pool_mean():
@@ -186,7 +186,7 @@ def test_undetermined_rates_return_to_the_pool_mean():
         for _ in range(3)
     ]
     for tick in range(400):
-        shown = step_time_estimator.pool_mean([learner.rates for learner in learners])
+        shown = step_time_estimator.pool_mean([estimator.rates for estimator in learners])
         for learner in learners:
             learner.set_prior(shown)
             learner.update(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))

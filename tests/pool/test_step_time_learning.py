@@ -96,8 +96,8 @@ class Site:
                 + profile.decode_s_per_seq * batch
                 + profile.context_s_per_token * context
             )
-            told = self.learner.rates.iteration_s(batch)
-            self.errors.append(abs(told / truth - 1))
+            result = self.learner.rates.iteration_s(batch)
+            self.errors.append(abs(result / truth - 1))
 
 
 @pytest.mark.parametrize(
@@ -106,63 +106,65 @@ class Site:
 def test_every_term_of_an_iteration_is_learned(name, rate):
     """After 150 scrapes of load that comes and goes each of the four is within 30 %."""
     profile = profiles.find(name)
-    site = Site(profile)
+    runtime = Site(profile)
     for at in range(30):
         short, long = ((50, 300), (20, 200)), ((800, 2500), (100, 400))
         prompts, outputs = (short, long)[at % 2]
-        site.run(5, (0.4, 1.0, 1.6)[at % 3] * rate, prompts=prompts, outputs=outputs)
-    learned = site.learner.rates
+        runtime.run(5, (0.4, 1.0, 1.6)[at % 3] * rate, prompts=prompts, outputs=outputs)
+    learned = runtime.learner.rates
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.3)
     assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.3)
     assert learned.context_s == pytest.approx(profile.context_s_per_token, rel=0.3)
-    assert statistics.mean(site.errors[75:]) < 0.05
+    assert statistics.mean(runtime.errors[75:]) < 0.05
 
 
 @pytest.mark.parametrize("beat_s", [0.5, 2.0])
 def test_engines_that_do_not_count_iterations_are_learned_too(beat_s):
     """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
     profile = profiles.find("a100-7b-fp16")
-    site = Site(profile, beat_s=beat_s, counts_steps=False)
+    runtime = Site(profile, beat_s=beat_s, counts_steps=False)
     for at in range(30):
-        site.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
-    learned = site.learner.rates
+        runtime.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
+    learned = runtime.learner.rates
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.2)
     assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
-    assert statistics.mean(site.errors[75:]) < 0.1
+    assert statistics.mean(runtime.errors[75:]) < 0.1
 
 
 def test_longer_contexts_show_at_once():
     """From chat to documents the time of an iteration is right within 10 % all the way."""
-    site = Site(profiles.find("a100-7b-fp16"))
+    runtime = Site(profiles.find("a100-7b-fp16"))
     for at in range(8):
         if at % 2:
-            site.run(30, 1.0, prompts=(2000, 3500), outputs=(200, 400))
+            runtime.run(30, 1.0, prompts=(2000, 3500), outputs=(200, 400))
         else:
-            site.run(30, 5.0, prompts=(100, 300), outputs=(100, 200))
-    late = sorted(site.errors[120:])
+            runtime.run(30, 5.0, prompts=(100, 300), outputs=(100, 200))
+    late = sorted(runtime.errors[120:])
     assert late[int(0.9 * len(late))] < 0.1
 
 
 def test_a_throttled_engine_is_noticed():
     """Half the speed: the time of an iteration is within 10 % again after 80 scrapes."""
     profile = profiles.find("l4-8b-fp8")
-    site = Site(profile)
-    site.run(100, 2.0)
-    site.engine.profile = profile.faster(0.5)
-    site.run(10, 1.0)
-    assert statistics.mean(site.errors[-5:]) > 0.2
-    site.run(70, 1.0)
-    assert statistics.mean(site.errors[-20:]) < 0.1
-    assert site.learner.rates.prefill_s == pytest.approx(2 * profile.prefill_s_per_token, rel=0.2)
+    runtime = Site(profile)
+    runtime.run(100, 2.0)
+    runtime.engine.profile = profile.faster(0.5)
+    runtime.run(10, 1.0)
+    assert statistics.mean(runtime.errors[-5:]) > 0.2
+    runtime.run(70, 1.0)
+    assert statistics.mean(runtime.errors[-20:]) < 0.1
+    assert runtime.learner.rates.prefill_s == pytest.approx(
+        2 * profile.prefill_s_per_token, rel=0.2
+    )
 
 
 @pytest.mark.parametrize("load_s", [0.1, 0.4, 1.0])
 def test_adapter_loads_show_in_the_time_of_steps(load_s):
     """Eight adapters over four slots: the load time is within 25 % after 100 scrapes."""
     profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=load_s)
-    site = Site(profile)
+    runtime = Site(profile)
     names = [f"lora-{at}" for at in range(8)]
-    learned = site.run(100, 0.5, adapters=names)
+    learned = runtime.run(100, 0.5, adapters=names)
     assert learned.adapter_load_s == pytest.approx(load_s, rel=0.25)
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.25)
     assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.25)
@@ -171,33 +173,33 @@ def test_adapter_loads_show_in_the_time_of_steps(load_s):
 def test_slower_adapter_loads_are_noticed():
     """A tenth of a second, then a whole one: within 25 % after 120 scrapes."""
     profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=0.1)
-    site = Site(profile)
+    runtime = Site(profile)
     names = [f"lora-{at}" for at in range(8)]
-    site.run(100, 0.5, adapters=names)
-    site.engine.profile = msgspec.structs.replace(profile, lora_load_s=1.0)
-    learned = site.run(120, 0.3, adapters=names)
+    runtime.run(100, 0.5, adapters=names)
+    runtime.engine.profile = msgspec.structs.replace(profile, lora_load_s=1.0)
+    learned = runtime.run(120, 0.3, adapters=names)
     assert learned.adapter_load_s == pytest.approx(1.0, rel=0.25)
 
 
 def test_without_loads_their_time_is_the_prior():
     """An engine whose adapters all stay resident says nothing of loading."""
-    site = Site(profiles.find("l4-8b-fp8"))
-    assert site.run(50, 1.0).adapter_load_s == 0.5
+    runtime = Site(profiles.find("l4-8b-fp8"))
+    assert runtime.run(50, 1.0).adapter_load_s == 0.5
 
 
 def test_idle_time_is_not_counted_as_slow_steps():
     """Short requests with nothing in between: time in which nothing ran is not counted."""
     profile = profiles.find("l4-8b-fp8")
-    site = Site(profile, beat_s=2.0)
-    learned = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
+    runtime = Site(profile, beat_s=2.0)
+    learned = runtime.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
     assert learned.step_s == pytest.approx(profile.base_s, rel=0.25)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_common_prefix_is_read_by_every_sequence(told):
+@pytest.mark.parametrize("result", [False, True])
+def test_a_common_prefix_is_read_by_every_sequence(result):
     """4,000 tokens in common are in the cache once: only who knows that finds what a sequence costs."""
     profile = profiles.find("l4-8b-fp8")
-    learner, rng = step_time_estimator.StepTimeEstimator(), random.Random(1)
+    estimator, rng = step_time_estimator.StepTimeEstimator(), random.Random(1)
     at, steps, computed, generated = 0.0, 0, 0.0, 0.0
     per_sequence = profile.decode_s_per_seq + profile.context_s_per_token * 4200
     for _ in range(100):
@@ -218,11 +220,11 @@ def test_a_common_prefix_is_read_by_every_sequence(told):
                     generated_tokens=generated,
                 ),
             )
-            learner.update(load, shared=4000.0 * (batch - 1) * told)
-    learned = learner.rates
-    found = learned.iteration_s(1) - learned.step_s
-    if told:
-        assert found == pytest.approx(per_sequence, rel=0.15)
+            estimator.update(load, shared=4000.0 * (batch - 1) * result)
+    learned = estimator.rates
+    values = learned.iteration_s(1) - learned.step_s
+    if result:
+        assert values == pytest.approx(per_sequence, rel=0.15)
         assert learned.step_s == pytest.approx(profile.base_s, rel=0.15)
     else:
-        assert found < 0.7 * per_sequence
+        assert values < 0.7 * per_sequence

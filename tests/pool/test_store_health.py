@@ -12,9 +12,9 @@ FIRST, SECOND, THIRD, FOURTH = (f"10.0.0.{n}:8000" for n in range(1, 5))
 
 
 def fleet_of(*addresses: str) -> PoolStore:
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
-    return fleet
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(address) for address in addresses], 0.0)
+    return store
 
 
 def state(fleet: PoolStore, address: str = FIRST) -> HealthState:
@@ -47,32 +47,32 @@ def missed(fleet: PoolStore, address: str, reason: str, times: int = 2) -> None:
 )
 def test_stalled_counters_eject_an_endpoint(*, totals: EngineCounters, running: float, out: bool):
     """Work and no iteration for 15 s is a hung engine, where iterations or tokens are counted."""
-    fleet = fleet_of(FIRST, SECOND)
-    member = fleet.pool.find(FIRST)
+    store = fleet_of(FIRST, SECOND)
+    member = store.pool.find(FIRST)
     assert member is not None
     member.account.open("m", 10, cached_tokens=0, now=0.0)
     for at in range(1, 20):
-        mark = fleet.begin_scrape(endpoint(fleet))
-        fleet.observe(mark, Load(at=at, running=running, waiting=0.0, counters=totals), float(at))
-    assert (state(fleet) is HealthState.EJECTED) is out
+        mark = store.begin_scrape(endpoint(store))
+        store.observe(mark, Load(at=at, running=running, waiting=0.0, counters=totals), float(at))
+    assert (state(store) is HealthState.EJECTED) is out
 
 
 def test_foreign_work_does_not_eject_an_endpoint():
     """Without a request of ours nothing is said of an engine that stands still."""
-    fleet = fleet_of(FIRST, SECOND)
+    store = fleet_of(FIRST, SECOND)
     for at in range(1, 40):
         load = Load(at=at, running=3.0, waiting=0.0, counters=EngineCounters(steps=1.0))
-        fleet.observe(fleet.begin_scrape(endpoint(fleet)), load, float(at))
-    assert state(fleet) is HealthState.HEALTHY
+        store.observe(store.begin_scrape(endpoint(store)), load, float(at))
+    assert state(store) is HealthState.HEALTHY
 
 
 def test_refusal_at_the_serving_port_is_unreachable():
     """Nobody listens where requests would go: any number may be out for that."""
-    fleet = fleet_of(FIRST, SECOND, THIRD, FOURTH)
+    store = fleet_of(FIRST, SECOND, THIRD, FOURTH)
     for address in (FIRST, SECOND, THIRD):
-        missed(fleet, address, "refused")
+        missed(store, address, "refused")
     assert [
-        state(fleet, endpoint_address) for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
+        state(store, endpoint_address) for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
     ] == [
         *[HealthState.DOWN] * 3,
         HealthState.HEALTHY,
@@ -81,9 +81,9 @@ def test_refusal_at_the_serving_port_is_unreachable():
 
 def test_refusal_at_the_metrics_port_is_suspect():
     """A metrics port of its own says less: no more than the share are out for it."""
-    fleet = PoolStore(on_gone=lambda _: None)
+    store = PoolStore(on_gone=lambda _: None)
     labels = {METRICS_PORT: "9400"}
-    fleet.set_endpoints(
+    store.set_endpoints(
         [
             Endpoint(endpoint_address, labels=labels)
             for endpoint_address in (FIRST, SECOND, THIRD, FOURTH)
@@ -91,57 +91,57 @@ def test_refusal_at_the_metrics_port_is_suspect():
         0.0,
     )
     for address in (FIRST, SECOND, THIRD):
-        missed(fleet, address, "refused")
-    assert fleet.pool.down == 2
+        missed(store, address, "refused")
+    assert store.pool.down == 2
 
 
 @pytest.mark.parametrize("reason", ["status 404", "unreadable", "bug: KeyError"])
 def test_a_missing_page_is_no_failure(reason: str):
     """An engine without metrics serves as well as any other."""
-    fleet = fleet_of(FIRST, SECOND)
-    missed(fleet, FIRST, reason, times=9)
-    assert state(fleet) is HealthState.HEALTHY
+    store = fleet_of(FIRST, SECOND)
+    missed(store, FIRST, reason, times=9)
+    assert state(store) is HealthState.HEALTHY
 
 
 def test_health_is_forgotten_with_the_endpoint():
     """In its next life nothing is held against it, and it counts as new."""
-    fleet = fleet_of(FIRST, SECOND)
+    store = fleet_of(FIRST, SECOND)
     for _ in range(3):
-        fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
-    assert state(fleet) is HealthState.EJECTED
-    fleet.set_endpoints([Endpoint(SECOND)], 2.0)
-    fleet.set_endpoints([Endpoint(FIRST), Endpoint(SECOND)], 3.0)
-    assert state(fleet) is HealthState.HEALTHY
-    assert fleet.pool.newest == 3.0
+        store.record_outcome(endpoint(store), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
+    assert state(store) is HealthState.EJECTED
+    store.set_endpoints([Endpoint(SECOND)], 2.0)
+    store.set_endpoints([Endpoint(FIRST), Endpoint(SECOND)], 3.0)
+    assert state(store) is HealthState.HEALTHY
+    assert store.pool.newest == 3.0
 
 
 def test_initial_endpoints_have_no_slow_start():
     """Those of the first list, and of a list after an empty one, are as old as any."""
-    fleet = fleet_of(FIRST)
-    assert fleet.pool.newest < 0.0
-    fleet.set_endpoints([], 1.0)
-    fleet.set_endpoints([Endpoint(SECOND)], 2.0)
-    assert fleet.pool.newest < 0.0
-    fleet.set_endpoints([Endpoint(SECOND), Endpoint(THIRD)], 3.0)
-    assert fleet.pool.newest == 3.0
+    store = fleet_of(FIRST)
+    assert store.pool.newest < 0.0
+    store.set_endpoints([], 1.0)
+    store.set_endpoints([Endpoint(SECOND)], 2.0)
+    assert store.pool.newest < 0.0
+    store.set_endpoints([Endpoint(SECOND), Endpoint(THIRD)], 3.0)
+    assert store.pool.newest == 3.0
 
 
 def test_the_share_follows_the_pool():
     """When others leave, an endpoint that must stay is taken back."""
-    fleet = fleet_of(FIRST, SECOND)
+    store = fleet_of(FIRST, SECOND)
     for _ in range(3):
-        fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
-    assert fleet.pool.unhealthy_or_doubtful == 1
-    fleet.set_endpoints([Endpoint(FIRST)], 2.0)
-    assert (state(fleet), fleet.pool.unhealthy_or_doubtful) == (HealthState.HEALTHY, 0)
+        store.record_outcome(endpoint(store), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
+    assert store.pool.unhealthy_or_doubtful == 1
+    store.set_endpoints([Endpoint(FIRST)], 2.0)
+    assert (state(store), store.pool.unhealthy_or_doubtful) == (HealthState.HEALTHY, 0)
 
 
 def test_a_reservation_moves_with_all_its_counts():
     """What was charged to one endpoint is charged to another, and given back once."""
-    fleet = fleet_of(FIRST, SECOND)
-    first, second = (member.account for member in fleet.pool.members)
-    ticket = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)
-    ticket.move(second, 1.0)
+    store = fleet_of(FIRST, SECOND)
+    first, second = (member.account for member in store.pool.members)
+    reservation = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)
+    reservation.move(second, 1.0)
     assert (first.in_flight, first.prompt_tokens, first.adapters, first.queued(1.0)) == (
         0,
         0,
@@ -149,8 +149,8 @@ def test_a_reservation_moves_with_all_its_counts():
         0,
     )
     assert (second.in_flight, second.prompt_tokens, second.adapters) == (1, 100, {"m": 1})
-    assert (ticket.uncached_tokens, ticket.endpoint) == (100, second.endpoint)
-    ticket.close(2.0)
+    assert (reservation.uncached_tokens, reservation.endpoint) == (100, second.endpoint)
+    reservation.close(2.0)
     assert (second.in_flight, second.answered, first.answered) == (0, 1, 0)
     with pytest.raises(RuntimeError):
-        ticket.move(first, 3.0)
+        reservation.move(first, 3.0)

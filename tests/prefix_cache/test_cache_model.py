@@ -76,7 +76,7 @@ class Town:
         request = InferenceRequest(api="chat", model="m", prompt_tokens=tokens, session=str(name))
         decision = self.parts.director.choose(request, self.now, chain=chain, headers={})
         assert isinstance(decision, Decision)
-        ticket = self.parts.director.reserve(decision, self.now)
+        reservation = self.parts.director.reserve(decision, self.now)
         at = self.parts.store.pool.positions[decision.endpoints[0].address]
         engine = self.engines[at]
         assert (
@@ -90,55 +90,55 @@ class Town:
             self.now += done.duration_s
             if done.finished:
                 break
-        self.parts.director.release(ticket, self.now)
+        self.parts.director.release(reservation, self.now)
         cached = done.finished[0].cached_tokens
         self.asked.append((tokens, min(decision.matched_tokens, tokens), cached))
         self.scrape()
 
     def ratios(self, last):
         """Predicted and observed hit ratio of the last so many requests."""
-        asked = self.asked[-last:]
-        total = sum(tokens for tokens, _, _ in asked)
-        return sum(p for _, p, _ in asked) / total, sum(c for _, _, c in asked) / total
+        requested = self.asked[-last:]
+        total = sum(tokens for tokens, _, _ in requested)
+        return sum(p for _, p, _ in requested) / total, sum(c for _, _, c in requested) / total
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_silently_halved_cache_is_detected(seed):
     """Bar 6: within 5 points again 200 requests after the engines lost half their cache."""
-    town = Town(seed=seed)
+    traffic = Town(seed=seed)
     for _ in range(500):
-        town.turn()
-    predicted, observed = town.ratios(200)
+        traffic.turn()
+    predicted, observed = traffic.ratios(200)
     assert predicted == pytest.approx(observed, abs=0.05)
-    for engine in town.engines:
+    for engine in traffic.engines:
         engine.pool.shrink(engine.pool.size // 2)
     for _ in range(200):
-        town.turn()
+        traffic.turn()
     after = []
     for _ in range(100):
-        town.turn()
-        after.append(town.ratios(50))
+        traffic.turn()
+        after.append(traffic.ratios(50))
     assert max(abs(p - o) for p, o in after) < 0.12
-    predicted, observed = town.ratios(100)
+    predicted, observed = traffic.ratios(100)
     assert predicted == pytest.approx(observed, abs=0.05)
     assert observed < 0.8
 
 
 def test_without_calibration_the_prediction_stays_wrong():
     """The same town without correction predicts what is not there: the test above can fail."""
-    town = Town(correcting=False)
+    traffic = Town(correcting=False)
     for _ in range(500):
-        town.turn()
-    for engine in town.engines:
+        traffic.turn()
+    for engine in traffic.engines:
         engine.pool.shrink(engine.pool.size // 2)
     for _ in range(300):
-        town.turn()
-    predicted, observed = town.ratios(100)
+        traffic.turn()
+    predicted, observed = traffic.ratios(100)
     assert predicted - observed > 0.07
 
 
-def observed(town, endpoint, *, restarted=False, **after):
-    town.observe_load(
+def observed(traffic, endpoint, *, restarted=False, **after):
+    traffic.observe_load(
         endpoint,
         before=Load(),
         after=Load(at=1.0, **after),
@@ -150,12 +150,12 @@ def observed(town, endpoint, *, restarted=False, **after):
 def test_a_restarted_engine_holds_nothing():
     """Blocks are forgotten at once, and the slot stays good."""
     index = PrefixIndex(100)
-    town = cache_model.CacheModel(index, TOKENS, most_blocks=100)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=100)
     slot = index.slot(cache_model.index_key(SPOT))
     index.record(cache_model.index_key(SPOT), [1, 2, 3])
-    observed(town, SPOT)
+    observed(traffic, SPOT)
     assert index.match([1, 2, 3])[slot] == 3
-    observed(town, SPOT, restarted=True)
+    observed(traffic, SPOT, restarted=True)
     assert index.match([1, 2, 3])[slot] == 0
     assert index.slot(cache_model.index_key(SPOT)) == slot
     assert index.capacity(cache_model.index_key(SPOT)) == 100
@@ -164,40 +164,40 @@ def test_a_restarted_engine_holds_nothing():
 def test_capacity_follows_the_engines_own():
     """6400 KV tokens, prompts of 600 and answers of 200 tokens: 75 blocks of 64 tokens."""
     index = PrefixIndex(1000)
-    town = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
     for _ in range(500):
-        town.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
-    observed(town, SPOT, kv_blocks=400, block_tokens=16)
+        traffic.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+    observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
     assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
-    assert town.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
+    assert traffic.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
 
 
 def test_a_new_model_predicts_the_nominal_capacity():
     """Before the first request, and after one long prompt, capacity is not near nothing."""
     index = PrefixIndex(1000)
-    town = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
-    observed(town, SPOT, kv_blocks=400, block_tokens=16)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
+    observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
     assert index.capacity(cache_model.index_key(SPOT)) == 100
-    town.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
-    observed(town, SPOT, kv_blocks=400, block_tokens=16)
+    traffic.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+    observed(traffic, SPOT, kv_blocks=400, block_tokens=16)
     assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
 
 
 def test_memory_is_bounded_whatever_engines_hold():
     """The configured number of blocks is the most."""
     index = PrefixIndex(50)
-    town = cache_model.CacheModel(index, TOKENS, most_blocks=50)
-    observed(town, SPOT, kv_blocks=10**6, block_tokens=16)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=50)
+    observed(traffic, SPOT, kv_blocks=10**6, block_tokens=16)
     assert index.capacity(cache_model.index_key(SPOT)) == 50
 
 
 def test_a_removed_endpoint_is_forgotten():
     """Neither blocks nor calibration stay."""
     index = PrefixIndex(50)
-    town = cache_model.CacheModel(index, TOKENS, most_blocks=50)
-    town.record_sent(SPOT, [1], prompt_tokens=64, cached_tokens=0)
+    traffic = cache_model.CacheModel(index, TOKENS, most_blocks=50)
+    traffic.record_sent(SPOT, [1], prompt_tokens=64, cached_tokens=0)
     index.record(cache_model.index_key(SPOT), [1])
-    first = town.state_of(SPOT)
-    town.forget(SPOT)
+    first = traffic.state_of(SPOT)
+    traffic.forget(SPOT)
     assert index.keys() == ()
-    assert town.state_of(SPOT) is not first
+    assert traffic.state_of(SPOT) is not first

@@ -83,10 +83,10 @@ def test_usage_is_more_exact_than_counters():
 def test_the_factor_stays_in_bounds(acts):
     """Whatever is sent and counted, the factor is between 0.02 and 2, and the error a ratio."""
     estimate = Calibration()
-    for act, one, other in acts:
+    for act, item, other in acts:
         if act == "sent":
-            estimate.record_sent(one, min(one, other))
+            estimate.record_sent(item, min(item, other))
         else:
-            estimate.observe_counters(float(one), float(min(one, other)))
+            estimate.observe_counters(float(item), float(min(item, other)))
         assert 0.02 <= estimate.factor <= 2.0
         assert -1.0 <= estimate.error <= 1.0

@@ -50,10 +50,10 @@ class Naive:
         self.held = {key: OrderedDict() for key in KEYS}
 
     def record(self, key, blocks_):
-        held = self.held[key]
+        queued = self.held[key]
         for depth in range(min(len(blocks_), self.capacity[key]), 0, -1):
-            held[tuple(blocks_[:depth])] = True
-            held.move_to_end(tuple(blocks_[:depth]))
+            queued[tuple(blocks_[:depth])] = True
+            queued.move_to_end(tuple(blocks_[:depth]))
         self.shrink(key)
 
     def resize(self, key, capacity):
@@ -68,7 +68,7 @@ class Naive:
         blocks_, keep = argument
         gone = tuple(blocks_[: keep + 1])
         if len(blocks_) > keep:
-            for path in [one for one in self.held[key] if one[: len(gone)] == gone]:
+            for path in [item for item in self.held[key] if item[: len(gone)] == gone]:
                 del self.held[key][path]
 
     def shrink(self, key):
@@ -76,9 +76,9 @@ class Naive:
             self.held[key].popitem(last=False)
 
     def depth(self, key, blocks_):
-        held = self.held[key]
+        queued = self.held[key]
         paths = (tuple(blocks_[:depth]) for depth in range(1, len(blocks_) + 1))
-        return sum(1 for _ in itertools.takewhile(held.__contains__, paths))
+        return sum(1 for _ in itertools.takewhile(queued.__contains__, paths))
 
 
 def parts(index, key):
@@ -112,8 +112,8 @@ def check_books(index):
         assert run.holders
         assert not run.holders & run.partly
         assert run.parent is index._root or not (run.holders | run.partly) & ~run.parent.holders
-        for slot, belief in enumerate(index._caches):
-            keep = belief.held_blocks(run)
+        for slot, cache_model in enumerate(index._caches):
+            keep = cache_model.held_blocks(run)
             assert bool(run.holders >> slot & 1) == (keep == run.size)
             assert bool(run.partly >> slot & 1) == (0 < keep < run.size)
         children = (run.children or {}).items()
@@ -135,11 +135,11 @@ def check_script(capacity, script, questions):
             case _:
                 getattr(index, name)(key, argument)
         getattr(naive, name)(key, argument)
-        for one in KEYS:
-            assert index.held(one) <= naive.capacity[one]
-            assert parts(index, one) == set(naive.held[one])
+        for item in KEYS:
+            assert index.held(item) <= naive.capacity[item]
+            assert parts(index, item) == set(naive.held[item])
         check_books(index)
-    assert index.blocks_total == sum(len(held) for held in naive.held.values())
+    assert index.blocks_total == sum(len(queued) for queued in naive.held.values())
     for question in questions:
         slots = [index.slot(key) for key in KEYS]
         depths = index.match(question)
@@ -216,14 +216,14 @@ def test_memory_bound_holds_for_many_endpoints_with_short_prompts():
         most = max(most, index.bytes_estimate())
     gc.collect()
     before_, _ = tracemalloc.get_traced_memory()
-    held = index.blocks_total
+    queued = index.blocks_total
     del index
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most <= 4_000_000
     assert before_ - after < 1.2 * 4_000_000
-    assert held * 400 > 4_000_000
+    assert queued * 400 > 4_000_000
 
 
 def test_indexes_of_several_pools_share_a_bound():
@@ -337,7 +337,7 @@ def test_memory_stays_small_while_blocks_are_replaced():
     index = PrefixIndex(2000)
     for _ in range(4000):
         index.record(rng.choice(KEYS), system + [rng.getrandbits(60) for _ in range(8)])
-    held = index.blocks_total
+    queued = index.blocks_total
     estimate = index.bytes_estimate()
     gc.collect()
     before_, _ = tracemalloc.get_traced_memory()
@@ -345,6 +345,6 @@ def test_memory_stays_small_while_blocks_are_replaced():
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held == 3 * 2000
-    assert (before_ - after) / held < 100
+    assert queued == 3 * 2000
+    assert (before_ - after) / queued < 100
     assert abs(estimate / (before_ - after) - 1) < 0.2

@@ -60,9 +60,9 @@ def reference_block() -> str:
         rows += [f"\n### {letter}. {title}\n", "| # | mark | point | |", "|---|---|---|---|"]
         for point in POINTS:
             if point.section == letter:
-                held = "tested" if point.number in tests else point.status.value
+                queued = "tested" if point.number in tests else point.status.value
                 number = f'<a id="point-{point.number}"></a>{point.number}'
-                rows.append(f"| {number} | {point.mark} | {point.text} | {held} |")
+                rows.append(f"| {number} | {point.mark} | {point.text} | {queued} |")
     return "\n".join(rows).strip()
 
 

@@ -85,7 +85,7 @@ def converse(
 
 
 def cut(body: bytes, places: Sequence[int]) -> list[bytes]:
-    edges = [0, *sorted(place % (len(body) + 1) for place in places), len(body)]
+    edges = [0, *sorted(fixture % (len(body) + 1) for fixture in places), len(body)]
     return [body[start:stop] for start, stop in pairwise(edges)]
 
 
@@ -182,7 +182,7 @@ def test_any_sequence_of_messages_keeps_the_invariants(
     exchange = exchange_of(budget, conformance=conformance)
     replies: list[ProcessingResponse] = []
     first = True
-    for event, held in script:
+    for event, queued in script:
         message = ProcessingRequest(
             event.kind,
             event.headers,
@@ -196,7 +196,7 @@ def test_any_sequence_of_messages_keeps_the_invariants(
             replies += exchange.receive(message)
         except ProtocolError:
             break
-        if exchange.pending is not None and not held:
+        if exchange.pending is not None and not queued:
             replies += exchange.apply_outcome(outcome)
         assert 0 <= budget.held_bytes <= LIMIT
     answers_left = iter(exchange.apply_outcome(outcome) if exchange.pending is not None else ())

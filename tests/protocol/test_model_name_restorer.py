@@ -33,7 +33,7 @@ def restored(headers, body: bytes, **names: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "becomes"),
+    ("body", "expected"),
     [
         (b'{"model":"big-v2","a":1}', b'{"model":"big","a":1}'),
         (b'{"model": "big-v2"}', b'{"model": "big"}'),
@@ -63,13 +63,13 @@ def restored(headers, body: bytes, **names: str) -> bytes:
         (b"", b""),
     ],
 )
-def test_086_json_answers(body: bytes, becomes: bytes):
+def test_086_json_answers(body: bytes, expected: bytes):
     """The model an answer names for itself is the client's again; every other byte stays."""
-    assert restored(JSON, body) == becomes
+    assert restored(JSON, body) == expected
 
 
 @pytest.mark.parametrize(
-    ("body", "becomes"),
+    ("body", "expected"),
     [
         (EVENT + EVENT, EVENT.replace(b'"big-v2"', b'"big"') * 2),
         (b"data: [DONE]\n\n", b"data: [DONE]\n\n"),
@@ -89,9 +89,9 @@ def test_086_json_answers(body: bytes, becomes: bytes):
         ),
     ],
 )
-def test_086_streams_of_events(body: bytes, becomes: bytes):
+def test_086_streams_of_events(body: bytes, expected: bytes):
     """Every event on its own, whatever stood in the one before."""
-    assert restored(SSE, body) == becomes
+    assert restored(SSE, body) == expected
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_complete_events_are_not_held_back(cut: int):
     restorer = model_name_restorer.for_response(SSE, "big-v2", "big")
     assert restorer is not None
     given_out = restorer.pass_on((EVENT + EVENT)[:cut], last=False)
-    becomes = EVENT.replace(b'"big-v2"', b'"big"') * 2
-    assert becomes.startswith(given_out)
+    expected = EVENT.replace(b'"big-v2"', b'"big"') * 2
+    assert expected.startswith(given_out)
     waiting = restorer.rest()
     assert len(waiting) < len(b'"model":"big-v2"')
     if cut % len(EVENT) == 0:

@@ -205,12 +205,12 @@ def test_010_health_on_the_ext_proc_port():
 
 async def drained(picker: Running) -> None:
     await picker.sync()
-    hurry = asyncio.Event()
+    skip_drain = asyncio.Event()
     async with picker.channel() as channel:
         before = Stream(channel)
         await before.say(ext_proc_script.request_headers(ends=True))
         await before.hear()
-        drain = asyncio.ensure_future(picker.picker.drain(hurry))
+        drain = asyncio.ensure_future(picker.picker.drain(skip_drain))
         while not picker.picker.readiness.draining:
             await asyncio.sleep(0)
         for name in NAMES:
@@ -219,7 +219,7 @@ async def drained(picker: Running) -> None:
         assert await before.hear() == [ext_proc_script.answer_headers()]
         assert await routed(channel) == FIRST
         assert not drain.done()
-        hurry.set()
+        skip_drain.set()
         await drain
         # Let go with OK, so that Envoy goes on with the answer without us.
         assert await before.rest() == []
@@ -242,13 +242,13 @@ def test_012_an_unknown_protocol():
     async def test() -> None:
         async with serving.running(serving.settings(FIRST)) as picker:
             await picker.sync()
-            (site,) = picker.picker.pool_registry.by_name.values()
+            (runtime,) = picker.picker.pool_registry.by_name.values()
             for protocol, status in (
                 ("kubernetes.io/h2c", "SERVING"),
                 ("kubernetes.io/wss", "NOT_SERVING"),
                 ("http", "SERVING"),
             ):
-                site.on_discovered(
+                runtime.on_discovered(
                     DiscoveredPool(endpoints=(Endpoint(FIRST),), app_protocol=protocol)
                 )
                 for name in NAMES:

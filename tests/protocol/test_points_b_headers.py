@@ -13,13 +13,13 @@ from tests.support.pool_fixture import PoolFixture, load
 
 def test_023_headers_are_set_by_raw_value_alone():
     """Every header we set carries raw_value and no value, on picks, responses and refusals."""
-    held = ext_proc_script.Talk(build_pool().decide, request_id="made")
+    queued = ext_proc_script.Talk(build_pool().decide, request_id="made")
     messages = (
         ext_proc_script.request_headers({":path": "/v1/models"}, ends=True),
         ext_proc_script.response_headers(),
     )
     # The peer refuses to read a header that has `value` set.
-    replies = [replies for message in messages for replies in held.hear(message)]
+    replies = [replies for message in messages for replies in queued.hear(message)]
     assert [len(reply.sets) for reply in replies] == [2, 1]
     refused = ext_proc_script.Talk(PoolFixture({}).decide).hear(
         ext_proc_script.request_headers(ends=True)
@@ -49,10 +49,10 @@ def test_035_request_headers_are_not_echoed():
 def test_036_header_names_in_any_case_and_either_value(raw: bool):  # noqa: FBT001
     """Names are compared without case, and raw_value or value alone is read."""
     headers = {":path": "/x", "X-Request-ID": "r", "Content-Type": "text/Plain"}
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [ext_proc_script.request_headers(headers, ends=True, raw=raw), ext_proc_script.route()]
     )
-    assert held.decided[0].headers == {
+    assert queued.decided[0].headers == {
         ":path": "/x",
         "x-request-id": "r",
         "content-type": "text/Plain",
@@ -65,10 +65,10 @@ def test_036_raw_value_comes_before_value():
     content = peer.ext_proc.HttpHeaders(
         headers=peer.core.HeaderMap(headers=[header]), end_of_stream=True
     )
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [ext_proc_script.Message("request_headers", content), ext_proc_script.route()]
     )
-    assert held.decided[0].headers == {"a": "raw"}
+    assert queued.decided[0].headers == {"a": "raw"}
 
 
 def test_037_a_request_id_is_set_when_there_is_one():
@@ -148,11 +148,11 @@ def test_040_control_headers_are_removed_with_a_buffered_body():
 )
 def test_043_metadata_is_optional(metadata: object):
     """No metadata, empty metadata and foreign metadata are legal and hint nothing."""
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [ext_proc_script.request_headers(ends=True, metadata=metadata), ext_proc_script.route()],
         build_pool().decide,
     )
-    assert held.decided[0].subset is None
+    assert queued.decided[0].subset is None
 
 
 @pytest.mark.parametrize("where", ["headers", "body", "both", "conflict"])
@@ -160,7 +160,7 @@ def test_044_a_hint_on_headers_or_body(where: str):
     """A hint counts on the headers, on a body message or on both; a later one wins."""
     hint = peer.hinted([THREE[1]])
     other = peer.hinted([THREE[0]]) if where == "conflict" else hint
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(metadata=other if where != "body" else None),
             ext_proc_script.request_body(
@@ -171,15 +171,15 @@ def test_044_a_hint_on_headers_or_body(where: str):
         ],
         build_pool(*THREE).decide,
     )
-    assert held.decided[0].subset == (THREE[1],)
+    assert queued.decided[0].subset == (THREE[1],)
 
 
 def test_044_an_empty_later_hint_does_not_widen_or_close():
     """An empty hint after one that names endpoints does not replace it."""
-    held = ext_proc_script.Talk()
-    held.hear(ext_proc_script.request_headers(metadata=peer.hinted([THREE[1]])))
-    held.hear(ext_proc_script.request_body(b"", ends=True, metadata=peer.hinted([])))
-    assert held.decided[0].subset == (THREE[1],)
+    queued = ext_proc_script.Talk()
+    queued.hear(ext_proc_script.request_headers(metadata=peer.hinted([THREE[1]])))
+    queued.hear(ext_proc_script.request_body(b"", ends=True, metadata=peer.hinted([])))
+    assert queued.decided[0].subset == (THREE[1],)
 
 
 @pytest.mark.parametrize("modes", [("DUPLEX", "DUPLEX"), ("BUFFERED", "NONE"), ("NONE", "NONE")])
@@ -188,9 +188,9 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
 )
 def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
     """Where it is wanted and something was compared, every finalist's score is in the metadata."""
-    held = PoolFixture(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
+    queued = PoolFixture(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
     talk = ext_proc_script.Talk(
-        held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)
+        queued.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)
     )
     replies = talk.hear(ext_proc_script.request_headers())
     if modes[0] != "NONE":

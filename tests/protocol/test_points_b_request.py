@@ -49,7 +49,7 @@ def test_018_no_reply_before_the_body_is_complete():
 
 def test_019_duplex_body_answers_are_streamed_responses():
     """In full duplex both directions answer bodies by streamed_response only."""
-    held = ext_proc_script.Talk()
+    queued = ext_proc_script.Talk()
     for message in (
         ext_proc_script.request_headers(),
         ext_proc_script.request_body(b"x" * 130_000, ends=True),
@@ -57,7 +57,7 @@ def test_019_duplex_body_answers_are_streamed_responses():
         ext_proc_script.response_body(b""),
         ext_proc_script.response_body(b"y", ends=True),
     ):
-        for reply in held.hear(message):
+        for reply in queued.hear(message):
             if reply.part.endswith("_body"):
                 assert reply.body is not None
 
@@ -67,9 +67,9 @@ def test_019_duplex_body_answers_are_streamed_responses():
 )
 def test_020_pieces_are_at_most_62000_bytes(size: int, pieces: int):
     """A body is handed on in pieces of at most 62,000 bytes."""
-    held = ext_proc_script.Talk()
-    held.hear(ext_proc_script.request_headers())
-    _, *replies = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
+    queued = ext_proc_script.Talk()
+    queued.hear(ext_proc_script.request_headers())
+    _, *replies = queued.hear(ext_proc_script.request_body(b"x" * size, ends=True))
     assert len(replies) == pieces
     assert max(len(piece.body) for piece in replies) <= 62000
     assert sum(len(piece.body) for piece in replies) == size
@@ -78,19 +78,19 @@ def test_020_pieces_are_at_most_62000_bytes(size: int, pieces: int):
 @pytest.mark.parametrize("size", [0, 1, 62000, 62001, 200_000])
 def test_021_end_of_stream_once_on_the_last_piece(size: int):
     """The body's end is said exactly once, on its last piece."""
-    held = ext_proc_script.Talk()
-    held.hear(ext_proc_script.request_headers())
-    _, *replies = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
+    queued = ext_proc_script.Talk()
+    queued.hear(ext_proc_script.request_headers())
+    _, *replies = queued.hear(ext_proc_script.request_body(b"x" * size, ends=True))
     assert [piece.ends for piece in replies] == [False] * (len(replies) - 1) + [True]
 
 
 @pytest.mark.parametrize("size", [1, 62001])
 def test_022_trailers_end_the_body(size: int):
     """A body ended by trailers is handed on without end_of_stream, and the trailers are answered."""
-    held = ext_proc_script.Talk()
-    held.hear(ext_proc_script.request_headers())
-    assert held.hear(ext_proc_script.request_body(b"x" * size)) == []
-    route, *pieces, last = held.hear(ext_proc_script.request_trailers())
+    queued = ext_proc_script.Talk()
+    queued.hear(ext_proc_script.request_headers())
+    assert queued.hear(ext_proc_script.request_body(b"x" * size)) == []
+    route, *pieces, last = queued.hear(ext_proc_script.request_trailers())
     assert route == ext_proc_script.route()
     assert last == ext_proc_script.go_on("request_trailers")
     assert b"".join(piece.body for piece in pieces) == b"x" * size
@@ -112,9 +112,9 @@ def test_022_trailers_without_any_body():
 @pytest.mark.parametrize("mode", ["DUPLEX", "NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"])
 def test_025_the_pick_clears_the_route_cache(mode: str):
     """The answer with the destination clears the route cache in every mode."""
-    held = ext_proc_script.Talk(modes=(mode, "NONE"))
-    replies = held.hear(ext_proc_script.request_headers()) + (
-        held.hear(ext_proc_script.request_body(b"x", ends=True)) if mode != "NONE" else []
+    queued = ext_proc_script.Talk(modes=(mode, "NONE"))
+    replies = queued.hear(ext_proc_script.request_headers()) + (
+        queued.hear(ext_proc_script.request_body(b"x", ends=True)) if mode != "NONE" else []
     )
     assert [reply.clears_route for reply in replies if reply.metadata] == [True]
 
@@ -146,7 +146,7 @@ def test_026_body_bytes_are_unchanged(body: bytes):
 @pytest.mark.parametrize("cut", [11, 12, 40])
 def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
     """Pieces are joined before they are parsed, wherever they were cut."""
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(),
             ext_proc_script.request_body(CHAT[:cut]),
@@ -156,7 +156,7 @@ def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
         ],
         build_pool().decide,
     )
-    assert held.decided[0].body == CHAT
+    assert queued.decided[0].body == CHAT
 
 
 @pytest.mark.parametrize("extra", [b"", b"tail"])
@@ -256,8 +256,8 @@ def test_041_buffered_is_answered_one_to_one(mode: str, ends: bool):  # noqa: FB
         ext_proc_script.response_body(b"x", ends=True),
         ext_proc_script.go_on("response_body"),
     ]
-    held = ext_proc_script.play(script, build_pool().decide, modes=(mode, "BUFFERED"))
-    assert held.decided[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
+    queued = ext_proc_script.play(script, build_pool().decide, modes=(mode, "BUFFERED"))
+    assert queued.decided[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
 
 
 def test_041_streamed_is_answered_one_to_one():
@@ -303,8 +303,8 @@ def test_041_none_is_decided_on_the_headers():
 @pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "DUPLEX"])
 def test_041_a_stream_may_start_with_the_request_body(mode: str):
     """Without a headers message the pick rides on the first complete body answer."""
-    held = ext_proc_script.Talk(modes=(mode, "NONE"))
-    (reply,) = held.hear(ext_proc_script.request_body(b"x", ends=True))
+    queued = ext_proc_script.Talk(modes=(mode, "NONE"))
+    (reply,) = queued.hear(ext_proc_script.request_body(b"x", ends=True))
     assert reply.part == "request_body"
     assert reply.metadata == ext_proc_script.destination_metadata(ext_proc_script.ADDRESS)
     assert (reply.body, reply.ends) == ((b"x", True) if mode == "DUPLEX" else (None, False))
@@ -325,8 +325,8 @@ def test_041_undeclared_modes_mean_full_duplex():
 
 def test_041_messages_of_a_queued_request_are_answered_after_its_headers():
     """One-to-one answers that fall due while a request is held come after the headers answer."""
-    held = ext_proc_script.Talk(modes=("STREAMED", "NONE"))
-    exchange = held.exchange
+    queued = ext_proc_script.Talk(modes=("STREAMED", "NONE"))
+    exchange = queued.exchange
     first = ext_proc_script.request_headers().encode(("STREAMED", "NONE"))
     replies = [*exchange.receive(ext_proc_script.codec.decode(first))]
     raw = exchange.pending

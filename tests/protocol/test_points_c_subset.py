@@ -34,8 +34,8 @@ def picked(subset: Any, house: PoolFixture) -> str:
 
 def allowed(subset: Any, *addresses: str) -> list[str]:
     """Everybody a hint allows, in pool order, by asking for all fallbacks."""
-    house = PoolFixture(dict.fromkeys(addresses), fallbacks=len(addresses))
-    destinations = picked(subset, house).split(",")
+    pool_fixture = PoolFixture(dict.fromkeys(addresses), fallbacks=len(addresses))
+    destinations = picked(subset, pool_fixture).split(",")
     return [address for address in addresses if address in destinations]
 
 
@@ -51,8 +51,8 @@ def allowed(subset: Any, *addresses: str) -> list[str]:
 )
 def test_045_without_a_hint_every_endpoint_is_a_candidate(metadata: Any):
     """No hint: the best of all endpoints is picked, and all of them are candidates."""
-    house = PoolFixture(LOADS, fallbacks=2)
-    (reply,) = ext_proc_script.Talk(house.decide).hear(
+    pool_fixture = PoolFixture(LOADS, fallbacks=2)
+    (reply,) = ext_proc_script.Talk(pool_fixture.decide).hear(
         ext_proc_script.request_headers(ends=True, metadata=metadata)
     )
     order = reply.headers[peer.DESTINATION].split(",")
@@ -225,8 +225,8 @@ def test_058_ranks_of_an_address_are_distinct():
     """Of several ranks on one address only the named ports are ever picked."""
     assert allowed(["10.0.0.1:3002"], *RANKS) == [RANKS[1]]
     assert allowed(["10.0.0.1:3000", "10.0.0.1:3004"], *RANKS) == [RANKS[0], RANKS[2]]
-    house = PoolFixture(dict.fromkeys(RANKS), profile="random")
-    picks = {picked(["10.0.0.1:3000,10.0.0.1:3004"], house) for _ in range(50)}
+    pool_fixture = PoolFixture(dict.fromkeys(RANKS), profile="random")
+    picks = {picked(["10.0.0.1:3000,10.0.0.1:3004"], pool_fixture) for _ in range(50)}
     assert picks == {RANKS[0], RANKS[2]}
 
 

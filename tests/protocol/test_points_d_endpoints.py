@@ -20,23 +20,25 @@ def route(house: PoolFixture, destination: str) -> None:
 
 def test_063_endpoints_come_and_go_without_restart():
     """An endpoint that left is not chosen any more, and one that came is."""
-    house = PoolFixture({FIRST: None})
-    route(house, FIRST)
-    house.store.set_endpoints([Endpoint(SECOND)], house.now)
-    route(house, SECOND)
-    house.store.set_endpoints([Endpoint(FIRST)], house.now)
-    route(house, FIRST)
+    pool_fixture = PoolFixture({FIRST: None})
+    route(pool_fixture, FIRST)
+    pool_fixture.store.set_endpoints([Endpoint(SECOND)], pool_fixture.now)
+    route(pool_fixture, SECOND)
+    pool_fixture.store.set_endpoints([Endpoint(FIRST)], pool_fixture.now)
+    route(pool_fixture, FIRST)
 
 
 def test_063_an_endpoint_that_cannot_be_reached_is_avoided():
     """An endpoint whose scrapes cannot connect is left out while another one answers."""
-    house = PoolFixture({FIRST: None, SECOND: None}, profile="round-robin")
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None}, profile="round-robin")
     for _ in range(2):
-        house.store.scrape_failed(
-            house.store.begin_scrape(Endpoint(FIRST, incarnation=1)), "refused", house.now
+        pool_fixture.store.scrape_failed(
+            pool_fixture.store.begin_scrape(Endpoint(FIRST, incarnation=1)),
+            "refused",
+            pool_fixture.now,
         )
     for _ in range(4):
-        route(house, SECOND)
+        route(pool_fixture, SECOND)
 
 
 def test_066_the_core_runs_without_kubernetes():

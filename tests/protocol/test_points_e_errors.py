@@ -37,11 +37,11 @@ class RejectAll:
 
 def post(path: str, body: bytes, house: PoolFixture, **settings: object) -> DecodedReply:
     """The first answer to a POST."""
-    held = ext_proc_script.Talk(house.decide, **settings)
-    held.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": path}))
-    replies = held.hear(ext_proc_script.request_body(body, ends=True))
-    held.exchange.close()
-    assert held.budget.held_bytes == 0
+    queued = ext_proc_script.Talk(house.decide, **settings)
+    queued.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": path}))
+    replies = queued.hear(ext_proc_script.request_body(body, ends=True))
+    queued.exchange.close()
+    assert queued.budget.held_bytes == 0
     return replies[0]
 
 
@@ -86,10 +86,12 @@ def test_069_broken_json(body: bytes):
     assert reply.error["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("house", [some(), PoolFixture({})], ids=["one endpoint", "no endpoints"])
-def test_070_a_missing_model(house: PoolFixture):
+@pytest.mark.parametrize(
+    "pool_fixture", [some(), PoolFixture({})], ids=["one endpoint", "no endpoints"]
+)
+def test_070_a_missing_model(pool_fixture: PoolFixture):
     """No model in the body: 400, before anybody looks for endpoints."""
-    reply = post("/v1/completions", b'{"prompt":"hello world"}', house)
+    reply = post("/v1/completions", b'{"prompt":"hello world"}', pool_fixture)
     assert reply == ext_proc_script.refuse(
         400,
         message="inference error: BadRequest - model not found in request body",
@@ -116,11 +118,11 @@ def test_071_missing_fields(path: str, text: str):
 
 def test_073_filters_removed_every_endpoint():
     """Endpoints exist and the filters removed them all: 429."""
-    house = PoolFixture(
+    pool_fixture = PoolFixture(
         {ext_proc_script.ADDRESS: None},
         profile=SchedulerProfile("strict", (RejectAll(),), (), RandomPicker()),
     )
-    assert post("/x", b"x", house) == ext_proc_script.refuse(
+    assert post("/x", b"x", pool_fixture) == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - no endpoints available for the given request",
         kind="rate_limit_error",
@@ -170,9 +172,9 @@ def test_079_statuses_are_envoys(status: int):
 
 def test_079_grpc_clients_get_a_grpc_status():
     """A refusal of a gRPC request carries a gRPC status, of another one none."""
-    held = ext_proc_script.Talk(PoolFixture({}).decide)
+    queued = ext_proc_script.Talk(PoolFixture({}).decide)
     headers = {":path": "/x/Y", "content-type": "application/grpc+proto"}
-    (reply,) = held.hear(ext_proc_script.request_headers(headers, ends=True))
+    (reply,) = queued.hear(ext_proc_script.request_headers(headers, ends=True))
     assert (reply.status, reply.grpc_status) == (503, 14)
 
 

@@ -30,19 +30,21 @@ STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
 
 
 def build_pool() -> PoolFixture:
-    held = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
-    held.store.set_policy(InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),)))
-    return held
+    queued = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
+    queued.store.set_policy(
+        InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),))
+    )
+    return queued
 
 
 def answering(
     modes: tuple[str, str], decide: ext_proc_script.Decide | None = None, **how: object
 ) -> ext_proc_script.Talk:
     """A stream whose request was routed and edited."""
-    held = ext_proc_script.Talk(decide or build_pool().decide, modes=modes, **how)
-    held.hear(ext_proc_script.request_headers())
-    held.hear(ext_proc_script.request_body(REQUEST, ends=True))
-    return held
+    queued = ext_proc_script.Talk(decide or build_pool().decide, modes=modes, **how)
+    queued.hear(ext_proc_script.request_headers())
+    queued.hear(ext_proc_script.request_body(REQUEST, ends=True))
+    return queued
 
 
 def heading(override: dict[str, int] | None = None, *removes: str) -> list[DecodedReply]:
@@ -65,27 +67,27 @@ def replaced(body: bytes, *sets: tuple[str, str]) -> list[DecodedReply]:
 
 def test_086_duplex_json():
     """Full duplex: the changed bytes are handed on, and the length, which is another, goes."""
-    held = answering(ext_proc_script.DUPLEX)
-    assert held.hear(ext_proc_script.response_headers(JSON)) == heading(None, "content-length")
+    queued = answering(ext_proc_script.DUPLEX)
+    assert queued.hear(ext_proc_script.response_headers(JSON)) == heading(None, "content-length")
     cut = BODY.index(b"-v2")
     # What may begin the name waits for the rest.
-    assert held.hear(ext_proc_script.response_body(BODY[:cut])) == [
+    assert queued.hear(ext_proc_script.response_body(BODY[:cut])) == [
         ext_proc_script.hand_on(b'{"id": "c", ', part="response_body")
     ]
-    assert held.hear(ext_proc_script.response_body(BODY[cut:], ends=True)) == [
+    assert queued.hear(ext_proc_script.response_body(BODY[cut:], ends=True)) == [
         ext_proc_script.hand_on(NEW[12:], ends=True, part="response_body")
     ]
 
 
 def test_086_duplex_events():
     """Every event passes at once, changed; [DONE] and the empty last piece as they are."""
-    held = answering(ext_proc_script.DUPLEX)
-    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading(
+    queued = answering(ext_proc_script.DUPLEX)
+    assert queued.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading(
         None, "content-length"
     )
     for piece in (*PIECES, b""):
         ends = not piece
-        assert held.hear(ext_proc_script.response_body(piece, ends=ends)) == [
+        assert queued.hear(ext_proc_script.response_body(piece, ends=ends)) == [
             ext_proc_script.hand_on(
                 piece.replace(b"big-v2", b"big"), ends=ends, part="response_body"
             )
@@ -94,13 +96,13 @@ def test_086_duplex_events():
 
 def test_086_duplex_ended_by_trailers():
     """What is held back goes out before the answer to the trailers."""
-    held = answering(ext_proc_script.DUPLEX)
-    held.hear(ext_proc_script.response_headers(ext_proc_script.JSON))
-    assert held.hear(ext_proc_script.response_body(b'{"model": "bi')) == [
+    queued = answering(ext_proc_script.DUPLEX)
+    queued.hear(ext_proc_script.response_headers(ext_proc_script.JSON))
+    assert queued.hear(ext_proc_script.response_body(b'{"model": "bi')) == [
         ext_proc_script.hand_on(b"{", part="response_body")
     ]
-    assert held.hear(ext_proc_script.response_body(b"g")) == []
-    assert held.hear(ext_proc_script.response_trailers()) == [
+    assert queued.hear(ext_proc_script.response_body(b"g")) == []
+    assert queued.hear(ext_proc_script.response_trailers()) == [
         ext_proc_script.hand_on(b'"model": "big', part="response_body"),
         ext_proc_script.go_on("response_trailers"),
     ]
@@ -109,11 +111,11 @@ def test_086_duplex_ended_by_trailers():
 @pytest.mark.parametrize("response", ["NONE", "BUFFERED"])
 def test_086_buffered_json(response: str):
     """Buffered: asked for where it is not shown; one message, changed, with its length."""
-    held = answering(("BUFFERED", response))
+    queued = answering(("BUFFERED", response))
     override = BUFFERED if response == "NONE" else None
-    assert held.hear(ext_proc_script.response_headers(JSON)) == heading(override)
+    assert queued.hear(ext_proc_script.response_headers(JSON)) == heading(override)
     length = ("content-length", str(len(NEW)))
-    assert held.hear(ext_proc_script.response_body(BODY, ends=True)) == replaced(NEW, length)
+    assert queued.hear(ext_proc_script.response_body(BODY, ends=True)) == replaced(NEW, length)
 
 
 @pytest.mark.parametrize("response", ["NONE", "STREAMED"])
@@ -127,24 +129,26 @@ def test_086_buffered_json(response: str):
 )
 def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
     """Events, and answers too large to buffer: every piece is asked for and answered by another."""
-    held = answering(("BUFFERED", response))
+    queued = answering(("BUFFERED", response))
     override = STREAMED if response == "NONE" else None
-    assert held.hear(ext_proc_script.response_headers(headers)) == heading(
+    assert queued.hear(ext_proc_script.response_headers(headers)) == heading(
         override, "content-length"
     )
-    assert held.hear(ext_proc_script.response_body(b'{"model":')) == replaced(b"{")
-    assert held.hear(ext_proc_script.response_body(b'"big-v2"')) == replaced(b'"model":"big"')
-    assert held.hear(ext_proc_script.response_body(b"}\n\n", ends=True)) == [
+    assert queued.hear(ext_proc_script.response_body(b'{"model":')) == replaced(b"{")
+    assert queued.hear(ext_proc_script.response_body(b'"big-v2"')) == replaced(b'"model":"big"')
+    assert queued.hear(ext_proc_script.response_body(b"}\n\n", ends=True)) == [
         ext_proc_script.go_on("response_body")
     ]
 
 
 def test_086_a_cut_buffer_keeps_the_length_of_the_body():
     """BUFFERED_PARTIAL: the rest follows as it is, and the length changes by the difference."""
-    held = answering(("BUFFERED", "BUFFERED_PARTIAL"))
-    held.hear(ext_proc_script.response_headers({**ext_proc_script.JSON, "content-length": "9000"}))
+    queued = answering(("BUFFERED", "BUFFERED_PARTIAL"))
+    queued.hear(
+        ext_proc_script.response_headers({**ext_proc_script.JSON, "content-length": "9000"})
+    )
     length = ("content-length", str(9000 - len("-v2")))
-    assert held.hear(ext_proc_script.response_body(BODY[:40])) == replaced(
+    assert queued.hear(ext_proc_script.response_body(BODY[:40])) == replaced(
         BODY[:40].replace(b"big-v2", b"big"), length
     )
 
@@ -166,9 +170,9 @@ def test_086_equal_or_empty_names_change_no_answer(engine_model: str, client: st
             client_model=client,
         )
 
-    held = answering(("BUFFERED", "STREAMED"), decide)
-    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
-    assert held.hear(ext_proc_script.response_body(PIECES[0], ends=True)) == [
+    queued = answering(("BUFFERED", "STREAMED"), decide)
+    assert queued.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
+    assert queued.hear(ext_proc_script.response_body(PIECES[0], ends=True)) == [
         ext_proc_script.go_on("response_body")
     ]
 
@@ -186,45 +190,45 @@ def test_086_a_body_that_cannot_be_read_is_unchanged(
     headers: dict[str, str], chosen: dict[str, bool]
 ):
     """Compressed bodies and other types, and everything where the setting is off."""
-    held = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **chosen))
-    assert held.hear(ext_proc_script.response_headers(headers)) == heading()
+    queued = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **chosen))
+    assert queued.hear(ext_proc_script.response_headers(headers)) == heading()
 
 
 def test_086_the_answer_of_an_unedited_request_is_unchanged():
     """The engine answers to the name it was given: the client's own."""
-    held = ext_proc_script.Talk(build_pool().decide, modes=("STREAMED", "STREAMED"))
-    held.hear(
+    queued = ext_proc_script.Talk(build_pool().decide, modes=("STREAMED", "STREAMED"))
+    queued.hear(
         ext_proc_script.request_headers(
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
         )
     )
-    held.hear(ext_proc_script.request_body(REQUEST, ends=True))
-    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
-    assert held.hear(ext_proc_script.response_body(PIECES[0])) == [
+    queued.hear(ext_proc_script.request_body(REQUEST, ends=True))
+    assert queued.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
+    assert queued.hear(ext_proc_script.response_body(PIECES[0])) == [
         ext_proc_script.go_on("response_body")
     ]
 
 
 def test_086_a_name_the_body_lacked_is_not_put_back():
     """The header supplied a model: the client used none, and is told the engine's."""
-    held = ext_proc_script.Talk(PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
-    held.hear(
+    queued = ext_proc_script.Talk(PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)}).decide)
+    queued.hear(
         ext_proc_script.request_headers(
             {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
         )
     )
-    held.hear(
+    queued.hear(
         ext_proc_script.request_body(b'{"messages": [{"role": "user", "content": "x"}]}', ends=True)
     )
-    held.hear(ext_proc_script.response_headers(JSON))
-    (reply,) = held.hear(ext_proc_script.response_body(BODY, ends=True))
+    queued.hear(ext_proc_script.response_headers(JSON))
+    (reply,) = queued.hear(ext_proc_script.response_body(BODY, ends=True))
     assert reply.body == BODY
 
 
 def test_086_an_answer_without_body():
     """Nothing to change, and its length stays."""
-    held = answering(ext_proc_script.DUPLEX)
-    assert held.hear(ext_proc_script.response_headers(JSON, ends=True)) == heading()
+    queued = answering(ext_proc_script.DUPLEX)
+    assert queued.hear(ext_proc_script.response_headers(JSON, ends=True)) == heading()
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -243,13 +247,13 @@ def test_086_any_cut_through_the_exchange(
     body = b"".join(PIECES) if events else BODY + b" " * 200
     places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
     pieces = [body[a:b] for a, b in itertools.pairwise(places)] + [b""] * empty
-    held = answering(mode)
-    held.hear(
+    queued = answering(mode)
+    queued.hear(
         ext_proc_script.response_headers(ext_proc_script.SSE if events else ext_proc_script.JSON)
     )
     given_out, ends = b"", 0
     for at, piece in enumerate(pieces):
-        replies = held.hear(ext_proc_script.response_body(piece, ends=at == len(pieces) - 1))
+        replies = queued.hear(ext_proc_script.response_body(piece, ends=at == len(pieces) - 1))
         if mode is not ext_proc_script.DUPLEX:
             assert len(replies) == 1
         for reply in replies:

@@ -26,9 +26,9 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
 
 
 def build_pool(*rules: RewriteRule, full: bool = False, **priorities: int) -> PoolFixture:
-    held = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95) if full else load(0, 0.1)})
-    held.store.set_policy(InferencePolicy(priorities, rules))
-    return held
+    queued = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95) if full else load(0, 0.1)})
+    queued.store.set_policy(InferencePolicy(priorities, rules))
+    return queued
 
 
 def says(
@@ -116,16 +116,16 @@ def test_072_sheddable_and_saturated_is_dropped():
 )
 def test_072_others_are_routed(priority: int, *, full: bool):
     """Priority 0 and above is routed to full endpoints, and below 0 while there is room."""
-    held = build_pool(full=full, it=priority)
-    route, _ = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
+    queued = build_pool(full=full, it=priority)
+    route, _ = says(queued, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
     assert route.metadata == ext_proc_script.destination_metadata(ext_proc_script.ADDRESS)
 
 
 def test_072_no_endpoints_stays_503():
     """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
-    held = PoolFixture({})
-    held.store.set_policy(InferencePolicy({"batch": -1}))
-    (reply,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    queued = PoolFixture({})
+    queued.store.set_policy(InferencePolicy({"batch": -1}))
+    (reply,) = says(queued, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
     assert reply.status == 503
 
 
@@ -179,9 +179,9 @@ def test_084_a_missing_model_is_supplied():
 
 def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
     """How often each target was decided for in 1,000 tries."""
-    held = build_pool(rule("m", *targets))
+    queued = build_pool(rule("m", *targets))
     raw = HttpRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
-    outcomes = [held.decide(raw) for _ in range(1000)]
+    outcomes = [queued.decide(raw) for _ in range(1000)]
     return collections.Counter(decision.request.model for decision in outcomes)
 
 
@@ -207,6 +207,6 @@ def test_085_weights_that_sum_to_zero_count_alike():
 
 def test_087_without_objects_priority_is_0():
     """Nothing was ever decreed: requests that name an objective are routed at priority 0."""
-    held = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95)})
-    assert priority_of(held, {OBJECTIVE: "batch"}) == 0
-    assert model_sent(held, "m", {OBJECTIVE: "batch"}) == "m"
+    queued = PoolFixture({ext_proc_script.ADDRESS: load(9, 0.95)})
+    assert priority_of(queued, {OBJECTIVE: "batch"}) == 0
+    assert model_sent(queued, "m", {OBJECTIVE: "batch"}) == "m"

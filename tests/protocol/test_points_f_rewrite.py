@@ -19,15 +19,15 @@ LENGTH = ("content-length", str(len(NEW)))
 
 def build_pool() -> PoolFixture:
     """One endpoint that lists a base model and its adapter."""
-    held = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
+    queued = PoolFixture({ext_proc_script.ADDRESS: load(0, 0.0)})
     listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
-    held.store.observe_models(held.store.pool.members[0].endpoint, listed)
-    return held
+    queued.store.observe_models(queued.store.pool.members[0].endpoint, listed)
+    return queued
 
 
 def test_027_duplex_hands_on_the_edited_body():
     """Full duplex: the one value changed, every other byte as it came, and the new length."""
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(),
             ext_proc_script.request_body(OLD[:15]),
@@ -37,7 +37,7 @@ def test_027_duplex_hands_on_the_edited_body():
         ],
         build_pool().decide,
     )
-    assert held.exchange.edited
+    assert queued.exchange.edited
 
 
 def test_027_duplex_with_trailers():
@@ -95,7 +95,7 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(length_before: str):
 
 def test_027_a_body_cut_before_the_name_is_unchanged():
     """What is not shown cannot be edited; the exchange says so."""
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(),
             ext_proc_script.go_on("request_headers"),
@@ -105,7 +105,7 @@ def test_027_a_body_cut_before_the_name_is_unchanged():
         build_pool().decide,
         modes=("BUFFERED_PARTIAL", "NONE"),
     )
-    assert not held.exchange.edited
+    assert not queued.exchange.edited
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
@@ -121,8 +121,8 @@ def test_027_a_body_that_is_not_awaited_cannot_be_edited(mode: str):
             ext_proc_script.request_body(OLD, ends=True),
             ext_proc_script.go_on("request_body"),
         ]
-    held = ext_proc_script.play(script, build_pool().decide, modes=(mode, "NONE"))
-    assert not held.exchange.edited
+    queued = ext_proc_script.play(script, build_pool().decide, modes=(mode, "NONE"))
+    assert not queued.exchange.edited
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
@@ -137,10 +137,10 @@ def test_027_a_piece_of_a_streamed_body_is_never_edited(mode: str):
             body_edit=BodyEdit(0, 1, b"b"),
         )
 
-    held = ext_proc_script.Talk(decide, modes=(mode, "NONE"))
-    (reply,) = held.hear(ext_proc_script.request_body(b"a", ends=True))
+    queued = ext_proc_script.Talk(decide, modes=(mode, "NONE"))
+    (reply,) = queued.hear(ext_proc_script.request_body(b"a", ends=True))
     assert (reply.body, reply.replaces) == (None, None)
-    assert not held.exchange.edited
+    assert not queued.exchange.edited
 
 
 def test_027_a_header_of_the_gateway_names_the_model():
@@ -172,24 +172,24 @@ def test_027_a_header_of_the_gateway_names_the_model():
 def test_027_long_bodies_are_edited_and_cut_alike(size: int):
     """Pieces are cut from the edited body, and what the budget holds follows its size."""
     body = OLD[:-2] + b" " * (size - len(OLD)) + OLD[-2:]
-    held = ext_proc_script.Talk(build_pool().decide)
-    held.hear(ext_proc_script.request_headers())
-    route, *pieces = held.hear(ext_proc_script.request_body(body, ends=True))
+    queued = ext_proc_script.Talk(build_pool().decide)
+    queued.hear(ext_proc_script.request_headers())
+    route, *pieces = queued.hear(ext_proc_script.request_body(body, ends=True))
     edited = body.replace(b'"llama_sql"', b'"sql"')
     assert dict(route.sets)["content-length"] == str(len(edited))
     assert b"".join(piece.body or b"" for piece in pieces) == edited
     assert max(len(piece.body or b"") for piece in pieces) <= 62_000
-    assert held.budget.held_bytes == 0
+    assert queued.budget.held_bytes == 0
 
 
 def test_027_an_edited_body_that_is_not_read_is_released():
     """A client that leaves before the pieces are written leaves nothing behind."""
-    held = ext_proc_script.Talk(build_pool().decide)
-    held.hear(ext_proc_script.request_headers())
+    queued = ext_proc_script.Talk(build_pool().decide)
+    queued.hear(ext_proc_script.request_headers())
     body = OLD[:-2] + b" " * 200_000 + OLD[-2:]
-    assert held.budget.held_bytes == 0
-    held.hear(ext_proc_script.request_body(body[:9]))
-    assert held.budget.held_bytes == 9
-    held.hear(ext_proc_script.request_body(body[9:]))
-    held.exchange.close()
-    assert held.budget.held_bytes == 0
+    assert queued.budget.held_bytes == 0
+    queued.hear(ext_proc_script.request_body(body[:9]))
+    assert queued.budget.held_bytes == 9
+    queued.hear(ext_proc_script.request_body(body[9:]))
+    queued.exchange.close()
+    assert queued.budget.held_bytes == 0

@@ -31,12 +31,12 @@ def body(data: bytes, *, ends: bool = False) -> peer.DecodedReply:
 
 def counted(*pieces: bytes) -> dict[str, int]:
     """The usage read from a response that passed in these pieces."""
-    held = ext_proc_script.Talk()
+    queued = ext_proc_script.Talk()
     for piece in pieces:
-        held.hear(ext_proc_script.response_body(piece))
-    held.hear(ext_proc_script.response_body(b"", ends=True))
-    assert held.exchange.tail is not None
-    return dict(usage.read(held.exchange.tail.joined()))
+        queued.hear(ext_proc_script.response_body(piece))
+    queued.hear(ext_proc_script.response_body(b"", ends=True))
+    assert queued.exchange.tail is not None
+    return dict(usage.read(queued.exchange.tail.joined()))
 
 
 @pytest.mark.parametrize("headers", [JSON, SSE, {":status": "500"}, {}])
@@ -79,17 +79,17 @@ def test_headers_of_plugins_go_on_the_answer():
     keep = SchedulerProfile(
         "keep", (session_affinity.SessionAffinityFilter(),), (), MaxScorePicker()
     )
-    house = PoolFixture({ADDRESS: None}, profile=keep)
+    pool_fixture = PoolFixture({ADDRESS: None}, profile=keep)
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ADDRESS}})
-    token = ("x-session-token", session_affinity.token(house.store.pool.members[0].endpoint))
+    token = ("x-session-token", session_affinity.token(pool_fixture.store.pool.members[0].endpoint))
     request = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
     ext_proc_script.play(
         [*request, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],
-        house.decide,
+        pool_fixture.decide,
     )
     answered = ext_proc_script.answer_headers((SERVED, ADDRESS), token)
     script = [*request, ext_proc_script.response_headers(metadata=served), answered]
-    ext_proc_script.play(script, house.decide, settings=TEST_MODE)
+    ext_proc_script.play(script, pool_fixture.decide, settings=TEST_MODE)
 
 
 def test_090_the_request_phase_does_not_count():
@@ -194,9 +194,9 @@ def test_096_response_trailers_come_last(headers: dict[str, str]):
 def test_097_long_pieces_are_split(ends: bool):  # noqa: FBT001
     """A response piece over 62,000 bytes is split, and only its last part may end the body."""
     data = bytes(range(256)) * 500
-    held = ext_proc_script.Talk()
-    held.hear(ext_proc_script.response_headers())
-    replies = held.hear(ext_proc_script.response_body(data, ends=ends))
+    queued = ext_proc_script.Talk()
+    queued.hear(ext_proc_script.response_headers())
+    replies = queued.hear(ext_proc_script.response_body(data, ends=ends))
     assert [len(reply.body) for reply in replies] == [62000, 62000, 4000]
     assert b"".join(reply.body for reply in replies) == data
     assert [reply.ends for reply in replies] == [False, False, ends]
@@ -269,12 +269,14 @@ def test_100_a_queued_request_is_abandoned_when_the_response_begins(
     message: ext_proc_script.Message,
 ):
     """While a request is held, any response message takes it out of the queue."""
-    held = ext_proc_script.Talk()
+    queued = ext_proc_script.Talk()
     first = ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX)
-    assert list(held.exchange.receive(ext_proc_script.codec.decode(first))) == []
-    assert held.exchange.pending is not None
-    assert len(list(held.exchange.receive(ext_proc_script.codec.decode(message.encode(None))))) == 1
-    assert held.exchange.pending is None
+    assert list(queued.exchange.receive(ext_proc_script.codec.decode(first))) == []
+    assert queued.exchange.pending is not None
+    assert (
+        len(list(queued.exchange.receive(ext_proc_script.codec.decode(message.encode(None))))) == 1
+    )
+    assert queued.exchange.pending is None
 
 
 def test_101_response_headers_are_not_echoed():
@@ -325,7 +327,7 @@ def test_103_a_response_without_body():
 @pytest.mark.parametrize("status", ["400", "429", "500", "503"])
 def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
     """An upstream error is not touched, and its status is read from :status."""
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.response_headers({":status": status, "status": "200"}),
             ext_proc_script.answer_headers(),
@@ -333,12 +335,12 @@ def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
             body(b"busy", ends=True),
         ]
     )
-    assert held.exchange.status == status
+    assert queued.exchange.status == status
 
 
 def test_106_no_response_message_but_the_last_body_carries_metadata():
     """Nothing is put on response messages but headers, where no cost is wanted."""
-    held = ext_proc_script.Talk()
+    queued = ext_proc_script.Talk()
     replies = [
         reply
         for message in (
@@ -347,7 +349,7 @@ def test_106_no_response_message_but_the_last_body_carries_metadata():
             ext_proc_script.response_body(b"a"),
             ext_proc_script.response_body(b"", ends=True),
         )
-        for reply in held.hear(message)
+        for reply in queued.hear(message)
     ]
     assert [bool(reply.metadata) for reply in replies] == [True, False, False, False]
 

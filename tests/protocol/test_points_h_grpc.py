@@ -88,7 +88,7 @@ def test_109_compressed_or_short_frames_are_refused(path: str, body: bytes):
 def test_110_unknown_methods_are_routed_raw(body: bytes):
     """A gRPC method nobody knows is routed unchanged, and its response is not watched."""
     routed = build_pool()
-    held = ext_proc_script.play(
+    queued = ext_proc_script.play(
         [
             ext_proc_script.request_headers(headers("/some.Service/Method")),
             ext_proc_script.request_body(body, ends=True),
@@ -97,7 +97,7 @@ def test_110_unknown_methods_are_routed_raw(body: bytes):
         ],
         routed.decide,
     )
-    assert routed.director.is_response_unobserved(routed.decide(held.decided[0]))
+    assert routed.director.is_response_unobserved(routed.decide(queued.decided[0]))
 
 
 def test_111_response_frames_then_trailers():

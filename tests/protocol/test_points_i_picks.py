@@ -20,11 +20,11 @@ ADDRESSES = ("192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000")
 )
 def test_118_the_reference_picks(loads: tuple, winner: int):
     """The default profile picks what the reference picker's black-box tests expect."""
-    house = PoolFixture(dict(zip(ADDRESSES, loads, strict=True)))
+    pool_fixture = PoolFixture(dict(zip(ADDRESSES, loads, strict=True)))
     body = b'{"max_tokens":100,"model":"target","prompt":"test1","temperature":0}'
-    held = ext_proc_script.Talk(house.decide)
-    held.hear(
+    queued = ext_proc_script.Talk(pool_fixture.decide)
+    queued.hear(
         ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/v1/completions"})
     )
-    reply, _ = held.hear(ext_proc_script.request_body(body, ends=True))
+    reply, _ = queued.hear(ext_proc_script.request_body(body, ends=True))
     assert reply.headers[peer.DESTINATION] == ADDRESSES[winner]

@@ -11,12 +11,12 @@ from tests.support import ext_proc_script, peer
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED"])
 def test_124_bodies_over_the_limit(mode: str):
     """A body over the limit is refused with 413 at the piece that crosses it."""
-    held = ext_proc_script.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
-    held.hear(ext_proc_script.request_headers())
-    (reply,) = held.hear(ext_proc_script.request_body(b"x" * 101))
+    queued = ext_proc_script.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
+    queued.hear(ext_proc_script.request_headers())
+    (reply,) = queued.hear(ext_proc_script.request_body(b"x" * 101))
     assert reply.status == 413
     assert "100 bytes" in reply.error["error"]["message"]
-    assert held.budget.held_bytes == 0
+    assert queued.budget.held_bytes == 0
 
 
 def test_124_a_body_of_exactly_the_limit_passes():
@@ -38,8 +38,8 @@ def test_124_all_bodies_together_are_bounded():
     """A piece beyond a quarter of what others leave is refused with 429; small bodies get in."""
     budget = BufferBudget(1_000_000)
     first, second, third = (ext_proc_script.Talk(budget=budget) for _ in range(3))
-    for held in (first, second, third):
-        held.hear(ext_proc_script.request_headers())
+    for queued in (first, second, third):
+        queued.hear(ext_proc_script.request_headers())
     assert first.hear(ext_proc_script.request_body(b"x" * 200_000)) == []
     (reply,) = second.hear(ext_proc_script.request_body(b"x" * 200_001))
     assert (reply.status, reply.headers["retry-after"]) == (429, "1")
@@ -59,9 +59,9 @@ def test_124_all_bodies_together_are_bounded():
 def test_124_a_body_that_envoy_buffers_is_released_once_decided(mode: str):
     """Where Envoy sends the body on, nothing of it counts while the answer runs."""
     budget = BufferBudget(1_000_000)
-    held = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)
-    held.hear(ext_proc_script.request_headers())
-    held.hear(ext_proc_script.request_body(b"x" * 1000, ends=True))
+    queued = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)
+    queued.hear(ext_proc_script.request_headers())
+    queued.hear(ext_proc_script.request_body(b"x" * 1000, ends=True))
     assert budget.held_bytes == 0
 
 
@@ -70,7 +70,7 @@ def test_124_a_body_that_envoy_buffers_is_released_once_decided(mode: str):
 )
 def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
     """A message without a known part gets no answer and disturbs nothing."""
-    held = ext_proc_script.Talk(modes=modes)
+    queued = ext_proc_script.Talk(modes=modes)
     replies = []
     for message in (
         ext_proc_script.request_headers(),
@@ -78,8 +78,8 @@ def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
     ):
         for unknown in (b"", b"\xa2\x06\x02hi", b"\x50\x01"):
             event = ext_proc_script.codec.decode(unknown)
-            assert list(held.exchange.receive(event)) == []
-        replies += held.hear(message)
+            assert list(queued.exchange.receive(event)) == []
+        replies += queued.hear(message)
     assert len(replies) == 2
 
 
@@ -95,9 +95,9 @@ def test_125_unknown_messages_first_declare_modes_too():
     unknown = peer.ext_proc.ProcessingRequest(
         protocol_config=peer.configuration("BUFFERED", "NONE")
     )
-    held = ext_proc_script.Talk(modes=None)
-    assert list(held.exchange.receive(ext_proc_script.codec.decode(bytes(unknown)))) == []
-    assert held.hear(ext_proc_script.request_headers()) == [
+    queued = ext_proc_script.Talk(modes=None)
+    assert list(queued.exchange.receive(ext_proc_script.codec.decode(bytes(unknown)))) == []
+    assert queued.hear(ext_proc_script.request_headers()) == [
         ext_proc_script.go_on("request_headers")
     ]
 

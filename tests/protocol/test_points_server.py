@@ -19,13 +19,13 @@ PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
 class Broken:
     """A dispatcher whose decisions have a bug."""
 
-    def __init__(self, dispatcher: Director) -> None:
-        self._dispatcher = dispatcher
-        self.prepare = dispatcher.prepare
-        self.route_fallback = dispatcher.route_fallback
-        self.reserve = dispatcher.reserve
-        self.release = dispatcher.release
-        self.is_response_unobserved = dispatcher.is_response_unobserved
+    def __init__(self, director: Director) -> None:
+        self._dispatcher = director
+        self.prepare = director.prepare
+        self.route_fallback = director.route_fallback
+        self.reserve = director.reserve
+        self.release = director.release
+        self.is_response_unobserved = director.is_response_unobserved
 
     def decide(self, prepared: PreparedRequest, now: float) -> Outcome:
         raise ZeroDivisionError(prepared.raw.body)

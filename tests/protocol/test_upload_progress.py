@@ -90,10 +90,10 @@ def test_upload_monitor_forgets_complete_bodies():
     assert not arrivals.ended
 
 
-@pytest.mark.parametrize("crowd", [{"streams": 9}, {"size": 9 * MIB}])
-def test_stalled_bodies_end_sooner_under_load(crowd):
+@pytest.mark.parametrize("many", [{"streams": 9}, {"size": 9 * MIB}])
+def test_stalled_bodies_end_sooner_under_load(many):
     """Where bodies on their way take half of a budget, those that stand still end ten times sooner."""
-    arrivals = Arrivals(**crowd)
+    arrivals = Arrivals(**many)
     arrivals.sizes = Counter({f"stands {number}": MIB for number in range(5)})
     arrivals.pass_time(15.0)
     assert set(arrivals.ended.values()) == {10.0}

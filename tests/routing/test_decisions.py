@@ -47,10 +47,10 @@ def test_a_refused_prompt_adds_no_cost(strategy):
     """One that was refused costs nothing afterwards, however long it was."""
     scene = Scene(strategy, 4, running=8, waiting=3)
     scene.step()
-    ticket = scene.parts.store.pool.members[0].account.open(
+    reservation = scene.parts.store.pool.members[0].account.open(
         "m", 100_000, cached_tokens=0, now=scene.now
     )
-    ticket.close(scene.now, answered=False)
+    reservation.close(scene.now, answered=False)
     for _ in range(8):
         scene.step()
     assert max(scene.hold(200, 200, steps=0)) <= most(200, 4)
@@ -108,8 +108,8 @@ def test_no_engine_has_much_more_than_its_share(data, strategy, size):
     total = data.draw(st.integers(1, 120), "held")
     least = math.ceil(tokens / (4000 * STEP_S * size))
     steps = data.draw(st.just(0) | st.integers(least, least + 3), "steps")
-    held = scene.hold(total, tokens, steps=steps)
-    assert max(held) <= most(total, size), held
+    queued = scene.hold(total, tokens, steps=steps)
+    assert max(queued) <= most(total, size), queued
 
 
 def runs(strategy, page, *, size, seed, running, waiting):

@@ -71,71 +71,77 @@ def aside(eligible: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
 
 def test_members_are_not_copied_while_all_are_healthy():
     """The members of the pool themselves, and nothing to tell."""
-    yard = Yard()
-    eligible = yard.find()
-    assert eligible.members is yard.store.pool.members
+    eligibility_fixture = Yard()
+    eligible = eligibility_fixture.find()
+    assert eligible.members is eligibility_fixture.store.pool.members
     assert eligible.nothing_excluded
 
 
 def test_failing_endpoints_are_excluded():
     """One that is out, or doubted, is not in play, and stands with the reason."""
-    yard = Yard()
-    yard.fail(FIRST)
-    yard.fail(SECOND, 1)
-    eligible = yard.find()
+    eligibility_fixture = Yard()
+    eligibility_fixture.fail(FIRST)
+    eligibility_fixture.fail(SECOND, 1)
+    eligible = eligibility_fixture.find()
     assert addresses(eligible.members) == [THIRD, FOURTH]
     assert aside(eligible) == {"failing": [FIRST, SECOND]}
-    yard.now += 1.0
-    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    eligibility_fixture.now += 1.0
+    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 def test_the_healthiest_endpoints_remain_where_all_fail():
     """Inside a hint or a model: first those doubted, then those ejected, then those out of reach."""
-    yard = Yard()
-    yard.fail(FIRST)
+    eligibility_fixture = Yard()
+    eligibility_fixture.fail(FIRST)
     for _ in range(2):
-        mark = yard.store.begin_scrape(yard.member(SECOND).endpoint)
-        yard.store.scrape_failed(mark, "refused", yard.now)
-    assert yard.member(SECOND).condition.state is HealthState.DOWN
-    assert yard.eligible_addresses(FIRST, SECOND) == [FIRST]
-    assert yard.eligible_addresses(SECOND) == [SECOND]
-    assert aside(yard.find(FIRST, SECOND)) == {"failing": [SECOND]}
+        mark = eligibility_fixture.store.begin_scrape(eligibility_fixture.member(SECOND).endpoint)
+        eligibility_fixture.store.scrape_failed(mark, "refused", eligibility_fixture.now)
+    assert eligibility_fixture.member(SECOND).condition.state is HealthState.DOWN
+    assert eligibility_fixture.eligible_addresses(FIRST, SECOND) == [FIRST]
+    assert eligibility_fixture.eligible_addresses(SECOND) == [SECOND]
+    assert aside(eligibility_fixture.find(FIRST, SECOND)) == {"failing": [SECOND]}
     for address, model in ((FIRST, "a"), (SECOND, "b"), (THIRD, "b"), (FOURTH, "b")):
         listed = ServedModels(frozenset({model}), frozenset())
-        yard.store.observe_models(yard.member(address).endpoint, listed)
-    eligible = yard.find(model="a")
+        eligibility_fixture.store.observe_models(
+            eligibility_fixture.member(address).endpoint, listed
+        )
+    eligible = eligibility_fixture.find(model="a")
     assert addresses(eligible.members) == [FIRST]
     assert len(eligible.excluded_by_model) == 3
 
 
 def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
     """After the back-off it is one of all; if nobody chose it for `base_s`, the next request goes there."""
-    yard = Yard()
-    yard.fail(FIRST)
-    due = yard.member(FIRST).condition.until
-    yard.now = due
-    assert yard.eligible_addresses() == ADDRESSES
-    yard.now = due + 5.0
-    eligible = yard.find()
+    eligibility_fixture = Yard()
+    eligibility_fixture.fail(FIRST)
+    due = eligibility_fixture.member(FIRST).condition.until
+    eligibility_fixture.now = due
+    assert eligibility_fixture.eligible_addresses() == ADDRESSES
+    eligibility_fixture.now = due + 5.0
+    eligible = eligibility_fixture.find()
     assert addresses(eligible.members) == [FIRST]
     assert aside(eligible) == {"probe": [SECOND, THIRD, FOURTH]}
-    assert yard.eligible_addresses(SECOND) == [SECOND]
-    yard.store.record_sent(yard.member(FIRST).endpoint, yard.now)
-    assert yard.member(FIRST).condition.state is HealthState.PROBING
-    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    assert eligibility_fixture.eligible_addresses(SECOND) == [SECOND]
+    eligibility_fixture.store.record_sent(
+        eligibility_fixture.member(FIRST).endpoint, eligibility_fixture.now
+    )
+    assert eligibility_fixture.member(FIRST).condition.state is HealthState.PROBING
+    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 @pytest.mark.parametrize(("age", "share"), [(0.0, 0.1), (5.0, 0.55), (9.99, 1.0), (10.0, 1.0)])
 def test_slow_start(age: float, share: float):
     """A newcomer is a candidate with probability f + (1 - f) t / T, here 0.1 + 0.9 t / 10."""
-    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0))
+    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0))
     newcomer = "10.0.0.9:8000"
-    yard.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
-    yard.now = 100.0 + age
+    eligibility_fixture.store.set_endpoints(
+        [Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0
+    )
+    eligibility_fixture.now = 100.0 + age
     tries = 2000
     num_admitted = 0
     for _ in range(tries):
-        eligible = yard.find()
+        eligible = eligibility_fixture.find()
         is_in = newcomer in addresses(eligible.members)
         assert aside(eligible) == ({} if is_in else {"warming": [newcomer]})
         assert len(eligible.members) >= 4
@@ -145,26 +151,35 @@ def test_slow_start(age: float, share: float):
 
 def test_slow_start_never_excludes_all_endpoints():
     """The only choice is never lost, and those that were there from the start are not eased in."""
-    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
+    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
-    yard.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
-    yard.now = 100.0
+    eligibility_fixture.store.set_endpoints(
+        [Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0
+    )
+    eligibility_fixture.now = 100.0
     for _ in range(50):
-        assert yard.eligible_addresses(newcomer) == [newcomer]
-        assert yard.eligible_addresses() == ADDRESSES
+        assert eligibility_fixture.eligible_addresses(newcomer) == [newcomer]
+        assert eligibility_fixture.eligible_addresses() == ADDRESSES
 
 
 def test_a_readmitted_endpoint_has_slow_start():
     """After an ejection as after coming."""
-    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
-    yard.fail(FIRST)
-    yard.now = yard.member(FIRST).condition.until
-    endpoint = yard.member(FIRST).endpoint
-    yard.store.record_sent(endpoint, yard.now)
-    yard.store.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
-    assert not yard.member(FIRST).is_ejected
-    assert yard.eligible_addresses() == [SECOND, THIRD, FOURTH]
-    yard.store.outlier_detector.reconfigure(
-        msgspec.structs.replace(yard.store.outlier_detector.settings, slow_start_s=0.0)
+    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
+    eligibility_fixture.fail(FIRST)
+    eligibility_fixture.now = eligibility_fixture.member(FIRST).condition.until
+    endpoint = eligibility_fixture.member(FIRST).endpoint
+    eligibility_fixture.store.record_sent(endpoint, eligibility_fixture.now)
+    eligibility_fixture.store.record_outcome(
+        endpoint,
+        RequestOutcome.SERVED,
+        sent_at=eligibility_fixture.now,
+        now=eligibility_fixture.now,
     )
-    assert yard.eligible_addresses() == ADDRESSES
+    assert not eligibility_fixture.member(FIRST).is_ejected
+    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    eligibility_fixture.store.outlier_detector.reconfigure(
+        msgspec.structs.replace(
+            eligibility_fixture.store.outlier_detector.settings, slow_start_s=0.0
+        )
+    )
+    assert eligibility_fixture.eligible_addresses() == ADDRESSES

@@ -36,22 +36,22 @@ def test_bits_are_those_of_the_eligible_endpoints(
     lists, model, adapter, subset, respect_subset, reject_unlisted
 ):
     """For any lists of models, subset hint and settings."""
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(address) for address in ADDRESSES[: len(lists)]], 0.0)
-    for member, listed in zip(fleet.pool.members, lists, strict=True):
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(address) for address in ADDRESSES[: len(lists)]], 0.0)
+    for member, listed in zip(store.pool.members, lists, strict=True):
         if listed is not None:
-            fleet.observe_models(member.endpoint, listed)
+            store.observe_models(member.endpoint, listed)
     eligible = eligibility.find_eligible(
-        fleet.pool,
+        store.pool,
         InferenceRequest(api="x", model=model, adapter=adapter, subset=subset),
         respect_subset=respect_subset,
         reject_unlisted=reject_unlisted,
         may_defer=False,
-        health=fleet.outlier_detector.settings,
+        health=store.outlier_detector.settings,
         now=1e9,
         rng=random.Random(1),
     )
-    bits = ModelBitsets(fleet.pool, respect_subset=respect_subset, reject_unlisted=reject_unlisted)
+    bits = ModelBitsets(store.pool, respect_subset=respect_subset, reject_unlisted=reject_unlisted)
     members = () if isinstance(eligible, Rejection) else eligible.members
     addresses = [member.endpoint.address for member in members]
     assert bits.bits_for(model, adapter, subset) == bits.bits_of_addresses(addresses)
@@ -60,16 +60,16 @@ def test_bits_are_those_of_the_eligible_endpoints(
 
 def test_bits_are_kept_until_endpoints_or_models_change():
     """Loads and time change nothing; settings do."""
-    house = PoolFixture({ADDRESSES[0]: None})
-    first = house.director.serving_bits
-    assert house.director.serving_bits is first
-    house.store.observe_models(
-        house.store.pool.members[0].endpoint, ServedModels(frozenset({"m"}), frozenset())
+    pool_fixture = PoolFixture({ADDRESSES[0]: None})
+    first = pool_fixture.director.serving_bits
+    assert pool_fixture.director.serving_bits is first
+    pool_fixture.store.observe_models(
+        pool_fixture.store.pool.members[0].endpoint, ServedModels(frozenset({"m"}), frozenset())
     )
-    second = house.director.serving_bits
+    second = pool_fixture.director.serving_bits
     assert second is not first
-    house.store.set_endpoints([Endpoint(address) for address in ADDRESSES], 1.0)
-    third = house.director.serving_bits
+    pool_fixture.store.set_endpoints([Endpoint(address) for address in ADDRESSES], 1.0)
+    third = pool_fixture.director.serving_bits
     assert third is not second
-    house.director.reconfigure(house.director.routing)
-    assert house.director.serving_bits is not third
+    pool_fixture.director.reconfigure(pool_fixture.director.routing)
+    assert pool_fixture.director.serving_bits is not third

@@ -25,16 +25,16 @@ def build_pool(
     *listed: ServedModels | None, strategy: str = "round-robin", **settings: bool
 ) -> PoolFixture:
     """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
-    held = PoolFixture(
+    queued = PoolFixture(
         {f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy
     )
-    for member, served in zip(held.store.pool.members, listed, strict=True):
+    for member, served in zip(queued.store.pool.members, listed, strict=True):
         if served is not None:
-            held.store.observe_models(member.endpoint, served)
-    routing = held.director.routing
+            queued.store.observe_models(member.endpoint, served)
+    routing = queued.director.routing
     wanted = RoutingSettings(stale_after_s=60.0, **settings)
-    held.director.reconfigure(msgspec.structs.replace(routing, settings=wanted))
-    return held
+    queued.director.reconfigure(msgspec.structs.replace(routing, settings=wanted))
+    return queued
 
 
 def ask(model: str, *, path: str = PATH, subset: tuple[str, ...] | None = None, **more: object):
@@ -57,8 +57,8 @@ def places(decision: Decision) -> list[int]:
 
 def test_a_model_is_routed_to_endpoints_that_serve_it():
     """Holders and the unknown are candidates; the others are told of."""
-    held = build_pool(models("a"), models("b", "lora"), None)
-    decision = decided(held, ask("lora"))
+    queued = build_pool(models("a"), models("b", "lora"), None)
+    decision = decided(queued, ask("lora"))
     assert places(decision) == [1, 2]
     assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.0:1"]
     assert not decision.model_unlisted
@@ -91,11 +91,11 @@ def test_reject_is_a_404_once_all_models_are_listed():
 
 def test_reject_considers_allowed_endpoints_only():
     """A hint that leaves out every holder is answered like a model nobody has."""
-    held = build_pool(models("a"), models("b"), reject_unlisted=True)
-    outcome = held.decide(ask("a", subset=("10.0.0.1",)))
+    queued = build_pool(models("a"), models("b"), reject_unlisted=True)
+    outcome = queued.decide(ask("a", subset=("10.0.0.1",)))
     assert isinstance(outcome, Rejection)
     assert outcome.status == 404
-    rejection = held.decide(ask("a", subset=("10.0.0.9",)))
+    rejection = queued.decide(ask("a", subset=("10.0.0.9",)))
     assert isinstance(rejection, Rejection)
     assert rejection.status == 503
 
@@ -111,25 +111,25 @@ def test_the_404_is_bounded():
 
 def test_a_hint_and_a_model_both_count():
     """Of the allowed ones those that serve; left out are the allowed others only."""
-    held = build_pool(models("a"), models("a"), models("b"), models("b"))
-    decision = decided(held, ask("a", subset=("10.0.0.1", "10.0.0.2")))
+    queued = build_pool(models("a"), models("a"), models("b"), models("b"))
+    decision = decided(queued, ask("a", subset=("10.0.0.1", "10.0.0.2")))
     assert places(decision) == [1]
     assert [endpoint.address for endpoint in decision.excluded_by_model] == ["10.0.0.2:1"]
-    assert places(decided(held, ask("a", subset=("10.0.0.2",)))) == [2]
+    assert places(decided(queued, ask("a", subset=("10.0.0.2",)))) == [2]
 
 
 def test_a_bodiless_request_goes_to_any_endpoint():
     """Nothing is asked of a model."""
-    held = build_pool(models("a"), models("b"), reject_unlisted=True)
-    decision = decided(held, HttpRequest({":method": "GET", ":path": "/v1/models"}))
+    queued = build_pool(models("a"), models("b"), reject_unlisted=True)
+    decision = decided(queued, HttpRequest({":method": "GET", ":path": "/v1/models"}))
     assert places(decision) == [0, 1]
 
 
 def test_kubeai_names_become_names_of_the_engine():
     """`model_adapter`: holders of both, accounts under the adapter, and one value edited."""
-    held = build_pool(models("llama", "sql"), models("qwen", "sql"), models("llama"))
+    queued = build_pool(models("llama", "sql"), models("qwen", "sql"), models("llama"))
     raw = ask("llama_sql")
-    decision = decided(held, raw)
+    decision = decided(queued, raw)
     assert places(decision) == [0]
     assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
     assert decision.request.target == "sql"
@@ -141,8 +141,8 @@ def test_kubeai_names_become_names_of_the_engine():
 @pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
 def test_other_names_are_not_split(name: str):
     """What is listed as it stands, or not known in both parts, is not split."""
-    held = build_pool(models("llama", "sql", "llama_sql_2"), models("qwen"))
-    decision = decided(held, ask(name))
+    queued = build_pool(models("llama", "sql", "llama_sql_2"), models("qwen"))
+    decision = decided(queued, ask(name))
     assert decision.request.model == name
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
@@ -150,16 +150,16 @@ def test_other_names_are_not_split(name: str):
 def test_sglang_names_are_matched_and_unchanged():
     """`model:adapter` goes to who serves it, as the engine takes it: the body stays."""
     listed = models("llama", "sql"), models("llama"), models("qwen", "sql")
-    held = build_pool(*listed, strategy="balanced")
+    queued = build_pool(*listed, strategy="balanced")
     text = [{"role": "user", "content": "x" * 5000}]
-    decision = decided(held, ask("llama:sql", messages=text))
+    decision = decided(queued, ask("llama:sql", messages=text))
     assert places(decision) == [0]
     assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
     assert (decision.model_rewrite, decision.body_edit) == ("", None)
     assert len(decision.block_hashes) > 0
-    same = decided(held, ask("llama", lora_path="sql", messages=text))
+    same = decided(queued, ask("llama", lora_path="sql", messages=text))
     assert decision.block_hashes == same.block_hashes
-    unlisted = decided(held, ask("llama:other"))
+    unlisted = decided(queued, ask("llama:other"))
     assert places(unlisted) == [0, 1]
     assert not unlisted.model_unlisted
     tagged = decided(build_pool(models("llama:8b"), models("llama")), ask("llama:8b"))
@@ -174,10 +174,10 @@ def test_kubeai_names_can_be_turned_off():
 
 def test_both_names_of_an_adapter_share_blocks():
     """The engine hashes by the adapter, however the client called it."""
-    held = build_pool(models("llama", "sql"), strategy="balanced")
+    queued = build_pool(models("llama", "sql"), strategy="balanced")
     prompt = [{"role": "user", "content": "x" * 5000}]
-    first = decided(held, ask("sql", messages=prompt))
-    second = decided(held, ask("llama_sql", messages=prompt))
+    first = decided(queued, ask("sql", messages=prompt))
+    second = decided(queued, ask("llama_sql", messages=prompt))
     assert first.block_hashes == second.block_hashes
     assert len(first.block_hashes) > 0
 
@@ -208,35 +208,35 @@ ADAPTER_FIELDS = {
 @pytest.mark.parametrize("fields", ADAPTER_FIELDS.values(), ids=ADAPTER_FIELDS)
 def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
     """The engine caches by adapter, so neither the base model's blocks nor another's are of use."""
-    held = build_pool(models("llama", "sql", "law"), strategy="balanced")
+    queued = build_pool(models("llama", "sql", "law"), strategy="balanced")
     body = SURFACES[path]("x" * 5000)
     named = [{"model": "llama"}, fields("sql"), fields("law")]
     raws = [
         HttpRequest({":path": path, ":method": "POST"}, json.dumps({**body, **names}).encode())
         for names in named
     ]
-    base, sql, law = (decided(held, raw).block_hashes for raw in raws)
+    base, sql, law = (decided(queued, raw).block_hashes for raw in raws)
     assert len(base) == len(sql) == len(law) > 0
     assert len({*base, *sql, *law}) == 3 * len(base)
 
 
 def test_a_listed_adapter_is_recognized():
     """Residency is told of a name that was never seen in a batch."""
-    held = build_pool(models("a", "lora"), strategy="adaptive")
-    assert decided(held, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
-    assert decided(held, ask("a")).candidates[0].residency is AdapterResidency.RESIDENT
+    queued = build_pool(models("a", "lora"), strategy="adaptive")
+    assert decided(queued, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
+    assert decided(queued, ask("a")).candidates[0].residency is AdapterResidency.RESIDENT
 
 
 def test_027_a_gateway_names_the_model_by_header():
     """The header beats the body, old and new name, and decides who serves."""
-    held = build_pool(models("a"), models("b"))
+    queued = build_pool(models("a"), models("b"))
     for headers in (
         {"x-llm-d-model-name-rewrite": "b"},
         {"x-gateway-model-name-rewrite": "b"},
         {"x-gateway-model-name-rewrite": "a", "x-llm-d-model-name-rewrite": "b"},
     ):
         raw = ask("a", headers=headers)
-        decision = decided(held, raw)
+        decision = decided(queued, raw)
         assert places(decision) == [1]
         assert decision.model_rewrite == "b"
         assert decision.body_edit is not None
@@ -254,12 +254,12 @@ def test_an_equal_model_header_edits_nothing():
 def test_a_header_supplies_a_missing_model():
     """On a surface that is known the name is put in; on others a body may be anything."""
     headers = {"x-llm-d-model-name-rewrite": "a"}
-    held = build_pool(models("a"))
+    queued = build_pool(models("a"))
     raw = HttpRequest({":path": "/v1/completions", **headers}, b'{"prompt": "x"}')
-    decision = decided(held, raw)
+    decision = decided(queued, raw)
     assert decision.body_edit is not None
     assert decision.body_edit.apply(raw.body) == b'{"model":"a","prompt": "x"}'
-    decision = decided(held, HttpRequest({":path": "/upload", **headers}, b'{"prompt": "x"}'))
+    decision = decided(queued, HttpRequest({":path": "/upload", **headers}, b'{"prompt": "x"}'))
     assert (decision.model_rewrite, decision.body_edit) == ("a", None)
 
 
@@ -283,20 +283,20 @@ def test_an_unseen_body_is_not_edited():
 @pytest.mark.parametrize("strategy", sorted(presets.profiles()))
 def test_every_strategy_keeps_to_endpoints_of_the_model(strategy: str):
     """Every strategy chooses among those that serve."""
-    held = build_pool(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
+    queued = build_pool(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
     for _ in range(5):
-        decision = decided(held, ask("b"))
+        decision = decided(queued, ask("b"))
         assert decision.endpoints[0].ip in {"10.0.0.1", "10.0.0.2"}
-        held.director.reserve(decision, held.now)
+        queued.director.reserve(decision, queued.now)
 
 
 def test_prefix_hash_knows_an_adapter_by_either_name():
     """KubeAI's `model_adapter` and the engine's own name go to one place; the base has its own."""
-    held = build_pool(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
+    queued = build_pool(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
 
     def chosen(model: str) -> list[str]:
         texts = [[{"role": "user", "content": f"question {at}"}] for at in range(20)]
-        decisions = [decided(held, ask(model, messages=text)) for text in texts]
+        decisions = [decided(queued, ask(model, messages=text)) for text in texts]
         return [decision.endpoints[0].address for decision in decisions]
 
     assert chosen("lora") == chosen("b_lora") != chosen("b")

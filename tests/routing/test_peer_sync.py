@@ -50,9 +50,9 @@ class Side:
         """All that waits, carried."""
         message = self.outbox.take()
         assert message is not None
-        carried = peer_sync.decode(peer_sync.encode(message))
-        assert carried is not None
-        return carried
+        data = peer_sync.decode(peer_sync.encode(message))
+        assert data is not None
+        return data
 
     def account(self, address: str):
         return self.pool_fixture.store.pool.find(address).account
@@ -77,15 +77,15 @@ def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0)
 def test_a_request_of_a_peer_is_charged_and_indexed():
     """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
     sender, receiver = Side("a"), Side("b")
-    ticket = sender.send()
+    reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    address = ticket.endpoint.address
-    there, here = sender.account(address), receiver.account(address)
-    assert (here.in_flight, here.from_peers, there.from_peers) == (1, 1, 0)
-    assert (here.own, there.own) == (0, 1)
-    assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
+    address = reservation.endpoint.address
+    candidates, here = sender.account(address), receiver.account(address)
+    assert (here.in_flight, here.from_peers, candidates.from_peers) == (1, 1, 0)
+    assert (here.own, candidates.own) == (0, 1)
+    assert (here.prompt_tokens, here.sent) == (candidates.prompt_tokens, candidates.sent)
     assert receiver.pool_fixture.index.blocks_total == sender.pool_fixture.index.blocks_total > 0
-    sender.end(ticket)
+    sender.end(reservation)
     assert receiver.mirror.apply_message(sender.take_message(), 2.0) == {""}
     assert (here.in_flight, here.from_peers, here.answered) == (0, 0, 1)
     assert receiver.pool_fixture.index.blocks_total > 0
@@ -96,15 +96,15 @@ def test_every_replica_predicts_cached_tokens_itself():
     sender, early, late = Side("a"), Side("b"), Side("c")
     addresses = []
     for _ in range(2):
-        ticket = sender.send()
-        addresses.append(ticket.endpoint.address)
+        reservation = sender.send()
+        addresses.append(reservation.endpoint.address)
         message = sender.take_message()
         early.mirror.apply_message(message, 1.0)
-        sender.end(ticket)
+        sender.end(reservation)
         sender.take_message()
     late.mirror.apply_message(message, 1.0)
     assert addresses[0] == addresses[1], "it goes where its prefix is"
-    sent = ticket.prompt_tokens
+    sent = reservation.prompt_tokens
     work = [side.account(addresses[0]).sent for side in (sender, early, late)]
     assert work[0] == work[1] < 2 * sent
     assert work[2] == sent
@@ -121,9 +121,9 @@ def test_blocks_beyond_the_own_limit_are_dropped():
 def test_requests_of_peers_are_not_published_again():
     """What a picker heard does not wait in its own outbox."""
     sender, receiver = Side("a"), Side("b")
-    ticket = sender.send()
+    reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.end(ticket)
+    sender.end(reservation)
     receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert receiver.outbox.take() is None
 
@@ -131,9 +131,9 @@ def test_requests_of_peers_are_not_published_again():
 def test_a_refused_request_is_retracted_on_all_replicas():
     """A 503 leaves no block behind, here and there."""
     sender, receiver = Side("a"), Side("b")
-    ticket = sender.send()
+    reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.end(ticket, "503")
+    sender.end(reservation, "503")
     receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert sender.pool_fixture.index.blocks_total == receiver.pool_fixture.index.blocks_total == 0
 
@@ -141,9 +141,9 @@ def test_a_refused_request_is_retracted_on_all_replicas():
 def test_a_withdrawn_request_is_retracted_on_all_replicas():
     """A request that never left is believed cached nowhere."""
     sender, receiver = Side("a"), Side("b")
-    ticket = sender.send()
+    reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.pool_fixture.director.unreserve(ticket, 2.0)
+    sender.pool_fixture.director.unreserve(reservation, 2.0)
     receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert receiver.open == receiver.pool_fixture.index.blocks_total == 0
 
@@ -151,13 +151,13 @@ def test_a_withdrawn_request_is_retracted_on_all_replicas():
 def test_the_served_endpoint_is_charged_on_all_replicas():
     """Where the data plane passed over the choice, the other endpoint has the request."""
     sender, receiver = Side("a"), Side("b")
-    ticket = sender.send()
-    other = SECOND if ticket.endpoint.address == FIRST else FIRST
+    reservation = sender.send()
+    other = SECOND if reservation.endpoint.address == FIRST else FIRST
     receiver.mirror.apply_message(sender.take_message(), 1.0)
-    sender.pool_fixture.director.on_response_headers(ticket, "200", 1.5, served=other)
+    sender.pool_fixture.director.on_response_headers(reservation, "200", 1.5, served=other)
     receiver.mirror.apply_message(sender.take_message(), 2.0)
     assert (receiver.account(other).in_flight, receiver.open) == (1, 1)
-    sender.pool_fixture.director.release(ticket, 3.0)
+    sender.pool_fixture.director.release(reservation, 3.0)
     receiver.mirror.apply_message(sender.take_message(), 3.0)
     assert receiver.open == 0
 
@@ -211,10 +211,10 @@ def test_an_older_list_of_open_requests_is_ignored():
 
 def test_lists_are_numbered_in_the_order_they_are_written():
     """Two lists with nothing in between differ by their serial only."""
-    outbox = peer_sync.PeerEventLog("a", lambda: None)
-    outbox.publish_open()
-    outbox.publish_open()
-    assert outbox.take().facts == [
+    event_log = peer_sync.PeerEventLog("a", lambda: None)
+    event_log.publish_open()
+    event_log.publish_open()
+    assert event_log.take().facts == [
         peer_sync.OpenRequests(0, [], 1),
         peer_sync.OpenRequests(0, [], 2),
     ]
@@ -222,10 +222,8 @@ def test_lists_are_numbered_in_the_order_they_are_written():
 
 def test_a_list_without_serial_is_read_as_of_an_earlier_version():
     """Pickers of two versions talk while a rollout lasts."""
-    carried = msgspec.msgpack.encode(["a", [["o", 3, [2]]]])
-    assert peer_sync.decode(carried) == peer_sync.PeerMessage(
-        "a", [peer_sync.OpenRequests(3, [2], 0)]
-    )
+    data = msgspec.msgpack.encode(["a", [["o", 3, [2]]]])
+    assert peer_sync.decode(data) == peer_sync.PeerMessage("a", [peer_sync.OpenRequests(3, [2], 0)])
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -277,10 +275,10 @@ def test_queued_events_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
     monkeypatch.setattr(peer_sync, "MAX_WAITING", 10)
     woken = []
-    outbox = peer_sync.PeerEventLog("a", lambda: woken.append(1))
+    event_log = peer_sync.PeerEventLog("a", lambda: woken.append(1))
     for _ in range(100):
-        outbox.publish_open()
-    assert len(outbox.take().facts) <= 10
+        event_log.publish_open()
+    assert len(event_log.take().facts) <= 10
     assert woken == [1]
 
 
@@ -294,29 +292,29 @@ def test_queued_events_are_bounded(monkeypatch):
 def test_any_loss_and_order_end_without_open_requests(seed, loss, doubles, far):
     """Counters are never below zero, and all is closed once the last list of open requests came."""
     rng = random.Random(seed)
-    side, carried = Side("a"), []
+    side, data = Side("a"), []
     open_now: list[int] = []
     lists = 0
     for number in range(1, 40):
-        carried.append(fact(number, rng.choice([FIRST, SECOND, "10.9.9.9:1"])))
+        data.append(fact(number, rng.choice([FIRST, SECOND, "10.9.9.9:1"])))
         open_now.append(number)
         while open_now and rng.random() < 0.5:
             ended = open_now.pop(rng.randrange(len(open_now)))
-            carried.append(
+            data.append(
                 peer_sync.RequestEnded(ended, answered=rng.random() < 0.7, ran=rng.random() < 0.7)
             )
         if rng.random() < 0.2:
             lists += 1
-            carried.append(peer_sync.OpenRequests(number, list(open_now), lists))
-    carried += [peer_sync.RequestEnded(number, answered=True) for number in open_now]
-    carried = [event for event in carried if rng.random() >= loss]
-    carried += [event for event in carried if rng.random() < doubles]
-    order = sorted(range(len(carried)), key=lambda at: at + rng.uniform(0, far))
+            data.append(peer_sync.OpenRequests(number, list(open_now), lists))
+    data += [peer_sync.RequestEnded(number, answered=True) for number in open_now]
+    data = [event for event in data if rng.random() >= loss]
+    data += [event for event in data if rng.random() < doubles]
+    order = sorted(range(len(data)), key=lambda at: at + rng.uniform(0, far))
     for at in order:
-        say(side, carried[at])
+        say(side, data[at])
         assert side.open == side.mirrored == side.mirror.open >= 0
     say(side, peer_sync.OpenRequests(39, [], lists + 1))
-    for event in rng.sample(carried, min(5, len(carried))):
+    for event in rng.sample(data, min(5, len(data))):
         say(side, event)
     assert side.open == side.mirrored == side.mirror.open == 0
     assert all(m.account.prompt_tokens == 0 for m in side.pool_fixture.store.pool.members)
@@ -347,7 +345,7 @@ def test_any_values_in_a_message_are_handled(facts, picker):
 
 
 @pytest.mark.parametrize(
-    "carried",
+    "data",
     [
         b"\x92\xa1\xff\x90",
         b"\x91" * 100_000,
@@ -370,6 +368,6 @@ def test_any_values_in_a_message_are_handled(facts, picker):
         b"\xc1" * (peer_sync.MAX_MESSAGE_BYTES + 1),
     ],
 )
-def test_a_message_out_of_range_is_ignored(carried):
+def test_a_message_out_of_range_is_ignored(data):
     """Invalid UTF-8, endless nesting, numbers and names beyond their ranges, and sheer length."""
-    assert peer_sync.decode(carried) is None
+    assert peer_sync.decode(data) is None

@@ -37,9 +37,9 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
 def build_pool(
     *rules: RewriteRule, loads=None, profile="round-robin", **priorities: int
 ) -> PoolFixture:
-    held = PoolFixture(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
-    held.store.set_policy(InferencePolicy(priorities, rules))
-    return held
+    queued = PoolFixture(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
+    queued.store.set_policy(InferencePolicy(priorities, rules))
+    return queued
 
 
 def ask(model: str | None = "m", headers: dict[str, str] | None = None, **more: object):
@@ -72,10 +72,10 @@ def test_an_objective_shows_in_the_decision():
 
 def test_a_target_is_routed_and_hashed_under_its_own_name():
     """Canaries and requests that name the target themselves share prefixes; bytes around stay."""
-    held = build_pool(rule("m", "n"), profile="balanced")
+    queued = build_pool(rule("m", "n"), profile="balanced")
     text = [{"role": "user", "content": "x" * 9000}]
-    renamed = decided(held, ask("m", messages=text))
-    assert renamed.block_hashes == decided(held, ask("n", messages=text)).block_hashes
+    renamed = decided(queued, ask("m", messages=text))
+    assert renamed.block_hashes == decided(queued, ask("n", messages=text)).block_hashes
     assert renamed.request.model == "n"
     assert (renamed.model_rewrite, renamed.client_model) == ("n", "m")
     raw = ask("m", messages=text)
@@ -86,14 +86,14 @@ def test_a_target_is_routed_and_hashed_under_its_own_name():
 def test_a_target_may_be_an_adapter():
     """Endpoints are chosen by who serves the target, also under KubeAI's kind of name."""
     loads = {"10.0.0.1:1": load(0, 0.0), "10.0.0.2:1": load(0, 0.0)}
-    held = build_pool(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
-    first, second = held.store.pool.members
-    held.store.observe_models(first.endpoint, ServedModels(frozenset({"base"}), frozenset()))
-    held.store.observe_models(
+    queued = build_pool(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
+    first, second = queued.store.pool.members
+    queued.store.observe_models(first.endpoint, ServedModels(frozenset({"base"}), frozenset()))
+    queued.store.observe_models(
         second.endpoint, ServedModels(frozenset({"base"}), frozenset({"sql"}))
     )
     for name in ("m", "k"):
-        decision = decided(held, ask(name))
+        decision = decided(queued, ask(name))
         assert decision.endpoints[0].address == "10.0.0.2:1"
         assert (decision.model_rewrite, decision.client_model) == ("sql", name)
 
@@ -111,24 +111,24 @@ def test_rules_do_not_chain():
 
 def test_a_request_without_a_model_is_not_rewritten():
     """A generic rule is for requests for models, not for GET /health or unknown bodies."""
-    held = build_pool(rule("", "n"))
+    queued = build_pool(rule("", "n"))
     for raw in (
         HttpRequest({":method": "GET", ":path": "/health"}),
         HttpRequest({":path": "/other"}, b'{"prompt": "x"}'),
     ):
-        decision = decided(held, raw)
+        decision = decided(queued, raw)
         assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
 def test_a_generic_rule_supplies_a_missing_model():
     """The 400 for a missing model comes only after; the answer is left alone then."""
-    held = build_pool(rule("n", "chained"), rule("", "n"))
-    decision = decided(held, ask(None))
-    assert sent(held, ask(None)) == "n"
+    queued = build_pool(rule("n", "chained"), rule("", "n"))
+    decision = decided(queued, ask(None))
+    assert sent(queued, ask(None)) == "n"
     assert decision.client_model == ""
     outcome = build_pool(rule("a", "b")).decide(ask(None))
     assert outcome == Rejection(400, "model not found in request body")
-    outcome = held.decide(HttpRequest({":path": PATH}, b"{}"))
+    outcome = queued.decide(HttpRequest({":path": PATH}, b"{}"))
     assert isinstance(outcome, Rejection)
     assert outcome.status == 400
 
@@ -140,7 +140,7 @@ def test_turns_of_a_session_stay_on_their_target():
     models = set()
     for at in range(40):
         raw = ask("m", prompt_cache_key=f"conversation {at}")
-        names = {sent(held, raw) for held in (first, other) for _ in range(3)}
+        names = {sent(queued, raw) for queued in (first, other) for _ in range(3)}
         assert len(names) == 1
         models |= names
     assert models == {"a", "b"}
@@ -148,8 +148,8 @@ def test_turns_of_a_session_stay_on_their_target():
 
 def test_sessions_are_drawn_in_proportion():
     """Of 1,000 sessions 300 go to 30 %, within five standard deviations."""
-    held = build_pool(rule("m", ("a", 70), ("b", 30)))
-    drawn = collections.Counter(sent(held, ask("m", user=f"u{at}")) for at in range(1000))
+    queued = build_pool(rule("m", ("a", 70), ("b", 30)))
+    drawn = collections.Counter(sent(queued, ask("m", user=f"u{at}")) for at in range(1000))
     assert 228 <= drawn["b"] <= 372
 
 
@@ -170,11 +170,11 @@ SESSIONS = [ask("m", user=f"u{at}") for at in range(300)]
 
 def test_sessions_without_weights_are_spread_evenly():
     """Three targets, 300 sessions: 100 each, within five standard deviations."""
-    held = build_pool(rule("m", "a", "b", "c"))
-    drawn = collections.Counter(sent(held, raw) for raw in SESSIONS)
+    queued = build_pool(rule("m", "a", "b", "c"))
+    drawn = collections.Counter(sent(queued, raw) for raw in SESSIONS)
     assert all(59 <= drawn[name] <= 141 for name in "abc")
-    held = build_pool(rule("m", ("a", 1), "b", ("c", 0)))
-    assert {sent(held, raw) for raw in SESSIONS} == {"a"}
+    queued = build_pool(rule("m", ("a", 1), "b", ("c", 0)))
+    assert {sent(queued, raw) for raw in SESSIONS} == {"a"}
 
 
 @given(
@@ -191,40 +191,40 @@ def test_any_weights_draw_a_target(weights, share):
 
 def test_a_policy_change_applies_at_once():
     """What discovery decrees counts from the next request on."""
-    held = build_pool(rule("m", "a"))
-    assert sent(held, ask()) == "a"
-    held.store.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
-    assert sent(held, ask()) == "b"
-    held.store.set_policy(inference_policy.EMPTY_POLICY)
-    assert sent(held, ask()) == "m"
+    queued = build_pool(rule("m", "a"))
+    assert sent(queued, ask()) == "a"
+    queued.store.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
+    assert sent(queued, ask()) == "b"
+    queued.store.set_policy(inference_policy.EMPTY_POLICY)
+    assert sent(queued, ask()) == "m"
 
 
 def test_discovered_policies_override_the_configuration():
     """The file's objectives and rules stand where no object says otherwise; exact beats generic."""
-    held = build_pool(rule("m", "object"), rule("", "object for all"), gold=5)
+    queued = build_pool(rule("m", "object"), rule("", "object for all"), gold=5)
     configured = InferencePolicy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
-    routing = msgspec.structs.replace(held.director.routing, policy=configured)
-    held.director.reconfigure(routing)
-    assert [sent(held, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
+    routing = msgspec.structs.replace(queued.director.routing, policy=configured)
+    queued.director.reconfigure(routing)
+    assert [sent(queued, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
     for name, priority in (("gold", 5), ("lead", -3)):
-        assert decided(held, ask(headers={OBJECTIVE: name})).request.priority == priority
-    assert held.director.rewritten_models == {"m", "n"}
-    held.store.set_policy(inference_policy.EMPTY_POLICY)
-    assert sent(held, ask()) == "file"
+        assert decided(queued, ask(headers={OBJECTIVE: name})).request.priority == priority
+    assert queued.director.rewritten_models == {"m", "n"}
+    queued.store.set_policy(inference_policy.EMPTY_POLICY)
+    assert sent(queued, ask()) == "file"
 
 
 def test_a_pool_matches_models_of_its_rewrites():
     """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
     llama, qwen = build_pool(), build_pool(rule("alias", "qwen"))
-    for held, name in ((llama, "llama"), (qwen, "qwen")):
-        (member,) = held.store.pool.members
-        held.store.observe_models(member.endpoint, ServedModels(frozenset({name}), frozenset()))
-    board = PoolSelector([PoolRoute("llama", llama.director), PoolRoute("qwen", qwen.director)])
-    routed = board.route(ask("alias"), 100.0)
+    for queued, name in ((llama, "llama"), (qwen, "qwen")):
+        (member,) = queued.store.pool.members
+        queued.store.observe_models(member.endpoint, ServedModels(frozenset({name}), frozenset()))
+    statuses = PoolSelector([PoolRoute("llama", llama.director), PoolRoute("qwen", qwen.director)])
+    routed = statuses.route(ask("alias"), 100.0)
     assert routed.pool == "qwen"
     assert isinstance(routed.outcome, Decision)
     assert routed.outcome.model_rewrite == "qwen"
-    response = board.route(HttpRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
+    response = statuses.route(HttpRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
     assert isinstance(response, DirectResponse)
     assert [entry["id"] for entry in json.loads(response.body)["data"]] == [
         "alias",
@@ -239,12 +239,12 @@ LOW = {OBJECTIVE: "low"}
 def shed(profile, *loads) -> bool:
     """Whether a request of negative priority is dropped over endpoints with these loads."""
     addresses = {f"10.0.0.{at}:1": load for at, load in enumerate(loads)}
-    held = build_pool(loads=addresses, profile=profile, low=-1)
-    outcome = held.decide(ask(headers=LOW))
+    queued = build_pool(loads=addresses, profile=profile, low=-1)
+    outcome = queued.decide(ask(headers=LOW))
     if isinstance(outcome, Decision):
         return False
     assert (outcome.status, outcome.reason) == (429, "rejected-saturated")
-    assert isinstance(held.decide(ask()), Decision)
+    assert isinstance(queued.decide(ask()), Decision)
     return True
 
 
@@ -284,20 +284,20 @@ def test_saturation_by_the_detector_of_the_profile():
 
 def test_a_hint_to_saturated_endpoints_is_saturated():
     """Who may not be chosen has room for nobody."""
-    held = build_pool(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
+    queued = build_pool(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
     raw = ask(headers=LOW)
-    assert isinstance(held.decide(raw), Decision)
+    assert isinstance(queued.decide(raw), Decision)
     raw = msgspec.structs.replace(raw, subset=("10.0.0.1",))
-    assert isinstance(held.decide(raw), Rejection)
+    assert isinstance(queued.decide(raw), Rejection)
 
 
 @pytest.mark.parametrize("strategy", ["filter-chain", "adaptive"])
 def test_a_filter_tree_takes_priorities(strategy):
     """The gateway's tree drops by priority where the objective is known, by its name otherwise."""
     loads = {"10.0.0.1:1": load(6, 0.9)}
-    held = build_pool(loads=loads, profile=strategy, sheddable=1, batch=-1)
-    assert isinstance(held.decide(ask(headers={OBJECTIVE: "sheddable"})), Decision)
-    assert isinstance(held.decide(ask(headers={OBJECTIVE: "batch"})), Rejection)
+    queued = build_pool(loads=loads, profile=strategy, sheddable=1, batch=-1)
+    assert isinstance(queued.decide(ask(headers={OBJECTIVE: "sheddable"})), Decision)
+    assert isinstance(queued.decide(ask(headers={OBJECTIVE: "batch"})), Rejection)
     unknown = build_pool(loads=loads, profile=strategy).decide(
         ask(headers={OBJECTIVE: "sheddable"})
     )
@@ -309,8 +309,8 @@ def test_a_seed_decides_the_draws():
     rules = rule("m", "a", "b", "c")
 
     def run() -> list[str | None]:
-        held = build_pool(rules)
-        return [sent(held, ask()) for _ in range(20)]
+        queued = build_pool(rules)
+        return [sent(queued, ask()) for _ in range(20)]
 
     assert run() == run()
     assert (

@@ -16,8 +16,8 @@ from tests.support.pool_fixture import PoolFixture
 
 def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
     """Some members, the last of them half as fast as the others; all found prompts in their caches."""
-    fleet = PoolStore(on_gone=lambda _: None)
-    fleet.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
+    store = PoolStore(on_gone=lambda _: None)
+    store.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
     usual = StepTimeModel()
     half = msgspec.structs.replace(
         usual,
@@ -31,7 +31,7 @@ def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
             rates=half if at >= count - slow else usual,
             load=Load(at=0.0, prefix_queries=9.0, prefix_hits=hits),
         )
-        for at, member in enumerate(fleet.pool.members)
+        for at, member in enumerate(store.pool.members)
     ]
 
 
@@ -59,23 +59,23 @@ def test_without_peers_no_hits_are_expected():
 
 def test_hits_are_expected_at_the_rendezvous_endpoint():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
-    fleet = members(4)
-    expected, at = scheduler.with_expected_hits("a", 1000, fleet, matched=[100] * 4, peers=others())
-    assert at == scheduler.rendezvous_endpoint("a", fleet)
+    store = members(4)
+    expected, at = scheduler.with_expected_hits("a", 1000, store, matched=[100] * 4, peers=others())
+    assert at == scheduler.rendezvous_endpoint("a", store)
     assert expected[at] == 950
     assert sorted(expected) == [100, 100, 100, 950]
 
 
 def test_expected_hits_follow_the_hit_ratio():
     """Twice what engines find on average is expected: nothing where prompts share nothing."""
-    fleet = members(4)
+    store = members(4)
     little, _ = scheduler.with_expected_hits(
-        "a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1)
+        "a", 1000, store, matched=[0] * 4, peers=others(hit_ratio=0.1)
     )
     assert max(little) == 200
     none = [0] * 4
     peers = others(hit_ratio=0.0)
-    assert scheduler.with_expected_hits("a", 1000, fleet, matched=none, peers=peers) == (
+    assert scheduler.with_expected_hits("a", 1000, store, matched=none, peers=peers) == (
         none,
         None,
     )
@@ -84,8 +84,8 @@ def test_expected_hits_follow_the_hit_ratio():
 @pytest.mark.parametrize("hits", [None, 0.0])
 def test_affinity_needs_evidence_of_hits(hits):
     """An engine that never found anything, or does not say, is nobody's home."""
-    fleet, known = members(4, hits=hits), [0] * 4
-    assert scheduler.with_expected_hits("a", 1000, fleet, matched=known, peers=others()) == (
+    store, known = members(4, hits=hits), [0] * 4
+    assert scheduler.with_expected_hits("a", 1000, store, matched=known, peers=others()) == (
         known,
         None,
     )
@@ -96,26 +96,28 @@ def test_a_new_prompt_has_no_affinity():
     page = Load(
         at=0.0, engine="vllm", running=4.0, waiting=2.0, prefix_queries=9.0, prefix_hits=0.0
     )
-    house = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    pool_fixture = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
-    chosen = house.director.route(HttpRequest({":path": "/v1/completions"}, body), house.now)
-    assert house.store.foreign_traffic.share > scheduler.MIN_PEER_SHARE
+    chosen = pool_fixture.director.route(
+        HttpRequest({":path": "/v1/completions"}, body), pool_fixture.now
+    )
+    assert pool_fixture.store.foreign_traffic.share > scheduler.MIN_PEER_SHARE
     assert chosen.matched_tokens == 0
     assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
 
 def test_a_widely_cached_prompt_has_no_affinity():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
-    fleet = members(4)
+    store = members(4)
     spread = [900, 900, 0, 0]
-    assert scheduler.with_expected_hits("a", 1000, fleet, matched=spread, peers=others()) == (
+    assert scheduler.with_expected_hits("a", 1000, store, matched=spread, peers=others()) == (
         spread,
         None,
     )
-    at = scheduler.rendezvous_endpoint("a", fleet)
-    held = [960 if n == at else 0 for n in range(4)]
-    assert scheduler.with_expected_hits("a", 1000, fleet, matched=held, peers=others()) == (
-        held,
+    at = scheduler.rendezvous_endpoint("a", store)
+    queued = [960 if n == at else 0 for n in range(4)]
+    assert scheduler.with_expected_hits("a", 1000, store, matched=queued, peers=others()) == (
+        queued,
         at,
     )
 
@@ -124,19 +126,19 @@ def test_a_widely_cached_prompt_has_no_affinity():
 def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
-    house = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    pool_fixture = PoolFixture({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
     raw = HttpRequest(headers={":path": "/v1/completions"}, body=body)
-    chosen = house.director.route(raw, house.now)
+    chosen = pool_fixture.director.route(raw, pool_fixture.now)
     assert chosen.request.session == "a"
-    fleet = house.store.pool.members
-    at = scheduler.rendezvous_endpoint("a", fleet)
+    store = pool_fixture.store.pool.members
+    at = scheduler.rendezvous_endpoint("a", store)
     went = (at + 1) % 4
-    there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
-    house.director.reserve(there, house.now)
+    there = msgspec.structs.replace(chosen, endpoints=(store[went].endpoint,))
+    pool_fixture.director.reserve(there, pool_fixture.now)
     if beside:
-        house.store.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
-        house.store.foreign_traffic.hit_ratio = 0.5
+        pool_fixture.store.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
+        pool_fixture.store.foreign_traffic.hit_ratio = 0.5
     built = []
 
     def keep(*arguments, look=candidate_builder.build_candidates, **more):
@@ -144,18 +146,18 @@ def test_a_conversation_is_local_at_its_affinity_endpoint(monkeypatch, beside):
         return built[-1]
 
     monkeypatch.setattr(candidate_builder, "build_candidates", keep)
-    house.director.route(raw, house.now)
+    pool_fixture.director.route(raw, pool_fixture.now)
     ((*candidates,),) = built
     assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 
 
 def test_affinity_is_weighted_by_speed_and_stable():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
-    fleet = members(4, slow=2)
+    store = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]
-    before = [scheduler.rendezvous_endpoint(key, fleet) for key in keys]
+    before = [scheduler.rendezvous_endpoint(key, store) for key in keys]
     counts = Counter(before)
     fast, slow = counts[0] + counts[1], counts[2] + counts[3]
     assert 1.8 < fast / slow < 2.2
-    after = [scheduler.rendezvous_endpoint(key, fleet[:3]) for key in keys]
+    after = [scheduler.rendezvous_endpoint(key, store[:3]) for key in keys]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)

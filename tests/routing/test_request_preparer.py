@@ -27,16 +27,17 @@ def chat(text, **fields):
 @pytest.mark.parametrize("strategy", ["adaptive", "prefix-hash"])
 def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
     """The prompt is as large as the body; where the opening decides, it is read out of the body."""
-    house = PoolFixture(ALIKE, profile=strategy)
+    pool_fixture = PoolFixture(ALIKE, profile=strategy)
     went = set()
     for n in range(40):
-        prepared = house.director.prepare(chat(f"{n} is a number " * 20))
+        prepared = pool_fixture.director.prepare(chat(f"{n} is a number " * 20))
         resting = prepared.without_prompt()
         assert resting.request.prompt == resting.parsed.prompt == b""
         assert resting.with_prompt() == prepared.request
         assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
         direct, waited = (
-            house.director.decide(candidate, house.now) for candidate in (prepared, resting)
+            pool_fixture.director.decide(candidate, pool_fixture.now)
+            for candidate in (prepared, resting)
         )
         assert direct.endpoints == waited.endpoints
         went.add(waited.endpoints[0].address)
@@ -45,8 +46,8 @@ def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
 
 def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
     """The prompt alone comes out of the body."""
-    house = PoolFixture(ALIKE)
-    prepared = house.director.prepare(chat("a"))
+    pool_fixture = PoolFixture(ALIKE)
+    prepared = pool_fixture.director.prepare(chat("a"))
     renamed = msgspec.structs.replace(prepared.request, model="other")
     resting = msgspec.structs.replace(prepared, request=renamed).without_prompt()
     assert resting.with_prompt() == renamed
@@ -55,9 +56,9 @@ def test_a_rewritten_model_is_kept_when_the_prompt_is_read_again():
 
 def test_a_prompt_that_is_not_in_the_body_is_kept():
     """Whoever prepared a request that was parsed elsewhere may have another prompt."""
-    house = PoolFixture(ALIKE)
+    pool_fixture = PoolFixture(ALIKE)
     raw = chat("a")
-    prepared = house.director.prepare_parsed(house.director.prepare(raw).request, raw)
+    prepared = pool_fixture.director.prepare_parsed(pool_fixture.director.prepare(raw).request, raw)
     assert prepared.without_prompt() is prepared
     assert prepared.with_prompt() is prepared.request
 

@@ -74,10 +74,10 @@ def test_an_observer_that_raises_changes_no_account():
     parts.director.reconfigure(factory.build_routing_config(parts.settings, profile, {}))
     account = parts.store.pool.members[0].account
 
-    ticket = parts.director.reserve(parts.director.route(CHAT, 2.0), 2.0)
+    reservation = parts.director.reserve(parts.director.route(CHAT, 2.0), 2.0)
 
     assert account.in_flight == 1
     assert parts.index.blocks_total > 0
     assert guards.counts.exceptions == {("observer", "forgetful"): 1}
-    parts.director.release(ticket, 3.0)
+    parts.director.release(reservation, 3.0)
     assert account.in_flight == 0

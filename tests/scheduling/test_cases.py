@@ -45,8 +45,8 @@ def wanted_files():
 
 def test_every_kind_has_a_case_file():
     """A plugin or named profile without a case file fails here, and so does a file without one."""
-    found = {path.stem for path in FOLDER.glob("*.yaml") if path.stem.partition("-")[0] in KEYS}
-    assert found == wanted_files()
+    result = {path.stem for path in FOLDER.glob("*.yaml") if path.stem.partition("-")[0] in KEYS}
+    assert result == wanted_files()
 
 
 @pytest.mark.parametrize(("role", "kind", "case"), list(load()))
@@ -56,22 +56,24 @@ def test_case(role, kind, case):
     assert set(case) <= {"name", "params", "request", "endpoints"} | KEYS[role]
     assert outcomes & set(case)
     candidates = builders.candidates(case["endpoints"])
-    turn = builders.context(**case.get("request", {}))
+    context = builders.context(**case.get("request", {}))
     if role == "profile":
-        for fleet_ in (candidates, blind(candidates)):
-            check_picks(case, lambda count, fleet_=fleet_: choose(kind, turn, fleet_, count))
+        for store in (candidates, blind(candidates)):
+            check_picks(case, lambda count, fleet_=store: choose(kind, context, fleet_, count))
         return
     plugin = made(TABLES[role], kind, case.get("params", {}))
     if role == "filter":
-        assert builders.names(plugin.filter(turn, candidates)) == case["keeps"]
+        assert builders.names(plugin.filter(context, candidates)) == case["keeps"]
     elif role == "scorer":
-        scores = dict(zip(builders.names(candidates), plugin.score(turn, candidates), strict=True))
+        scores = dict(
+            zip(builders.names(candidates), plugin.score(context, candidates), strict=True)
+        )
         assert scores == pytest.approx(case["scores"], abs=1e-4)
     elif role == "cost":
-        check_costs(case, plugin.cost(turn, candidates))
+        check_costs(case, plugin.cost(context, candidates))
     else:
         totals = [float(case.get("totals", {}).get(name, 0)) for name in case["endpoints"]]
-        check_picks(case, lambda count: pick(plugin, turn, candidates, totals, count))
+        check_picks(case, lambda count: pick(plugin, context, candidates, totals, count))
 
 
 def made(table, kind, params):
@@ -93,8 +95,8 @@ def check_costs(case, priced):
     assert costs == pytest.approx(case.get("costs", costs))
     terms = {name: dict(zip(names, values, strict=True)) for name, values in priced.terms}
     for endpoint, wanted in case.get("terms", {}).items():
-        found = {name: terms[name][endpoint] for name in wanted}
-        assert found == pytest.approx(wanted)
+        result = {name: terms[name][endpoint] for name in wanted}
+        assert result == pytest.approx(wanted)
 
 
 PROFILES = presets.profiles()
@@ -105,19 +107,19 @@ def blind(candidates):
     return [msgspec.structs.replace(c, estimated_requests=float(c.in_flight)) for c in candidates]
 
 
-def choose(name, turn, candidates, count):
-    decision = PROFILES[name].run(turn, candidates, count=count)
+def choose(name, context, candidates, count):
+    decision = PROFILES[name].run(context, candidates, count=count)
     assert decision.degraded == ""
     for observer in PROFILES[name].observers:
-        observer.on_committed(decision, turn.now)
+        observer.on_committed(decision, context.now)
     return builders.names(decision.endpoints)
 
 
-def pick(plugin, turn, candidates, totals, count):
-    chosen = [candidates[i].endpoint for i in plugin.pick(turn, candidates, totals, count=count)]
+def pick(plugin, context, candidates, totals, count):
+    chosen = [candidates[i].endpoint for i in plugin.pick(context, candidates, totals, count=count)]
     # Not with isinstance: of a protocol that takes longer than thousands of picks should.
     if hasattr(plugin, "on_committed"):
-        plugin.on_committed(Decision(turn.request, chosen), turn.now)
+        plugin.on_committed(Decision(context.request, chosen), context.now)
     return builders.names(chosen)
 
 

@@ -30,8 +30,8 @@ NAMES = [
 )
 def test_terms_add_up_to_costs(kinds, facts, max_tokens):
     """The sum of the terms is the cost, whatever the candidates."""
-    there, turn = crowd(kinds, len(kinds)), builders.context(**facts, max_tokens=max_tokens)
-    priced = EstimatedTime().cost(turn, there)
+    candidates, context = crowd(kinds, len(kinds)), builders.context(**facts, max_tokens=max_tokens)
+    priced = EstimatedTime().cost(context, candidates)
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
@@ -40,8 +40,8 @@ def test_terms_add_up_to_costs(kinds, facts, max_tokens):
 def test_a_full_cache_adds_a_cost_term():
     """An endpoint whose cache is full has a term for memory, and an empty one has none."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16}
-    there = builders.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
-    priced = EstimatedTime().cost(builders.context(100), there)
+    candidates = builders.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
+    priced = EstimatedTime().cost(builders.context(100), candidates)
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
@@ -50,21 +50,21 @@ def test_a_full_cache_adds_a_cost_term():
 def test_queued_requests_are_delayed_by_this_prompt():
     """Of 1,000 tokens a request, 5,000 queued are five who wait 0.1 s, and no more than are there."""
     cost = EstimatedTime()
-    there = builders.candidates(
+    candidates = builders.candidates(
         {
             "many": {"queued_tokens": 5000, "estimated_requests": 8},
             "one": {"queued_tokens": 5000, "estimated_requests": 1},
             "none": {"estimated_requests": 8},
         }
     )
-    unknown = cost.cost(builders.context(prompt_tokens=1000), there)
+    unknown = cost.cost(builders.context(prompt_tokens=1000), candidates)
     assert dict(unknown.terms)["waiting"] == [0.0, 0.0, 0.0]
     request = InferenceRequest(api="chat", prompt_tokens=1500)
     chosen = Decision(
-        request=request, endpoints=(there[0].endpoint,), picker="max-score", matched_tokens=500
+        request=request, endpoints=(candidates[0].endpoint,), picker="max-score", matched_tokens=500
     )
     cost.on_committed(chosen, 1.0)
-    priced = cost.cost(builders.context(prompt_tokens=1000), there)
+    priced = cost.cost(builders.context(prompt_tokens=1000), candidates)
     assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
@@ -74,7 +74,7 @@ def test_idle_conversations_need_kv_cache():
     """Where half as many read as wait, two thirds of the tokens leave as much room; not in a queue."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
-    there = builders.candidates(
+    candidates = builders.candidates(
         {
             "two thirds": load | {"active_context_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
             "queue": load
@@ -84,10 +84,10 @@ def test_idle_conversations_need_kv_cache():
     )
 
     def crowding(away):
-        turn = builders.context(
+        context = builders.context(
             prompt_tokens=1, continuation_ratio=1.0, idle_conversations_per_open=away
         )
-        return dict(cost.cost(turn, there).terms)["crowding"]
+        return dict(cost.cost(context, candidates).terms)["crowding"]
 
     alone, beside = crowding(0.0), crowding(0.5)
     assert alone[0] == alone[1] == beside[1] == 0.0
@@ -100,9 +100,11 @@ def test_conversations_of_other_replicas_need_kv_cache():
     cost = EstimatedTime()
     load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     ours = load | {"active_context_tokens": 1600 * 0.3, "in_flight": 2, "estimated_requests": 2}
-    there = builders.candidates({"ours": ours, "others' too": ours | {"estimated_requests": 6}})
+    candidates = builders.candidates(
+        {"ours": ours, "others' too": ours | {"estimated_requests": 6}}
+    )
     priced = cost.cost(
-        builders.context(prompt_tokens=1, continuation_ratio=1.0, foreign_share=0.6), there
+        builders.context(prompt_tokens=1, continuation_ratio=1.0, foreign_share=0.6), candidates
     )
     alone, beside = dict(priced.terms)["crowding"]
     assert alone == 0.0 < beside

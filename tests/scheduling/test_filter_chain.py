@@ -58,9 +58,9 @@ def test_the_chain_is_the_published_tree(longest, sheddable):
             for i in range(rng.randint(1, 9))
         ]
         target = rng.choice(("base", "x", "y"))
-        there = [builders.candidate(**pod) for pod in pods]
+        candidates = [builders.candidate(**pod) for pod in pods]
         passing = builders.names(
-            FilterChain().filter(builders.context(model=target, headers=headers), there)
+            FilterChain().filter(builders.context(model=target, headers=headers), candidates)
         )
         assert passing == [pod["name"] for pod in chain(pods, target, sheddable=sheddable)]
         left.add(len(passing))

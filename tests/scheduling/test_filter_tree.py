@@ -18,7 +18,7 @@ class Broken(msgspec.Struct, frozen=True):
     kind: ClassVar[str] = "broken"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    def filter(self, turn, candidates):
+    def filter(self, context, candidates):
         raise ValueError("broken")
 
 
@@ -28,16 +28,16 @@ class Memory(msgspec.Struct, frozen=True):
 
     seen: list
 
-    def filter(self, turn, candidates):
+    def filter(self, context, candidates):
         return candidates
 
     def on_committed(self, decision, now):
         self.seen.append(decision.endpoints[0].name)
 
-    def keys(self, turn):
+    def keys(self, context):
         return {"memory": "m"}
 
-    def answer_headers(self, turn, chosen):
+    def answer_headers(self, context, chosen):
         return [("x-memory", chosen.name)]
 
 
@@ -46,10 +46,10 @@ POD = {"waiting": 1, "kv_usage": 0.5}
 
 def test_an_exception_is_a_failure():
     """The walk goes on with what came in, along the failure branch."""
-    there = builders.candidates({"a": POD, "b": {**POD, "waiting": 9}})
+    candidates = builders.candidates({"a": POD, "b": {**POD, "waiting": 9}})
     drop, queue = FilterTreeNode(filter=DropRequest()), FilterTreeNode(filter=QueueRange())
     tree = FilterTree(root=FilterTreeNode(filter=Broken(), on_success=drop, on_failure=queue))
-    assert builders.names(tree.filter(builders.context(), there)) == ["a"]
+    assert builders.names(tree.filter(builders.context(), candidates)) == ["a"]
 
 
 def test_an_exception_without_a_successor_is_raised_by_the_tree():
@@ -63,13 +63,13 @@ def test_an_exception_without_a_successor_is_raised_by_the_tree():
 
 def test_the_walk_is_recorded():
     """Each filter on the way, who it left, which branch followed and what it raised."""
-    there = builders.candidates({"a": POD, "b": {**POD, "waiting": 60}})
+    candidates = builders.candidates({"a": POD, "b": {**POD, "waiting": 60}})
     kv = FilterTreeNode(filter=KvRange())
     low = FilterTreeNode(
         filter=LowLatency(), on_success=FilterTreeNode(filter=Broken(), on_failure=kv)
     )
     passing, branches = FilterTree(root=FilterTreeNode(filter=DropRequest(), on_either=low)).walk(
-        builders.context(), there
+        builders.context(), candidates
     )
     assert builders.names(passing) == ["a"]
     steps = [
@@ -86,16 +86,16 @@ def test_the_walk_is_recorded():
 
 def test_stateful_filters_of_a_tree_are_notified():
     """A tree passes on decisions, keys and headers for the answer."""
-    seen = []
-    memory = Memory(seen)
+    observed = []
+    memory = Memory(observed)
     tree = FilterTree(
         root=FilterTreeNode(filter=KvRange(), on_either=FilterTreeNode(filter=memory))
     )
-    turn, pod = builders.context(), builders.candidate("a", **POD)
-    tree.on_committed(Decision(turn.request, [pod.endpoint]), 1.0)
-    assert seen == ["a"]
-    assert tree.keys(turn) == {"memory": "m"}
-    assert tree.answer_headers(turn, pod.endpoint) == [("x-memory", "a")]
+    context, pod = builders.context(), builders.candidate("a", **POD)
+    tree.on_committed(Decision(context.request, [pod.endpoint]), 1.0)
+    assert observed == ["a"]
+    assert tree.keys(context) == {"memory": "m"}
+    assert tree.answer_headers(context, pod.endpoint) == [("x-memory", "a")]
 
 
 def test_a_tree_needs_what_its_filters_need():
@@ -116,12 +116,14 @@ def test_the_chain_needs_what_its_tree_needs(share):
 def test_soft_affinity_explores_at_its_rate():
     """Of 20,000 turns, 20 on average go where the adapter has room; three deviations are 13."""
     chain = FilterChain(affinity_share=0.999)
-    there = builders.candidates(
+    candidates = builders.candidates(
         {
             "holder": {**POD, "adapters": ["lora"], "adapter_slots": 2},
             "roomy": {**POD, "adapters": [], "adapter_slots": 2},
         }
     )
-    turn = builders.context(model="lora")
-    went = sum(builders.names(chain.filter(turn, there)) == ["roomy"] for _ in range(20_000))
+    context = builders.context(model="lora")
+    went = sum(
+        builders.names(chain.filter(context, candidates)) == ["roomy"] for _ in range(20_000)
+    )
     assert 7 <= went <= 33

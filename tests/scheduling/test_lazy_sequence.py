@@ -36,8 +36,8 @@ def test_terms_do_not_keep_the_prompt():
     """What is held for explaining a cost later is numbers: the ring of decisions drops prompts."""
     prompt = bytes(1000)
     without = sys.getrefcount(prompt)
-    turn = builders.context(prompt=prompt, prompt_tokens=250)
-    priced = EstimatedTime().cost(turn, builders.candidates({"one": {}, "two": {}}))
-    del turn
+    context = builders.context(prompt=prompt, prompt_tokens=250)
+    priced = EstimatedTime().cost(context, builders.candidates({"one": {}, "two": {}}))
+    del context
     assert sys.getrefcount(prompt) == without
     assert len(priced.terms[0][1]) == 2

@@ -31,22 +31,22 @@ class Slow:
     def stopwatch(self):
         return self.clock
 
-    def score(self, turn, candidates):
+    def score(self, context, candidates):
         self.calls += 1
         self.clock += self.takes
         if self.raises:
             raise self.raises
         return [1.0] * len(candidates)
 
-    def filter(self, turn, candidates):
-        self.score(turn, candidates)
+    def filter(self, context, candidates):
+        self.score(context, candidates)
         return candidates
 
-    def cost(self, turn, candidates):
-        return CostResult("slow", "s", self.score(turn, candidates))
+    def cost(self, context, candidates):
+        return CostResult("slow", "s", self.score(context, candidates))
 
-    def pick(self, turn, candidates, totals, *, count):
-        self.score(turn, candidates)
+    def pick(self, context, candidates, totals, *, count):
+        self.score(context, candidates)
         return (0,)
 
     def on_committed(self, decision, now):
@@ -80,7 +80,7 @@ class Bench:
         return msgspec.structs.replace(builders.context(), now=self.now)
 
     def calls(self, *takes):
-        return [self.call(each) for each in takes]
+        return [self.call(take) for take in takes]
 
 
 def test_a_fast_plugin_is_always_called():
@@ -214,7 +214,7 @@ def test_a_plugin_cannot_modify_shared_lists():
         needs = frozenset()
         scores = (0.5, 1.0)
 
-        def score(self, turn, candidates):
+        def score(self, context, candidates):
             assert isinstance(candidates, tuple)
             return self.scores
 

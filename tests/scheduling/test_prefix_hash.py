@@ -25,8 +25,8 @@ def rotl(value, by):
     return (value << by | value >> 64 - by) & MASK
 
 
-def fed(lane, word):
-    return rotl((lane + word * P2) & MASK, 31) * P1 & MASK
+def fed(queue, word):
+    return rotl((queue + word * P2) & MASK, 31) * P1 & MASK
 
 
 def xxh64(data):
@@ -34,12 +34,12 @@ def xxh64(data):
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) - 7, 8)]
     stripes = len(data) // 32
     if stripes:
-        lanes = [(P1 + P2) & MASK, P2, 0, -P1 & MASK]
+        queues = [(P1 + P2) & MASK, P2, 0, -P1 & MASK]
         for at in range(4 * stripes):
-            lanes[at % 4] = fed(lanes[at % 4], words[at])
-        acc = sum(map(rotl, lanes, (1, 7, 12, 18))) & MASK
-        for lane in lanes:
-            acc = ((acc ^ fed(0, lane)) * P1 + P4) & MASK
+            queues[at % 4] = fed(queues[at % 4], words[at])
+        acc = sum(map(rotl, queues, (1, 7, 12, 18))) & MASK
+        for queue in queues:
+            acc = ((acc ^ fed(0, queue)) * P1 + P4) & MASK
     else:
         acc = P5
     acc = (acc + len(data)) & MASK
@@ -113,9 +113,9 @@ def test_ten_thousand_choices_agree():
     agreed = 0
     for _ in range(250):
         there = rng.sample(names, rng.randint(1, 12))
-        held = {name: [a for a in ("x", "y") if rng.random() < 0.5] for name in there}
-        held[rng.choice(there)] = ["x", "y"]
-        ring = sorted((place, name) for name in there for place in PLACES[name])
+        queued = {name: [a for a in ("x", "y") if rng.random() < 0.5] for name in there}
+        queued[rng.choice(there)] = ["x", "y"]
+        ring = sorted((fixture, name) for name in there for fixture in PLACES[name])
         floor = rng.choice((0, 0, 2))
         picker = PrefixHash(min_load_requests=floor)
         for _ in range(40):
@@ -127,13 +127,13 @@ def test_ten_thousand_choices_agree():
                 builders.candidate(
                     name,
                     in_flight=loads[name],
-                    labels={f"adapter.kubeai.org/{a}": "" for a in held[name]},
+                    labels={f"adapter.kubeai.org/{a}": "" for a in queued[name]},
                 )
                 for name in there
             ]
-            turn = builders.context(model=adapter or "base", first_user_message=text)
-            chosen = picker.pick(turn, candidates, [0.0] * len(there), count=1)
-            wanted = straightforward(ring, loads, held, adapter, text, floor)
+            context = builders.context(model=adapter or "base", first_user_message=text)
+            chosen = picker.pick(context, candidates, [0.0] * len(there), count=1)
+            wanted = straightforward(ring, loads, queued, adapter, text, floor)
             assert [there[i] for i in chosen] == [wanted]
             agreed += 1
     assert agreed == 10_000
@@ -146,9 +146,9 @@ def test_a_new_endpoint_takes_only_its_share():
     many = [*few, builders.candidate("pod-8")]
     moved = 0
     for i in range(2000):
-        turn = builders.context(first_user_message=f"question {i}")
-        before = picker.pick(turn, few, [0.0] * 8, count=1)
-        after = picker.pick(turn, many, [0.0] * 9, count=1)
+        context = builders.context(first_user_message=f"question {i}")
+        before = picker.pick(context, few, [0.0] * 8, count=1)
+        after = picker.pick(context, many, [0.0] * 9, count=1)
         if before != after:
             assert after == [8]
             moved += 1
@@ -158,10 +158,10 @@ def test_a_new_endpoint_takes_only_its_share():
 def test_ring_positions_are_computed_once():
     """Loads, order and time do not matter."""
     picker = PrefixHash()
-    there = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
-    picker.pick(builders.context(), there, [0.0] * 5, count=1)
+    candidates = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
+    picker.pick(builders.context(), candidates, [0.0] * 5, count=1)
     before = dict(picker._rings)
-    picker.pick(builders.context(), there[::-1], [0.0] * 5, count=1)
+    picker.pick(builders.context(), candidates[::-1], [0.0] * 5, count=1)
     assert all(picker._rings[name] is ring for name, ring in before.items())
     assert len(picker._rings) == 5
 
@@ -170,8 +170,8 @@ def test_removed_endpoints_are_forgotten():
     """What is kept is bounded, however many names a fleet goes through."""
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
-        there = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
-        picker.pick(builders.context(), there, [0.0] * 500, count=1)
+        candidates = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
+        picker.pick(builders.context(), candidates, [0.0] * 500, count=1)
         assert len(picker._rings) <= 4096 + 500
 
 

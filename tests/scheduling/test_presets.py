@@ -45,14 +45,14 @@ class Fleet:
             SchedulingContext(request, 0.0, self.rng, blocks=chain), candidates
         )
         assert decision.degraded == ""
-        place = self.endpoints.index(decision.endpoints[0])
+        fixture = self.endpoints.index(decision.endpoints[0])
         self.index.record((decision.endpoints[0].address, 0), chain)
-        self.in_flight[place] += 1
-        self.picks[place] += 1
-        self.open.append(place)
+        self.in_flight[fixture] += 1
+        self.picks[fixture] += 1
+        self.open.append(fixture)
         if len(self.open) > self.limit:
             self.in_flight[self.open.popleft()] -= 1
-        return place
+        return fixture
 
     @property
     def unevenness(self):
@@ -67,66 +67,66 @@ def text(rng, size):
 @pytest.mark.parametrize("size", [600, 2_000, 8_000, 32_000])
 def test_a_short_common_prefix_does_not_attract_all_traffic(size):
     """1000 prompts that share only their first block stay within 1.2 of an even spread."""
-    fleet, rng = Fleet(), Random(3)
+    store, rng = Fleet(), Random(3)
     common = text(rng, 256)
     for _ in range(1000):
-        fleet.send(common + text(rng, size))
-    assert len(fleet.picks) == 8
-    assert fleet.unevenness <= 1.2
+        store.send(common + text(rng, size))
+    assert len(store.picks) == 8
+    assert store.unevenness <= 1.2
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
 def test_a_long_common_prefix_spreads_under_load(share):
     """A system prompt that all requests share is learned by all endpoints under load."""
-    fleet, rng = Fleet(open_requests=256), Random(3)
+    store, rng = Fleet(open_requests=256), Random(3)
     common = text(rng, int(8192 * share))
     for _ in range(2000):
-        fleet.send(common + text(rng, int(8192 * (1 - share))))
-    assert len(fleet.picks) == 8
-    assert fleet.unevenness <= 1.3
+        store.send(common + text(rng, int(8192 * (1 - share))))
+    assert len(store.picks) == 8
+    assert store.unevenness <= 1.3
 
 
 def test_a_burst_spreads_over_idle_endpoints_without_a_scrape():
     """100 different prompts at once, none finished, within 1.5 of an even spread."""
-    fleet, rng = Fleet(open_requests=1000), Random(4)
+    store, rng = Fleet(open_requests=1000), Random(4)
     for _ in range(100):
-        fleet.send(text(rng, 4000))
-    assert fleet.unevenness <= 1.5
+        store.send(text(rng, 4000))
+    assert store.unevenness <= 1.5
 
 
 def test_a_burst_of_equal_prompts_spreads():
     """The same prompt 400 times at once reaches every endpoint, cached or not."""
-    fleet, rng = Fleet(open_requests=1000), Random(4)
+    store, rng = Fleet(open_requests=1000), Random(4)
     prompt = text(rng, 8192)
     for _ in range(400):
-        fleet.send(prompt)
-    assert len(fleet.picks) == 8
+        store.send(prompt)
+    assert len(store.picks) == 8
 
 
 @pytest.mark.parametrize("system", [0, 2048])
 def test_conversations_stay_on_their_endpoint(system):
     """At least nine of ten follow-up turns go where the turn before went, and load stays even."""
-    fleet, rng = Fleet(), Random(6)
+    store, rng = Fleet(), Random(6)
     common = text(rng, system)
     talks = [common + text(rng, 1024) for _ in range(100)]
-    homes = [fleet.send(talk) for talk in talks]
+    homes = [store.send(talk) for talk in talks]
     stayed = turns = 0
     for _ in range(1500):
         at = rng.randrange(len(talks))
         talks[at] += text(rng, rng.randrange(300, 1500))
-        place = fleet.send(talks[at])
-        stayed += place == homes[at]
+        fixture = store.send(talks[at])
+        stayed += fixture == homes[at]
         turns += 1
-        homes[at] = place
+        homes[at] = fixture
     assert stayed / turns >= 0.9
-    assert fleet.unevenness <= 1.5
+    assert store.unevenness <= 1.5
 
 
 @pytest.mark.parametrize("name", ["least-request", "round-robin", "random"])
 def test_plain_profiles_spread(name):
     """The one-word profiles spread identical prompts evenly."""
-    fleet, rng = Fleet(profile=name), Random(6)
+    store, rng = Fleet(profile=name), Random(6)
     prompt = text(rng, 2048)
     for _ in range(1600):
-        fleet.send(prompt)
-    assert fleet.unevenness <= 1.25
+        store.send(prompt)
+    assert store.unevenness <= 1.25

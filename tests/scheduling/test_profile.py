@@ -25,16 +25,16 @@ class Says:
     def __init__(self, answer):
         self.answer = answer
 
-    def score(self, turn, candidates):
+    def score(self, context, candidates):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def filter(self, turn, candidates):
-        return self.score(turn, candidates)
+    def filter(self, context, candidates):
+        return self.score(context, candidates)
 
-    def pick(self, turn, candidates, totals, *, count):
-        return self.score(turn, candidates)
+    def pick(self, context, candidates, totals, *, count):
+        return self.score(context, candidates)
 
 
 QUEUE = ((QueueScorer(), 2.0),)
@@ -182,10 +182,10 @@ def test_decisions_are_values():
 class Remembers(Says):
     """A scorer that asks for keys and tells the client who serves."""
 
-    def keys(self, turn):
-        return {"session": turn.headers["x-session-id"]}
+    def keys(self, context):
+        return {"session": context.headers["x-session-id"]}
 
-    def answer_headers(self, turn, chosen):
+    def answer_headers(self, context, chosen):
         return [("x-served-by", chosen.name)]
 
 
@@ -198,8 +198,8 @@ class Wide(MaxScorePicker):
 def test_decision_contains_plugin_keys_and_answer_headers():
     """What a plugin will remember the request by and tells the client stands in the decision."""
     scheduler_profile = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
-    turn = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
-    decision = scheduler_profile.run(turn, FLEET)
+    context = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
+    decision = scheduler_profile.run(context, FLEET)
     assert decision.plugin_keys == {"session": "s"}
     assert decision.answer_headers == (("x-served-by", "a"),)
 

@@ -10,14 +10,14 @@ from extproc.testing.builders import candidate, context
 
 def picks(in_flight, *, others, matched=(0, 0, 0)):
     """Where a thousand conversations go that cost the same everywhere."""
-    fleet = [
+    store = [
         candidate(f"e{n}", in_flight=count, matched_tokens=tokens)
         for n, (count, tokens) in enumerate(zip(in_flight, matched, strict=True))
     ]
     picks_by_position = Counter()
     for number in range(1000):
         turn = context(session=f"talk {number}", foreign_share=others)
-        picks_by_position[Rendezvous().pick(turn, fleet, [-1.0, -1.01, -1.02], count=1)[0]] += 1
+        picks_by_position[Rendezvous().pick(turn, store, [-1.0, -1.01, -1.02], count=1)[0]] += 1
     return [picks_by_position[n] for n in range(3)]
 
 

@@ -4,10 +4,10 @@ from tests.scheduling import builders
 
 
 def walk(picker, candidates, steps, model="m"):
-    turn, names = builders.context(model=model), ""
+    context, names = builders.context(model=model), ""
     for _ in range(steps):
-        chosen = candidates[picker.pick(turn, candidates, [], count=1)[0]].endpoint
-        picker.on_committed(Decision(turn.request, [chosen]), turn.now)
+        chosen = candidates[picker.pick(context, candidates, [], count=1)[0]].endpoint
+        picker.on_committed(Decision(context.request, [chosen]), context.now)
         names += chosen.name
     return names
 
@@ -40,10 +40,10 @@ def test_fallbacks_do_not_advance_round_robin():
     """Naming two endpoints still advances by one."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}, "c": {}})
     picker._last["m"] = "a:8000"
-    turn = builders.context(model="m")
-    assert picker.pick(turn, candidates, [], count=2) == [1, 2]
+    context = builders.context(model="m")
+    assert picker.pick(context, candidates, [], count=2) == [1, 2]
     picker.on_committed(
-        Decision(turn.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0
+        Decision(context.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0
     )
     assert walk(picker, candidates, 1) == "c"
 
@@ -60,7 +60,7 @@ def test_a_dry_run_does_not_advance_round_robin():
     """Only a request that was sent counts."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")
-    turn = builders.context(model="x")
-    places = {picker.pick(turn, candidates, [], count=1)[0] for _ in range(5)}
-    assert builders.names(candidates[place] for place in places) != [first]
+    context = builders.context(model="x")
+    places = {picker.pick(context, candidates, [], count=1)[0] for _ in range(5)}
+    assert builders.names(candidates[fixture] for fixture in places) != [first]
     assert len(places) == 1

@@ -88,14 +88,14 @@ def crowd(kinds, size):
     ]
 
 
-def check(profile, outcome, there, count):
+def check(profile, outcome, candidates, count):
     """What holds of every outcome."""
     if isinstance(outcome, Rejection):
-        assert outcome.status == (429 if there else 503)
+        assert outcome.status == (429 if candidates else 503)
         return
     assert isinstance(outcome, Decision)
     assert outcome.degraded == ""
-    known = {c.endpoint.address for c in there}
+    known = {c.endpoint.address for c in candidates}
     chosen = [endpoint.address for endpoint in outcome.endpoints]
     assert known.issuperset(chosen)
     assert 1 <= len(set(chosen)) == len(chosen) <= max(count, profile.max_endpoints)
@@ -111,13 +111,13 @@ def check(profile, outcome, there, count):
 )
 def test_any_pool_gets_a_decision_or_a_rejection(name, kinds, size, facts, count):
     """Never somebody who is no candidate, never an exception, never a degraded decision."""
-    there, turn = crowd(kinds, size), builders.context(**facts)
+    candidates, context = crowd(kinds, size), builders.context(**facts)
     profile = PROFILES[name]
-    outcome = profile.run(turn, there, count=count)
-    check(profile, outcome, there, count)
+    outcome = profile.run(context, candidates, count=count)
+    check(profile, outcome, candidates, count)
     if isinstance(outcome, Decision):
         for observer in profile.observers:
-            observer.on_committed(outcome, turn.now)
+            observer.on_committed(outcome, context.now)
 
 
 METRICS = [
@@ -150,9 +150,9 @@ def test_a_missing_metric_rejects_no_request(name, missing):
     """Whatever all pages lack, a pool of any size serves."""
     profile = PROFILES[name]
     for size in SIZES:
-        there = without(missing, size)
+        candidates = without(missing, size)
         outcome = profile.run(
-            builders.context(model="lora", first_user_message="Which way?"), there
+            builders.context(model="lora", first_user_message="Which way?"), candidates
         )
-        check(profile, outcome, there, 1)
-        assert isinstance(outcome, Decision if there else Rejection)
+        check(profile, outcome, candidates, 1)
+        assert isinstance(outcome, Decision if candidates else Rejection)

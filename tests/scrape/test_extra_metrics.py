@@ -78,18 +78,18 @@ def test_nothing_is_stored_without_configured_metrics():
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "fixture"),
     [
         ("scrape: {extra_metrics: {depth: 'not a metric'}}", "scrape.extra_metrics.depth"),
         ("scrape: {extra_metrics: {'a b': metric}}", "scrape.extra_metrics"),
         (f"scrape: {{extra_metrics: {json.dumps({f'm{n}': 'm' for n in range(17)})}}}", "scrape"),
     ],
 )
-def test_selectors_names_and_their_number_are_checked(text, place):
+def test_selectors_names_and_their_number_are_checked(text, fixture):
     """A broken selector, an invalid name and more than 16 names are configuration errors."""
     with pytest.raises(ConfigError) as raised:
         settings(text)
-    assert place in str(raised.value)
+    assert fixture in str(raised.value)
 
 
 PROFILE = """

@@ -193,13 +193,13 @@ def test_models_are_polled_on_the_serving_port():
 
 def test_a_model_list_of_a_removed_endpoint_is_dropped():
     """Names of an earlier life are not those of the new one."""
-    held = store.PoolStore(lambda _: None)
-    held.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
-    old = held.pool.members[0].endpoint
-    held.set_endpoints([], 0.0)
-    held.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
-    held.observe_models(old, LISTED)
-    assert held.pool.members[0].models is None
+    queued = store.PoolStore(lambda _: None)
+    queued.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
+    old = queued.pool.members[0].endpoint
+    queued.set_endpoints([], 0.0)
+    queued.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
+    queued.observe_models(old, LISTED)
+    assert queued.pool.members[0].models is None
 
 
 def test_poll_intervals_have_jitter():
@@ -220,22 +220,22 @@ def test_both_pages_share_a_connection(http):
     async def scene():
         served = http.Server(http.answer(PAGE), http.answer(LIST))
         async with http.serving(served, "127.0.0.1"):
-            held = store.PoolStore(lambda _: None)
-            held.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
+            queued = store.PoolStore(lambda _: None)
+            queued.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
             fetch = client.ScrapeClient(timeout_s=300.0, cap_bytes=10_000)
             subject = scraper.Scraper(
                 scraper.ScraperSettings(
                     models=model_list_poller.ModelListSettings(interval_s=30.0)
                 ),
-                held,
+                queued,
                 client=fetch,
                 clock=asyncio.get_running_loop().time,
                 rng=random.Random(1),
             )
-            await scraper.EndpointScraper(subject, held.pool.members[0]).step()
+            await scraper.EndpointScraper(subject, queued.pool.members[0]).step()
             fetch.close()
             assert served.connections == 1
             assert b"accept: application/json\r\n" in served.requests[1]
-            return held.pool.members[0].models
+            return queued.pool.members[0].models
 
     assert asyncio.run(scene()) == LISTED

@@ -103,8 +103,8 @@ def test_the_scrape_token_is_taken_before_the_request():
     """Requests of ours that start while the page is on its way are not foreign work."""
 
     async def scene():
-        gate = asyncio.Event()
-        scene = Scene("10.0.0.1:1", p1=gate)
+        flow_controller = asyncio.Event()
+        scene = Scene("10.0.0.1:1", p1=flow_controller)
         scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         marks = []
         begin = scene.store.begin_scrape
@@ -112,7 +112,7 @@ def test_the_scrape_token_is_taken_before_the_request():
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
-        gate.set()
+        flow_controller.set()
         await step
         assert [mark.in_flight for mark in marks] == [1]
 
@@ -200,12 +200,12 @@ def test_traffic_sets_the_pace():
         await watch.step()
         await watch.step()
         assert not watch.busy
-        ticket = account.open("m", 1, cached_tokens=0, now=0.0)
+        reservation = account.open("m", 1, cached_tokens=0, now=0.0)
         await watch.step()
         assert watch.busy
         await watch.step()
         assert watch.busy
-        ticket.close(0.0)
+        reservation.close(0.0)
         await watch.step()
         assert not watch.busy
         account.open("m", 1, cached_tokens=0, now=0.0).close(0.0)
@@ -307,13 +307,13 @@ def test_a_scrape_of_a_removed_endpoint_is_dropped():
     """A load of an earlier life is never charged to the new one."""
 
     async def scene():
-        gate = asyncio.Event()
-        scene = Scene("10.0.0.1:1", p1=gate)
+        flow_controller = asyncio.Event()
+        scene = Scene("10.0.0.1:1", p1=flow_controller)
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.requests)
         scene.hold()
         scene.hold("10.0.0.1:1")
-        gate.set()
+        flow_controller.set()
         await step
         assert scene.load().waiting is None
 

@@ -70,9 +70,9 @@ class FlowControlFixture:
 
     def load(self, address, **facts):
         """A scrape of an endpoint."""
-        fleet = self.pool_fixture.store
-        mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
-        fleet.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
+        store = self.pool_fixture.store
+        mark = store.begin_scrape(store.pool.find(address).endpoint)
+        store.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
         self.flow_controller.notify_capacity()
 
 

@@ -35,8 +35,10 @@ def test_the_decision_header_is_added_when_enabled():
     """With decisions.header the answer says who was chosen and why."""
 
     async def test() -> None:
-        house = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
-        async with serving.serving(house, format_decision=explanation.format_short) as server:
+        pool_fixture = PoolFixture({ext_proc_script.ADDRESS: Load(at=0.0)})
+        async with serving.serving(
+            pool_fixture, format_decision=explanation.format_short
+        ) as server:
             stream = server.stream()
             await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()

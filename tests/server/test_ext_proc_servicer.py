@@ -126,8 +126,8 @@ async def open_streams(scene, count):
 
 async def test_the_last_stream_of_a_connection_ends_last():
     """After GOAWAY gRPC ends the connection with its last stream, and with it what is unread."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house, transport="grpcio") as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture, transport="grpcio") as scene:
         undecided, *others = await open_streams(scene, 3)
         released = asyncio.ensure_future(scene.drain(5.0, apart_s=3600.0))
         for stream in others:
@@ -167,7 +167,7 @@ def fail_at(monkeypatch, kind):
 async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     """Until the response began the client hears of it, and the stream ends with OK."""
     fail_at(monkeypatch, kind)
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
     script = {
         MessageKind.REQUEST_HEADERS: ext_proc_script.request_headers(),
         MessageKind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
@@ -175,7 +175,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     }
     # The stream ends with the answer, and gRPC refuses to send what comes later.
     messages = list(script.values())[: list(script).index(kind) + 1]
-    async with serving.serving(house) as scene:
+    async with serving.serving(pool_fixture) as scene:
         stream = scene.stream()
         await stream.say(*messages)
         rejections = [response for response in await stream.rest() if response.status]
@@ -183,15 +183,15 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
         assert rejections[0].error["error"]["code"] == 500
         assert await stream.call.code() is grpc.StatusCode.OK
         await scene.idle()
-        assert house.in_flight == 0
+        assert pool_fixture.in_flight == 0
         assert scene.servicer.shared.observer.counters.exceptions.total() == 1
 
 
 async def test_servicer_ends_a_stream_with_internal_during_the_response(monkeypatch):
     """A response that cannot be gone on with is broken off; its data plane decides what then."""
     fail_at(monkeypatch, MessageKind.RESPONSE_BODY)
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture) as scene:
         stream = scene.stream()
         await stream.say(
             ext_proc_script.request_headers(ends=True), ext_proc_script.response_headers()
@@ -200,19 +200,19 @@ async def test_servicer_ends_a_stream_with_internal_during_the_response(monkeypa
         await stream.say(ext_proc_script.response_body(b"x"))
         assert await stream.call.code() is grpc.StatusCode.INTERNAL
         await scene.idle()
-        assert house.in_flight == 0
+        assert pool_fixture.in_flight == 0
 
 
 async def test_servicer_rejects_only_streams_above_max_streams():
     """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house, max_streams=2) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture, max_streams=2) as scene:
         first, _ = await open_streams(scene, 2)
         crowded = scene.stream()
         await crowded.say(ext_proc_script.request_headers(ends=True))
         assert [response.status for response in await crowded.rest()] == [429]
         assert await crowded.call.code() is grpc.StatusCode.OK
-        assert house.in_flight == 2
+        assert pool_fixture.in_flight == 2
         counters = scene.servicer.shared.observer.counters
         assert counters.for_pool("").rejections == {(429, "rejected-saturated"): 1}
         assert await first.end() is grpc.StatusCode.OK

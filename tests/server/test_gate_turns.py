@@ -12,64 +12,66 @@ from tests.support.virtual_loop import VirtualLoop
 
 async def test_many_requests_are_dispatched_over_several_loop_iterations():
     """Thousands are released without holding up everybody else for long."""
-    place = FlowControlFixture()
-    held = [place.ask(tokens=1) for _ in range(400)]
-    place.come(A)
+    fixture = FlowControlFixture()
+    queued = [fixture.ask(tokens=1) for _ in range(400)]
+    fixture.come(A)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert 0 < sum(request.admission.done() for request in held) < 400
-    await answered(*held)
-    assert place.flow_controller.outcomes["dispatched"] == 400
+    assert 0 < sum(request.admission.done() for request in queued) < 400
+    await answered(*queued)
+    assert fixture.flow_controller.outcomes["dispatched"] == 400
 
 
 async def test_a_pump_is_short_with_slow_decisions():
     """A pump stops after some ms and goes on with the next turn, where it stopped."""
-    place = FlowControlFixture()
-    held = [place.ask(tokens=1) for _ in range(20)]
-    decide = place.pool_fixture.director.decide
+    fixture = FlowControlFixture()
+    queued = [fixture.ask(tokens=1) for _ in range(20)]
+    decide = fixture.pool_fixture.director.decide
 
     def slow(prepared, now, *, may_defer=True):
-        place.pool_fixture.now += 0.002
+        fixture.pool_fixture.now += 0.002
         return decide(prepared, now, may_defer=may_defer)
 
-    place.pool_fixture.director.decide = slow
-    place.come(A)
+    fixture.pool_fixture.director.decide = slow
+    fixture.come(A)
     done = []
-    while not done or done[-1] < len(held):
+    while not done or done[-1] < len(queued):
         await asyncio.sleep(0)
-        done.append(sum(request.admission.done() for request in held))
+        done.append(sum(request.admission.done() for request in queued))
     assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
 
 
 async def test_many_models_take_a_single_decision_of_a_pump():
     """All that wait for the same endpoints are held up together, whatever they ask for."""
-    place = FlowControlFixture(A, B)
+    fixture = FlowControlFixture(A, B)
     for address in (A, B):
-        place.load(address, waiting=20, running=8, kv_usage=0.9)
-    held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
-    assert all(isinstance(request, QueuedRequest) for request in held)
-    place.flow_controller.pump()
-    decide, decided = place.pool_fixture.director.decide, []
+        fixture.load(address, waiting=20, running=8, kv_usage=0.9)
+    queued = [
+        fixture.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)
+    ]
+    assert all(isinstance(request, QueuedRequest) for request in queued)
+    fixture.flow_controller.pump()
+    decide, decided = fixture.pool_fixture.director.decide, []
 
-    def counting(prepared, now, *, may_defer=True):
+    def counters(prepared, now, *, may_defer=True):
         decided.append(prepared)
         return decide(prepared, now, may_defer=may_defer)
 
-    place.pool_fixture.director.decide = counting
-    place.flow_controller.pump()
+    fixture.pool_fixture.director.decide = counters
+    fixture.flow_controller.pump()
     assert len(decided) == 1
-    place.flow_controller.close()
+    fixture.flow_controller.close()
 
 
 async def test_thousands_of_deadlines_expire_over_several_loop_iterations():
     """Those that are over at once are refused some at a time, and all of them."""
-    place = FlowControlFixture(empty_timeout_s=5)
-    held = [place.ask(tokens=1) for _ in range(400)]
-    place.pool_fixture.now += 6.0
-    place.flow_controller.pump()
-    assert 0 < sum(request.admission.done() for request in held) < 400
-    await answered(*held)
-    assert place.flow_controller.outcomes == {"expired": 400}
+    fixture = FlowControlFixture(empty_timeout_s=5)
+    queued = [fixture.ask(tokens=1) for _ in range(400)]
+    fixture.pool_fixture.now += 6.0
+    fixture.flow_controller.pump()
+    assert 0 < sum(request.admission.done() for request in queued) < 400
+    await answered(*queued)
+    assert fixture.flow_controller.outcomes == {"expired": 400}
 
 
 class Computing(FlowControlFixture):
@@ -131,13 +133,13 @@ def test_capacity_during_a_sweep_goes_to_the_first_in_order():
     """A sweep over many turns of the loop begins anew after its end, without another event."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.002, held=9)
-        place.flow_controller.pump()
-        assert place.looks == 3
-        place.load(A, waiting=0, running=4, kv_usage=0.5)
-        await asyncio.gather(*(request.admission for request in place.held))
-        assert place.flow_controller.outcomes == {"dispatched": 9}
-        place.flow_controller.close()
+        fixture = Computing(loop, look_s=0.002, held=9)
+        fixture.flow_controller.pump()
+        assert fixture.looks == 3
+        fixture.load(A, waiting=0, running=4, kv_usage=0.5)
+        await asyncio.gather(*(request.admission for request in fixture.held))
+        assert fixture.flow_controller.outcomes == {"dispatched": 9}
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -146,12 +148,12 @@ def test_a_long_sweep_takes_at_most_half_of_the_time():
     """Others have as much time as looks take, although each of their turns is short."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.001, held=200)
-        place.flow_controller.notify_capacity()
-        others_s = await place.compute(lambda: place.looks >= 200, turn_s=0.0001)
+        fixture = Computing(loop, look_s=0.001, held=200)
+        fixture.flow_controller.notify_capacity()
+        others_s = await fixture.compute(lambda: fixture.looks >= 200, turn_s=0.0001)
         # After the last slice of 5 ms nobody has rested yet.
-        assert place.pumped_s - 0.006 <= others_s <= place.pumped_s + 0.001
-        place.flow_controller.close()
+        assert fixture.pumped_s - 0.006 <= others_s <= fixture.pumped_s + 0.001
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -160,16 +162,16 @@ def test_endless_events_take_at_most_half_of_the_time():
     """Each event asks for a sweep, which takes less than a turn may: they wait for the rest."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.001, held=4)
+        fixture = Computing(loop, look_s=0.001, held=4)
 
         def is_over():
-            place.flow_controller.notify_capacity()
+            fixture.flow_controller.notify_capacity()
             return loop.time() > 101.0
 
-        others_s = await place.compute(is_over, turn_s=0.0001)
-        assert 0.4 < place.pumped_s < 0.51
+        others_s = await fixture.compute(is_over, turn_s=0.0001)
+        assert 0.4 < fixture.pumped_s < 0.51
         assert others_s > 0.49
-        place.flow_controller.close()
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -179,11 +181,11 @@ def test_timers_take_at_most_half_of_the_time(monkeypatch):
     monkeypatch.setattr(FlowController, "next_pump_s", lambda *_: 0.002)
 
     async def test(loop):
-        place = Computing(loop, look_s=0.001, held=20)
-        place.flow_controller.notify_capacity()
+        fixture = Computing(loop, look_s=0.001, held=20)
+        fixture.flow_controller.notify_capacity()
         await asyncio.sleep(1.0)
-        assert 0.3 < place.pumped_s < 0.52
-        place.flow_controller.close()
+        assert 0.3 < fixture.pumped_s < 0.52
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -192,13 +194,13 @@ def test_a_short_pump_is_followed_at_once():
     """Requests that are looked at in less than a millisecond wait for no timer."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.0001, held=2)
+        fixture = Computing(loop, look_s=0.0001, held=2)
         for sweeps in range(1, 5):
-            place.flow_controller.notify_capacity()
+            fixture.flow_controller.notify_capacity()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert place.looks == 2 * sweeps
-        place.flow_controller.close()
+            assert fixture.looks == 2 * sweeps
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -207,13 +209,13 @@ def test_a_clock_jump_does_not_stop_the_pump():
     """Whatever a pump seems to have taken, the next one comes in a moment."""
 
     async def test(loop):
-        place = Computing(loop, look_s=10.0, held=2)
-        place.flow_controller.pump()
-        assert place.looks == 1
-        place.look_s = 0.0
+        fixture = Computing(loop, look_s=10.0, held=2)
+        fixture.flow_controller.pump()
+        assert fixture.looks == 1
+        fixture.look_s = 0.0
         await asyncio.sleep(0.06)
-        assert place.looks == 2
-        place.flow_controller.close()
+        assert fixture.looks == 2
+        fixture.flow_controller.close()
 
     in_virtual_time(test)
 
@@ -222,11 +224,11 @@ def test_a_deadline_ends_a_wait_without_an_event():
     """The timer of the event loop wakes the controller."""
 
     async def test(loop):
-        place = Computing(loop, look_s=0.0, held=0)
-        place.ask(x_extproc_queue_timeout_ms="30000")
+        fixture = Computing(loop, look_s=0.0, held=0)
+        fixture.ask(x_extproc_queue_timeout_ms="30000")
         await asyncio.sleep(29.0)
-        assert place.flow_controller.outcomes == {}
+        assert fixture.flow_controller.outcomes == {}
         await asyncio.sleep(2.0)
-        assert place.flow_controller.outcomes == {"expired": 1}
+        assert fixture.flow_controller.outcomes == {"expired": 1}
 
     in_virtual_time(test)

@@ -179,13 +179,13 @@ def test_a_zero_timeout_does_not_wait():
 
 def test_a_pool_with_only_failing_endpoints_is_reported():
     """A picker stays ready then, and its page says what is the matter."""
-    fleet = factory.build(Settings()).store
-    fleet.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
-    assert list(health.lines({"llama": fleet.pool})) == []
-    for member in fleet.pool.members:
+    store = factory.build(Settings()).store
+    store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+    assert list(health.lines({"llama": store.pool})) == []
+    for member in store.pool.members:
         for _ in range(9):
-            fleet.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", 1.0)
-            fleet.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=1.0, now=1.0)
-    assert list(health.lines({"llama": fleet.pool})) == [
+            store.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", 1.0)
+            store.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=1.0, now=1.0)
+    assert list(health.lines({"llama": store.pool})) == [
         "0 of 2 endpoints of pool llama take part: all are failing"
     ]

@@ -252,12 +252,12 @@ def test_worker_limits_allow_hostile_bodies():
 @contextlib.asynccontextmanager
 async def serving_large(process=None):
     """A servicer with a process for large bodies, before one endpoint."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house, max_body_bytes=8 << 20) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture, max_body_bytes=8 << 20) as scene:
         shared = scene.servicer.shared
         async with reading(process, shared.observer.counters) as (bodies, _):
             shared.large_bodies = bodies
-            yield scene, house
+            yield scene, pool_fixture
 
 
 async def send_large(scene, body=TEXT):
@@ -286,7 +286,7 @@ async def hear_body(stream):
 async def test_stream_parses_and_forwards_a_large_body():
     """Byte for byte, with its prompt believed cached, and small bodies are read here meanwhile."""
     process = SlowProcess()
-    async with serving_large(process) as (scene, house):
+    async with serving_large(process) as (scene, pool_fixture):
         large = await send_large(scene)
         await process.begun()
         small = scene.stream()
@@ -302,10 +302,10 @@ async def test_stream_parses_and_forwards_a_large_body():
             ext_proc_script.ADDRESS,
             TEXT,
         )
-        assert house.index.blocks_total == len(blocks.chain(surfaces.parse(RAW).prompt, b""))
+        assert pool_fixture.index.blocks_total == len(blocks.chain(surfaces.parse(RAW).prompt, b""))
         assert await large.end() is grpc.StatusCode.OK
         await scene.idle()
-        assert (house.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
+        assert (pool_fixture.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
 
 
 async def test_stream_rejects_an_invalid_large_body():
@@ -323,7 +323,7 @@ async def test_stream_routes_a_body_that_kills_the_worker():
     """As what meets a bug: counted, and routed without a look at the body."""
     process = SlowProcess()
     process.die = True
-    async with serving_large(process) as (scene, house):
+    async with serving_large(process) as (scene, pool_fixture):
         stream = await send_large(scene)
         process.go.release()
         route, body = await hear_body(stream)
@@ -335,13 +335,13 @@ async def test_stream_routes_a_body_that_kills_the_worker():
         assert scene.servicer.shared.observer.counters.large_bodies == {"failed": 1}
         await stream.end()
         await scene.idle()
-        assert house.in_flight == 0
+        assert pool_fixture.in_flight == 0
 
 
 async def test_stream_releases_a_large_body_of_a_disconnected_client():
     """Once the process is through with it; its request is sent nowhere."""
     process = SlowProcess()
-    async with serving_large(process) as (scene, house):
+    async with serving_large(process) as (scene, pool_fixture):
         budget = scene.servicer.shared.body_budget
         stream = await send_large(scene)
         await process.begun()
@@ -349,7 +349,7 @@ async def test_stream_releases_a_large_body_of_a_disconnected_client():
         stream.call.cancel()
         process.go.release()
         await scene.idle()
-        assert (budget.held_bytes, house.in_flight) == (0, 0)
+        assert (budget.held_bytes, pool_fixture.in_flight) == (0, 0)
         assert scene.servicer.shared.observer.counters.streams == {"cancelled": 1}
 
 

@@ -290,26 +290,26 @@ async def test_match_rules_are_reloaded():
 
 async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
-    heard = []
+    received = []
 
     def listener():
-        heard.append(set(subject.by_name))
+        received.append(set(subject.by_name))
         raise OSError
 
     subject = sites("cluster: {discover_pools: cluster}", on_change=listener)
     real = PoolRuntime.on_discovered
 
-    def take(site, discovered):
-        if site.name == "n/bad":
+    def take(runtime, discovered):
+        if runtime.name == "n/bad":
             raise OverflowError
-        real(site, discovered)
+        real(runtime, discovered)
 
     monkeypatch.setattr(PoolRuntime, "on_discovered", take)
     subject.on_pools_changed(
         {"n/a": discovered(A), "n/bad": discovered(B), "n/c": discovered(C)}, ()
     )
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 0, 1]
-    assert heard == [{"n/a", "n/bad", "n/c"}]
+    assert received == [{"n/a", "n/bad", "n/c"}]
     assert subject.supervisor.failures["pools"] == 2
     subject.on_pools_changed({}, {"n/a"})
     assert set(subject.by_name) == {"n/bad", "n/c"}
@@ -320,8 +320,8 @@ async def test_loops_of_a_pool_that_raise_stop_no_other(monkeypatch):
     subject = sites(TWO)
     ran = asyncio.Event()
 
-    async def run(site):
-        if site.name == "a":
+    async def run(runtime):
+        if runtime.name == "a":
             raise TypeError
         ran.set()
         await asyncio.Event().wait()

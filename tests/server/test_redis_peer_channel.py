@@ -152,7 +152,7 @@ async def test_two_replicas_exchange_requests_in_flight(server):
     first, second = Replica(server.url), Replica(server.url)
     async with talking(first, second):
         await until(lambda: first.heard == second.heard == 1)
-        tickets = [first.send(), first.send(), first.send("b"), second.send()]
+        reservations = [first.send(), first.send(), first.send("b"), second.send()]
         await until(
             lambda: (
                 first.in_flight() == second.in_flight() and sum(second.in_flight().values()) == 3
@@ -165,8 +165,8 @@ async def test_two_replicas_exchange_requests_in_flight(server):
             "extproc_peer_sync_inflight_requests": 3.0,
         }
         owners = [(first, "a"), (first, "a"), (first, "b"), (second, "a")]
-        for ticket, (owner, pool) in zip(tickets, owners, strict=True):
-            owner.director(pool).release(ticket, time.monotonic())
+        for reservation, (owner, pool) in zip(reservations, owners, strict=True):
+            owner.director(pool).release(reservation, time.monotonic())
         await until(lambda: not any([*first.in_flight().values(), *second.in_flight().values()]))
         await until(lambda: not any(second.in_flight("b").values()))
 

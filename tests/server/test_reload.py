@@ -62,13 +62,13 @@ def test_a_changed_file_routes_the_next_request(scene):
     """The new strategy is in force at once; pool and accounts stay."""
     assert scene.routed() == "random"
     decision = scene.parts.director.route(RAW, 1.0)
-    ticket = scene.parts.director.reserve(decision, 1.0)
+    reservation = scene.parts.director.reserve(decision, 1.0)
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\ndecisions: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
     assert scene.picker.servicer.shared.settings.format_decision is not None
     assert sum(m.account.in_flight for m in scene.parts.store.pool.members) == 1
-    scene.parts.director.release(ticket, 2.0)
+    scene.parts.director.release(reservation, 2.0)
     assert scene.picker.counters.reloads == {"ok": 1}
 
 

@@ -47,10 +47,10 @@ def kubeai(scene):
 
 def deadline(scene, status=429, **request):
     prepared = scene.prepared(**request)
-    held = scene.flow_controller.enqueue(
+    queued = scene.flow_controller.enqueue(
         prepared, Deferral(1.0, Rejection(status, "busy", reason="x")), scene.now
     )
-    return held.item.deadline - scene.now
+    return queued.item.deadline - scene.now
 
 
 def holds(scene, count):
@@ -76,11 +76,11 @@ def health(name):
 
 def claim_of_brought(scene):
     """What a pool that Kubernetes brings, before or after, claims by its annotations."""
-    sites = scene.picker.pool_registry
+    registry = scene.picker.pool_registry
     pool = DiscoveredPool((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
-    if "n/p" not in sites.by_name:
-        sites.on_pools_changed({"n/p": pool}, ())
-    return sites.by_name["n/p"].match.hosts, sites.by_name["n/p"].match_state
+    if "n/p" not in registry.by_name:
+        registry.on_pools_changed({"n/p": pool}, ())
+    return registry.by_name["n/p"].match.hosts, registry.by_name["n/p"].match_state
 
 
 HOLDING = "flow_control: {enabled: true, %s}\n"
@@ -430,9 +430,9 @@ def test_pools_discovered_later_use_the_new_settings():
         scene.picker.pool_registry.on_pools_changed(
             {"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ()
         )
-        site = scene.picker.pool_registry.by_name["n/p"]
-        assert site.flow_controller is None
-        assert site.profile == "random"
-        assert site.parts.settings.prefix.capacity_blocks == 7
+        runtime = scene.picker.pool_registry.by_name["n/p"]
+        assert runtime.flow_controller is None
+        assert runtime.profile == "random"
+        assert runtime.parts.settings.prefix.capacity_blocks == 7
 
     asyncio.run(scenario())

@@ -143,29 +143,29 @@ def test_plugin_state_survives_a_reload_with_equal_rules(tmp_path):
         return read((SESSIONS % (level, picker)).replace("FILE", str(file)))
 
     scene = Scene(settings("info", "random"))
-    dispatcher = scene.runtime.parts.director
+    director = scene.runtime.parts.director
 
     def asks():
         chosen = []
         for name in range(40):
             decision = scene.decision(x_session_id=f"s{name}")
             assert isinstance(decision, Decision)
-            dispatcher.release(dispatcher.reserve(decision, scene.now), scene.now)
+            director.release(director.reserve(decision, scene.now), scene.now)
             chosen.append(decision.endpoints[0].address)
         return chosen
 
     first = asks()
-    profiles = dispatcher.routing.profile, dispatcher.routing.by_model["other"]
+    profiles = director.routing.profile, director.routing.by_model["other"]
     scene.read_again(settings("debug", "random"))
     assert asks() == first
     file.write_text(PLUGIN + "# not named by any rule\n")
     scene.read_again(settings("info", "random"))
     assert asks() == first
-    assert (dispatcher.routing.profile, dispatcher.routing.by_model["other"]) == profiles
-    assert dispatcher.routing.profile is profiles[0]
+    assert (director.routing.profile, director.routing.by_model["other"]) == profiles
+    assert director.routing.profile is profiles[0]
     scene.read_again(settings("info", "rendezvous"))
-    assert dispatcher.routing.profile is not profiles[0]
-    assert dispatcher.routing.by_model["other"] is profiles[1]
+    assert director.routing.profile is not profiles[0]
+    assert director.routing.by_model["other"] is profiles[1]
 
 
 def test_an_edited_plugin_starts_with_new_state(tmp_path):

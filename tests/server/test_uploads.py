@@ -35,14 +35,14 @@ async def arrived(scene, count, size_bytes):
 )
 async def test_servicer_answers_a_stalled_body_with_408(messages, size_bytes):
     """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture) as scene:
         (stream,) = await begun(scene, *messages)
         await arrived(scene, 1, size_bytes)
         for passed in (0.0, 59.0):
-            house.now = 100.0 + passed
+            pool_fixture.now = 100.0 + passed
             await scene.servicer.refuse_stalled()
-        house.now += 1.0
+        pool_fixture.now += 1.0
         refusing = asyncio.ensure_future(scene.servicer.refuse_stalled())
         (response,) = await stream.hear()
         await refusing
@@ -57,12 +57,12 @@ async def test_servicer_answers_a_stalled_body_with_408(messages, size_bytes):
 
 async def test_servicer_releases_stalled_streams():
     """A crowd of headers without bodies turns others away for seconds, and not for ever."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house, max_streams=300) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture, max_streams=300) as scene:
         streams = await begun(scene, count=300)
         await arrived(scene, 300, 0)
         await scene.servicer.refuse_stalled()
-        house.now += 6.0
+        pool_fixture.now += 6.0
         await scene.servicer.refuse_stalled()
         for stream in streams:
             assert [response.status for response in await stream.hear()] == [408]
@@ -81,13 +81,13 @@ async def silent(scene, count):
 
 async def test_servicer_ends_a_stream_without_a_message():
     """It takes a place like any other, and there is no request that could be answered."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture) as scene:
         stream = scene.stream()
         await stream.call.wait_for_connection()
         await silent(scene, 1)
         for passed in (0.0, 59.0, 60.0):
-            house.now = 100.0 + passed
+            pool_fixture.now = 100.0 + passed
             await scene.servicer.refuse_stalled()
         assert await stream.call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await stream.call.details() == "no message arrived"
@@ -98,30 +98,30 @@ async def test_servicer_ends_a_stream_without_a_message():
 
 async def test_servicer_hears_a_first_message_that_comes_late():
     """A second before its time is over."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture) as scene:
         stream = scene.stream()
         await stream.call.wait_for_connection()
         await silent(scene, 1)
         await scene.servicer.refuse_stalled()
-        house.now += 59.0
+        pool_fixture.now += 59.0
         await scene.servicer.refuse_stalled()
         await stream.say(ext_proc_script.request_headers(ends=True))
         assert await stream.hear() == [ext_proc_script.route()]
-        house.now += 3600.0
+        pool_fixture.now += 3600.0
         await scene.servicer.refuse_stalled()
         assert await stream.end() is grpc.StatusCode.OK
 
 
 async def test_servicer_ignores_streams_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house) as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture) as scene:
         stream = scene.stream()
         await stream.say(ext_proc_script.request_headers(ends=True))
         await stream.hear()
         for _ in range(3):
-            house.now += 3600.0
+            pool_fixture.now += 3600.0
             await scene.servicer.refuse_stalled()
         await stream.say(ext_proc_script.response_headers())
         assert await stream.hear() == [ext_proc_script.answer_headers()]
@@ -148,13 +148,13 @@ class Stubborn:
 
 async def test_servicer_ends_refused_streams_of_other_peers():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
-    house = PoolFixture({ext_proc_script.ADDRESS: None})
-    async with serving.serving(house, transport="grpcio") as scene:
+    pool_fixture = PoolFixture({ext_proc_script.ADDRESS: None})
+    async with serving.serving(pool_fixture, transport="grpcio") as scene:
         context = Stubborn()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await arrived(scene, 1, 0)
         await scene.servicer.refuse_stalled()
-        house.now += 60.0
+        pool_fixture.now += 60.0
         await scene.servicer.refuse_stalled()
         assert [response.status for response in context.written] == [408]
         assert not handler.done()

@@ -129,7 +129,7 @@ def addresses(data):
         for group in assignment.endpoints
         for endpoint in group.lb_endpoints
     ]
-    return [f"{place.address}:{place.port_value}" for place in places]
+    return [f"{fixture.address}:{fixture.port_value}" for fixture in places]
 
 
 async def listening(scene):
@@ -169,9 +169,9 @@ def test_scrapes_send_no_update():
     async def test():
         async with serving() as scene:
             stream = await listening(scene)
-            fleet = scene.pool_fixture.store
-            mark = fleet.begin_scrape(fleet.pool.find(FIRST).endpoint)
-            fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
+            store = scene.pool_fixture.store
+            mark = store.begin_scrape(store.pool.find(FIRST).endpoint)
+            store.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
             scene.discovery.step()
             scene.set_endpoints(SECOND)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [SECOND]

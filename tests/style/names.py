@@ -70,16 +70,16 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
         tree = ast.parse(text)
         foreign = _foreign_names(tree)
         for node in ast.walk(tree):
-            place = f"{path}:{getattr(node, 'lineno', 1)}"
+            fixture = f"{path}:{getattr(node, 'lineno', 1)}"
             problems += [
-                f"{place}: `{name}` does not say what it names"
+                f"{fixture}: `{name}` does not say what it names"
                 for name in _identifiers(node)
                 if name.strip("_").lower() in BANNED and name not in foreign
             ]
-            problems += [f"{place}: {problem}" for problem in _docstring(node)]
-            problems += [f"{place}: {problem}" for problem in _imports(node)]
+            problems += [f"{fixture}: {problem}" for problem in _docstring(node)]
+            problems += [f"{fixture}: {problem}" for problem in _imports(node)]
             if isinstance(node, ast.ClassDef):
-                classes[node.name].append(place)
+                classes[node.name].append(fixture)
     return problems + [
         f"{place}: there are {len(places)} classes `{name}`; add what tells them apart"
         for name, places in classes.items()

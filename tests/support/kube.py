@@ -79,88 +79,88 @@ class Api:
             ssl=self._tls,
         ) as answer:
             text = await answer.text()
-            told = json.loads(text) if text[:1] == "{" else {"message": text}
+            result = json.loads(text) if text[:1] == "{" else {"message": text}
             if answer.status >= 300:
-                raise Refused(answer.status, told)
-            return told
+                raise Refused(answer.status, result)
+            return result
 
-    async def path(self, one: Object, *, named: bool = True) -> str:
+    async def path(self, item: Object, *, named: bool = True) -> str:
         """Where an object stands, or with `named` false the collection it belongs to.
 
         Raises:
             Refused: The server does not serve its kind.
         """
-        version = one["apiVersion"]
+        version = item["apiVersion"]
         root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-        plural, namespaced = await self._resource(root, one["kind"])
-        metadata = one["metadata"]
+        plural, namespaced = await self._resource(root, item["kind"])
+        metadata = item["metadata"]
         inside = f"/namespaces/{metadata.get('namespace', 'default')}" if namespaced else ""
         return f"{root}{inside}/{plural}" + (f"/{metadata['name']}" if named else "")
 
-    async def create(self, one: Object) -> Object:
+    async def create(self, item: Object) -> Object:
         """Create an object, and its status as well where it has one."""
-        made = await self.call("POST", await self.path(one, named=False), one)
-        if one["kind"] in {"ClusterRole", "ClusterRoleBinding"}:
-            self._wide.append(one)
-        return await self.set_status(one) if one.get("status") else made
+        built = await self.call("POST", await self.path(item, named=False), item)
+        if item["kind"] in {"ClusterRole", "ClusterRoleBinding"}:
+            self._wide.append(item)
+        return await self.set_status(item) if item.get("status") else built
 
-    async def set_status(self, one: Object) -> Object:
+    async def set_status(self, item: Object) -> Object:
         """Write the status that an object holds."""
-        return await self.patch(one, {"status": one["status"]}, part="/status")
+        return await self.patch(item, {"status": item["status"]}, part="/status")
 
-    async def patch(self, one: Object, change: Any, *, part: str = "") -> Object:
+    async def patch(self, item: Object, change: Any, *, part: str = "") -> Object:
         """Merge a change into an object or a subresource of it."""
-        path = await self.path(one) + part
+        path = await self.path(item) + part
         return await self.call("PATCH", path, change, kind="application/merge-patch+json")
 
-    async def apply(self, one: Object, *, dry_run: bool = False) -> Object:
+    async def apply(self, item: Object, *, dry_run: bool = False) -> Object:
         """Server-side apply, with every unknown or repeated field refused."""
         query = f"?fieldManager={_FIELD_MANAGER}&force=true&fieldValidation=Strict"
         query += "&dryRun=All" if dry_run else ""
-        path = await self.path(one) + query
-        return await self.call("PATCH", path, one, kind="application/apply-patch+yaml")
+        path = await self.path(item) + query
+        return await self.call("PATCH", path, item, kind="application/apply-patch+yaml")
 
-    async def get(self, one: Object) -> Object:
+    async def get(self, item: Object) -> Object:
         """An object as the server has it."""
-        return await self.call("GET", await self.path(one))
+        return await self.call("GET", await self.path(item))
 
-    async def delete(self, one: Object) -> None:
+    async def delete(self, item: Object) -> None:
         """Delete an object without grace: nobody would end a pod of ours."""
-        await self.call("DELETE", await self.path(one), {"gracePeriodSeconds": 0})
+        await self.call("DELETE", await self.path(item), {"gracePeriodSeconds": 0})
 
     async def define(self, definitions: Sequence[Object]) -> None:
         """Apply CustomResourceDefinitions and wait until they are served."""
-        for one in definitions:
-            await self.apply(one)
+        for definition in definitions:
+            await self.apply(definition)
         async with asyncio.timeout(_LIMIT_S):
-            for one in definitions:
-                while not await self._served(one):
+            for definition in definitions:
+                while not await self._served(definition):
                     # The server establishes a definition in its own time.
                     await asyncio.sleep(0.1)
 
     async def undefine(self, definitions: Sequence[Object]) -> None:
         """Delete definitions with all their objects, and wait until they are gone."""
-        for one in definitions:
+        for definition in definitions:
             with contextlib.suppress(Refused):
-                await self.delete(one)
+                await self.delete(definition)
         self._resources.clear()
         async with asyncio.timeout(_LIMIT_S):
-            for one in definitions:
-                while await self._exists(one):
+            for definition in definitions:
+                while await self._exists(definition):
                     await asyncio.sleep(0.1)
 
     async def namespace(self, prefix: str = "test") -> str:
         """Create a namespace of one's own; returns its name."""
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": f"{prefix}-"}}
-        made = await self.call("POST", "/api/v1/namespaces", body)
-        name = str(made["metadata"]["name"])
+        built = await self.call("POST", "/api/v1/namespaces", body)
+        name = str(built["metadata"]["name"])
         self._wide.append(body | {"metadata": {"name": name}})
         return name
 
     async def tidy(self) -> None:
         """Delete every namespace and cluster role that was made here."""
-        for one in self._wide:
-            await self.delete(one)
+        for item in self._wide:
+            await self.delete(item)
         self._wide.clear()
 
     async def account(
@@ -206,16 +206,16 @@ class Api:
             "kind": "TokenRequest",
             "spec": {"expirationSeconds": seconds},
         }
-        made = await self.call("POST", path, request)
-        return Access(self.access.url, self.access.authority, token=made["status"]["token"])
+        built = await self.call("POST", path, request)
+        return Access(self.access.url, self.access.authority, token=built["status"]["token"])
 
     async def _resource(self, root: str, kind: str) -> tuple[str, bool]:
         known = self._resources.get((root, kind))
         if known is None:
             for entry in (await self.call("GET", root))["resources"]:
                 if "/" not in entry["name"]:
-                    found = (entry["name"], entry["namespaced"])
-                    self._resources[root, entry["kind"]] = found
+                    result = (entry["name"], entry["namespaced"])
+                    self._resources[root, entry["kind"]] = result
             known = self._resources.get((root, kind))
         if known is None:
             raise Refused(404, {"reason": "NotFound", "message": f"no kind {kind} in {root}"})
@@ -231,9 +231,9 @@ class Api:
                 return False
         return True
 
-    async def _exists(self, one: Object) -> bool:
+    async def _exists(self, item: Object) -> bool:
         try:
-            await self.get(one)
+            await self.get(item)
         except Refused:
             return False
         return True
@@ -256,21 +256,21 @@ def account_of(access: Access) -> str:
 
 def documents(text: str) -> list[Object]:
     """All objects of a YAML file."""
-    return [one for one in yaml.safe_load_all(text) if one]
+    return [item for item in yaml.safe_load_all(text) if item]
 
 
 def picker_rules(part: str = "base") -> list[Object]:
     """What a part of our manifests lets a picker do, and nothing more."""
-    found = documents((MANIFESTS / part / "rbac.yaml").read_text())
-    (role,) = (one for one in found if one["kind"] in {"Role", "ClusterRole"})
+    result = documents((MANIFESTS / part / "rbac.yaml").read_text())
+    (role,) = (item for item in result if item["kind"] in {"Role", "ClusterRole"})
     return role["rules"]
 
 
 def definitions() -> list[Object]:
     """Our definitions of the inference objects."""
     files = sorted((MANIFESTS / "crds").glob("*.yaml"))
-    found = [one for path in files for one in documents(path.read_text())]
-    return [one for one in found if one["kind"] == "CustomResourceDefinition"]
+    result = [document for path in files for document in documents(path.read_text())]
+    return [item for item in result if item["kind"] == "CustomResourceDefinition"]
 
 
 # Objects

@@ -83,42 +83,42 @@ class Echo:
     async def _http2(self, begun, reader, writer, port) -> None:
         wire = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
         wire.initiate_connection()
-        asked = {}
+        requested = {}
         data = begun
         while data:
             for event in wire.receive_data(data):
                 match event:
                     case RequestReceived():
-                        asked[event.stream_id] = list(event.headers), []
+                        requested[event.stream_id] = list(event.headers), []
                     case DataReceived():
-                        asked[event.stream_id][1].append(event.data)
+                        requested[event.stream_id][1].append(event.data)
                         length = event.flow_controlled_length
                         wire.acknowledge_received_data(length, event.stream_id)
                     case StreamEnded():
-                        self._answer2(wire, event.stream_id, *asked.pop(event.stream_id), port)
+                        self._answer2(wire, event.stream_id, *requested.pop(event.stream_id), port)
             writer.write(wire.data_to_send())
             await writer.drain()
             data = await reader.read(65_536)
 
     def _answer2(self, wire, stream, headers, pieces, port) -> None:
-        told = dict(headers)
+        result = dict(headers)
         plain = [(name, value) for name, value in headers if not name.startswith(":")]
-        plain.append(("host", told[":authority"]))
+        plain.append(("host", result[":authority"]))
         sent = b"".join(pieces)
-        body = self._says("HTTP/2.0", port, told[":method"], told[":path"], plain, sent)
+        body = self._says("HTTP/2.0", port, result[":method"], result[":path"], plain, sent)
         wire.send_headers(stream, [(":status", "200"), ("content-type", "application/json")])
         wire.send_data(stream, body, end_stream=True)
 
     def _says(self, protocol, port, method, path, headers, sent) -> bytes:
-        said: dict[str, list[str]] = {}
+        text: dict[str, list[str]] = {}
         for name, value in headers:
-            said.setdefault(name.lower(), []).append(value)
+            text.setdefault(name.lower(), []).append(value)
         return json.dumps(
             {
                 "method": method,
                 "path": path,
-                "host": said.get("host", [""])[0],
-                "headers": said,
+                "host": text.get("host", [""])[0],
+                "headers": text,
                 "body": sent.decode(),
                 "protocol": protocol,
                 "pod": self.name,
@@ -137,10 +137,10 @@ def _head(raw: bytes) -> http1.Head:
 @contextlib.asynccontextmanager
 async def echo(name: str, namespace: str, host: str, ports: Sequence[int]):
     """A pod that listens on all its ports for as long as the block runs."""
-    one = Echo(name, namespace, host, ports)
+    item = Echo(name, namespace, host, ports)
     async with contextlib.AsyncExitStack() as servers:
-        servers.callback(one.cut)
-        for port in one.ports:
-            server = await asyncio.start_server(one.serve, host, port, backlog=1024)
+        servers.callback(item.cut)
+        for port in item.ports:
+            server = await asyncio.start_server(item.serve, host, port, backlog=1024)
             servers.callback(server.close)
-        yield one
+        yield item

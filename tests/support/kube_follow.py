@@ -34,13 +34,13 @@ class Following:
         self.facts: list[DiscoveryEvent] = []
         self._news = asyncio.Event()
 
-    def told(self, found: Any, removed: frozenset[str]) -> None:
+    def told(self, result: Any, removed: frozenset[str]) -> None:
         """Pools changed."""
         for key in removed:
             self.pools.pop(key, None)
-        self.pools.update(found)
-        for one in found.values():
-            addresses = [endpoint.address for endpoint in one.endpoints]
+        self.pools.update(result)
+        for item in result.values():
+            addresses = [endpoint.address for endpoint in item.endpoints]
             assert len(set(addresses)) == len(addresses), "an address was told of twice"
         self._news.set()
 
@@ -66,8 +66,8 @@ class Following:
 
     def addresses(self, key: str) -> list[str]:
         """Addresses of a pool, sorted; empty if it was never told of."""
-        found = self.pools.get(key)
-        return sorted(one.address for one in found.endpoints) if found else []
+        result = self.pools.get(key)
+        return sorted(endpoint.address for endpoint in result.endpoints) if result else []
 
     async def has(self, key: str, *addresses: str) -> None:
         """Wait until a pool is exactly this."""
@@ -77,22 +77,22 @@ class Following:
 @contextlib.asynccontextmanager
 async def following(kubeconfig: Path, *sources: settings.KubernetesSource, **wanted: Any):
     """Follow sources for as long as the block runs; it begins when `start` has returned."""
-    told = Following()
+    result = Following()
     follower = controller.KubernetesDiscovery(
         settings.KubernetesSettings(
             sources=sources, kubeconfig=str(kubeconfig), **{**_PATIENCE, **wanted}
         ),
         clock=time.monotonic,
         rng=random.Random(5),
-        on_pools=told.told,
-        on_event=told.noted,
+        on_pools=result.told,
+        on_event=result.noted,
     )
     await follower.start()
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(follower.run())
             try:
-                yield told
+                yield result
             finally:
                 running.cancel()
     finally:
@@ -100,12 +100,12 @@ async def following(kubeconfig: Path, *sources: settings.KubernetesSource, **wan
         await follower.close()
 
 
-def pool(place: tuple[str, Path], **wanted: Any):
+def pool(fixture: tuple[str, Path], **wanted: Any):
     """Follow the pool `vllm` of a namespace.
 
     Args:
         place: The namespace, and who looks.
         wanted: Other patience.
     """
-    namespace, kubeconfig = place
+    namespace, kubeconfig = fixture
     return following(kubeconfig, settings.InferencePoolRef(namespace, "vllm"), **wanted)

@@ -45,12 +45,12 @@ class Picker:
         stream = serving.Stream(self._channel)
         metadata = peer.hinted(list(hint)) if hint else None
         await stream.say(ext_proc_script.request_headers(_PATH, ends=True, metadata=metadata))
-        (said,) = await stream.hear()
+        (text,) = await stream.hear()
         stream.call.cancel()
-        if said.status:
-            assert said.status == 503, said
+        if text.status:
+            assert text.status == 503, text
             return ""
-        return dict(said.sets)[peer.DESTINATION]
+        return dict(text.sets)[peer.DESTINATION]
 
     async def connected(self) -> None:
         """Wait until a stream can be opened without connecting first."""
@@ -61,7 +61,7 @@ class Picker:
         url = f"http://{serving.LOCAL}:{self.pages}/debug/pools"
         async with self._http.get(url) as answer:
             pools: dict[str, Any] = (await answer.json())["pools"]
-        return sorted(one["address"] for pool in pools.values() for one in pool["endpoints"])
+        return sorted(item["address"] for pool in pools.values() for item in pool["endpoints"])
 
     async def ready(self) -> bool:
         """Whether it says that it is ready."""
@@ -75,18 +75,18 @@ class Picker:
 
     async def knows(self, addresses: Collection[str]) -> None:
         """Wait until its pool is exactly this: nothing lost, nothing twice."""
-        await self.until(self.pool, lambda found: found == sorted(addresses))
+        await self.until(self.pool, lambda result: result == sorted(addresses))
 
     async def until(self, ask: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
         """Ask until it holds; there is no event for it outside the process."""
-        found = None
+        result = None
         try:
             async with asyncio.timeout(_SEEN_S):
-                while not holds(found := await ask()):
+                while not holds(result := await ask()):
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"it did not become so within {_SEEN_S} s: {found}") from None
-        return found
+            raise AssertionError(f"it did not become so within {_SEEN_S} s: {result}") from None
+        return result
 
 
 @contextlib.asynccontextmanager

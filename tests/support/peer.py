@@ -114,9 +114,9 @@ def plain_of(value: Value) -> Any:
         return {name: plain_of(item) for name, item in value.struct_value.fields.items()}
     if value.list_value is not None:
         return [plain_of(item) for item in value.list_value.values]
-    for found in (value.string_value, value.number_value, value.bool_value):
-        if found is not None:
-            return found
+    for result in (value.string_value, value.number_value, value.bool_value):
+        if result is not None:
+            return result
     return None
 
 

@@ -46,8 +46,10 @@ class Scene:
         self.now = 100.0
         self.started = settings
         self.picker = app.EndpointPickerProcess(settings, clock=lambda: self.now)
-        for site in self.picker.pool_registry.by_name.values():
-            site.parts.store.set_endpoints([Endpoint(one) for one in ADDRESSES], self.now)
+        for runtime in self.picker.pool_registry.by_name.values():
+            runtime.parts.store.set_endpoints(
+                [Endpoint(address) for address in ADDRESSES], self.now
+            )
 
     def read_again(self, settings):
         self.picker.apply_settings(reloading.apply_live_fields(self.started, settings))
@@ -90,8 +92,8 @@ class Scene:
 
     def observe(self, waiting):
         for member in self.store.pool.members:
-            seen = Load(at=self.now, engine="vllm", waiting=waiting, running=1.0, kv_usage=0.5)
-            self.store.observe(self.store.begin_scrape(member.endpoint), seen, self.now)
+            observed = Load(at=self.now, engine="vllm", waiting=waiting, running=1.0, kv_usage=0.5)
+            self.store.observe(self.store.begin_scrape(member.endpoint), observed, self.now)
 
     def answers(self, body=b'{"model":"m","prompt":"x"}'):
         """What a stream answers to a request."""
@@ -105,7 +107,7 @@ class Scene:
             )
         )
         stream.finish()
-        return [(type(one).__name__, getattr(one, "status", None)) for one in replies]
+        return [(type(reply).__name__, getattr(reply, "status", None)) for reply in replies]
 
     def fail(self, times):
         """Whether one endpoint is left out after so many failures in a row."""

@@ -80,19 +80,19 @@ class Stream:
 
     async def hear(self, count: int = 1) -> list[peer.DecodedReply]:
         """Read so many answers."""
-        heard = []
+        received = []
         for _ in range(count):
             data = await self.call.read()
             assert data is not grpc.aio.EOF, await self.call.details()
-            heard.append(peer.read(data))
-        return heard
+            received.append(peer.read(data))
+        return received
 
     async def rest(self) -> list[peer.DecodedReply]:
         """Read to the end of the stream."""
-        heard = []
+        received = []
         while (data := await self.call.read()) is not grpc.aio.EOF:
-            heard.append(peer.read(data))
-        return heard
+            received.append(peer.read(data))
+        return received
 
     async def end(self) -> grpc.StatusCode:
         """Half-close and read to the end; the status the server ended with."""

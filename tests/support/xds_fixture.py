@@ -108,8 +108,8 @@ class Scene:
         for engine in self.engines:
             engine.generated += STEP_S * 20.0 * (engine.foreign[0] + len(engine.open))
         while self._ending and self._ending[0][0] <= self.now:
-            _, engine, ticket = self._ending.popleft()
-            self._end(engine, ticket)
+            _, engine, reservation = self._ending.popleft()
+            self._end(engine, reservation)
         for at, due in enumerate(self._due):
             if due <= self.now:
                 self._scrape(at)
@@ -123,18 +123,18 @@ class Scene:
             for_s: Seconds until it is answered; None to hold it open.
         """
         self._sent += 1
-        dispatcher = self.parts.director
+        director = self.parts.director
         request = InferenceRequest(
             api="completions", model="m", prompt_tokens=tokens, session=f"talk {self._sent}"
         )
         chain = [1_000_000 * self._sent + depth for depth in range(1, 1 + tokens // 64)]
-        decision = dispatcher.choose(request, self.now, chain=chain[:8], headers={})
-        ticket = dispatcher.reserve(decision, self.now)  # type: ignore[arg-type]
-        engine = self._of[ticket.endpoint.address]
-        engine.open[ticket] = tokens
+        decision = director.choose(request, self.now, chain=chain[:8], headers={})
+        reservation = director.reserve(decision, self.now)  # type: ignore[arg-type]
+        engine = self._of[reservation.endpoint.address]
+        engine.open[reservation] = tokens
         self.picks[engine.address] += 1
         if for_s is not None:
-            self._ending.append((self.now + for_s, engine, ticket))
+            self._ending.append((self.now + for_s, engine, reservation))
         return engine.address
 
     def serve(self, count: int, tokens: int) -> None:
@@ -156,21 +156,21 @@ class Scene:
 
     def _end(self, engine: Engine, ticket: Reservation) -> None:
         del engine.open[ticket]
-        dispatcher = self.parts.director
-        dispatcher.on_response_headers(ticket, "200", self.now)
-        dispatcher.release(ticket, self.now)
+        director = self.parts.director
+        director.on_response_headers(ticket, "200", self.now)
+        director.release(ticket, self.now)
 
     def _scrape(self, at: int) -> None:
-        fleet, engine = self.parts.store, self.engines[at]
-        member = fleet.pool.find(engine.address)
+        store, engine = self.parts.store, self.engines[at]
+        member = store.pool.find(engine.address)
         assert member is not None
-        mark = fleet.begin_scrape(member.endpoint)
+        mark = store.begin_scrape(member.endpoint)
         page = self._page(at, engine)
         if page is None:
-            fleet.scrape_failed(mark, "status 500", self.now)
+            store.scrape_failed(mark, "status 500", self.now)
         else:
             self._last[at] = page
-            fleet.observe(mark, page, self.now)
+            store.observe(mark, page, self.now)
 
     def _page(self, at: int, engine: Engine) -> Load | None:
         true, last = engine.page(self.now), self._last[at]

@@ -15,13 +15,13 @@ FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 
 def page(house: PoolFixture) -> dict[tuple[str, str], float]:
     """Samples of health by name and by the label that tells them apart."""
-    fleet = house.store
+    store = house.store
     watched = PoolView(
-        fleet.pool,
+        store.pool,
         lambda _: PrefixCacheStats(0.0, 0.0, None),
         {},
-        fleet.outlier_detector.ejections,
-        fleet.outlier_detector.probes,
+        store.outlier_detector.ejections,
+        store.outlier_detector.probes,
     )
     exposition = Exposition(
         ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
@@ -38,35 +38,39 @@ def page(house: PoolFixture) -> dict[tuple[str, str], float]:
 
 def test_ejections_and_probes_are_exported():
     """A gauge for each endpoint, ejections by cause, trials by what they came to."""
-    house = PoolFixture({FIRST: None, SECOND: None, THIRD: None})
-    member = house.store.pool.find(FIRST)
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None, THIRD: None})
+    member = pool_fixture.store.pool.find(FIRST)
     assert member is not None
     for _ in range(3):
-        house.store.record_outcome(
-            member.endpoint, RequestOutcome.FAILED, sent_at=house.now, now=house.now
+        pool_fixture.store.record_outcome(
+            member.endpoint, RequestOutcome.FAILED, sent_at=pool_fixture.now, now=pool_fixture.now
         )
-    shown = page(house)
+    shown = page(pool_fixture)
     assert shown["extproc_endpoint_ejected", FIRST] == 1.0
     assert shown["extproc_endpoint_ejected", SECOND] == 0.0
     assert shown["extproc_endpoint_up", FIRST] == 1.0
     assert shown["extproc_ejections_total", "errors"] == 1.0
-    house.now += 10.0
-    house.store.record_sent(member.endpoint, house.now)
-    house.store.record_outcome(
-        member.endpoint, RequestOutcome.SERVED, sent_at=house.now, now=house.now
+    pool_fixture.now += 10.0
+    pool_fixture.store.record_sent(member.endpoint, pool_fixture.now)
+    pool_fixture.store.record_outcome(
+        member.endpoint, RequestOutcome.SERVED, sent_at=pool_fixture.now, now=pool_fixture.now
     )
-    shown = page(house)
+    shown = page(pool_fixture)
     assert shown["extproc_endpoint_ejected", FIRST] == 0.0
     assert shown["extproc_probes_total", "ok"] == 1.0
 
 
 def test_dropped_addresses_are_exported():
     """A pool that is cut at the bound of its size can be alerted on."""
-    house = PoolFixture({FIRST: None})
+    pool_fixture = PoolFixture({FIRST: None})
     watched = PoolView(
-        house.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
+        pool_fixture.store.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), dropped_addresses=3616
     )
     exposition = Exposition(
-        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
+        ProcessCounters(),
+        lambda: {"p": watched},
+        clock=lambda: pool_fixture.now,
+        gauges={},
+        about={},
     )
     assert b'extproc_discovery_dropped_addresses{pool="p"} 3616.0' in exposition.render()

@@ -8,17 +8,17 @@ from tests.support.pool_fixture import PoolFixture
 
 def test_learned_values_are_on_the_page():
     """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
-    house = PoolFixture({"10.0.0.1:8000": None}, profile="adaptive")
+    pool_fixture = PoolFixture({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):
-        house.store.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
+        pool_fixture.store.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
     page = Exposition(
         ProcessCounters(),
         lambda: {
             "": PoolView(
-                house.store.pool,
+                pool_fixture.store.pool,
                 lambda _: PrefixCacheStats(5.0, 4.0, 100),
-                house.store.bytes_per_token.ratios,
-                conversations=house.director.conversation_stats,
+                pool_fixture.store.bytes_per_token.ratios,
+                conversations=pool_fixture.director.conversation_stats,
             )
         },
         clock=lambda: 1.0,

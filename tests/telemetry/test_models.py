@@ -25,11 +25,11 @@ def decision(**more):
 
 def listed(*models):
     """A house whose endpoints listed these."""
-    house = PoolFixture({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
-    for member, served in zip(house.store.pool.members, models, strict=True):
+    pool_fixture = PoolFixture({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
+    for member, served in zip(pool_fixture.store.pool.members, models, strict=True):
         if served is not None:
-            house.store.observe_models(member.endpoint, served)
-    return house
+            pool_fixture.store.observe_models(member.endpoint, served)
+    return pool_fixture
 
 
 TWO = listed(

@@ -18,14 +18,14 @@ class Broken:
 
 def test_external_plugins_are_counted_by_role_and_kind():
     """What guards count is on the metrics page."""
-    counters, house = ProcessCounters(), PoolFixture({"10.0.0.1:8000": None})
+    counters, pool_fixture = ProcessCounters(), PoolFixture({"10.0.0.1:8000": None})
     ticks = iter(range(9))
     guards = GuardFactory(lambda: float(next(ticks)), counters.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
         GuardedPlugin(Broken(), guards).score(builders.context(), [])
     page = Exposition(
         counters,
-        lambda: {"": PoolView(house.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
+        lambda: {"": PoolView(pool_fixture.store.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
         about={},

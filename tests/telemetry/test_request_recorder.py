@@ -145,14 +145,14 @@ def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
 def test_exception_log_counts_by_the_line_of_the_package():
     """An exception of a library counts under the line of the package that called it."""
     counts: Counter[tuple[str, str]] = Counter()
-    with pytest.raises(BrokenError) as caught:
+    with pytest.raises(BrokenError) as raised:
         grpcio_server.bind(
             SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
         )
-    ExceptionLog(counts, lambda: 0.0).record(caught.value)
-    ((kind, place),) = counts
+    ExceptionLog(counts, lambda: 0.0).record(raised.value)
+    ((kind, fixture),) = counts
     assert kind == "BrokenError"
-    assert place.startswith("extproc/server/grpcio_server.py:")
+    assert fixture.startswith("extproc/server/grpcio_server.py:")
 
 
 def test_exception_log_bounds_its_places():

@@ -24,8 +24,8 @@ def scorer(answer, needs=NOTHING):
     """Build a scorer class from a function of context and candidates."""
 
     class Odd(Plugin, frozen=True):
-        def score(self, turn, candidates):
-            return answer(turn, candidates)
+        def score(self, context, candidates):
+            return answer(context, candidates)
 
     Odd.needs = needs
     return Odd
@@ -39,21 +39,21 @@ def complaint(check, cls):
 
 def test_a_valid_scorer_passes():
     """A plugin that keeps the contract passes."""
-    contract.check_scorer(scorer(lambda turn, them: [1 / (1 + c.in_flight) for c in them]))
+    contract.check_scorer(scorer(lambda context, items: [1 / (1 + c.in_flight) for c in items]))
 
 
-def by_place(turn, them):
-    return [at / len(them) for at in range(len(them))]
+def by_place(context, items):
+    return [at / len(items) for at in range(len(items))]
 
 
-def sorts(turn, them):
-    them.sort(key=lambda c: c.in_flight)
-    return [0.5] * len(them)
+def sorts(context, items):
+    items.sort(key=lambda c: c.in_flight)
+    return [0.5] * len(items)
 
 
-def headers(turn, them):
-    turn.headers["x-seen"] = "1"
-    return [0.5] * len(them)
+def headers(context, items):
+    context.headers["x-seen"] = "1"
+    return [0.5] * len(items)
 
 
 TICKS = itertools.count()
@@ -62,19 +62,22 @@ TICKS = itertools.count()
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them: [0.5], "odd with 2 endpoints, some of them scraped: expected 2 scores"),
-        (lambda turn, them: [2.0] * len(them), "expected numbers from 0 to 1, got [2.0]"),
-        (lambda turn, them: [float("nan")] * len(them), "finite numbers, got [nan]"),
-        (lambda turn, them: ["1"] * len(them), "finite numbers, got ['1']"),
-        (lambda turn, them: (0.5,) * len(them), "expected a list of scores, got tuple"),
-        (lambda turn, them: None, "expected a list of scores, got NoneType"),
-        (lambda turn, them: [1 / 0], "expected an answer, got ZeroDivisionError"),
-        (lambda turn, them: [c.load.waiting / 100 for c in them], "got TypeError"),
+        (
+            lambda context, items: [0.5],
+            "odd with 2 endpoints, some of them scraped: expected 2 scores",
+        ),
+        (lambda context, items: [2.0] * len(items), "expected numbers from 0 to 1, got [2.0]"),
+        (lambda context, items: [float("nan")] * len(items), "finite numbers, got [nan]"),
+        (lambda context, items: ["1"] * len(items), "finite numbers, got ['1']"),
+        (lambda context, items: (0.5,) * len(items), "expected a list of scores, got tuple"),
+        (lambda context, items: None, "expected a list of scores, got NoneType"),
+        (lambda context, items: [1 / 0], "expected an answer, got ZeroDivisionError"),
+        (lambda context, items: [c.load.waiting / 100 for c in items], "got TypeError"),
         (by_place, "the same result for each endpoint in any order"),
         (sorts, "unchanged order of the candidates"),
         (headers, "unchanged context and candidates"),
-        (lambda turn, them: [turn.rng.random()] * len(them), "the same call (seed 2"),
-        (lambda turn, them: [next(TICKS) % 7 / 7] * len(them), "the same call (seed 1"),
+        (lambda context, items: [context.rng.random()] * len(items), "the same call (seed 2"),
+        (lambda context, items: [next(TICKS) % 7 / 7] * len(items), "the same call (seed 1"),
     ],
 )
 def test_invalid_scorers_are_reported(answer, wanted):
@@ -86,8 +89,8 @@ def test_invalid_scorers_are_reported(answer, wanted):
 def test_unknown_values_may_not_score_best_or_worst(fill):
     """A scorer that takes an unknown value for empty or full is refused."""
 
-    def answer(turn, them):
-        waiting = [c.load.waiting for c in them]
+    def answer(context, items):
+        waiting = [c.load.waiting for c in items]
         return [fill if w is None else 0.1 + 0.8 * w / 60 for w in waiting]
 
     odd = scorer(answer, frozenset({Signal.WAITING}))
@@ -108,7 +111,7 @@ def test_declarations_are_checked():
     class Asks(Plugin, frozen=True):
         size: int
 
-        def score(self, turn, candidates):
+        def score(self, context, candidates):
             return [0.5] * len(candidates)
 
     class Shouts(Plugin, frozen=True):
@@ -130,8 +133,8 @@ def test_declarations_are_checked():
 
 def filtering(answer, needs=NOTHING):
     class Odd(Plugin, frozen=True):
-        def filter(self, turn, candidates):
-            return answer(turn, candidates)
+        def filter(self, context, candidates):
+            return answer(context, candidates)
 
     Odd.needs = needs
     return Odd
@@ -141,16 +144,19 @@ def filtering(answer, needs=NOTHING):
     ("answer", "wanted"),
     [
         (
-            lambda turn, them: [msgspec.structs.replace(c) for c in them],
+            lambda context, items: [msgspec.structs.replace(c) for c in items],
             "only candidates of the call",
         ),
-        (lambda turn, them: them[::-1], "every candidate once at most, in the order of the call"),
         (
-            lambda turn, them: [them[0], them[0]],
+            lambda context, items: items[::-1],
             "every candidate once at most, in the order of the call",
         ),
-        (lambda turn, them: them[:1], "in any order"),
-        (lambda turn, them: [c for c in them if turn.rng.random() < 0.5], "same call"),
+        (
+            lambda context, items: [items[0], items[0]],
+            "every candidate once at most, in the order of the call",
+        ),
+        (lambda context, items: items[:1], "in any order"),
+        (lambda context, items: [c for c in items if context.rng.random() < 0.5], "same call"),
     ],
 )
 def test_invalid_filters_are_reported(answer, wanted):
@@ -161,8 +167,8 @@ def test_invalid_filters_are_reported(answer, wanted):
 def test_a_filter_of_scraped_values_lets_unknown_pass():
     """A filter must not drop candidates whose signals are unknown."""
 
-    def answer(turn, them):
-        return [c for c in them if c.load.waiting is not None]
+    def answer(context, items):
+        return [c for c in items if c.load.waiting is not None]
 
     contract.check_filter(filtering(answer))
     scraped = filtering(answer, frozenset({Signal.WAITING}))
@@ -171,7 +177,7 @@ def test_a_filter_of_scraped_values_lets_unknown_pass():
 
 def pricing(answer):
     class Odd(Plugin, frozen=True):
-        def cost(self, turn, candidates):
+        def cost(self, context, candidates):
             return answer(candidates)
 
     return Odd
@@ -179,9 +185,9 @@ def pricing(answer):
 
 def test_costs():
     """A cost model must return finite costs and terms in the order of the candidates."""
-    contract.check_cost(pricing(lambda them: CostResult("odd", "s", [c.in_flight for c in them])))
+    contract.check_cost(pricing(lambda items: CostResult("odd", "s", [c.in_flight for c in items])))
     for answer, wanted in (
-        (lambda them: [1.0] * len(them), "a CostResult, got list"),
+        (lambda entries: [1.0] * len(entries), "a CostResult, got list"),
         (lambda them: CostResult("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
         (lambda them: CostResult("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
         (lambda them: CostResult("odd", "s", list(range(len(them)))), "in any order"),
@@ -191,8 +197,8 @@ def test_costs():
 
 def picking(answer):
     class Odd(Plugin, frozen=True):
-        def pick(self, turn, candidates, totals, *, count):
-            return answer(turn, candidates, totals, count)
+        def pick(self, context, candidates, totals, *, count):
+            return answer(context, candidates, totals, count)
 
     return Odd
 
@@ -200,16 +206,19 @@ def picking(answer):
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them, totals, count: [0], "count 3: expected 2 positions"),
-        (lambda turn, them, totals, count: [0] * min(count, len(them)), "no position twice"),
-        (lambda turn, them, totals, count: range(min(count, len(them))), "a list of positions"),
-        (lambda turn, them, totals, count: [*range(1, 1 + min(count, len(them)))], "0 to 0"),
+        (lambda context, items, totals, count: [0], "count 3: expected 2 positions"),
+        (lambda context, items, totals, count: [0] * min(count, len(items)), "no position twice"),
         (
-            lambda turn, them, totals, count: [*range(min(count, len(them)))],
+            lambda context, items, totals, count: range(min(count, len(items))),
+            "a list of positions",
+        ),
+        (lambda context, items, totals, count: [*range(1, 1 + min(count, len(items)))], "0 to 0"),
+        (
+            lambda context, items, totals, count: [*range(min(count, len(items)))],
             "the same result for each",
         ),
         (
-            lambda turn, them, totals, count: [*range(len(them))][: totals.sort() or count],
+            lambda context, items, totals, count: [*range(len(items))][: totals.sort() or count],
             "unchanged totals",
         ),
     ],
@@ -222,8 +231,8 @@ def test_invalid_pickers_are_reported(answer, wanted):
 def test_a_picker_may_be_random():
     """The rng of the context may be used, because it is seeded."""
 
-    def answer(turn, them, totals, count):
-        return turn.rng.sample(range(len(them)), min(count, len(them)))
+    def answer(context, items, totals, count):
+        return context.rng.sample(range(len(items)), min(count, len(items)))
 
     contract.check_picker(picking(answer))
 
@@ -235,7 +244,7 @@ class Remembers(Plugin, frozen=True):
     def addresses(self):
         return set()
 
-    def score(self, turn, candidates):
+    def score(self, context, candidates):
         return [0.0 if c.endpoint.address in self.addresses else 1.0 for c in candidates]
 
     def on_committed(self, decision, now):
@@ -262,7 +271,7 @@ def test_keys_and_answer_headers_are_text():
     """Keys and response headers of a plugin must be text."""
 
     class Numbers(Remembers, frozen=True):
-        def answer_headers(self, turn, chosen):
+        def answer_headers(self, context, chosen):
             return [("x-place", 5)]
 
     class Sessions(Remembers, frozen=True):
@@ -282,7 +291,7 @@ def test_state_is_not_shared_between_instances():
     decisions = []
 
     class Shares(Plugin, frozen=True):
-        def score(self, turn, candidates):
+        def score(self, context, candidates):
             return [1 / (1 + len(decisions))] * len(candidates)
 
         def on_committed(self, decision, now):
@@ -295,7 +304,7 @@ def test_an_invalid_answer_after_on_committed_is_reported():
     """The answer is checked again after a decision."""
 
     class Grows(Remembers, frozen=True):
-        def score(self, turn, candidates):
+        def score(self, context, candidates):
             return [float(2 * len(self.addresses))] * len(candidates)
 
     assert "numbers from 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)

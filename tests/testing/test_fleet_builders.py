@@ -59,11 +59,11 @@ def test_a_context_is_built():
 
 def test_loaded_candidates_vary_and_repeat():
     """A crowd has something of everything, is the same each time, and can be unknown."""
-    crowd = builders.loaded_candidates(1000)
-    assert crowd == builders.loaded_candidates(1000)
-    assert len({c.endpoint.address for c in crowd}) == 1000
-    assert {c.residency for c in crowd} == set(AdapterResidency)
-    assert sum(c.load is NO_LOAD for c in crowd) == 200
+    many = builders.loaded_candidates(1000)
+    assert many == builders.loaded_candidates(1000)
+    assert len({c.endpoint.address for c in many}) == 1000
+    assert {c.residency for c in many} == set(AdapterResidency)
+    assert sum(c.load is NO_LOAD for c in many) == 200
     assert all(c.load is NO_LOAD for c in builders.loaded_candidates(20, scraped=False))
 
 

@@ -127,11 +127,11 @@ def test_an_unknown_name_is_removed(script):
 def test_a_reconnected_envoy_receives_only_differences():
     """An Envoy from another replica is told only what differs, and always that we are here."""
     script = Script(snapshot(a="1", b="2"))
-    held = {"a": "1", "b": "1", "c": "1"}
+    queued = {"a": "1", "b": "1", "c": "1"}
     assert script.envoy(CLUSTER, initial_versions={"a": "1", "b": "1"}) == [
         (CLUSTER, "1", {}, set())
     ]
-    assert script.envoy(ASSIGNMENT, "a", "b", "c", initial_versions=held) == [
+    assert script.envoy(ASSIGNMENT, "a", "b", "c", initial_versions=queued) == [
         (ASSIGNMENT, "2", {"b": "2"}, {"c"})
     ]
 

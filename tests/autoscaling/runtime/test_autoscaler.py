@@ -32,10 +32,10 @@ class AutoscalerFixture:
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
         self.listed = True
-        tallies = ProcessCounters()
+        counters = ProcessCounters()
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
-        guards = GuardFactory(lambda: 0.0, tallies.plugins)
-        shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), lambda: self.now)
+        guards = GuardFactory(lambda: 0.0, counters.plugins)
+        shared = RuntimeContext(counters, guards, http, scraper.EndpointCounts(), lambda: self.now)
         self.gone = []
         self.registry = PoolRegistry(
             settings,
@@ -47,7 +47,7 @@ class AutoscalerFixture:
         self.subject = Autoscaler(
             settings,
             self.registry,
-            tallies,
+            counters,
             is_leader=lambda: True,
             clock=lambda: self.now,
             token=str,
@@ -84,75 +84,75 @@ class AutoscalerFixture:
 
 def test_discovered_pools_are_scaled_while_they_exist():
     """Those a rule is for, by name, in figures and for KEDA alike."""
-    place = AutoscalerFixture()
-    place.bring("a/x", "b/y", "c/z")
-    assert place.scaled == ["a/x", "b/y"]
-    assert set(place.subject.metrics()) == {"a/x", "b/y"}
-    place.take_away("a/x")
-    assert place.scaled == ["b/y"]
-    assert place.gone == ["a/x"]
-    assert set(place.subject.metrics()) == {"b/y"}
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", "b/y", "c/z")
+    assert fixture.scaled == ["a/x", "b/y"]
+    assert set(fixture.subject.metrics()) == {"a/x", "b/y"}
+    fixture.take_away("a/x")
+    assert fixture.scaled == ["b/y"]
+    assert fixture.gone == ["a/x"]
+    assert set(fixture.subject.metrics()) == {"b/y"}
 
 
 async def test_a_queued_request_wakes_the_loop_of_its_pool():
     """And no longer once the pool is left alone."""
-    place = AutoscalerFixture()
-    place.bring("a/x")
-    loop = place.subject.loops["a/x"]
-    place.queue("a/x")
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x")
+    loop = fixture.subject.loops["a/x"]
+    fixture.queue("a/x")
     assert loop._woken.is_set()
     loop._woken.clear()
-    place.bring("a/x", target="none")
-    place.queue("a/x")
+    fixture.bring("a/x", target="none")
+    fixture.queue("a/x")
     assert not loop._woken.is_set()
-    assert place.scaled == []
+    assert fixture.scaled == []
 
 
 def test_learned_state_survives_a_change_of_bounds():
     """Another loop goes on where the one before stopped; the same wish makes no other loop."""
-    place = AutoscalerFixture()
-    place.bring("a/x", max="2")
-    first = place.subject.loops["a/x"]
-    place.bring("a/x", max="2")
-    assert place.subject.loops["a/x"] is first
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", max="2")
+    first = fixture.subject.loops["a/x"]
+    fixture.bring("a/x", max="2")
+    assert fixture.subject.loops["a/x"] is first
     first._scaler.step(demands.demand(now=1.0, spec=1))
     before = first.state().scaler
-    place.bring("a/x", max="3")
-    second = place.subject.loops["a/x"]
+    fixture.bring("a/x", max="3")
+    second = fixture.subject.loops["a/x"]
     assert second is not first
     assert second.state().scaler == before
 
 
 def test_an_object_is_scaled_for_the_first_of_two_pools(caplog):
     """The first by name keeps it; the other one has it when the first is gone."""
-    place = AutoscalerFixture()
-    place.bring("a/x", "a/y", target="vllm")
-    assert place.scaled == ["a/x"]
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", "a/y", target="vllm")
+    assert fixture.scaled == ["a/x"]
     assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
-    place.bring("a/y", target="vllm")
+    fixture.bring("a/y", target="vllm")
     assert caplog.text.count("a/y is not scaled") == 1
-    place.take_away("a/x")
-    assert place.scaled == ["a/y"]
+    fixture.take_away("a/x")
+    assert fixture.scaled == ["a/y"]
 
 
 def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(caplog):
     """Another version of its API names the same object."""
-    place = AutoscalerFixture()
-    place.bring("a/x", target="g.io/v1/fleets/Fleet/vllm")
-    place.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
-    assert place.scaled == ["a/x"]
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", target="g.io/v1/fleets/Fleet/vllm")
+    fixture.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
+    assert fixture.scaled == ["a/x"]
     assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
 
 
 def test_an_invalid_annotation_scales_nothing(caplog):
     """It is said once, and the pool is scaled once it can be."""
-    place = AutoscalerFixture()
-    place.bring("a/x", max="2")
-    place.bring("a/x", max="many")
-    assert place.scaled == []
+    fixture = AutoscalerFixture()
+    fixture.bring("a/x", max="2")
+    fixture.bring("a/x", max="many")
+    assert fixture.scaled == []
     assert "annotation of a/x: extproc/scale-max" in caplog.text
-    place.bring("a/x", max="3")
-    assert place.scaled == ["a/x"]
+    fixture.bring("a/x", max="3")
+    assert fixture.scaled == ["a/x"]
 
 
 class EventsFixture:
@@ -167,21 +167,21 @@ class EventsFixture:
 
 async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     """On the metrics page and in an Event on the pool, until the pool is gone."""
-    place, cluster = AutoscalerFixture(), EventsFixture()
-    place.bring("a/x", target="apps/v1%2Fnamespaces%2Fkube-system/deployments/Deployment/coredns")
-    place.bring("a/y", max="many")
-    place.bring("a/y", max="2")
-    assert place.scaled == ["a/y"]
-    refusals = {name: metrics.refusals for name, metrics in place.subject.metrics().items()}
+    fixture, cluster = AutoscalerFixture(), EventsFixture()
+    fixture.bring("a/x", target="apps/v1%2Fnamespaces%2Fkube-system/deployments/Deployment/coredns")
+    fixture.bring("a/y", max="many")
+    fixture.bring("a/y", max="2")
+    assert fixture.scaled == ["a/y"]
+    refusals = {name: metrics.refusals for name, metrics in fixture.subject.metrics().items()}
     assert refusals == {"a/x": 1, "a/y": 1}
-    await place.subject.report(cluster)
+    await fixture.subject.report(cluster)
     ((about, reason, note, warning),) = cluster.written
     assert (about, reason, warning) == ("InferencePool a/x", "InvalidAnnotation", True)
     assert "expected an API version" in note
-    await place.subject.report(cluster)
+    await fixture.subject.report(cluster)
     assert len(cluster.written) == 1
-    place.take_away("a/x")
-    assert set(place.subject.metrics()) == {"a/y"}
+    fixture.take_away("a/x")
+    assert set(fixture.subject.metrics()) == {"a/y"}
 
 
 class Cluster:
@@ -214,32 +214,32 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     loop: ControlLoop = other.subject.loops["a/x"]
     loop._scaler.step(demands.demand(now=1.0, spec=1))
     remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
-    place = AutoscalerFixture()
-    place.subject._cluster = Cluster()
-    place.listed = False
-    await place.subject.start()
-    await place.subject._save(place.subject._state_store)
+    fixture = AutoscalerFixture()
+    fixture.subject._cluster = Cluster()
+    fixture.listed = False
+    await fixture.subject.start()
+    await fixture.subject._save(fixture.subject._state_store)
     assert sorted(remembered["saved"]) == ["a/none", "a/x"]
-    place.bring("a/x")
-    assert place.subject.loops["a/x"].state().scaler == loop.state().scaler
-    place.listed = True
-    await place.subject._save(place.subject._state_store)
+    fixture.bring("a/x")
+    assert fixture.subject.loops["a/x"].state().scaler == loop.state().scaler
+    fixture.listed = True
+    await fixture.subject._save(fixture.subject._state_store)
     assert sorted(remembered["saved"]) == ["a/x"]
 
 
 async def test_loops_run_and_end_with_their_pools(remembered):
     """A pool that comes is looked at, one that is gone is not."""
     looked = asyncio.Queue()
-    place = AutoscalerFixture(
+    fixture = AutoscalerFixture(
         "[{annotations: false}]", on_step=lambda loop: looked.put_nowait(loop.name)
     )
-    running = asyncio.ensure_future(place.subject.run())
-    place.bring("a/x")
+    running = asyncio.ensure_future(fixture.subject.run())
+    fixture.bring("a/x")
     assert await asyncio.wait_for(looked.get(), 300.0) == "a/x"
     tasks = {task.get_name() for task in asyncio.all_tasks()}
     assert {"autoscaling a/x", "autoscaling a/x, acting"} & tasks
-    place.take_away("a/x")
-    place.bring("a/y")
+    fixture.take_away("a/x")
+    fixture.bring("a/y")
     while await asyncio.wait_for(looked.get(), 300.0) != "a/y":
         pass
     assert not {task for task in asyncio.all_tasks() if "a/x" in task.get_name()}
@@ -260,18 +260,18 @@ class StateStoreFixture:
 
 async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
     """Every replica reads it: none would start."""
-    place = AutoscalerFixture()
-    place.subject._state_store, place.subject._cluster = StateStoreFixture(), None
-    await place.subject.start()
-    assert place.subject._supervisor.failures["autoscaling"] == 1
+    fixture = AutoscalerFixture()
+    fixture.subject._state_store, fixture.subject._cluster = StateStoreFixture(), None
+    await fixture.subject.start()
+    assert fixture.subject._supervisor.failures["autoscaling"] == 1
     assert "what was kept" not in caplog.text
 
 
 async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     """Its annotations may raise, and so may its loop: the other pool is looked at."""
-    place = AutoscalerFixture()
-    place.subject._state_store = StateStoreFixture()
-    place.subject._save_s = 0.001
+    fixture = AutoscalerFixture()
+    fixture.subject._state_store = StateStoreFixture()
+    fixture.subject._save_s = 0.001
     real, looked = ControlLoop.step, asyncio.Event()
 
     async def step(loop, *, immediate=False):
@@ -281,9 +281,9 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
         return await real(loop, immediate=immediate)
 
     monkeypatch.setattr(ControlLoop, "step", step)
-    place.bring("a/x", "b/y")
-    task = asyncio.ensure_future(place.subject.run())
-    supervisor = place.subject._supervisor
+    fixture.bring("a/x", "b/y")
+    task = asyncio.ensure_future(fixture.subject.run())
+    supervisor = fixture.subject._supervisor
     async with asyncio.timeout(300):
         await looked.wait()
         while supervisor.failures["autoscaling"] < 2:
@@ -294,21 +294,21 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     await asyncio.gather(task, return_exceptions=True)
     rescale = Autoscaler._update_pool
 
-    def raising(subject, name, site):
+    def raising(subject, name, runtime):
         if name == "a/x":
             raise OverflowError
-        rescale(subject, name, site)
+        rescale(subject, name, runtime)
 
     monkeypatch.setattr(Autoscaler, "_update_pool", raising)
-    place.bring("a/x", "b/y", max="2")
-    assert place.scaled == ["a/x", "b/y"]
-    place.bring("a/z")
-    assert "a/z" in place.scaled
+    fixture.bring("a/x", "b/y", max="2")
+    assert fixture.scaled == ["a/x", "b/y"]
+    fixture.bring("a/z")
+    assert "a/z" in fixture.scaled
 
 
 def test_an_observer_of_steps_may_raise():
     """KEDA's streams are told of every look; what that raises does not stop the looking."""
-    place = AutoscalerFixture(on_step={}.__getitem__)
-    place.bring("a/x")
-    place.subject._on_step(place.subject.loops["a/x"])
-    assert place.subject._supervisor.failures["autoscaling"] == 1
+    fixture = AutoscalerFixture(on_step={}.__getitem__)
+    fixture.bring("a/x")
+    fixture.subject._on_step(fixture.subject.loops["a/x"])
+    assert fixture.subject._supervisor.failures["autoscaling"] == 1

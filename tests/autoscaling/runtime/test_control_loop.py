@@ -76,10 +76,10 @@ class ControlLoopFixture:
 
     def __init__(self, *, spec=0, policy="queue-depth", **scaling):
         self.now = 0.0
-        tallies = ProcessCounters()
+        counters = ProcessCounters()
         shared = RuntimeContext(
-            tallies,
-            GuardFactory(lambda: 0.0, tallies.plugins),
+            counters,
+            GuardFactory(lambda: 0.0, counters.plugins),
             client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
             scraper.EndpointCounts(),
             lambda: self.now,
@@ -92,7 +92,7 @@ class ControlLoopFixture:
         self.runtime = self.registry.by_name[""]
         self.actuator, self.others = FakeActuator(spec), FakePeerCounters()
         self.changes = []
-        self.pool_counters = tallies.for_pool("")
+        self.pool_counters = counters.for_pool("")
         self.counters = DemandCounters(self.runtime, self.pool_counters)
         params = POLICY if policy == "queue-depth" else {}
         self.loop = ControlLoop(
@@ -127,31 +127,31 @@ class ControlLoopFixture:
 
 async def test_control_loop_decides_nothing_before_the_pool_is_synced():
     """Endpoints that nobody has listed yet are no reason to scale."""
-    place = ControlLoopFixture(spec=2)
-    assert await place.loop.step() < 1.0
-    assert (place.loop.desired, place.actuator.requested) == (None, [])
+    fixture = ControlLoopFixture(spec=2)
+    assert await fixture.loop.step() < 1.0
+    assert (fixture.loop.desired, fixture.actuator.requested) == (None, [])
 
 
 async def test_a_queued_request_wakes_the_loop():
     """At once, without asking others; whoever else may act is told."""
-    place = ControlLoopFixture()
-    place.come()
-    running = asyncio.ensure_future(place.loop.run())
-    while not place.changes:
+    fixture = ControlLoopFixture()
+    fixture.come()
+    running = asyncio.ensure_future(fixture.loop.run())
+    while not fixture.changes:
         await asyncio.sleep(0)
-    reads = place.others.reads
-    place.ask()
-    while not place.actuator.requested:
+    reads = fixture.others.reads
+    fixture.ask()
+    while not fixture.actuator.requested:
         await asyncio.sleep(0)
-    assert place.actuator.requested == [(1, ScalingReason.WAKE)]
-    while not place.others.pushed:
+    assert fixture.actuator.requested == [(1, ScalingReason.WAKE)]
+    while not fixture.others.pushed:
         await asyncio.sleep(0)
-    assert place.others.reads == reads
+    assert fixture.others.reads == reads
     # Now that one starts, others that wait are no reason to hurry.
-    place.ask()
+    fixture.ask()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(place.actuator.requested) == 1
+    assert len(fixture.actuator.requested) == 1
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -159,28 +159,28 @@ async def test_a_queued_request_wakes_the_loop():
 
 async def test_only_the_leader_scales():
     """A follower knows the number and asks for nothing, but tells the others that it waits."""
-    place = ControlLoopFixture()
-    place.actuator.can_scale = False
-    place.come()
-    place.ask()
-    assert await place.loop.step(immediate=True) == 1.0
-    assert place.loop.active
-    assert (place.actuator.requested, place.others.pushed) == ([], 1)
-    place.loop.wake()
-    assert place.loop._woken.is_set()
+    fixture = ControlLoopFixture()
+    fixture.actuator.can_scale = False
+    fixture.come()
+    fixture.ask()
+    assert await fixture.loop.step(immediate=True) == 1.0
+    assert fixture.loop.active
+    assert (fixture.actuator.requested, fixture.others.pushed) == ([], 1)
+    fixture.loop.wake()
+    assert fixture.loop._woken.is_set()
 
 
 async def test_an_unreadable_peer_prevents_scale_down():
     """Nothing is taken away while it is so, and something is added as ever."""
-    place = ControlLoopFixture(spec=3)
-    place.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    place.others.reports = {"other": None}
-    await place.pass_s(300.0)
-    assert place.actuator.requested == []
-    assert place.loop.desired.reason == ScalingReason.INCOMPLETE_DATA
-    place.others.reports = {"other": PickerCounters(in_flight=0)}
-    await place.pass_s(70.0)
-    assert place.actuator.requested[0][0] == 2
+    fixture = ControlLoopFixture(spec=3)
+    fixture.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    fixture.others.reports = {"other": None}
+    await fixture.pass_s(300.0)
+    assert fixture.actuator.requested == []
+    assert fixture.loop.desired.reason == ScalingReason.INCOMPLETE_DATA
+    fixture.others.reports = {"other": PickerCounters(in_flight=0)}
+    await fixture.pass_s(70.0)
+    assert fixture.actuator.requested[0][0] == 2
     busy = ControlLoopFixture(spec=1)
     busy.come("127.0.0.1:1")
     busy.others.reports = {"other": None, "third": PickerCounters(in_flight=9)}
@@ -191,20 +191,20 @@ async def test_an_unreadable_peer_prevents_scale_down():
 @pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
 async def test_scale_down_waits_for_a_complete_window(policy):
     """Whatever the policy, after a start without memory."""
-    place = ControlLoopFixture(spec=3, policy=policy)
-    place.come("127.0.0.1:1")
-    await place.pass_s(min(50.0, place.loop._scaler.policy.watch_s - 5.0))
-    assert place.actuator.requested == []
+    fixture = ControlLoopFixture(spec=3, policy=policy)
+    fixture.come("127.0.0.1:1")
+    await fixture.pass_s(min(50.0, fixture.loop._scaler.policy.watch_s - 5.0))
+    assert fixture.actuator.requested == []
 
 
 @pytest.mark.parametrize("scales", [True, False])
 async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
     """Where there is no target, the line does not read as if something was scaled."""
     caplog.set_level("INFO", "extproc.server")
-    place = ControlLoopFixture(min=2)
-    place.actuator.scales = scales
-    place.come()
-    await place.pass_s(10.0)
+    fixture = ControlLoopFixture(min=2)
+    fixture.actuator.scales = scales
+    fixture.come()
+    await fixture.pass_s(10.0)
     (line,) = [text for text in caplog.messages if "from 0 to 2 replicas" in text]
     assert ("nothing is scaled, as there is no target" in line) is not scales
 
@@ -212,58 +212,58 @@ async def test_advisory_replicas_are_logged_as_advice(scales, caplog):
 async def test_a_failed_action_is_retried_and_logged_once(caplog):
     """With a request waiting after a second; otherwise at the next look."""
     caplog.set_level("INFO", "extproc.server")
-    place = ControlLoopFixture()
-    place.come()
-    place.ask()
-    place.actuator.fails = "no right"
-    assert await place.loop.step() == 1.0
-    assert await place.loop.step() == 1.0
+    fixture = ControlLoopFixture()
+    fixture.come()
+    fixture.ask()
+    fixture.actuator.fails = "no right"
+    assert await fixture.loop.step() == 1.0
+    assert await fixture.loop.step() == 1.0
     assert caplog.messages.count("autoscaling: no right") == 1
-    place.actuator.fails = "look"
-    assert await place.loop.step() == 1.0
-    place.actuator.fails = ""
-    assert await place.loop.step() == 5.0
-    assert place.actuator.spec == 1
+    fixture.actuator.fails = "look"
+    assert await fixture.loop.step() == 1.0
+    fixture.actuator.fails = ""
+    assert await fixture.loop.step() == 5.0
+    assert fixture.actuator.spec == 1
     assert "autoscaling: scaling works again" in caplog.messages
-    assert place.loop.metrics.snapshot().failures == 3
+    assert fixture.loop.metrics.snapshot().failures == 3
 
 
 async def test_control_loop_continues_from_restored_state():
     """With the same policy; another one's memory is not read."""
-    place, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2)
-    for scene in (place, other):
+    fixture, other = ControlLoopFixture(spec=2), ControlLoopFixture(spec=2)
+    for scene in (fixture, other):
         scene.come("127.0.0.1:1", "127.0.0.1:2")
-    await place.pass_s(60.0)
+    await fixture.pass_s(60.0)
     other.now = 1000.0
-    assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)
+    assert other.loop.restore(fixture.loop.state(), shift_s=1000.0 - fixture.now)
     await other.loop.step()
     assert other.loop.desired.reason != ScalingReason.STABILIZING
     assert other.actuator.recalled == 2
-    assert not ControlLoopFixture(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
+    assert not ControlLoopFixture(policy="kubeai").loop.restore(fixture.loop.state(), shift_s=0.0)
 
 
 async def test_counters_report_arrivals_and_queued_requests():
     """Requests that wait, are refused or went on count once each, and totals never go down."""
-    place = ControlLoopFixture(spec=1)
-    place.come()
-    held = place.ask()
-    counting = place.counters
-    first = counting.read()
+    fixture = ControlLoopFixture(spec=1)
+    fixture.come()
+    queued = fixture.ask()
+    counters = fixture.counters
+    first = counters.read()
     assert (first.held, first.in_flight, first.arrived) == (1, 0, 1.0)
     assert first.prompt_tokens >= 1.0
-    place.come("127.0.0.1:1")
-    granted = await held.admission
-    second = counting.read()
+    fixture.come("127.0.0.1:1")
+    granted = await queued.admission
+    second = counters.read()
     assert (second.held, second.in_flight, second.arrived) == (0, 1, 1.0)
-    tallies = place.pool_counters
-    tallies.record_routed(granted.decision)
-    tallies.record_finished("127.0.0.1:1", "200")
-    tallies.record_usage({"prompt": 3, "completion": 40})
-    third = counting.read()
+    process_counters = fixture.pool_counters
+    process_counters.record_routed(granted.decision)
+    process_counters.record_finished("127.0.0.1:1", "200")
+    process_counters.record_usage({"prompt": 3, "completion": 40})
+    third = counters.read()
     assert (third.arrived, third.answered, third.answer_tokens) == (1.0, 1.0, 40.0)
     # A streamed answer says nothing of its length: the engines' mean stands for it.
-    tallies.record_finished("127.0.0.1:1", "200")
-    assert counting.read().answer_tokens > 40.0
+    process_counters.record_finished("127.0.0.1:1", "200")
+    assert counters.read().answer_tokens > 40.0
 
 
 def test_a_loop_without_a_step_has_no_gauges():
@@ -277,8 +277,8 @@ def test_a_loop_without_a_step_has_no_gauges():
 def test_metrics_show_demand_decision_and_changes():
     """Queue depth, request rate, replicas by state, and changes by reason are reported."""
     metrics = LoopMetrics(60.0)
-    for now, held in ((0.0, 0), (30.0, 6), (60.0, 12)):
-        demand = Demand(now=now, spec=3, available=2, held=held)
+    for now, queued in ((0.0, 0), (30.0, 6), (60.0, 12)):
+        demand = Demand(now=now, spec=3, available=2, held=queued)
         counters = {
             "a": PickerCounters(arrived=now * 2),
             "b": PickerCounters(arrived=now),

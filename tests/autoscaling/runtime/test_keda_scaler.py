@@ -129,8 +129,8 @@ async def test_a_queued_request_is_pushed_to_keda():
     """KEDA listens, hears that nothing is wanted, and hears otherwise when a request waits."""
     async with picker() as (running, channel):
         keda = Client(channel)
-        heard = keda.stream()
-        assert (await heard.read()).result is False
+        received = keda.stream()
+        assert (await received.read()).result is False
         assert await keda.active() is False
         name, *target = await keda.spec()
         assert (name, target) == ("desired-replicas", [1, 1.0])
@@ -139,7 +139,7 @@ async def test_a_queued_request_is_pushed_to_keda():
             stream = serving.Stream(asking)
             headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
             await stream.say(ext_proc_script.request_headers(headers, ends=True))
-            assert (await heard.read()).result is True
+            assert (await received.read()).result is True
             assert await keda.active() is True
             assert await keda.value(name) == (1, 1.0)
             depth = Client(channel, metric="queue-depth", target="2.5")
@@ -152,17 +152,17 @@ async def test_a_queued_request_is_pushed_to_keda():
             await stream.hear()
             stream.call.cancel()
         await running.picker._control_planes.release()
-        assert await heard.read() is grpc.aio.EOF
+        assert await received.read() is grpc.aio.EOF
 
 
 async def test_the_stream_of_a_removed_pool_ends():
     """Its stream ends, so that KEDA hears of the loop that comes after."""
     async with picker() as (running, channel):
-        heard = Client(channel).stream()
-        await heard.read()
+        received = Client(channel).stream()
+        await received.read()
         scaler = running.picker._autoscaler
         running.picker._control_planes.keda.gone(scaler.loops[""])
-        assert await heard.read() is grpc.aio.EOF
+        assert await received.read() is grpc.aio.EOF
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ async def test_a_call_that_raises_ends_no_other_call(caplog):
         await Client(channel).active()
         loop.__class__ = Broken
         for call in (Client(channel).active(), Client(channel).stream().read()):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call
-            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert raised.value.code() is grpc.StatusCode.INTERNAL
         assert supervisor.failures["keda"] == 2
         loop.__class__ = kind
         assert await Client(channel).active() is False
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             await Client(channel, pool="nobody").active()
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
         assert supervisor.failures["keda"] == 2
     assert "what KEDA said" not in caplog.text

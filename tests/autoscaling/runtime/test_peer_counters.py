@@ -24,11 +24,11 @@ from extproc.errors import ConfigError
 async def picker(name, *written, held=0, port=0):
     """The part of a picker that talks to others, behind a port."""
     counters = {"p": PickerCounters(held=held, arrived=float(held))}
-    heard = []
+    received = []
     peers = PeerCounterClient(
-        name, written, timeout_s=300.0, own_counters=lambda: counters, on_waiting=heard.extend
+        name, written, timeout_s=300.0, own_counters=lambda: counters, on_waiting=received.extend
     )
-    peers.heard = heard
+    peers.heard = received
     application = web.Application()
     application.add_routes(peers.routes())
     runner = web.AppRunner(application, access_log=None)

@@ -17,8 +17,8 @@ SEGMENTS = st.text(min_size=1, max_size=20)
 
 def split(path):
     """The segments that a server sees, and what it would take for a query."""
-    place, _, query = path.partition("?")
-    return [unquote(segment) for segment in place.split("/")[1:]], query.partition("#")[0]
+    fixture, _, query = path.partition("?")
+    return [unquote(segment) for segment in fixture.split("/")[1:]], query.partition("#")[0]
 
 
 @given(group=SEGMENTS, version=SEGMENTS, namespace=SEGMENTS, resource=SEGMENTS, name=SEGMENTS)

@@ -57,8 +57,8 @@ class ApiServer:
 
     async def stop(self):
         self.drop()
-        for site in list(self._runner.sites):
-            await site.stop()
+        for runtime in list(self._runner.sites):
+            await runtime.stop()
         # aiohttp forgets connections that were accepted while it stops, and never answers them. From
         # the accepted socket to the connection it takes asyncio some turns.
         for _ in range(10):

@@ -33,12 +33,12 @@ class BoardFixture:
 
 def test_watches_report_an_outage_once_for_all_collections():
     """A line when it begins, and another when it is over."""
-    board = BoardFixture()
-    board.update("connected")
-    board.update("disconnected", detail="refused")
-    board.update("disconnected", detail="refused again")
-    board.update("connected")
-    assert board.reported == [
+    statuses = BoardFixture()
+    statuses.update("connected")
+    statuses.update("disconnected", detail="refused")
+    statuses.update("disconnected", detail="refused again")
+    statuses.update("connected")
+    assert statuses.reported == [
         ("disconnected", "https://api: refused"),
         ("connected", "https://api"),
     ]
@@ -46,57 +46,57 @@ def test_watches_report_an_outage_once_for_all_collections():
 
 def test_watches_report_a_change_of_the_reason():
     """A token that expires during an outage has to be in the log."""
-    board = BoardFixture()
-    board.update("connected")
-    board.update("disconnected", detail="refused")
-    board.update("unauthorized", detail="401 Unauthorized")
-    assert board.reported[1:] == [("unauthorized", "https://api: 401 Unauthorized")]
+    statuses = BoardFixture()
+    statuses.update("connected")
+    statuses.update("disconnected", detail="refused")
+    statuses.update("unauthorized", detail="401 Unauthorized")
+    assert statuses.reported[1:] == [("unauthorized", "https://api: 401 Unauthorized")]
 
 
 def test_watches_report_connected_only_when_nothing_is_forbidden():
     """The last line is true of all collections."""
-    board = BoardFixture()
-    board.update("connected")
-    board.update("disconnected", detail="refused")
-    board.update("forbidden", PODS, detail="may not list pods")
-    board.update("connected", POOLS, OBJECTIVES)
-    assert board.kinds == ["disconnected", "forbidden", "forbidden"]
-    assert board.reported[-1][1] == "https://api answers again, but not for pods in namespace n"
-    board.update("connected", PODS)
-    assert board.kinds[3:] == ["connected"]
+    statuses = BoardFixture()
+    statuses.update("connected")
+    statuses.update("disconnected", detail="refused")
+    statuses.update("forbidden", PODS, detail="may not list pods")
+    statuses.update("connected", POOLS, OBJECTIVES)
+    assert statuses.kinds == ["disconnected", "forbidden", "forbidden"]
+    assert statuses.reported[-1][1] == "https://api answers again, but not for pods in namespace n"
+    statuses.update("connected", PODS)
+    assert statuses.kinds[3:] == ["connected"]
 
 
 def test_watches_report_a_missing_kind_unless_it_is_optional():
     """And it is no fault that ends."""
-    board = BoardFixture()
-    board.update("connected", PODS)
-    board.update("not-installed", POOLS, OBJECTIVES, detail="missing")
-    assert board.kinds == ["not-installed"]
-    board.update("connected")
-    assert board.kinds == ["not-installed"]
+    statuses = BoardFixture()
+    statuses.update("connected", PODS)
+    statuses.update("not-installed", POOLS, OBJECTIVES, detail="missing")
+    assert statuses.kinds == ["not-installed"]
+    statuses.update("connected")
+    assert statuses.kinds == ["not-installed"]
 
 
 def test_watches_keep_the_time_of_the_last_sync():
     """Through every change of the reason; a list ends it."""
-    board = BoardFixture()
-    assert board.status(PODS).unsynced_since == 0.0
-    board.update("connected", now=5.0)
-    assert board.status(PODS).unsynced_since is None
-    board.update("disconnected", PODS, detail="refused", now=10.0)
-    board.update("forbidden", PODS, detail="403", now=20.0)
-    assert board.status(PODS).unsynced_since == 10.0
-    (line,) = watch_plan.describe_statuses(board.subject.statuses, 30.0)
+    statuses = BoardFixture()
+    assert statuses.status(PODS).unsynced_since == 0.0
+    statuses.update("connected", now=5.0)
+    assert statuses.status(PODS).unsynced_since is None
+    statuses.update("disconnected", PODS, detail="refused", now=10.0)
+    statuses.update("forbidden", PODS, detail="403", now=20.0)
+    assert statuses.status(PODS).unsynced_since == 10.0
+    (line,) = watch_plan.describe_statuses(statuses.subject.statuses, 30.0)
     assert line == "pods in namespace n not in step for 20 s: forbidden: 403"
-    board.update("connected", PODS, now=40.0)
-    assert list(watch_plan.describe_statuses(board.subject.statuses, 50.0)) == []
+    statuses.update("connected", PODS, now=40.0)
+    assert list(watch_plan.describe_statuses(statuses.subject.statuses, 50.0)) == []
 
 
 def test_watches_of_an_absent_optional_kind_have_no_state():
     """Its objects would be read if it came."""
-    board = BoardFixture()
-    board.update("connected", PODS, POOLS)
-    board.update("not-installed", OBJECTIVES, detail="missing")
-    assert list(watch_plan.describe_statuses(board.subject.statuses, 9.0)) == []
+    statuses = BoardFixture()
+    statuses.update("connected", PODS, POOLS)
+    statuses.update("not-installed", OBJECTIVES, detail="missing")
+    assert list(watch_plan.describe_statuses(statuses.subject.statuses, 9.0)) == []
 
 
 @given(
@@ -107,15 +107,15 @@ def test_watches_of_an_absent_optional_kind_have_no_state():
 )
 def test_watches_report_the_final_state(steps):
     """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
-    board = BoardFixture()
+    statuses = BoardFixture()
     faults = {*watch_plan.DISCONNECTED, "forbidden", "unreadable"}
     for collection, state in steps:
-        before = len(board.reported)
-        board.update(state, collection)
-        states = {status.state for status in board.subject.statuses}
-        if "connected" in board.kinds[before:]:
+        before = len(statuses.reported)
+        statuses.update(state, collection)
+        states = {status.state for status in statuses.subject.statuses}
+        if "connected" in statuses.kinds[before:]:
             assert not states & faults
-        last = [kind for kind in board.kinds if kind != "not-installed"][-1:]
+        last = [kind for kind in statuses.kinds if kind != "not-installed"][-1:]
         if states & faults:
             assert last
             assert last != ["connected"]

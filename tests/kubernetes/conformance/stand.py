@@ -115,11 +115,11 @@ class Stand:
         for number in range(replicas):
             host = self.host()
             pod = f"{name}-{number}"
-            one = await self._context.enter_async_context(
+            item = await self._context.enter_async_context(
                 kube_echo.echo(pod, self.namespace, host, ports)
             )
             await self.api.create(kube.pod(pod, self.namespace, host, labels=labels))
-            self.pods.setdefault(name, []).append(one)
+            self.pods.setdefault(name, []).append(item)
 
     async def pool(
         self, name: str, ports: Sequence[int], *, deployment: str, named: bool = True, **spec: Any
@@ -128,7 +128,7 @@ class Stand:
         port = stack.free_port()
         picker = {"name": f"{name}-epp", "port": {"number": 9002}}
         picker |= {"failureMode": spec.pop("failureMode", "FailClose")}
-        one = kube.pool(
+        item = kube.pool(
             name,
             self.namespace,
             ports,
@@ -136,16 +136,16 @@ class Stand:
             picker=picker if named else None,
             **spec,
         )
-        await self.api.create(one)
-        made = gateway.Pool(
+        await self.api.create(item)
+        built = gateway.Pool(
             name,
             self.addresses(deployment, ports),
             port,
             fail_open=picker["failureMode"] == "FailOpen",
             http2=spec.get("appProtocol") == "kubernetes.io/h2c",
         )
-        self.pools.append(made)
-        return made
+        self.pools.append(built)
+        return built
 
     def addresses(self, deployment: str, ports: Sequence[int]) -> list[str]:
         """`ip:port` of every pod and port."""
@@ -233,42 +233,42 @@ class Stand:
         method = "GET" if body is None else "POST"
         url = f"http://127.0.0.1:{self.gateways[through]}{path}"
         async with self._session.request(method, url, data=body, headers=headers) as answer:
-            found = {name.lower(): value for name, value in answer.headers.items()}
+            result = {name.lower(): value for name, value in answer.headers.items()}
             if answer.status != 200:
-                return Answer(answer.status, found, {})
-            said = await answer.json()
-        assert (said["method"], said["path"], said["host"]) == (method, path, host)
-        assert said["namespace"] == self.namespace
+                return Answer(answer.status, result, {})
+            text = await answer.json()
+        assert (text["method"], text["path"], text["host"]) == (method, path, host)
+        assert text["namespace"] == self.namespace
         for name, value in (more or {}).items():
             # What is said to the picker stays with it.
             control = name.startswith(("x-gateway-inference-", "x-gateway-model-", "x-llm-d-"))
-            assert said["headers"].get(name) == (None if control else [value])
+            assert text["headers"].get(name) == (None if control else [value])
         wanted = body if arrives is None else arrives
-        assert arrives == b"" or said["body"] == (wanted or b"").decode()
-        return Answer(answer.status, found, said)
+        assert arrives == b"" or text["body"] == (wanted or b"").decode()
+        return Answer(answer.status, result, text)
 
     async def many(self, count: int, at_once: int, *arguments: Any, **how: Any) -> list[Answer]:
         """So many equal requests, so many at a time; all must be answered with 200."""
         places = asyncio.Semaphore(at_once)
 
-        async def one() -> Answer:
+        async def item() -> Answer:
             async with places:
                 answer = await self.ask(*arguments, **how)
             assert answer.status == 200, answer
             return answer
 
-        return list(await asyncio.gather(*(one() for _ in range(count))))
+        return list(await asyncio.gather(*(item() for _ in range(count))))
 
     async def until(self, holds: Callable[[Answer], bool], *arguments: Any, **how: Any) -> Answer:
         """Ask until the answer is as wanted: what changed is seen sooner or later."""
-        seen: Counter[int] = Counter()
+        observed: Counter[int] = Counter()
         try:
             async with asyncio.timeout(_SEEN_S):
                 while not holds(answer := await self.ask(*arguments, **how)):
-                    seen[answer.status] += 1
+                    observed[answer.status] += 1
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"not within {_SEEN_S} s; statuses: {dict(seen)}") from None
+            raise AssertionError(f"not within {_SEEN_S} s; statuses: {dict(observed)}") from None
         return answer
 
 
@@ -276,9 +276,9 @@ class Stand:
 async def stand(api: kube.Api):
     """An empty cluster of the suite; what a test puts there ends with the block."""
     with tempfile.TemporaryDirectory(prefix="extproc-gateway-") as folder:
-        one = Stand(api, await api.namespace("inference-conformance-app-backend"), Path(folder))
+        item = Stand(api, await api.namespace("inference-conformance-app-backend"), Path(folder))
         try:
-            await one.open()
-            yield one
+            await item.open()
+            yield item
         finally:
-            await one.close()
+            await item.close()

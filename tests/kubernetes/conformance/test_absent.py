@@ -45,25 +45,25 @@ def port():
 
 @pytest.fixture(scope="module")
 def stand(live, api, crds, port):
-    with live.holding(stands.stand(api)) as one:
-        live.run(_build(one, port))
-        yield one
+    with live.holding(stands.stand(api)) as item:
+        live.run(_build(item, port))
+        yield item
 
 
-async def _build(one, port):
-    await one.deploy(ONE, [port])
-    made = [
-        await one.pool("primary", [port], deployment=ONE),
-        await one.pool("alone", [port], deployment=ONE, named=False),
+async def _build(item, port):
+    await item.deploy(ONE, [port])
+    built = [
+        await item.pool("primary", [port], deployment=ONE),
+        await item.pool("alone", [port], deployment=ONE, named=False),
     ]
-    await one.pool("nobody", [port], deployment=ONE)
+    await item.pool("nobody", [port], deployment=ONE)
     # The gateway knows where its picker would be; the pool itself comes later.
-    later = Pool("later", one.addresses(ONE, [port]), stack.free_port())
-    one.pools.append(later)
+    later = Pool("later", item.addresses(ONE, [port]), stack.free_port())
+    item.pools.append(later)
     async with asyncio.TaskGroup() as group:
-        for pool in [*made, later]:
-            group.create_task(one.start_picker(pool.name, pool.picker))
-    await one.start_gateways(RULES)
+        for pool in [*built, later]:
+            group.create_task(item.start_picker(pool.name, pool.picker))
+    await item.start_gateways(RULES)
 
 
 async def probe(stand, name):
@@ -113,9 +113,9 @@ async def test_065_status_of_the_pool_is_ignored(stand, port):
     await stand.api.set_status(pool | {"status": {"parents": [parent]}})
     answers = await stand.many(30, 5, HOST, "/accepted")
     assert {answer.pod for answer in answers} == {pod.name for pod in stand.pods[ONE]}
-    found = await stand.api.get(pool)
-    assert found["status"]["parents"][0]["conditions"] == [condition]
-    managers = {entry["manager"] for entry in found["metadata"]["managedFields"]}
+    result = await stand.api.get(pool)
+    assert result["status"]["parents"][0]["conditions"] == [condition]
+    managers = {entry["manager"] for entry in result["metadata"]["managedFields"]}
     assert not any("extproc" in manager for manager in managers)
 
 

@@ -61,33 +61,33 @@ def ports():
 
 @pytest.fixture(scope="module")
 def stand(live, api, crds, ports):
-    with live.holding(stands.stand(api)) as one:
-        live.run(_build(one, ports))
-        yield one
+    with live.holding(stands.stand(api)) as item:
+        live.run(_build(item, ports))
+        yield item
 
 
-async def _build(one, ports):
+async def _build(item, ports):
     http, h2c, *ranks = ports
     for name in (ONE, TWO):
-        await one.deploy(name, [http])
-    await one.deploy("appprotocol", [http, h2c])
-    await one.deploy("dp", ranks)
-    made = [
-        await one.pool("primary", [http], deployment=ONE),
-        await one.pool("secondary", [http], deployment=TWO, failureMode="FailOpen"),
-        await one.pool("http", [http], deployment="appprotocol", appProtocol="http"),
-        await one.pool("h2c", [h2c], deployment="appprotocol", appProtocol="kubernetes.io/h2c"),
-        await one.pool("dp", ranks, deployment="dp"),
+        await item.deploy(name, [http])
+    await item.deploy("appprotocol", [http, h2c])
+    await item.deploy("dp", ranks)
+    built = [
+        await item.pool("primary", [http], deployment=ONE),
+        await item.pool("secondary", [http], deployment=TWO, failureMode="FailOpen"),
+        await item.pool("http", [http], deployment="appprotocol", appProtocol="http"),
+        await item.pool("h2c", [h2c], deployment="appprotocol", appProtocol="kubernetes.io/h2c"),
+        await item.pool("dp", ranks, deployment="dp"),
     ]
     async with asyncio.TaskGroup() as group:
-        for pool in made:
-            group.create_task(one.start_picker(pool.name, pool.picker))
-    one.pools += [
+        for pool in built:
+            group.create_task(item.start_picker(pool.name, pool.picker))
+    item.pools += [
         msgspec.structs.replace(pool, name=f"{pool.name}.direct", direct=True)
-        for pool in made
+        for pool in built
         if pool.name in {"primary", "dp"}
     ]
-    await one.start_gateways(RULES)
+    await item.start_gateways(RULES)
 
 
 async def test_080_fail_open(stand):
@@ -96,17 +96,17 @@ async def test_080_fail_open(stand):
     The suite takes the endpoints from the picker's Service; here the picker is killed.
     """
     pod = stand.pods[TWO][0]
-    asked = (SECONDARY, "/failopen-pool-test")
-    answer = await stand.ask(*asked, selection=pod.host, through="secondary")
+    requested = (SECONDARY, "/failopen-pool-test")
+    answer = await stand.ask(*requested, selection=pod.host, through="secondary")
     assert (answer.status, answer.pod) == (200, pod.name)
     await stand.stop_picker("secondary")
     for _ in range(6):
-        answer = await stand.ask(*asked, selection=pod.host, through="secondary")
+        answer = await stand.ask(*requested, selection=pod.host, through="secondary")
         assert (answer.status, answer.pod[:9]) == (200, "secondary")
     await stand.start_picker("secondary")
     again = await stand.until(
         lambda answer: stands.SERVED in answer.headers,
-        *asked,
+        *requested,
         selection=pod.host,
         through="secondary",
     )
