@@ -13,7 +13,7 @@ def demand(now=0.0, spec=1, **facts) -> Demand:
     return Demand(**({"now": now, "spec": spec, "available": spec} | facts))
 
 
-class Plant:
+class TargetFixture:
     """A target that has what it is asked for after a cold start, under one scaler.
 
     Args:

@@ -4,7 +4,7 @@ from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
 from extproc.autoscaling.policies.kubeai import KubeAIPolicy
 from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner
-from tests.autoscaling.demands import Plant, demand
+from tests.autoscaling.demands import TargetFixture, demand
 
 
 def test_foreign_replicas_are_clamped_to_the_bounds():
@@ -17,28 +17,28 @@ def test_foreign_replicas_are_clamped_to_the_bounds():
 
 def test_the_reason_against_scale_down_is_reported():
     """First it has to watch, then all pickers have to be read."""
-    target_fixture = Plant(QueueDepthPolicy(), spec=3)
-    assert target_fixture.run(30, complete=False).reason is ScalingReason.STEADY
-    assert target_fixture.run(60, complete=False).reason is ScalingReason.INCOMPLETE_DATA
-    assert target_fixture.spec == 3
-    target_fixture = Plant(KubeAIPolicy(window_s=600), spec=3)
-    assert target_fixture.run(40).reason is ScalingReason.STABILIZING
-    assert target_fixture.spec == 3
+    target = TargetFixture(QueueDepthPolicy(), spec=3)
+    assert target.run(30, complete=False).reason is ScalingReason.STEADY
+    assert target.run(60, complete=False).reason is ScalingReason.INCOMPLETE_DATA
+    assert target.spec == 3
+    target = TargetFixture(KubeAIPolicy(window_s=600), spec=3)
+    assert target.run(40).reason is ScalingReason.STABILIZING
+    assert target.spec == 3
 
 
 def test_a_long_gap_restarts_the_window():
     """What was not seen for more than half of a window says nothing."""
-    target_fixture = Plant(QueueDepthPolicy(), spec=3)
-    target_fixture.run(50)
-    target_fixture.now += 45
-    target_fixture.run(50)
-    assert target_fixture.spec == 3
-    target_fixture.run(30)
-    assert target_fixture.spec == 2
+    target = TargetFixture(QueueDepthPolicy(), spec=3)
+    target.run(50)
+    target.now += 45
+    target.run(50)
+    assert target.spec == 3
+    target.run(30)
+    assert target.spec == 2
 
 
 def test_an_unreadable_peer_does_not_prevent_scale_up():
     """A peer that cannot be read blocks fewer, not more."""
-    target_fixture = Plant(QueueDepthPolicy(), spec=1)
-    target_fixture.run(65, held=50, complete=False)
-    assert target_fixture.spec == 2
+    target = TargetFixture(QueueDepthPolicy(), spec=1)
+    target.run(65, held=50, complete=False)
+    assert target.spec == 2

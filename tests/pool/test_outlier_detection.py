@@ -15,7 +15,7 @@ from extproc.pool.outlier_detection import OutlierDetector
 ERRORS = OutlierDetectionSettings(base_s=5.0, cap_s=60.0, window_s=10.0)
 
 
-class Ward:
+class DetectorFixture:
     """Endpoints 1 to n and short words for what happens to them."""
 
     def __init__(self, size: int = 4, settings: OutlierDetectionSettings = ERRORS) -> None:
@@ -86,7 +86,7 @@ def test_statuses_are_classified(status: str, text: RequestOutcome):
 
 def test_failures_in_a_row_eject():
     """The third failed request in a row ejects; a served one between begins the row again."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1, 2)
     detector.serve(1)
     detector.fail(1, 2)
@@ -100,7 +100,7 @@ def test_failures_in_a_row_eject():
 
 def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
     """Without any row of failures: of every two requests, one is served."""
-    detector = Ward()
+    detector = DetectorFixture()
     while not (wants := detector.health._records[1].ejection_cause):
         detector.serve(1)
         detector.fail(1, 1)
@@ -109,7 +109,7 @@ def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
 
 def test_a_single_failure_makes_an_endpoint_suspect():
     """Others come first for a second, until the next request is served, or one is sent after it."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1, 1)
     known = detector.health.condition(1)
     assert (known.state, known.until) == (HealthState.SUSPECT, 1.0)
@@ -124,7 +124,7 @@ def test_a_single_failure_makes_an_endpoint_suspect():
 
 def test_suspects_stay_within_the_ejection_share():
     """While half of the pool is out or doubted, a further failure changes nothing."""
-    detector = Ward()
+    detector = DetectorFixture()
     for incarnation in (1, 2, 3, 4):
         detector.fail(incarnation, 1)
     assert [detector.state(incarnation) for incarnation in (1, 2, 3, 4)] == [
@@ -135,7 +135,7 @@ def test_suspects_stay_within_the_ejection_share():
 
 def test_client_errors_do_not_change_health():
     """4xx and 429 between failures change nothing."""
-    detector = Ward()
+    detector = DetectorFixture()
     for _ in range(3):
         detector.record_outcome(1, RequestOutcome.CLIENT_ERROR)
         detector.fail(1, 1)
@@ -144,7 +144,7 @@ def test_client_errors_do_not_change_health():
 
 def test_a_failure_share_ejects_without_consecutive_failures():
     """Half of the requests failing is enough once there were eight; a tenth is not."""
-    detector = Ward()
+    detector = DetectorFixture()
     for at in range(60):
         detector.now = at / 10
         (detector.fail if at % 10 == 0 else detector.serve)(2, 1)
@@ -155,7 +155,7 @@ def test_a_failure_share_ejects_without_consecutive_failures():
 
 def test_old_failures_decay():
     """Two failures a minute ago and many served requests since leave nothing to hold."""
-    detector = Ward()
+    detector = DetectorFixture()
     for minute in range(20):
         detector.now = minute * 60.0
         detector.fail(1, 2)
@@ -165,7 +165,7 @@ def test_old_failures_decay():
 
 def test_a_served_probe_readmits():
     """After the back-off one request tries it; served, it takes part again from that moment."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1)
     detector.now = detector.health.condition(1).until
     detector.health.record_sent(1, detector.now)
@@ -181,7 +181,7 @@ def test_a_served_probe_readmits():
 
 def test_ejection_time_doubles_up_to_a_bound():
     """5, 10, 20, 40, 60, 60 seconds, each up to a fifth shorter by chance."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1)
     waits = []
     for _ in range(6):
@@ -197,7 +197,7 @@ def test_ejection_time_doubles_up_to_a_bound():
 
 def test_requests_sent_before_the_ejection_do_not_count():
     """Answers to earlier requests neither bring back nor put the next try off."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.now = 1.0
     detector.fail(1)
     before = detector.health.condition(1)
@@ -210,7 +210,7 @@ def test_requests_sent_before_the_ejection_do_not_count():
 @pytest.mark.parametrize("text", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
 def test_an_unanswered_probe_allows_another_probe(text: RequestOutcome):
     """A probe that is refused, or whose client leaves, is followed by another at once."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1)
     detector.now = 10.0
     detector.health.record_sent(1, 10.0)
@@ -223,7 +223,7 @@ def test_an_unanswered_probe_allows_another_probe(text: RequestOutcome):
 def test_ejections_stay_within_the_share():
     """Of four failing endpoints two are out; of two one; the only one never."""
     for size, most in ((4, 2), (3, 1), (2, 1), (1, 0)):
-        detector = Ward(size)
+        detector = DetectorFixture(size)
         for incarnation in range(1, size + 1):
             detector.fail(incarnation, 3 * incarnation)
         assert len(detector.out) == most
@@ -231,7 +231,7 @@ def test_ejections_stay_within_the_share():
 
 def test_endpoints_with_the_fewest_failures_stay():
     """When the share is used up, one that fails on takes the place of one that failed less."""
-    detector = Ward(2)
+    detector = DetectorFixture(2)
     detector.fail(1)
     detector.fail(2, 6)
     assert detector.out == {2}
@@ -239,7 +239,7 @@ def test_endpoints_with_the_fewest_failures_stay():
 
 def test_unreachable_endpoints_do_not_use_up_the_share():
     """Three of four whose ports nobody listens on are out, and the last one stays."""
-    detector = Ward()
+    detector = DetectorFixture()
     for incarnation in (1, 2, 3):
         detector.reach(incarnation)
         detector.miss(incarnation, refused=True)
@@ -251,7 +251,7 @@ def test_unreachable_endpoints_do_not_use_up_the_share():
 
 def test_scrape_timeouts_alone_make_endpoints_suspect():
     """Time-outs without a failed request leave out no more than the share."""
-    detector = Ward()
+    detector = DetectorFixture()
     for incarnation in (1, 2, 3):
         detector.miss(incarnation)
     assert len(detector.out) == 2
@@ -263,7 +263,7 @@ def test_scrape_timeouts_alone_make_endpoints_suspect():
 
 def test_served_requests_outweigh_scrapes():
     """Where requests are served, scrapes that cannot connect mean a broken metrics port."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.miss(1, 1, refused=True)
     detector.serve(1)
     detector.miss(1, 9, refused=True)
@@ -275,7 +275,7 @@ def test_served_requests_outweigh_scrapes():
 
 def test_responses_of_other_endpoints_do_not_clear_a_failure():
     """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.miss(1, 1, refused=True)
     detector.record_outcome(1, RequestOutcome.SERVED, sole=False)
     detector.miss(1, 1, refused=True)
@@ -284,7 +284,7 @@ def test_responses_of_other_endpoints_do_not_clear_a_failure():
 
 def test_a_scrape_readmits_an_unreachable_endpoint():
     """The first page of one that was out of reach ends it, and what requests held against it."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.reach(1)
     detector.fail(1)
     detector.miss(1, refused=True)
@@ -296,7 +296,7 @@ def test_a_scrape_readmits_an_unreachable_endpoint():
 
 def test_a_response_readmits_an_unreachable_endpoint():
     """One that stood still answers what it got after the first silent scrape, before the next one."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.reach(1)
     detector.miss(1, 1)
     detector.now = 1.0
@@ -313,7 +313,7 @@ def test_a_response_readmits_an_unreachable_endpoint():
 
 def test_a_restart_ends_an_ejection():
     """Another process has done nothing wrong yet."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1)
     detector.reach(1, restarted=True)
     assert not detector.out
@@ -321,7 +321,7 @@ def test_a_restart_ends_an_ejection():
 
 def test_a_never_scraped_endpoint_is_probed_by_requests():
     """If scrapes never connected, they may never do: requests find out."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.miss(1)
     assert detector.state(1) is HealthState.DOWN
     detector.now = detector.health.condition(1).until
@@ -333,7 +333,7 @@ def test_a_never_scraped_endpoint_is_probed_by_requests():
 
 def test_a_stalled_engine_is_ejected():
     """Work, no answers and still counters for 15 s eject; it stays so until it moves."""
-    detector = Ward()
+    detector = DetectorFixture()
     for at in range(0, 40, 2):
         detector.now = float(at)
         detector.reach(1, moved=False, idle=False)
@@ -348,7 +348,7 @@ def test_a_stalled_engine_is_ejected():
 
 def test_an_idle_or_answering_engine_is_not_stalled():
     """Standing still is no fault with nothing to do, nor while answers begin."""
-    detector = Ward()
+    detector = DetectorFixture()
     for at in range(0, 100, 2):
         detector.now = float(at)
         detector.reach(1, moved=False, idle=True)
@@ -360,7 +360,7 @@ def test_an_idle_or_answering_engine_is_not_stalled():
 
 def test_client_disconnects_count_only_after_a_long_silence():
     """Three clients that waited 30 s without a sign of life eject; three in a hurry do not."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.now = 40.0
     for _ in range(3):
         detector.record_outcome(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
@@ -370,7 +370,7 @@ def test_client_disconnects_count_only_after_a_long_silence():
 
 def test_disabled_detection_ejects_nothing():
     """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
-    detector = Ward(settings=OutlierDetectionSettings(failures=0))
+    detector = DetectorFixture(settings=OutlierDetectionSettings(failures=0))
     detector.fail(1, 50)
     for at in range(0, 100, 2):
         detector.now = float(at)
@@ -381,7 +381,7 @@ def test_disabled_detection_ejects_nothing():
 
 def test_settings_may_change():
     """New settings hold from the next evidence on."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1, 2)
     detector.health.settings = msgspec.structs.replace(ERRORS, failures=2)
     detector.fail(2, 2)
@@ -404,7 +404,7 @@ def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], sha
 
     Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
     """
-    detector = Ward(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
+    detector = DetectorFixture(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
     here = {1, 2, 3, 4, 5}
     for incarnation, what, seconds in happened:
         detector.now += seconds
@@ -446,7 +446,7 @@ def test_at_least_one_endpoint_stays(happened: list[tuple[int, str, float]], sha
 
 def test_a_connected_scrape_readmits_a_refused_endpoint():
     """Failed requests to a port on which nobody listened are forgotten once somebody does."""
-    detector = Ward()
+    detector = DetectorFixture()
     detector.fail(1)
     detector.miss(1, 1, refused=True)
     assert detector.out == {1}

@@ -20,7 +20,7 @@ ADDRESSES = [f"10.0.0.{n}:8000" for n in range(1, 5)]
 FIRST, SECOND, THIRD, FOURTH = ADDRESSES
 
 
-class Yard:
+class EligibilityFixture:
     """Four endpoints, a clock by hand, and what is found."""
 
     def __init__(self, settings: OutlierDetectionSettings = OutlierDetectionSettings()) -> None:  # noqa: B008 - a frozen value
@@ -71,77 +71,71 @@ def aside(eligible: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
 
 def test_members_are_not_copied_while_all_are_healthy():
     """The members of the pool themselves, and nothing to tell."""
-    eligibility_fixture = Yard()
-    eligible = eligibility_fixture.find()
-    assert eligible.members is eligibility_fixture.store.pool.members
+    fixture = EligibilityFixture()
+    eligible = fixture.find()
+    assert eligible.members is fixture.store.pool.members
     assert eligible.nothing_excluded
 
 
 def test_failing_endpoints_are_excluded():
     """One that is out, or doubted, is not in play, and stands with the reason."""
-    eligibility_fixture = Yard()
-    eligibility_fixture.fail(FIRST)
-    eligibility_fixture.fail(SECOND, 1)
-    eligible = eligibility_fixture.find()
+    fixture = EligibilityFixture()
+    fixture.fail(FIRST)
+    fixture.fail(SECOND, 1)
+    eligible = fixture.find()
     assert addresses(eligible.members) == [THIRD, FOURTH]
     assert aside(eligible) == {"failing": [FIRST, SECOND]}
-    eligibility_fixture.now += 1.0
-    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    fixture.now += 1.0
+    assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 def test_the_healthiest_endpoints_remain_where_all_fail():
     """Inside a hint or a model: first those doubted, then those ejected, then those out of reach."""
-    eligibility_fixture = Yard()
-    eligibility_fixture.fail(FIRST)
+    fixture = EligibilityFixture()
+    fixture.fail(FIRST)
     for _ in range(2):
-        mark = eligibility_fixture.store.begin_scrape(eligibility_fixture.member(SECOND).endpoint)
-        eligibility_fixture.store.scrape_failed(mark, "refused", eligibility_fixture.now)
-    assert eligibility_fixture.member(SECOND).condition.state is HealthState.DOWN
-    assert eligibility_fixture.eligible_addresses(FIRST, SECOND) == [FIRST]
-    assert eligibility_fixture.eligible_addresses(SECOND) == [SECOND]
-    assert aside(eligibility_fixture.find(FIRST, SECOND)) == {"failing": [SECOND]}
+        mark = fixture.store.begin_scrape(fixture.member(SECOND).endpoint)
+        fixture.store.scrape_failed(mark, "refused", fixture.now)
+    assert fixture.member(SECOND).condition.state is HealthState.DOWN
+    assert fixture.eligible_addresses(FIRST, SECOND) == [FIRST]
+    assert fixture.eligible_addresses(SECOND) == [SECOND]
+    assert aside(fixture.find(FIRST, SECOND)) == {"failing": [SECOND]}
     for address, model in ((FIRST, "a"), (SECOND, "b"), (THIRD, "b"), (FOURTH, "b")):
         listed = ServedModels(frozenset({model}), frozenset())
-        eligibility_fixture.store.observe_models(
-            eligibility_fixture.member(address).endpoint, listed
-        )
-    eligible = eligibility_fixture.find(model="a")
+        fixture.store.observe_models(fixture.member(address).endpoint, listed)
+    eligible = fixture.find(model="a")
     assert addresses(eligible.members) == [FIRST]
     assert len(eligible.excluded_by_model) == 3
 
 
 def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
     """After the back-off it is one of all; if nobody chose it for `base_s`, the next request goes there."""
-    eligibility_fixture = Yard()
-    eligibility_fixture.fail(FIRST)
-    due = eligibility_fixture.member(FIRST).condition.until
-    eligibility_fixture.now = due
-    assert eligibility_fixture.eligible_addresses() == ADDRESSES
-    eligibility_fixture.now = due + 5.0
-    eligible = eligibility_fixture.find()
+    fixture = EligibilityFixture()
+    fixture.fail(FIRST)
+    due = fixture.member(FIRST).condition.until
+    fixture.now = due
+    assert fixture.eligible_addresses() == ADDRESSES
+    fixture.now = due + 5.0
+    eligible = fixture.find()
     assert addresses(eligible.members) == [FIRST]
     assert aside(eligible) == {"probe": [SECOND, THIRD, FOURTH]}
-    assert eligibility_fixture.eligible_addresses(SECOND) == [SECOND]
-    eligibility_fixture.store.record_sent(
-        eligibility_fixture.member(FIRST).endpoint, eligibility_fixture.now
-    )
-    assert eligibility_fixture.member(FIRST).condition.state is HealthState.PROBING
-    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    assert fixture.eligible_addresses(SECOND) == [SECOND]
+    fixture.store.record_sent(fixture.member(FIRST).endpoint, fixture.now)
+    assert fixture.member(FIRST).condition.state is HealthState.PROBING
+    assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
 
 
 @pytest.mark.parametrize(("age", "share"), [(0.0, 0.1), (5.0, 0.55), (9.99, 1.0), (10.0, 1.0)])
 def test_slow_start(age: float, share: float):
     """A newcomer is a candidate with probability f + (1 - f) t / T, here 0.1 + 0.9 t / 10."""
-    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0))
+    fixture = EligibilityFixture(OutlierDetectionSettings(slow_start_s=10.0))
     newcomer = "10.0.0.9:8000"
-    eligibility_fixture.store.set_endpoints(
-        [Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0
-    )
-    eligibility_fixture.now = 100.0 + age
+    fixture.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
+    fixture.now = 100.0 + age
     tries = 2000
     num_admitted = 0
     for _ in range(tries):
-        eligible = eligibility_fixture.find()
+        eligible = fixture.find()
         is_in = newcomer in addresses(eligible.members)
         assert aside(eligible) == ({} if is_in else {"warming": [newcomer]})
         assert len(eligible.members) >= 4
@@ -151,35 +145,31 @@ def test_slow_start(age: float, share: float):
 
 def test_slow_start_never_excludes_all_endpoints():
     """The only choice is never lost, and those that were there from the start are not eased in."""
-    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
+    fixture = EligibilityFixture(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
-    eligibility_fixture.store.set_endpoints(
-        [Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0
-    )
-    eligibility_fixture.now = 100.0
+    fixture.store.set_endpoints([Endpoint(address) for address in (*ADDRESSES, newcomer)], 100.0)
+    fixture.now = 100.0
     for _ in range(50):
-        assert eligibility_fixture.eligible_addresses(newcomer) == [newcomer]
-        assert eligibility_fixture.eligible_addresses() == ADDRESSES
+        assert fixture.eligible_addresses(newcomer) == [newcomer]
+        assert fixture.eligible_addresses() == ADDRESSES
 
 
 def test_a_readmitted_endpoint_has_slow_start():
     """After an ejection as after coming."""
-    eligibility_fixture = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
-    eligibility_fixture.fail(FIRST)
-    eligibility_fixture.now = eligibility_fixture.member(FIRST).condition.until
-    endpoint = eligibility_fixture.member(FIRST).endpoint
-    eligibility_fixture.store.record_sent(endpoint, eligibility_fixture.now)
-    eligibility_fixture.store.record_outcome(
+    fixture = EligibilityFixture(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
+    fixture.fail(FIRST)
+    fixture.now = fixture.member(FIRST).condition.until
+    endpoint = fixture.member(FIRST).endpoint
+    fixture.store.record_sent(endpoint, fixture.now)
+    fixture.store.record_outcome(
         endpoint,
         RequestOutcome.SERVED,
-        sent_at=eligibility_fixture.now,
-        now=eligibility_fixture.now,
+        sent_at=fixture.now,
+        now=fixture.now,
     )
-    assert not eligibility_fixture.member(FIRST).is_ejected
-    assert eligibility_fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
-    eligibility_fixture.store.outlier_detector.reconfigure(
-        msgspec.structs.replace(
-            eligibility_fixture.store.outlier_detector.settings, slow_start_s=0.0
-        )
+    assert not fixture.member(FIRST).is_ejected
+    assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+    fixture.store.outlier_detector.reconfigure(
+        msgspec.structs.replace(fixture.store.outlier_detector.settings, slow_start_s=0.0)
     )
-    assert eligibility_fixture.eligible_addresses() == ADDRESSES
+    assert fixture.eligible_addresses() == ADDRESSES

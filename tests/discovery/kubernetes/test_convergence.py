@@ -80,7 +80,7 @@ steps = st.one_of(
 )
 
 
-class Play:
+class ConvergenceFixture:
     """A server's truth, and a cluster that hears of it late and in any order of kinds."""
 
     def __init__(self):
@@ -173,11 +173,11 @@ class Play:
 )
 def test_any_interleaving_converges_to_the_listed_state(script):
     """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
-    play = Play()
+    play = ConvergenceFixture()
     for step, argument in script:
         getattr(play, step)(argument)
     late = play.settle()
-    fresh = Play()
+    fresh = ConvergenceFixture()
     fresh.truth = play.truth
     assert late == fresh.settle()
     assert play.subject.synced
@@ -190,7 +190,7 @@ def test_any_interleaving_converges_to_the_listed_state(script):
 
 def test_indices_do_not_leak():
     """When all objects are gone, nothing of them is kept."""
-    play = Play()
+    play = ConvergenceFixture()
     values = [builders.pool("p", "two"), builders.pod("a", "two"), builders.objective("p", "two")]
     play.settle()
     for value in values:
