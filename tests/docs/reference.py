@@ -14,7 +14,6 @@ from extproc.autoscaling import demand_estimator
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
 from extproc.config import (
     autoscaling,
-    flow_control,
     pool_annotations,
     pool_schema,
     reloading,
@@ -45,7 +44,7 @@ SECTIONS = (
     ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.LimitsSection),
-    ("flow_control", flow_control.FlowControlSection),
+    ("flow_control", settings.FlowControlSection),
     ("flow_control.limit, flow_control.limits[]", rate_limit.RateLimit),
     ("autoscaling", autoscaling.AutoscalingSection),
     ("autoscaling.discovered_pools[]", autoscaling.ScalingRule),
