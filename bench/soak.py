@@ -147,7 +147,7 @@ class Core:
         self._tokens = 0
 
     @property
-    def fleet(self) -> Any:
+    def store(self) -> Any:
         """The only pool's endpoints."""
         (site,) = self.picker.pool_registry.by_name.values()
         return site.parts.store
@@ -175,9 +175,9 @@ class Core:
         if self.now - self._scraped < SCRAPE_S:
             return
         self._scraped = self.now
-        fleet = self.fleet
-        share = len(fleet.pool.members)
-        for member in fleet.pool.members:
+        store = self.store
+        share = len(store.pool.members)
+        for member in store.pool.members:
             load = Load(
                 at=self.now,
                 engine="vllm",
@@ -193,7 +193,7 @@ class Core:
                     finished_prompt_tokens=float(self._tokens // share),
                 ),
             )
-            fleet.observe(fleet.begin_scrape(member.endpoint), load, self.now)
+            store.observe(store.begin_scrape(member.endpoint), load, self.now)
 
 
 def settings(*, engines: int = 8, holding: bool = True, decisions: int = 1000) -> Settings:
