@@ -264,7 +264,7 @@ def test_check_shows_all_errors_at_once(capsys):
     status, out, err = checked(text, capsys)
     assert (status, out) == (2, "")
     places = [line.removeprefix("extproc: --config-text: ") for line in err.splitlines()]
-    assert sorted(fixture.partition(":")[0] for fixture in places) == [
+    assert sorted(location.partition(":")[0] for location in places) == [
         "limit",
         "pool.endpoints[0]",
         "pool.endpoints[1]",

@@ -17,7 +17,7 @@ class Loop(asyncio.SelectorEventLoop):
             raise OSError("no such name")
         if host == "many.example":
             self.rotated = getattr(self, "rotated", 0) + 1000
-            at = [(fixture + self.rotated) % 9000 for fixture in range(9000)]
+            at = [(number + self.rotated) % 9000 for number in range(9000)]
             return [(2, 1, 6, "", (f"10.0.{n // 250}.{n % 250}", 0)) for n in at]
         return [(2, 1, 6, "", ("10.0.0.1", 0)), (10, 1, 6, "", ("fd00::1", 0, 0, 0))]
 
@@ -57,7 +57,7 @@ def test_the_system_resolver_knows_localhost():
 
 def entries_of(places):
     """Entries from `host:port` texts, several of them separated by commas."""
-    listed = [fixture for text in places for fixture in text.split(",")]
+    listed = [address for text in places for address in text.split(",")]
     return endpoint_list.from_document({"endpoints": listed}, where="f")
 
 

@@ -85,7 +85,7 @@ def converse(
 
 
 def cut(body: bytes, places: Sequence[int]) -> list[bytes]:
-    edges = [0, *sorted(fixture % (len(body) + 1) for fixture in places), len(body)]
+    edges = [0, *sorted(place % (len(body) + 1) for place in places), len(body)]
     return [body[start:stop] for start, stop in pairwise(edges)]
 
 

@@ -115,7 +115,7 @@ def test_ten_thousand_choices_agree():
         there = rng.sample(names, rng.randint(1, 12))
         queued = {name: [a for a in ("x", "y") if rng.random() < 0.5] for name in there}
         queued[rng.choice(there)] = ["x", "y"]
-        ring = sorted((fixture, name) for name in there for fixture in PLACES[name])
+        ring = sorted((position, name) for name in there for position in PLACES[name])
         floor = rng.choice((0, 0, 2))
         picker = PrefixHash(min_load_requests=floor)
         for _ in range(40):

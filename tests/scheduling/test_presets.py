@@ -45,14 +45,14 @@ class Fleet:
             SchedulingContext(request, 0.0, self.rng, blocks=chain), candidates
         )
         assert decision.degraded == ""
-        fixture = self.endpoints.index(decision.endpoints[0])
+        position = self.endpoints.index(decision.endpoints[0])
         self.index.record((decision.endpoints[0].address, 0), chain)
-        self.in_flight[fixture] += 1
-        self.picks[fixture] += 1
-        self.open.append(fixture)
+        self.in_flight[position] += 1
+        self.picks[position] += 1
+        self.open.append(position)
         if len(self.open) > self.limit:
             self.in_flight[self.open.popleft()] -= 1
-        return fixture
+        return position
 
     @property
     def unevenness(self):
@@ -114,10 +114,10 @@ def test_conversations_stay_on_their_endpoint(system):
     for _ in range(1500):
         at = rng.randrange(len(talks))
         talks[at] += text(rng, rng.randrange(300, 1500))
-        fixture = store.send(talks[at])
-        stayed += fixture == homes[at]
+        position = store.send(talks[at])
+        stayed += position == homes[at]
         turns += 1
-        homes[at] = fixture
+        homes[at] = position
     assert stayed / turns >= 0.9
     assert store.unevenness <= 1.5
 

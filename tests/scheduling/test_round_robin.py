@@ -62,5 +62,5 @@ def test_a_dry_run_does_not_advance_round_robin():
     first = walk(picker, candidates, 1, model="x")
     context = builders.context(model="x")
     places = {picker.pick(context, candidates, [], count=1)[0] for _ in range(5)}
-    assert builders.names(candidates[fixture] for fixture in places) != [first]
+    assert builders.names(candidates[at] for at in places) != [first]
     assert len(places) == 1

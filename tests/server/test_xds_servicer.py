@@ -129,7 +129,7 @@ def addresses(data):
         for group in assignment.endpoints
         for endpoint in group.lb_endpoints
     ]
-    return [f"{fixture.address}:{fixture.port_value}" for fixture in places]
+    return [f"{address.address}:{address.port_value}" for address in places]
 
 
 async def listening(scene):

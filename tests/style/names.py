@@ -70,16 +70,16 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
         tree = ast.parse(text)
         foreign = _foreign_names(tree)
         for node in ast.walk(tree):
-            fixture = f"{path}:{getattr(node, 'lineno', 1)}"
+            location = f"{path}:{getattr(node, 'lineno', 1)}"
             problems += [
-                f"{fixture}: `{name}` does not say what it names"
+                f"{location}: `{name}` does not say what it names"
                 for name in _identifiers(node)
                 if name.strip("_").lower() in BANNED and name not in foreign
             ]
-            problems += [f"{fixture}: {problem}" for problem in _docstring(node)]
-            problems += [f"{fixture}: {problem}" for problem in _imports(node)]
+            problems += [f"{location}: {problem}" for problem in _docstring(node)]
+            problems += [f"{location}: {problem}" for problem in _imports(node)]
             if isinstance(node, ast.ClassDef):
-                classes[node.name].append(fixture)
+                classes[node.name].append(location)
     return problems + [
         f"{place}: there are {len(places)} classes `{name}`; add what tells them apart"
         for name, places in classes.items()

@@ -285,11 +285,11 @@ def access(kubeconfig: str) -> Access:
     """What the current context of a kubeconfig grants, where everything stands inside it."""
     config = yaml.safe_load(kubeconfig)
     context = _named(config["contexts"], config["current-context"])["context"]
-    fixture = _named(config["clusters"], context["cluster"])["cluster"]
+    cluster = _named(config["clusters"], context["cluster"])["cluster"]
     user = _named(config["users"], context["user"])["user"]
     return Access(
-        fixture["server"],
-        _unbase64(fixture["certificate-authority-data"]),
+        cluster["server"],
+        _unbase64(cluster["certificate-authority-data"]),
         _unbase64(user.get("client-certificate-data", "")),
         _unbase64(user.get("client-key-data", "")),
         user.get("token", ""),
