@@ -18,10 +18,10 @@ PATH = "/v1/chat/completions"
 REMOVED = sorted((CONTROL | TURNS | SIDECAR_HEADERS) - {"x-gateway-destination-endpoint"})
 
 
-def pools(usual, seen):
+def pools(usual, observed):
     """A pool for each header, which takes what shows it to the picker; one for all the rest."""
     claims = [
-        {"name": f"saw-{number}", "match": {"headers": {name: "steer"}}, "endpoints": [seen]}
+        {"name": f"saw-{number}", "match": {"headers": {name: "steer"}}, "endpoints": [observed]}
         for number, name in enumerate(REMOVED)
     ]
     rest = {"name": "usual", "match": {"paths": ["/"]}, "endpoints": [usual]}
@@ -37,14 +37,14 @@ def pools(usual, seen):
 
 @pytest.fixture(scope="module")
 def usual(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
 def seen(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module", params=[path for path in CONFIGS if "eds" not in path.name])
@@ -56,8 +56,8 @@ def shipped(live, usual, seen, request):
             listed=[usual.address, seen.address],
             arguments=pools(usual.address, seen.address),
         )
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def trusting(live, usual, seen, listeners):
 
     with live.holding(
         installation.installed(change=change, arguments=pools(usual.address, seen.address))
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 async def test_shipped_files_remove_control_headers_before_ext_proc(shipped, usual, seen):
@@ -104,7 +104,7 @@ async def test_extproc_removes_control_headers_in_every_mode(
     everything = [(name, "other") for name in names]
     # Twice, as clients may.
     await http1.ask(listeners[modes], PATH, CHAT, headers=everything + everything)
-    present = {key.lower() for one in (usual, seen) for key, _ in one.asks[-1].head.headers}
+    present = {key.lower() for item in (usual, seen) for key, _ in item.asks[-1].head.headers}
     assert not present & set(names)
 
 
@@ -124,10 +124,10 @@ async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answer
     def change(config):
         installation.manager(config)["request_timeout"] = "1s"
 
-    asked, released = asyncio.Event(), asyncio.Event()
+    requested, released = asyncio.Event(), asyncio.Event()
 
     async def slow(_, peer):
-        asked.set()
+        requested.set()
         await released.wait()
         await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
@@ -147,18 +147,18 @@ async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answer
             template="original-dst-buffered.yaml",
             change=change,
             arguments=["--config-text", json.dumps(config)],
-        ) as place,
+        ) as fixture,
     ):
         engine.plays["/slow"] = slow
-        assert b"408" in await stalled_upload(place.port)
+        assert b"408" in await stalled_upload(fixture.port)
         # Twice as long as the time-out, and then 503, for there is no engine.
-        assert (await http1.ask(place.port, PATH, CHAT)).status == 503
+        assert (await http1.ask(fixture.port, PATH, CHAT)).status == 503
         installation.replace_file(listed, f"endpoints: ['{engine.address}']\n")
         up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
-        await place.until(lambda found: up in found)
-        answer = asyncio.ensure_future(http1.ask(place.port, "/slow", CHAT))
-        await asked.wait()
+        await fixture.until(lambda result: up in result)
+        answer = asyncio.ensure_future(http1.ask(fixture.port, "/slow", CHAT))
+        await requested.wait()
         # An upload that begins later and is cut shows that the answer takes longer than the time-out.
-        assert b"408" in await stalled_upload(place.port)
+        assert b"408" in await stalled_upload(fixture.port)
         released.set()
         assert (await answer).status == 200

@@ -24,8 +24,8 @@ NAMES = ["", "readiness", "inference-extension", "envoy.service.ext_proc.v3.Exte
 
 @pytest.fixture(scope="module")
 def children(live):
-    with live.holding(stack.stack()) as one:
-        yield one
+    with live.holding(stack.stack()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,12 @@ def engines(live, children):
 
 @pytest.fixture(scope="module")
 def place(live, engines):
-    with live.holding(installation.installed(*engines, plaintext=False, arguments=())) as one:
-        yield one
+    with live.holding(installation.installed(*engines, plaintext=False, arguments=())) as item:
+        yield item
 
 
-async def ask(place):
-    return await http1.ask(place.port, PATH, CHAT)
+async def ask(fixture):
+    return await http1.ask(fixture.port, PATH, CHAT)
 
 
 async def kill(engines, address):
@@ -61,9 +61,11 @@ async def revive(children, engines, address):
     engines[address] = child
 
 
-async def told(place, address, state):
+async def told(fixture, address, state):
     """Wait until extproc has seen an engine go or come."""
-    await place.until(lambda found: found[f'extproc_endpoint_up{{endpoint="{address}"}}'] == state)
+    await fixture.until(
+        lambda result: result[f'extproc_endpoint_up{{endpoint="{address}"}}'] == state
+    )
 
 
 async def health(address, name):
@@ -121,7 +123,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
 
     async with asyncio.TaskGroup() as tasks:
         loads = [tasks.create_task(load()) for _ in range(8)]
-        await place.until(lambda found: sum(_picks(found).values()) > 50)
+        await place.until(lambda result: sum(_picks(result).values()) > 50)
         # Equal prompts may leave an engine without requests; the busiest has some.
         picks = _picks(await place.metrics())
         victim = max(picks, key=picks.__getitem__)
@@ -131,7 +133,7 @@ async def test_121_engine_killed_under_load(place, children, engines):
         stop.set()
     assert later == [200] * 30
     # Nobody knows of a death before the first request that meets it.
-    assert {status for one in loads for status in one.result()} <= {200, 503}
+    assert {status for item in loads for status in item.result()} <= {200, 503}
     await place.settled()
     await revive(children, engines, victim)
     await told(place, victim, 1)
@@ -176,15 +178,15 @@ async def test_122_extproc_killed_mid_stream():
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
         await peer.gone()
 
-    async with backend.backend() as served, installation.installed(served.address) as place:
+    async with backend.backend() as served, installation.installed(served.address) as fixture:
         served.plays[PATH] = play
-        async with _streaming(place) as call:
-            place.extproc.process.kill()
-            await place.extproc.process.wait()
+        async with _streaming(fixture) as call:
+            fixture.extproc.process.kill()
+            await fixture.extproc.process.wait()
             await call.ended()
         served.plays.clear()
-        await place.start_extproc()
-        assert (await ask(place)).status == 200
+        await fixture.start_extproc()
+        assert (await ask(fixture)).status == 200
 
 
 @pytest.mark.parametrize("empty", ["nobody", "removed"])
@@ -195,14 +197,14 @@ async def test_067_068_no_endpoint(tmp_path, empty):
         some, none = f"endpoints: ['{served.address}']\n", "endpoints: []\n"
         file.write_text(none if empty == "nobody" else some)
         words = ["--config-text", installation.UNSCRAPED, "--endpoints-file", str(file)]
-        async with installation.installed(arguments=words) as place:
+        async with installation.installed(arguments=words) as fixture:
             if empty == "removed":
-                assert (await ask(place)).status == 200
+                assert (await ask(fixture)).status == 200
                 installation.replace_file(file, none)
                 series = f'extproc_endpoint_up{{endpoint="{served.address}"}}'
-                await place.until(lambda found: series not in found)
+                await fixture.until(lambda result: series not in result)
             for body in (CHAT, None):
-                answer = await http1.ask(place.port, PATH, body)
+                answer = await http1.ask(fixture.port, PATH, body)
                 assert answer.status == 503
                 assert answer.head.get("content-type") == "application/json"
                 assert answer.head.get("retry-after") == "1"
@@ -210,56 +212,56 @@ async def test_067_068_no_endpoint(tmp_path, empty):
                 assert reason == "rejected-no-endpoints"
                 assert answer.json()["error"]["code"] == 503
             installation.replace_file(file, some)
-            await place.until(lambda found: series_of(served, found))
-            assert (await ask(place)).status == 200
+            await fixture.until(lambda values: series_of(served, values))
+            assert (await ask(fixture)).status == 200
 
 
-def series_of(served, found):
+def series_of(served, result):
     """Whether the metrics know the endpoint of a backend."""
-    return f'extproc_endpoint_up{{endpoint="{served.address}"}}' in found
+    return f'extproc_endpoint_up{{endpoint="{served.address}"}}' in result
 
 
 @pytest.mark.parametrize("twice", [False, True])
 async def test_011_draining(twice):
     """SIGTERM turns readiness off at once and serves on; streams outlive the end of extproc."""
-    seen = asyncio.Event()
+    observed = asyncio.Event()
 
     async def play(_, peer):
         await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
-        await seen.wait()
+        await observed.wait()
         await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
 
     words = ["--config-text", installation.UNSCRAPED]
     words += ["--drain-timeout", "300s" if twice else "500ms"]
     async with (
         backend.backend() as served,
-        installation.installed(served.address, arguments=words) as place,
+        installation.installed(served.address, arguments=words) as fixture,
     ):
         served.plays[PATH] = play
-        async with _streaming(place) as call:
-            draining = place.extproc.line("draining, 1 streams are open")
-            place.extproc.process.send_signal(signal.SIGTERM)
+        async with _streaming(fixture) as call:
+            draining = fixture.extproc.line("draining, 1 streams are open")
+            fixture.extproc.process.send_signal(signal.SIGTERM)
             await draining
             if twice:  # the second signal ends a drain that is long enough to look at
-                for port in (place.health, place.ports.extproc):
+                for port in (fixture.health, fixture.ports.extproc):
                     for name in NAMES:
                         assert await health(f"127.0.0.1:{port}", name) == "NOT_SERVING"
                     assert await health(f"127.0.0.1:{port}", "liveness") == "SERVING"
-                assert (await http1.ask(place.pages, "/readyz")).status == 503
+                assert (await http1.ask(fixture.pages, "/readyz")).status == 503
                 served.plays.clear()
-                assert (await ask(place)).status == 200
-                place.extproc.process.send_signal(signal.SIGTERM)
-            assert await place.extproc.process.wait() == 0
-            seen.set()
+                assert (await ask(fixture)).status == 200
+                fixture.extproc.process.send_signal(signal.SIGTERM)
+            assert await fixture.extproc.process.wait() == 0
+            observed.set()
             assert await call.body.rest() == b"data: 2\n\n"
-        await place.start_extproc()
-        assert (await ask(place)).status == 200
+        await fixture.start_extproc()
+        assert (await ask(fixture)).status == 200
 
 
 @contextlib.asynccontextmanager
-async def _streaming(place):
+async def _streaming(fixture):
     """A call whose first event is here."""
-    async with http1.calling(place.port) as call:
+    async with http1.calling(fixture.port) as call:
         await call.start("POST", PATH, [("content-length", str(len(CHAT)))])
         await call.send(CHAT)
         await call.begun()
@@ -267,11 +269,11 @@ async def _streaming(place):
         yield call
 
 
-def _picks(found):
+def _picks(result):
     """Requests routed so far, by endpoint."""
     name = 'extproc_routed_requests_total{endpoint="'
     return {
         key.removeprefix(name).partition('"')[0]: value
-        for key, value in found.items()
+        for key, value in result.items()
         if key.startswith(name)
     }

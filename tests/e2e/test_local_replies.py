@@ -19,9 +19,9 @@ FILES = sorted(path.name for path in installation.SHIPPED.glob("original-dst*.ya
 OVERRIDE_FILES = sorted(path.name for path in installation.SHIPPED.glob("override-host*.yaml"))
 
 
-async def refused(place, body=CHAT):
+async def refused(fixture, body=CHAT):
     """The status and the error object of an answer."""
-    answer = await http1.ask(place.port, PATH, body)
+    answer = await http1.ask(fixture.port, PATH, body)
     assert answer.head.get("content-type") == "application/json"
     error = answer.json()["error"]
     assert set(error) >= {"message", "type", "code"}
@@ -32,22 +32,22 @@ async def refused(place, body=CHAT):
 async def test_errors_of_envoy_are_json_with_a_hint(template):
     """A dead engine and a dead picker are told apart, and refusals of extproc stay as they are."""
     dead = f"127.0.0.1:{stack.free_port()}"
-    async with installation.installed(dead, template=template) as place:
-        status, error = await refused(place)
+    async with installation.installed(dead, template=template) as fixture:
+        status, error = await refused(fixture)
         assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
         assert "extproc explain --last" in error["message"]
-        assert (await place.access(status=503))["picked"] == dead
-        status, error = await refused(place, b"{")
+        assert (await fixture.access(status=503))["picked"] == dead
+        status, error = await refused(fixture, b"{")
         assert status == 400
         assert error["message"].startswith("inference error: BadRequest")
-        await place.settled()
-        await place.extproc.stop(signal.SIGKILL)
-        status, error = await refused(place)
+        await fixture.settled()
+        await fixture.extproc.stop(signal.SIGKILL)
+        status, error = await refused(fixture)
         # The buffered profile goes on without a pick, and has nowhere to go then.
         wanted = (503, "no_endpoint") if "buffered" in template else _NO_PICKER
         assert (error["code"], error["type"]) == wanted
         assert status == error["code"]
-        await place.start_extproc()
+        await fixture.start_extproc()
 
 
 @pytest.mark.parametrize("template", installation.first_and_slow(OVERRIDE_FILES))
@@ -68,16 +68,16 @@ async def test_errors_of_envoy_are_json_when_all_fallbacks_are_dead(template):
 
     async with installation.installed(
         *dead, template=template, plaintext=False, arguments=arguments, change=name_xds_server
-    ) as place:
-        while (await place.stats()).get("cluster.engines.membership_total") != len(dead):
+    ) as fixture:
+        while (await fixture.stats()).get("cluster.engines.membership_total") != len(dead):
             await asyncio.sleep(0.1)
-        answers = [await refused(place)]
-        await place.settled()
-        await place.extproc.stop(signal.SIGKILL)
-        answers.append(await refused(place))
-        line = await place.access(status=503)
+        answers = [await refused(fixture)]
+        await fixture.settled()
+        await fixture.extproc.stop(signal.SIGKILL)
+        answers.append(await refused(fixture))
+        line = await fixture.access(status=503)
         assert set(line) >= {"id", "flags", "details", "total_ms"}
         for status, error in answers:
             assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
             assert "/debug/pool" in error["message"]
-        await place.start_extproc()
+        await fixture.start_extproc()

@@ -47,8 +47,8 @@ class Serving:
 
         monkeypatch.setattr(lifecycle, "EndpointPickerProcess", build)
 
-    def follow(self, stop, hurry, again):
-        self.stop, self.hurry = stop, hurry
+    def follow(self, stop, skip_drain, again):
+        self.stop, self.hurry = stop, skip_drain
 
     def announce(self, line):
         named = {what: int(port) for what, port in re.findall(r"(\w+) on (\d+)", line)}
@@ -189,9 +189,9 @@ async def test_an_exit_ends_the_process(monkeypatch):
     monkeypatch.setattr(reload.Reloader, "run", leaving)
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(BaseExceptionGroup) as raised:
         await lifecycle.serve(scene.settings, source, announce=scene.announce)
-    assert caught.value.subgroup(PluginExitError) is not None
+    assert raised.value.subgroup(PluginExitError) is not None
 
 
 async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
@@ -206,9 +206,9 @@ async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
 
         monkeypatch.setattr(picker._autoscaler, "hand_over", wrong)
         monkeypatch.setattr(picker.servicer, "drain_streams", wrong)
-        hurry = asyncio.Event()
-        hurry.set()
-        await picker.drain(hurry)
+        skip_drain = asyncio.Event()
+        skip_drain.set()
+        await picker.drain(skip_drain)
         assert picker.readiness.draining
         assert picker.counters.supervisor.failures["drain"] == 2
         monkeypatch.undo()
@@ -221,12 +221,12 @@ async def test_a_process_without_streams_does_not_wait_to_drain():
         drained = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
         await drained
         running.picker.counters.streams["ok"] += 1
-        hurry = asyncio.Event()
-        waiting = asyncio.ensure_future(running.picker.drain(hurry))
+        skip_drain = asyncio.Event()
+        waiting = asyncio.ensure_future(running.picker.drain(skip_drain))
         for _ in range(100):
             await asyncio.sleep(0)
         assert not waiting.done()
-        hurry.set()
+        skip_drain.set()
         await waiting
 
 
@@ -283,16 +283,16 @@ async def test_a_candidate_that_raises_competes_again(caplog):
 class Line(redis_peer_channel.RedisPeerChannel):
     """A line without a server."""
 
-    def __init__(self, sites):
-        self._supervisor = sites.supervisor
-        self._registry = sites
+    def __init__(self, registry):
+        self._supervisor = registry.supervisor
+        self._registry = registry
         self._clock = lambda: 1.0
         self.heard = []
 
-    def _on_entry(self, carried):
-        if carried == b"poison":
+    def _on_entry(self, data):
+        if data == b"poison":
             raise UnicodeDecodeError("utf-8", b"x", 0, 1, CANARY)
-        self.heard.append(carried)
+        self.heard.append(data)
 
 
 async def test_a_stream_entry_that_raises_is_skipped(caplog):

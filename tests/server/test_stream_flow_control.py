@@ -25,7 +25,7 @@ from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 A = "10.0.0.1:8000"
 MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
@@ -35,28 +35,28 @@ class StreamFixture:
     """Real streams over a real gate and dispatcher; time is the house's."""
 
     def __init__(self, *addresses, **holding):
-        self.house = House(dict.fromkeys(addresses))
-        routing = self.house.dispatcher.routing
+        self.pool_fixture = PoolFixture(dict.fromkeys(addresses))
+        routing = self.pool_fixture.director.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
-        self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
+        self.pool_fixture.director.reconfigure(routing.__class__(routing.profile, {}, settings))
         observer = StreamRecorder(
-            ProcessCounters(), DecisionLog(10), lambda: self.house.now, LoggedRequestRecorder
+            ProcessCounters(), DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
         )
-        self.gate = AsyncFlowController(
-            self.house.dispatcher,
+        self.flow_controller = AsyncFlowController(
+            self.pool_fixture.director,
             FlowControlSection(enabled=True, **holding),
-            clock=lambda: self.house.now,
+            clock=lambda: self.pool_fixture.now,
             on_exception=observer.on_exception,
         )
         self.shared = stream_handler.StreamContext(
-            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
+            pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
             exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
             body_budget=BufferBudget(512 << 20),
             observer=observer,
-            clock=lambda: self.house.now,
+            clock=lambda: self.pool_fixture.now,
             rng=random.Random(0),
             settings=stream_handler.StreamSettings(max_streams=100),
-            flow_controllers={"": self.gate},
+            flow_controllers={"": self.flow_controller},
         )
 
     def send(self, *, prompt="x", tenant="t", **fields):
@@ -78,15 +78,19 @@ class StreamFixture:
 
     def busy(self, address):
         """A scrape says that an endpoint has no place."""
-        fleet = self.house.fleet
-        mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
-        load = Load(at=self.house.now, engine="vllm", waiting=20.0, running=8.0, kv_usage=0.5)
-        fleet.observe(mark, load, self.house.now)
+        store = self.pool_fixture.store
+        mark = store.begin_scrape(store.pool.find(address).endpoint)
+        load = Load(
+            at=self.pool_fixture.now, engine="vllm", waiting=20.0, running=8.0, kv_usage=0.5
+        )
+        store.observe(mark, load, self.pool_fixture.now)
 
     def list_endpoints(self, *addresses):
         """These are all endpoints."""
-        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], self.house.now)
-        self.gate.notify_capacity()
+        self.pool_fixture.store.set_endpoints(
+            [Endpoint(address) for address in addresses], self.pool_fixture.now
+        )
+        self.flow_controller.notify_capacity()
 
 
 def refusals(answers):
@@ -105,33 +109,33 @@ async def turned(stream):
 
 async def test_a_finished_answer_dispatches_a_queued_request():
     """At once, and not with the next scrape or timer."""
-    place = StreamFixture(A)
+    fixture = StreamFixture(A)
     # 100 us for each of 6000 tokens: more than the half second from which an endpoint is busy.
-    served, _ = place.send(prompt="a " + "word " * 4800)
-    waiting, answers = place.send(prompt="b " + "word " * 4800)
+    served, _ = fixture.send(prompt="a " + "word " * 4800)
+    waiting, answers = fixture.send(prompt="b " + "word " * 4800)
     assert answers == []
     assert waiting.queued is not None
     served.finish()
     await turned(waiting)
-    assert place.gate.outcomes == {"dispatched": 1}
+    assert fixture.flow_controller.outcomes == {"dispatched": 1}
     waiting.finish()
-    assert place.house.in_flight == 0
-    place.gate.close()
+    assert fixture.pool_fixture.in_flight == 0
+    fixture.flow_controller.close()
 
 
 async def test_streams_apply_the_limit_of_the_tenant():
     """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
-    place = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
-    first, answers = place.send()
+    fixture = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
+    first, answers = fixture.send()
     assert refusals(answers) == []
-    second, answers = place.send()
+    second, answers = fixture.send()
     assert refusals(answers) == [429]
-    assert place.house.in_flight == 1
-    _, answers = place.send(tenant="other")
+    assert fixture.pool_fixture.in_flight == 1
+    _, answers = fixture.send(tenant="other")
     assert refusals(answers) == []
     first.finish()
     second.finish()
-    third, answers = place.send()
+    third, answers = fixture.send()
     assert refusals(answers) == [429]
     third.finish()
 
@@ -140,59 +144,59 @@ async def test_streams_apply_the_limit_of_the_tenant():
 async def test_a_routed_request_keeps_no_prompt(limited):
     """While its answer runs a stream keeps tenant and tokens, whether the request waited or not."""
     limit = RateLimit(tokens_per_s=1e9) if limited else None
-    place = StreamFixture(limit=limit, timeout_s=300.0)
+    fixture = StreamFixture(limit=limit, timeout_s=300.0)
     mib = 1 << 20
     tracemalloc.start()
     try:
-        held = [place.send(prompt=f"{n} " + "x" * mib)[0] for n in range(4)]
-        assert all(stream.queued is not None for stream in held)
-        place.list_endpoints(A)
-        for stream in held:
+        queued = [fixture.send(prompt=f"{n} " + "x" * mib)[0] for n in range(4)]
+        assert all(stream.queued is not None for stream in queued)
+        fixture.list_endpoints(A)
+        for stream in queued:
             while stream.queued is not None:
-                place.house.now += 40.0
-                place.gate.pump()
+                fixture.pool_fixture.now += 40.0
+                fixture.flow_controller.pump()
                 if stream.queued.admission.done():
                     list(stream.resume(stream.queued.admission.result()))
-        served = [place.send(prompt=f"{n} " + "y" * mib)[0] for n in range(4)]
+        served = [fixture.send(prompt=f"{n} " + "y" * mib)[0] for n in range(4)]
         for stream in served:
             if stream.queued is not None:
-                place.house.now += 40.0
-                place.gate.pump()
+                fixture.pool_fixture.now += 40.0
+                fixture.flow_controller.pump()
                 list(stream.resume(stream.queued.admission.result()))
         gc.collect()
-        assert all(stream.is_routed for stream in (*held, *served))
+        assert all(stream.is_routed for stream in (*queued, *served))
         assert tracemalloc.get_traced_memory()[0] < mib / 2
     finally:
         tracemalloc.stop()
-    for stream in (*held, *served):
+    for stream in (*queued, *served):
         stream.finish()
 
 
 async def test_tokens_of_unserved_requests_are_refunded():
     """Refused at once, expired, displaced or left: the tenant may take all of it again."""
     limit = RateLimit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
-    place = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
-    waiting, _ = place.send(max_tokens=100)
+    fixture = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
+    waiting, _ = fixture.send(max_tokens=100)
     for _ in range(20):
-        refused, answers = place.send(max_tokens=100)
+        refused, answers = fixture.send(max_tokens=100)
         assert refusals(answers) == [429]
         refused.finish()
-    place.house.now += 6.0
-    place.gate.pump()
+    fixture.pool_fixture.now += 6.0
+    fixture.flow_controller.pump()
     answers = list(waiting.resume(await turned(waiting)))
     assert refusals(answers) == [503]
     waiting.finish()
-    leaving, _ = place.send(max_tokens=100)
+    leaving, _ = fixture.send(max_tokens=100)
     leaving.finish()
-    granted, _ = place.send(max_tokens=100)
-    place.list_endpoints(A)
+    granted, _ = fixture.send(max_tokens=100)
+    fixture.list_endpoints(A)
     await turned(granted)
     granted.finish()
-    assert place.house.in_flight == 0
-    served, answers = place.send()
+    assert fixture.pool_fixture.in_flight == 0
+    served, answers = fixture.send()
     assert refusals(answers) == []
     served.finish()
-    late, answers = place.send()
+    late, answers = fixture.send()
     assert refusals(answers) == [429]
     late.finish()
 
@@ -208,28 +212,28 @@ def test_the_token_allowance_is_conserved(steps, seed):
 
 async def _conserved(steps, rng):
     limit = RateLimit(requests_per_s=0.0, tokens_per_s=0.0)
-    place = StreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
+    fixture = StreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
     open_, served = [], 0
     # A rate of nothing fills nothing up, so that levels are exact.
-    account = place.gate.rate_limiter._account("t", place.house.now)
+    account = fixture.flow_controller.rate_limiter._account("t", fixture.pool_fixture.now)
     account.requests.level = account.requests.full = 1e6
     account.tokens.level = account.tokens.full = 1e6
     for step in steps:
         if step == "send":
-            stream, _ = place.send(prompt="word " * rng.randint(1, 4000), max_tokens=10)
+            stream, _ = fixture.send(prompt="word " * rng.randint(1, 4000), max_tokens=10)
             open_.append(stream)
         elif step == "leave" and open_:
             stream = open_.pop(rng.randrange(len(open_)))
             served += stream.is_routed
             stream.finish()
         elif step == "expire":
-            place.house.now += 6.0
-            place.gate.pump()
+            fixture.pool_fixture.now += 6.0
+            fixture.flow_controller.pump()
         elif step == "end":
-            place.busy(A)
+            fixture.busy(A)
         else:
-            place.list_endpoints(A)
-            place.gate.pump()
+            fixture.list_endpoints(A)
+            fixture.flow_controller.pump()
         for stream in open_:
             if stream.queued is not None and stream.queued.admission.done() and rng.random() < 0.5:
                 list(stream.resume(stream.queued.admission.result()))
@@ -241,4 +245,4 @@ async def _conserved(steps, rng):
         served += stream.is_routed
         stream.finish()
     assert account.requests.level == 1e6 - served
-    place.gate.close()
+    fixture.flow_controller.close()

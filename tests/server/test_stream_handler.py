@@ -25,7 +25,7 @@ from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.canary import AUTHORIZATION, CANARY
-from tests.support.pool_fixture import House
+from tests.support.pool_fixture import PoolFixture
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
@@ -57,17 +57,17 @@ class StreamFixture:
     """Streams over a house, one after the other."""
 
     def __init__(self, *addresses, max_streams=100):
-        self.house = House(dict.fromkeys(addresses or (FIRST,)))
+        self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)))
         self.budget = BufferBudget(1 << 30)
         self.counters = ProcessCounters()
         self.shared = stream_handler.StreamContext(
-            pool_selector=PoolSelector([PoolRoute("", self.house.dispatcher)]),
+            pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             body_budget=self.budget,
             observer=StreamRecorder(
-                self.counters, DecisionLog(10), lambda: self.house.now, LoggedRequestRecorder
+                self.counters, DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
             ),
-            clock=lambda: self.house.now,
+            clock=lambda: self.pool_fixture.now,
             rng=random.Random(1),
             settings=stream_handler.StreamSettings(max_streams=max_streams),
         )
@@ -83,7 +83,7 @@ class StreamFixture:
     @property
     def accounts(self):
         """What streams have open: requests in flight, and bytes."""
-        return self.house.in_flight, self.budget.held_bytes
+        return self.pool_fixture.in_flight, self.budget.held_bytes
 
 
 class BrokenError(Exception):
@@ -101,7 +101,9 @@ def test_stream_learns_from_the_usage_of_answers():
     for _ in range(10):
         stream, _ = scene.begin(HEADERS, BODY, *answer(len(TEXT) // 2))
         stream.finish()
-    assert scene.house.fleet.bytes_per_token.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
+    assert scene.pool_fixture.store.bytes_per_token.bytes_per_token("m") == pytest.approx(
+        2.0, rel=0.05
+    )
     assert scene.counters.for_pool("").usage["prompt"] == 10 * len(TEXT) // 2
 
 
@@ -113,7 +115,7 @@ def test_stream_charges_the_endpoint_that_served():
     hints = LbMetadata(None, False, other)
     list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
     assert stream.address == other
-    members = {member.endpoint.address: member for member in scene.house.fleet.pool.members}
+    members = {member.endpoint.address: member for member in scene.pool_fixture.store.pool.members}
     assert members[other].account.in_flight == 1
     stream.finish()
     assert scene.counters.for_pool("").responses == {(other, "200"): 1}
@@ -134,13 +136,13 @@ def test_a_rejected_stream_leaves_nothing():
 def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     """A step that raises at the end, or while something is learned, costs no other step."""
     scene = StreamFixture()
-    original = getattr(scene.house.dispatcher, step)
+    original = getattr(scene.pool_fixture.director, step)
 
     def half(*args, **named):
         original(*args, **named)
         broken()
 
-    monkeypatch.setattr(scene.house.dispatcher, step, half)
+    monkeypatch.setattr(scene.pool_fixture.director, step, half)
     stream, replies = scene.begin(HEADERS, BODY, *answer(10))
     assert replies == [ContinueResponse(MessageKind.RESPONSE_BODY)]
     stream.finish()
@@ -152,11 +154,11 @@ def test_a_stream_releases_everything_despite_an_exception(monkeypatch, step):
     }
 
 
-@pytest.mark.parametrize(("part", "name"), [("index", "record"), ("dispatcher", "_remember")])
+@pytest.mark.parametrize(("part", "name"), [("index", "record"), ("director", "_remember")])
 def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypatch, part, name):
     """Nothing is charged to an endpoint that will not see the request."""
     scene = StreamFixture()
-    monkeypatch.setattr(getattr(scene.house, part), name, broken)
+    monkeypatch.setattr(getattr(scene.pool_fixture, part), name, broken)
     stream, _ = scene.begin(HEADERS)
     with pytest.raises(BrokenError):
         list(stream.handle(BODY))
@@ -177,7 +179,7 @@ def test_a_stream_that_fails_after_the_pick_releases_its_request(monkeypatch):
     assert isinstance(response, ImmediateResponse)
     stream.finish()
     assert scene.accounts == (0, 0)
-    (member,) = scene.house.fleet.pool.members
+    (member,) = scene.pool_fixture.store.pool.members
     assert member.account.answered == 0
 
 
@@ -198,10 +200,10 @@ def test_a_stream_of_a_removed_endpoint_leaves_no_series():
     scene = StreamFixture()
     for number in range(50):
         address = f"10.0.1.{number}:8000"
-        scene.house.fleet.set_endpoints([Endpoint(address)], scene.house.now)
+        scene.pool_fixture.store.set_endpoints([Endpoint(address)], scene.pool_fixture.now)
         answered, _ = scene.begin(HEADERS, BODY, *answer(10))
         silent, _ = scene.begin(HEADERS, BODY)
-        scene.house.fleet.set_endpoints([], scene.house.now)
+        scene.pool_fixture.store.set_endpoints([], scene.pool_fixture.now)
         scene.counters.for_pool("").forget(address)
         answered.finish()
         silent.finish()

@@ -86,16 +86,16 @@ def test_any_sequence_of_faults_ends_in_the_correct_pools(tmp_path, seed):
     asyncio.run(scene())
 
 
-def poison(monkeypatch, place, name, hits):
+def poison(monkeypatch, fixture, name, hits):
     """Let a method raise where its arguments hit, as a bug of ours that an object sets off."""
-    real = getattr(place, name)
+    real = getattr(fixture, name)
 
     def raising(*args, **more):
         if hits(*args):
             raise OverflowError(CANARY)
         return real(*args, **more)
 
-    monkeypatch.setattr(place, name, raising)
+    monkeypatch.setattr(fixture, name, raising)
 
 
 @pytest.mark.parametrize("before", [True, False])
