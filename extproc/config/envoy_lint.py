@@ -45,7 +45,7 @@ def open_requests(cluster: YamlTree) -> int:
     """Requests that a cluster's circuit breakers allow at once (count)."""
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
     usual = (limit for limit in thresholds if limit.get("priority", "DEFAULT") == "DEFAULT")
-    first = next(usual, {})
+    first: YamlTree = next(usual, {})
     return min(int(first.get(key, REQUESTS)) for key in ("max_requests", "max_pending_requests"))
 
 
