@@ -25,8 +25,8 @@ pool: {endpoints_file: FILE}
 
 @pytest.fixture(scope="module")
 def engine(live):
-    with live.holding(backend.backend()) as one:
-        yield one
+    with live.holding(backend.backend()) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +48,15 @@ def place(live, listeners, listed, binary):
     config = CONFIG.replace("FILE", str(listed))
     with live.holding(
         installation.installed(change=change, arguments=["--config-text", config], binary=binary)
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
-async def leave(place, listed, engine):
+async def leave(fixture, listed, engine):
     """Take the engine out of the list, until the picker knows."""
     installation.replace_file(listed, "endpoints: []\n")
     up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
-    await place.until(lambda found: up not in found)
+    await fixture.until(lambda result: up not in result)
 
 
 def come(listed, engine):
@@ -71,9 +71,9 @@ def empty(live, place, listed, engine):
     return functools.partial(come, listed, engine)
 
 
-async def waiting(place, count):
+async def waiting(fixture, count):
     """Wait until so many requests wait."""
-    await place.until(lambda found: found.get("extproc_flow_control_queue_size") == count)
+    await fixture.until(lambda result: result.get("extproc_flow_control_queue_size") == count)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def answers(live, place, listeners, listed, engine):
     async def wait_in_every_mode():
         await leave(place, listed, engine)
         async with asyncio.TaskGroup() as tasks:
-            asked = {
+            requested = {
                 modes: [
                     tasks.create_task(http1.ask(listeners[modes], PATH, body))
                     for body in (CHAT, CHAT)
@@ -93,7 +93,7 @@ def answers(live, place, listeners, listed, engine):
             await waiting(place, 2 * len(MODES))
             come(listed, engine)
         await waiting(place, 0)
-        return {modes: [task.result() for task in held] for modes, held in asked.items()}
+        return {modes: [task.result() for task in queued] for modes, queued in requested.items()}
 
     return live.run(wait_in_every_mode())
 
@@ -110,10 +110,10 @@ async def test_a_request_waits_for_the_first_engine(answers, engine, modes):
 async def test_requests_without_a_body_wait_too(place, listeners, empty):
     """GET is held as well."""
     async with asyncio.TaskGroup() as tasks:
-        asked = tasks.create_task(http1.ask(listeners[MODES[0]], "/v1/other"))
+        requested = tasks.create_task(http1.ask(listeners[MODES[0]], "/v1/other"))
         await waiting(place, 1)
         empty()
-    assert asked.result().status == 200
+    assert requested.result().status == 200
 
 
 async def test_a_wait_ends_at_the_timeout_of_the_client(place, listeners, empty):

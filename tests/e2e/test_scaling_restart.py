@@ -60,7 +60,7 @@ class Keeper:
         """Make it so, until cancelled; a file says nothing by itself."""
         while True:
             lines = [line.split() for line in self._notes.read_text().splitlines()]
-            self.told = [(int(who), int(count), float(at)) for who, count, at in lines]
+            self.told = [(int(name), int(count), float(at)) for name, count, at in lines]
             missing = self.replicas - len(self._engines)
             if missing > 0:
                 self._engines += await asyncio.gather(*(self._engine() for _ in range(missing)))
@@ -76,7 +76,7 @@ class Keeper:
         return await self._children.start("engine", argv, ready="listening on ")
 
     def _list(self):
-        addresses = [one.ready_line.rpartition(" ")[2] for one in self._engines]
+        addresses = [item.ready_line.rpartition(" ")[2] for item in self._engines]
         installation.replace_file(self.listed, json.dumps({"endpoints": addresses}))
 
 
@@ -147,13 +147,13 @@ class ReplicaPair:
 
     async def until(self, ask, wanted):
         """Ask until it is so; there is no event for it outside the processes."""
-        found = None
+        result = None
         try:
             async with asyncio.timeout(_VISIBLE_S):
-                while (found := await ask()) != wanted:
+                while (result := await ask()) != wanted:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"{found}, not {wanted}; asked: {self.keeper.told}") from None
+            raise AssertionError(f"{result}, not {wanted}; asked: {self.keeper.told}") from None
 
     async def replaced(self, how):
         """End the first picker, and start another one in its place."""
@@ -167,15 +167,15 @@ class ReplicaPair:
 @contextlib.asynccontextmanager
 async def place(folder):
     async with stack.stack() as children:
-        one = ReplicaPair(children, folder)
-        await one.start()
-        keeping = asyncio.ensure_future(one.keeper.run())
+        item = ReplicaPair(children, folder)
+        await item.start()
+        keeping = asyncio.ensure_future(item.keeper.run())
         try:
-            yield one
+            yield item
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-        await asyncio.gather(*(picker.stop(signal.SIGINT) for picker in one.pickers))
+        await asyncio.gather(*(picker.stop(signal.SIGINT) for picker in item.pickers))
 
 
 def now():
@@ -191,32 +191,34 @@ async def asking(port, stop):
     return statuses
 
 
-async def window(one):
+async def window(item):
     """Wait until the picker that was replaced has seen a whole window and more of the load."""
-    seen = await one.metric(0, "extproc_streams_total")
+    observed = await item.metric(0, "extproc_streams_total")
     async with asyncio.timeout(_VISIBLE_S):
         begun = time.monotonic()
         while time.monotonic() - begun < WINDOW_S + 2 * INTERVAL_S:
             await asyncio.sleep(INTERVAL_S)
-    assert await one.metric(0, "extproc_streams_total") > seen
+    assert await item.metric(0, "extproc_streams_total") > observed
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.slow
 async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
     """Replicas stay until a window after the load; no request is lost but those a kill cuts."""
-    async with place(tmp_path) as one:
+    async with place(tmp_path) as item:
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            loads = [tasks.create_task(asking(one.ports.listener, stop)) for _ in range(CLIENTS)]
+            loads = [tasks.create_task(asking(item.ports.listener, stop)) for _ in range(CLIENTS)]
             for which in range(2):
-                await one.until(lambda which=which: one.metric(which, "extproc_endpoint_up"), MOST)
-            await one.replaced(how)
+                await item.until(
+                    lambda which=which: item.metric(which, "extproc_endpoint_up"), MOST
+                )
+            await item.replaced(how)
             begun = now()
             line = "going on with what was kept of 1 pools"
-            assert any(line in said for said in one.pickers[0].last_lines)
-            await window(one)
-            assert await one.metric(0, "extproc_scaling_desired_replicas") == MOST
+            assert any(line in text for text in item.pickers[0].last_lines)
+            await window(item)
+            assert await item.metric(0, "extproc_scaling_desired_replicas") == MOST
             ended = now()
             stop.set()
         statuses = [status for load in loads for status in load.result()]
@@ -224,11 +226,11 @@ async def test_a_restart_under_load_keeps_the_replicas(tmp_path, how):
         # Each client has one request under way, which the kill may cut.
         assert len(lost) <= (0 if how == signal.SIGTERM else CLIENTS), lost
         for which in range(2):
-            await one.until(lambda which=which: one.metric(which, "extproc_endpoint_up"), 0)
-        during = [count for _, count, at in one.keeper.told if at < ended]
-        assert during == sorted(during), one.keeper.told
-        after = [(who, count, at) for who, count, at in one.keeper.told if at >= begun]
-        assert {count for _, count, _ in after} == {0}, one.keeper.told
+            await item.until(lambda which=which: item.metric(which, "extproc_endpoint_up"), 0)
+        during = [count for _, count, at in item.keeper.told if at < ended]
+        assert during == sorted(during), item.keeper.told
+        after = [(name, count, at) for name, count, at in item.keeper.told if at >= begun]
+        assert {count for _, count, _ in after} == {0}, item.keeper.told
         # The last look that saw load may be an interval older than its end.
         first = min(at for _, _, at in after) + INTERVAL_S
         assert ended + WINDOW_S <= first

@@ -231,7 +231,7 @@ def test_an_idle_endpoint_is_scraped_soon_after_a_request():
         await scene.fetcher.until(lambda: len(scene.fetcher.requests) == 4)
         while any(watch.busy for watch in scene.subject.watches.values()):
             await asyncio.sleep(0)
-        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
+        scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         await scene.fetcher.until(lambda: scene.fetcher.requests.count(("10.0.0.1", 1)) >= 5)
         assert scene.fetcher.requests.count(("10.0.0.2", 2)) == 2
         assert scene.subject.endpoint_counts.busy == 1
