@@ -144,6 +144,8 @@ def collected():
     """Objects that warn when they are collected do so in their own file, not in another one's test."""
     yield
     gc.collect()
+    # What is left is modules and tables, which later files need not look through.
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers(config):

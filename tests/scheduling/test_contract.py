@@ -15,8 +15,8 @@ TABLES = {
     "cost": (registry.COSTS, contract.check_cost),
     "picker": (registry.PICKERS, contract.check_picker),
 }
-#: Parameters of kinds that cannot be made without any.
-REQUIRED = {
+#: Parameters of kinds that cannot be made without any, or that take seconds with their defaults.
+PARAMETERS = {
     "by-label": {"label": "zone", "validValues": ["a"], "allowsNoLabel": True},
     "endpoint-attribute-filter": {
         "attribute": "WaitingQueueSize",
@@ -27,6 +27,7 @@ REQUIRED = {
         "algorithm": {"type": "linear_lower_is_better"},
     },
     "header-label-affinity-scorer": {"headerName": "x-session", "labelKey": "zone"},
+    "prefix-hash": {"replication": 32},
     "tree": {"root": FilterTreeNode(filter=TopK(), on_success=FilterTreeNode(filter=KvRange()))},
     "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 10}]},
 }
@@ -40,7 +41,7 @@ PLUGINS = [
 @pytest.mark.parametrize(("cls", "check"), PLUGINS)
 def test_plugin_passes_the_contract(cls, check):
     """Range, length, repetition, order, no mutation, unknown values, memory in chosen only."""
-    params = REQUIRED.get(cls.kind)
+    params = PARAMETERS.get(cls.kind)
     check(cls if params is None else lambda: msgspec.convert(params, cls))
 
 
