@@ -4,8 +4,9 @@ python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--write]
 
 A real picker, a real Envoy, 8 engines (2 of them with hostile pages), Redis and a Kubernetes API server
 where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
-kind come, engines are killed and hung, files are broken and mended, Redis and the API server go away
-and come back. It prints a table of bars and ends with 1 where a bar is missed.
+kind come, floods of HTTP/2 frames on the port of ext_proc, engines are killed and hung, files are
+broken and mended, Redis and the API server go away and come back. It prints a table of bars and ends
+with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import itertools
 import random
 import signal
 import statistics
@@ -30,6 +32,8 @@ from bench import hostile_requests as bodies
 from bench.chaos_site import EngineProcess, Site
 from bench.hostile_watch import MIB
 from extproc.routing import peer_sync
+from extproc.server import native_ext_proc
+from tests.support.http2_floods import build_floods
 
 #: The 99th percentile may be so many times the quiet one.
 MOST_P99_RATIO = 2.0
@@ -43,8 +47,14 @@ MOST_CLIENTS = 24
 #: Seconds an engine hangs, or is gone.
 TROUBLE_S = 4.0
 
+#: Seconds between two floods of frames.
+FLOOD_S = 2.0
+
 #: Seconds after the chaos until accounts must be zero.
 CALM_S = 10.0
+
+#: What the native transport ended, by limit.
+_LIMITS = "extproc_http2_limits_total"
 
 _BROKEN = (
     "pools: [{name: \0}]",
@@ -112,6 +122,7 @@ class Chaos:
             self._requests,
             self._names,
             self._clients,
+            self._floods,
             self._engines,
             self._files,
         ]
@@ -148,6 +159,14 @@ class Chaos:
         async with asyncio.TaskGroup() as tasks:
             while await self._until(0.25):
                 tasks.create_task(run_client(self._rng.choice([*bodies.CLIENTS])))
+
+    async def _floods(self) -> None:
+        """Flood the port of ext_proc with frames of every kind in turn, beside Envoy."""
+        for limit, frames in itertools.cycle(build_floods(native_ext_proc.PATH).items()):
+            if not await self._until(FLOOD_S):
+                return
+            end = await bodies.flood(self.site.picker.ext_proc, frames)
+            self.answers[f"{limit}: {end}"] += 1
 
     async def _engines(self) -> None:
         """Kill and hang engines in turn, one at a time."""
@@ -275,6 +294,10 @@ async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[ChaosB
             )
         await asyncio.sleep(CALM_S)
         accounts = await site.picker.accounts()
+        metrics = await site.picker.metrics()
+        chaos.counts |= {
+            name: int(value) for name, value in metrics.items() if name.startswith(_LIMITS)
+        }
         sampling.cancel()
         return judged(site, chaos, outcomes, samples, accounts, began=began, ended=ended)
 

@@ -183,7 +183,7 @@ async def _picker(
     header = {"key": steady_client.UPSTREAM, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
     routes["response_headers_to_add"] = [{"header": header}]
     await children.envoy(envoy)
-    return Picker(child, ports.listener, pages)
+    return Picker(child, ports.listener, pages, ports.extproc)
 
 
 async def _cluster(

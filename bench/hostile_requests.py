@@ -104,6 +104,25 @@ async def send(port: int, request: Request) -> str:
     return str(answer.status)
 
 
+async def flood(port: int, data: bytes) -> str:
+    """Send bytes to a port of gRPC until the connection is closed, or nothing more comes of it."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(data)
+                await writer.drain()
+                while await reader.read(1 << 16):
+                    pass
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        return "open"
+    except OSError:
+        return "reset"
+    return "closed"
+
+
 #: A client on a port; returns the status, or what became of it.
 Client = Callable[[int, random.Random], Awaitable[str]]
 

@@ -44,11 +44,13 @@ class Picker(msgspec.Struct, frozen=True):
         child: Its process.
         port: Where clients connect: Envoy's listener, 0 without Envoy.
         pages: Port of its pages.
+        ext_proc: Port of ext_proc; 0 where no client but Envoy connects to it.
     """
 
     child: stack.Child
     port: int
     pages: int
+    ext_proc: int = 0
 
     @property
     def is_alive(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from extproc.http2 import frames
@@ -21,23 +21,12 @@ from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
 from extproc.http2.messages import MessageAssembler, MessageError
 from extproc.http2.request_head import HeaderDecoder
 from extproc.http2.responses import GrpcStatus
-from extproc.http2.sender import ResponseSender
+from extproc.http2.sender import AnswerHolder, ResponseSender, SendBudget
 from extproc.http2.stream import Http2Stream, StreamTable
 
 #: Payloads of pings: what is answered to the second confirms that the peer read GOAWAY.
 _KEEPALIVE_PING: Final = b"extprocK"
 _DRAIN_PING: Final = b"extprocD"
-
-#: Settings of the peer: least and greatest value, and error outside of them.
-_SETTING_RANGES: Final = {
-    frames.ENABLE_PUSH: (0, 1, ErrorCode.PROTOCOL_ERROR),
-    frames.INITIAL_WINDOW_SIZE: (0, frames.MAX_WINDOW_BYTES, ErrorCode.FLOW_CONTROL_ERROR),
-    frames.MAX_FRAME_SIZE: (
-        frames.DEFAULT_FRAME_BYTES,
-        frames.LARGEST_FRAME_BYTES,
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-}
 
 
 class Http2Connection(FrameReader):
@@ -50,20 +39,30 @@ class Http2Connection(FrameReader):
         budget: Limit on incomplete messages, shared by connections.
         counts: Streams and connections that ended by a limit or a violation, by its name; shared.
         now: Monotonic seconds.
+        send_budget: Limit on answers that wait, shared by connections; None is one of its own.
+        holder: Ends calls whose answer the budget drops; None drops none.
 
     Attributes:
         is_terminated: True once nothing more is read; the connection is to be closed.
     """
 
     def __init__(
-        self, limits: Http2Limits, budget: ReceiveBudget, counts: Counter[str], *, now: float
+        self,
+        limits: Http2Limits,
+        budget: ReceiveBudget,
+        counts: Counter[str],
+        *,
+        now: float,
+        send_budget: SendBudget | None = None,
+        holder: AnswerHolder | None = None,
     ) -> None:
         super().__init__(limits)
         self.is_terminated = False
         self._budget = budget
         self._counts = counts
         self._guard = FloodGuard(now)
-        self._sender = ResponseSender(self._guard)
+        send_budget = send_budget or SendBudget(limits.max_total_unsent_bytes)
+        self._sender = ResponseSender(self._guard, send_budget, holder)
         self._decoder = HeaderDecoder(limits)
         self._streams = StreamTable(limits.max_streams)
         self._final_stream_id = frames.MAX_STREAM_ID
@@ -92,13 +91,10 @@ class Http2Connection(FrameReader):
         """Open streams."""
         return len(self._streams.open)
 
-    @property
-    def has_preface(self) -> bool:
-        """True once the peer began as HTTP/2 does."""
-        return self._has_settings
-
     def receive(self, data: bytes, now: float) -> list[Http2Event]:
         """Handle bytes of the peer; what it must be answered is output.
+
+        While `has_unread` is true after a call, frames wait for the next, which needs no bytes.
 
         Args:
             data: Any part of what the peer sent.
@@ -114,15 +110,34 @@ class Http2Connection(FrameReader):
             self._terminate(error)
         return events
 
+    @property
+    def has_output(self) -> bool:
+        """True if there are bytes to write."""
+        return bool(self._sender.output)
+
     def take_output(self) -> bytes:
-        """Return the bytes to write since the last call."""
-        return self._sender.take_output()
+        """Return the bytes to write; of large answers those that the transport is to take next."""
+        sender = self._sender
+        output = sender.take_output()
+        if sender.has_ready:
+            for open_stream in sender.send_ready():
+                self._close(open_stream)
+            self._open_connection_window()
+        return output
 
     def send_messages(self, stream_id: int, messages: Sequence[bytes]) -> None:
         """Send messages of a call."""
         open_stream = self._streams.open.get(stream_id)
         if open_stream is not None:
             self._sender.send(open_stream, messages)
+
+    def send_lazily(self, stream_id: int, source: Iterator[bytes]) -> bool:
+        """Send messages of a call as the peer takes them; nothing may follow before the last was.
+
+        Returns True if all were taken; see `ResponseSender.send_lazily`.
+        """
+        open_stream = self._streams.open.get(stream_id)
+        return open_stream is None or self._sender.send_lazily(open_stream, source)
 
     def end_call(
         self, stream_id: int, status: GrpcStatus = GrpcStatus.OK, message: str = ""
@@ -158,22 +173,18 @@ class Http2Connection(FrameReader):
 
     def reset_stalled(self) -> list[CallTerminated]:
         """Reset calls whose answers did not move since the last call of this method."""
-        terminated: list[CallTerminated] = []
-        if self.is_terminated:
-            return terminated
+        terminated = []
         for open_stream in self._sender.find_stalled():
             self._counts["stalled_answer"] += 1
-            is_ended = bool(open_stream.trailers)
             self._abandon(open_stream, ErrorCode.CANCEL)
-            if not is_ended:
+            if not open_stream.trailers:
                 terminated.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
         return terminated
 
     def ping(self) -> None:
         """Send a PING; whatever the peer sends next shows that it lives."""
-        if self.is_terminated:
-            return
-        self._sender.output.append(frames.build_frame(frames.PING, 0, 0, _KEEPALIVE_PING))
+        if not self.is_terminated:
+            self._sender.output.append(frames.build_frame(frames.PING, 0, 0, _KEEPALIVE_PING))
 
     def start_drain(self) -> None:
         """Announce the end: calls on their way are served until the peer confirmed it."""
@@ -194,9 +205,10 @@ class Http2Connection(FrameReader):
     def close(self) -> None:
         """Return what the connection holds of shared limits; nothing is read or sent any more."""
         self.is_terminated = True
-        self._drop_partial()
+        self._drop_unread()
         for open_stream in self._streams.open.values():
             open_stream.assembler.release()
+            self._sender.drop(open_stream)
         self._streams.open.clear()
 
     # Frames
@@ -209,14 +221,14 @@ class Http2Connection(FrameReader):
         frames.check_head(kind, stream_id, len(payload))
         handler(self, flags, stream_id, payload)
 
-    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> int:
         size = len(payload)
         self._received_bytes += size
         self._open_connection_window()
         open_stream = self._streams.open.get(stream_id)
         if open_stream is None or open_stream.is_remote_closed:
             self._check_late_data(stream_id)
-            return
+            return 0
         is_end = bool(flags & frames.END_STREAM)
         open_stream.received_bytes += size
         if flags & frames.PADDED:
@@ -232,11 +244,11 @@ class Http2Connection(FrameReader):
         if open_stream.trailers:
             # Its answer is complete but for what waits for window; nothing more is read.
             open_stream.is_remote_closed = is_end
-        else:
-            self._take_payload(open_stream, payload, is_end=is_end)
+            return 0
+        return self._take_payload(open_stream, payload, is_end=is_end)
 
-    def _take_payload(self, open_stream: Http2Stream, payload: bytes, *, is_end: bool) -> None:
-        """Read the messages in a payload, and open the window of their stream."""
+    def _take_payload(self, open_stream: Http2Stream, payload: bytes, *, is_end: bool) -> int:
+        """Read the messages in a payload, and open the window of their stream; returns their number."""
         try:
             messages = open_stream.assembler.feed(payload)
             if open_stream.is_paused:
@@ -244,13 +256,14 @@ class Http2Connection(FrameReader):
         except MessageError as error:
             open_stream.is_remote_closed = is_end
             self._reject_messages(open_stream, error)
-            return
+            return 0
         for message in messages:
             self._events.append(MessageReceived(open_stream.stream_id, message))
         if is_end:
             self._on_half_close(open_stream)
         elif open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
             self._open_window(open_stream)
+        return len(messages)
 
     def _check_late_data(self, stream_id: int) -> None:
         """Check DATA on a stream from which none is expected."""
@@ -354,13 +367,10 @@ class Http2Connection(FrameReader):
         sender = self._sender
         initial_bytes = sender.initial_window_bytes
         for name, value in frames.read_settings(payload):
-            least, greatest, code = _SETTING_RANGES.get(name, (0, value, ErrorCode.NO_ERROR))
-            if not least <= value <= greatest:
-                raise Http2Error(code, f"setting {name} is {value}")
             if name == frames.INITIAL_WINDOW_SIZE:
                 initial_bytes = value
             elif name == frames.MAX_FRAME_SIZE:
-                sender.max_frame_bytes = value
+                sender.limit_frames(value)
         if initial_bytes != sender.initial_window_bytes:
             # Once for the frame, which may hold thousands of them: it visits all streams.
             self._close_all(sender.resize_windows(self._streams.open.values(), initial_bytes))

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import Http2Limits
 from extproc.http2.request_head import PartialHeaderBlock, strip_head_fields
+
+#: Work of one call, in bytes of header blocks: some 5 ms if none of them was seen before.
+_MAX_WORK: Final = 32 * 1024
+
+#: What a frame and a message cost beside, in the same unit.
+_FRAME_WORK: Final = 16
+_MESSAGE_WORK: Final = 8
 
 
 class FrameReader:
     """Reads frames, for a connection to inherit and handle.
 
     It checks what holds between frames: the preface, SETTINGS as the first frame, and that no
-    other frame is inside of a header block.
+    other frame is inside of a header block. A call does a bounded amount of work, and leaves the
+    rest of its bytes to the next: a peer can fill a read of 256 kB with header blocks.
 
     Args:
         limits: For the size of header blocks.
+
+    Attributes:
+        has_settings: True once the peer began as HTTP/2 does.
+        has_unread: True if complete frames wait for the next call, which needs no further bytes.
     """
 
     def __init__(self, limits: Http2Limits) -> None:
+        self.has_unread = False
         self._limits = limits
         self._buffer = b""
-        self._has_preface = self._has_settings = False
+        self._has_preface = self.has_settings = False
         self._is_plain = False  # settings came, and no header block is incomplete
         self._block: PartialHeaderBlock | None = None
 
-    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
-        """Handle a DATA frame, whose head is not checked."""
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> int:
+        """Handle a DATA frame, whose head is not checked; returns the number of its messages."""
         raise NotImplementedError
 
     def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
@@ -42,7 +57,7 @@ class FrameReader:
         raise NotImplementedError
 
     def _read(self, data: bytes) -> None:
-        """Handle the frames that bytes complete.
+        """Handle the frames that bytes complete, within the bound on work.
 
         Raises:
             Http2Error: The connection ends.
@@ -55,7 +70,9 @@ class FrameReader:
             if not at:
                 self._buffer = data
                 return
-        while end - at >= frames.HEAD_BYTES:
+        work = _MAX_WORK
+        while end - at >= frames.HEAD_BYTES and work > 0:
+            work -= _FRAME_WORK
             high, low, kind, flags, stream_id = frames.unpack_head(data, at)
             start = at + frames.HEAD_BYTES
             at = start + (high << 8 | low)
@@ -67,18 +84,21 @@ class FrameReader:
             stream_id &= frames.MAX_STREAM_ID
             try:
                 if kind == frames.DATA and self._is_plain:
-                    self._on_data(flags, stream_id, data[start:at])
+                    work -= _MESSAGE_WORK * self._on_data(flags, stream_id, data[start:at])
                 else:
+                    work -= at - start
                     self._read_frame(kind, flags, stream_id, data[start:at])
             except Http2Error as error:
                 if not error.stream_id:
                     raise
                 self._on_stream_error(error)
         self._buffer = data[at:] if at < end else b""
+        self.has_unread = work <= 0 and end - at >= frames.HEAD_BYTES
 
-    def _drop_partial(self) -> None:
-        """Drop the bytes of an incomplete frame."""
+    def _drop_unread(self) -> None:
+        """Drop the bytes of frames that were not handled."""
         self._buffer = b""
+        self.has_unread = False
 
     def _read_preface(self, data: bytes) -> int:
         """Check the preface; returns the offset of what follows it."""
@@ -96,10 +116,10 @@ class FrameReader:
             kind != frames.CONTINUATION or stream_id != self._block.stream_id
         ):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "frame inside of a header block")
-        if not self._has_settings:
+        if not self.has_settings:
             if kind != frames.SETTINGS or flags & frames.ACK:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "no settings after the preface")
-            self._has_settings = self._is_plain = True
+            self.has_settings = self._is_plain = True
         if kind == frames.HEADERS:
             self._read_headers(flags, stream_id, payload)
         elif kind == frames.CONTINUATION:

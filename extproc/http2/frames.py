@@ -116,6 +116,13 @@ class _FrameRule(NamedTuple):
     ends_stream: bool = False
 
 
+#: Settings of the peer: least and greatest value, and error outside of them.
+_SETTING_RANGES: Final = {
+    ENABLE_PUSH: (0, 1, ErrorCode.PROTOCOL_ERROR),
+    INITIAL_WINDOW_SIZE: (0, MAX_WINDOW_BYTES, ErrorCode.FLOW_CONTROL_ERROR),
+    MAX_FRAME_SIZE: (DEFAULT_FRAME_BYTES, LARGEST_FRAME_BYTES, ErrorCode.PROTOCOL_ERROR),
+}
+
 #: By frame type.
 _RULES: Final[Sequence[_FrameRule]] = (
     _FrameRule(on_stream=True),  # DATA
@@ -184,11 +191,16 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
     """Return settings as pairs of identifier and value.
 
     Raises:
-        Http2Error: The payload is cut short.
+        Http2Error: The payload is cut short, or a value is out of its range.
     """
     if len(payload) % _SETTING.size:
         raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"settings of {len(payload)} bytes")
-    return list(_SETTING.iter_unpack(payload))
+    settings = list(_SETTING.iter_unpack(payload))
+    for name, value in settings:
+        least, greatest, code = _SETTING_RANGES.get(name, (0, value, ErrorCode.NO_ERROR))
+        if not least <= value <= greatest:
+            raise Http2Error(code, f"setting {name} is {value}")
+    return settings
 
 
 def build_frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:

@@ -32,6 +32,8 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_continuations: CONTINUATION frames of one header block.
         max_unsent_bytes: Answers that wait for the peer's windows on one connection, above which
             it gets no more window for its own data.
+        max_total_unsent_bytes: The same on all connections together, above which the answer that
+            waits for the longest time is dropped, and its call ends.
     """
 
     max_message_bytes: int = 4 * _MIB
@@ -44,6 +46,7 @@ class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_header_block_bytes: int = 32 * _KIB
     max_continuations: int = 16
     max_unsent_bytes: int = 64 * _MIB
+    max_total_unsent_bytes: int = 256 * _MIB
 
 
 class ReceiveBudget:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Final, Protocol
 
 from extproc.http2 import frames, responses
 from extproc.http2.frames import ErrorCode, Http2Error
@@ -17,26 +17,76 @@ from extproc.http2.stream import Http2Stream
 #: more than they bring.
 _FRAGMENT_BYTES: Final = 1024
 
+#: Data of one output (bytes): more waits for the transport to take it, and is not built before.
+_OUTPUT_BYTES: Final = 256 * 1024
+
+#: Largest payload of our frames (bytes), however large the peer allows them to be.
+_MAX_FRAME_BYTES: Final = 64 * 1024
+
+
+class AnswerHolder(Protocol):
+    """Owner of a connection whose answers may wait."""
+
+    def drop_answer(self, stream_id: int, /) -> None:
+        """End a call whose answer is dropped."""
+
+
+class SendBudget:
+    """Limit on answers that wait for the windows of peers, shared by connections.
+
+    A peer that takes what it asked for is not ended for others: the answer that waits for the
+    longest time goes first.
+
+    Args:
+        limit_bytes: The most of all of them.
+
+    Attributes:
+        held_bytes: Bytes in use.
+        waiting: Streams whose answer waits, in the order in which that began, and their connections.
+    """
+
+    __slots__ = ("held_bytes", "limit_bytes", "waiting")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.waiting: dict[Http2Stream, AnswerHolder] = {}
+
+    def enforce(self) -> None:
+        """Drop answers until the limit holds."""
+        waiting = self.waiting
+        while self.held_bytes > self.limit_bytes and waiting:
+            stream = next(iter(waiting))
+            waiting.pop(stream).drop_answer(stream.stream_id)
+
 
 class ResponseSender:
     """Builds the frames of responses and holds back what the peer takes no window for.
 
+    An output has a bounded size, so that a large response is not in memory twice, and leaves when
+    the transport took what came before.
+
     Args:
         guard: Counts the frames of data that are sent.
+        budget: Limit on what waits on all connections.
+        holder: Ends calls whose answer the budget drops; None drops none.
 
     Attributes:
         output: Frames to write, in order.
-        unsent_bytes: Data of all streams that waits for a window.
+        unsent_bytes: Data of all streams that waits for a window or for the transport.
         initial_window_bytes: Window of a new stream.
-        max_frame_bytes: Largest payload that the peer takes.
+        max_frame_bytes: Largest payload of a frame.
     """
 
     __slots__ = (
         "_blocked",
+        "_budget",
         "_guard",
+        "_holder",
         "_is_first_block",
         "_num_fragments",
         "_ready",
+        "_room_bytes",
         "_window_bytes",
         "initial_window_bytes",
         "max_frame_bytes",
@@ -44,25 +94,29 @@ class ResponseSender:
         "unsent_bytes",
     )
 
-    def __init__(self, guard: FloodGuard) -> None:
-        self.output: list[bytes] = []
+    def __init__(self, guard: FloodGuard, budget: SendBudget, holder: AnswerHolder | None) -> None:
+        self.output: list[bytes | memoryview] = []
         self.unsent_bytes = 0
         self._num_fragments = 0
         self.initial_window_bytes = frames.DEFAULT_WINDOW_BYTES
         self.max_frame_bytes = frames.DEFAULT_FRAME_BYTES
         self._guard = guard
+        self._budget = budget
+        self._holder = holder
+        self._room_bytes = _OUTPUT_BYTES
         self._window_bytes = frames.DEFAULT_WINDOW_BYTES
         self._blocked: dict[int, Http2Stream] = {}
-        # Those that wait for the window of the connection only, in turns.
+        # Those that wait for the window of the connection or for the transport only, in turns.
         self._ready: OrderedDict[int, Http2Stream] = OrderedDict()
         self._is_first_block = True
 
     def take_output(self) -> bytes:
-        """Return all frames since the last call."""
+        """Return all frames since the last call, and make room for more."""
         output = self.output
         if not output:
             return b""
         self.output = []
+        self._room_bytes = _OUTPUT_BYTES
         return b"".join(output)
 
     def take_fragments(self) -> int:
@@ -72,11 +126,8 @@ class ResponseSender:
 
     def send(self, stream: Http2Stream, messages: Sequence[bytes]) -> None:
         """Send messages, after what waits already."""
-        output = self.output
         if not stream.has_responded:
-            stream.has_responded = True
-            output.append(responses.build_head(stream.stream_id, is_first=self._is_first_block))
-            self._is_first_block = False
+            self._send_head(stream)
         data = frame_messages(messages)
         size = len(data)
         if (
@@ -84,22 +135,41 @@ class ResponseSender:
             and size <= self.max_frame_bytes
             and size <= stream.send_window_bytes
             and size <= self._window_bytes
+            and self._room_bytes > 0
         ):
             stream.send_window_bytes -= size
             self._window_bytes -= size
+            self._room_bytes -= size
             self._guard.writes += 1
+            output = self.output
             output.append(
                 frames.pack_head(size >> 8, size & 0xFF, frames.DATA, 0, stream.stream_id)
             )
             output.append(data)
             return
-        if stream.unsent is None:
-            stream.unsent = deque()
-            stream.has_moved = True
-            self._blocked[stream.stream_id] = stream
-        stream.unsent.append(data)
-        self.unsent_bytes += size
+        self._enqueue(stream, data)
         self._send_unsent(stream)
+
+    def send_lazily(self, stream: Http2Stream, source: Iterator[bytes]) -> bool:
+        """Send messages as the peer takes them; nothing may follow before the last was taken.
+
+        Args:
+            source: Builds the messages. It must not raise, and is closed where the call ends.
+
+        Returns:
+            True if all were taken.
+        """
+        if not stream.has_responded:
+            self._send_head(stream)
+        self._enqueue(stream)
+        stream.source = source
+        self._send_unsent(stream)
+        return stream.unsent is None
+
+    def _send_head(self, stream: Http2Stream) -> None:
+        stream.has_responded = True
+        self.output.append(responses.build_head(stream.stream_id, is_first=self._is_first_block))
+        self._is_first_block = False
 
     def finish(self, stream: Http2Stream, status: GrpcStatus, message: str) -> bool:
         """End a response; returns False if the end waits for data."""
@@ -132,11 +202,15 @@ class ResponseSender:
 
     def drop(self, stream: Http2Stream) -> None:
         """Forget what a stream still has to send."""
-        if stream.unsent is not None:
-            self.unsent_bytes -= sum(map(len, stream.unsent)) - stream.unsent_at
-            stream.unsent = None
-            self._blocked.pop(stream.stream_id, None)
-            self._ready.pop(stream.stream_id, None)
+        if stream.unsent is None:
+            return
+        size = sum(map(len, stream.unsent)) - stream.unsent_at
+        self.unsent_bytes -= size
+        self._budget.held_bytes -= size
+        self._on_sent(stream)
+        source, stream.source = stream.source, None
+        if isinstance(source, Generator):
+            source.close()
 
     def open_stream_window(self, stream: Http2Stream, more_bytes: int) -> bool:
         """Add to the window of a stream; returns True if its response ended with that.
@@ -160,7 +234,7 @@ class ResponseSender:
         self._window_bytes += more_bytes
         if self._window_bytes > frames.MAX_WINDOW_BYTES:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window of the connection too large")
-        return self._send_ready()
+        return self.send_ready()
 
     def resize_windows(
         self, streams: Iterable[Http2Stream], initial_bytes: int
@@ -179,7 +253,11 @@ class ResponseSender:
         for stream in self._blocked.values():
             if stream.send_window_bytes > 0:
                 self._ready.setdefault(stream.stream_id, stream)
-        return self._send_ready()
+        return self.send_ready()
+
+    def limit_frames(self, max_bytes: int) -> None:
+        """Apply SETTINGS_MAX_FRAME_SIZE."""
+        self.max_frame_bytes = min(max_bytes, _MAX_FRAME_BYTES)
 
     def find_stalled(self) -> list[Http2Stream]:
         """Return streams that sent nothing since the last call although they have data."""
@@ -190,31 +268,60 @@ class ResponseSender:
             stream.has_moved = False
         return stalled
 
-    def _send_ready(self) -> list[Http2Stream]:
+    @property
+    def has_ready(self) -> bool:
+        """True if data waits for the transport only."""
+        return bool(self._ready) and self._window_bytes > 0
+
+    def send_ready(self) -> list[Http2Stream]:
         """Send what the window of the connection allows; returns streams that ended with that."""
         ended, ready = [], self._ready
-        while ready and self._window_bytes > 0:
+        while ready and self._window_bytes > 0 and self._room_bytes > 0:
             _, stream = ready.popitem(last=False)
             if self._send_unsent(stream):
                 ended.append(stream)
         return ended
 
+    def _enqueue(self, stream: Http2Stream, *data: bytes) -> None:
+        """Let data wait behind what waits already."""
+        if stream.unsent is None:
+            stream.unsent = deque()
+            stream.has_moved = True
+            self._blocked[stream.stream_id] = stream
+        for piece in data:
+            stream.unsent.append(piece)
+            self.unsent_bytes += len(piece)
+            self._budget.held_bytes += len(piece)
+
+    def _has_unsent(self, stream: Http2Stream) -> bool:
+        """Check if a stream has data to send; builds its next message where it has one."""
+        if stream.unsent:
+            return True
+        message = None if stream.source is None else next(stream.source, None)
+        if message is None:
+            stream.source = None
+            return False
+        self._enqueue(stream, frame_messages((message,)))
+        return True
+
     def _send_unsent(self, stream: Http2Stream) -> bool:
         """Send what the windows allow; returns True if the response ended with that."""
-        unsent, output = stream.unsent, self.output
-        if unsent is None:
-            raise RuntimeError("nothing is unsent")
-        while unsent:
+        output = self.output
+        while self._has_unsent(stream):
+            unsent = stream.unsent
+            if unsent is None:
+                raise RuntimeError("nothing is unsent")
             data, at = unsent[0], stream.unsent_at
             left = len(data) - at
             size = min(left, self.max_frame_bytes, stream.send_window_bytes, self._window_bytes)
-            if size <= 0 < left:
-                if stream.send_window_bytes > 0:
-                    self._ready[stream.stream_id] = stream
+            if size <= 0 or self._room_bytes <= 0:
+                self._wait(stream)
                 return False
             stream.send_window_bytes -= size
             self._window_bytes -= size
+            self._room_bytes -= size
             self.unsent_bytes -= size
+            self._budget.held_bytes -= size
             if size < left and size < _FRAGMENT_BYTES:
                 self._num_fragments += 1
             else:
@@ -223,16 +330,28 @@ class ResponseSender:
             output.append(
                 frames.pack_head(size >> 8, size & 0xFF, frames.DATA, 0, stream.stream_id)
             )
-            output.append(data if size == len(data) else data[at : at + size])
+            output.append(data if size == len(data) else memoryview(data)[at : at + size])
             if size == left:
                 unsent.popleft()
                 stream.unsent_at = 0
             else:
                 stream.unsent_at = at + size
-        stream.unsent = None
-        del self._blocked[stream.stream_id]
-        self._ready.pop(stream.stream_id, None)
+        self._on_sent(stream)
         if stream.trailers:
             output.append(stream.trailers)
             return True
         return False
+
+    def _wait(self, stream: Http2Stream) -> None:
+        """Note that the data of a stream waits, and what for."""
+        if stream.send_window_bytes > 0:
+            self._ready[stream.stream_id] = stream
+        if self._holder is not None:
+            self._budget.waiting.setdefault(stream, self._holder)
+
+    def _on_sent(self, stream: Http2Stream) -> None:
+        """Note that a stream has nothing that waits."""
+        stream.unsent, stream.unsent_at = None, 0
+        self._blocked.pop(stream.stream_id, None)
+        self._ready.pop(stream.stream_id, None)
+        self._budget.waiting.pop(stream, None)

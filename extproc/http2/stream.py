@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -31,8 +31,9 @@ class Http2Stream:
         is_paused: True while its messages wait, so that it gets no more window.
         received_bytes: Received since its window was opened the last time.
         has_responded: True once the head of the response was sent.
-        unsent: Data that waits for a window.
+        unsent: Data that waits for a window, or for the transport.
         unsent_at: Offset in the first of them.
+        source: Messages after that, which are built as the peer takes them; None if there are none.
         trailers: Frame that ends the response after the data; empty while it goes on.
         has_moved: True if data was sent since the last check for stalled streams.
     """
@@ -46,6 +47,7 @@ class Http2Stream:
         "is_remote_closed",
         "received_bytes",
         "send_window_bytes",
+        "source",
         "stream_id",
         "trailers",
         "unsent",
@@ -70,6 +72,7 @@ class Http2Stream:
         self.has_responded = False
         self.unsent: deque[bytes] | None = None
         self.unsent_at = 0
+        self.source: Iterator[bytes] | None = None
         self.trailers = b""
         self.has_moved = True
 

@@ -255,8 +255,10 @@ ProcessingResponse = (
 
 def chunks(
     answers: MessageKind, body: RequestBody, *, end_of_stream: bool, destination: str = ""
-) -> Iterator[StreamedBodyResponse]:
+) -> Iterable[StreamedBodyResponse]:
     """Split a body into chunks of `CHUNK_BYTES`; an empty body is one empty chunk.
+
+    Chunks of a larger body are built as they are consumed.
 
     Args:
         answers: REQUEST_BODY or RESPONSE_BODY.
@@ -264,10 +266,15 @@ def chunks(
         end_of_stream: Whether the last piece ends the direction.
         destination: Put on the first piece, see `StreamedBodyResponse`.
     """
+    if len(body) <= CHUNK_BYTES:
+        return (StreamedBodyResponse(answers, bytes(body), end_of_stream, destination),)
+    return _split(answers, body, end_of_stream=end_of_stream, destination=destination)
+
+
+def _split(
+    answers: MessageKind, body: RequestBody, *, end_of_stream: bool, destination: str
+) -> Iterator[StreamedBodyResponse]:
     size = len(body)
-    if size <= CHUNK_BYTES:
-        yield StreamedBodyResponse(answers, bytes(body), end_of_stream, destination)
-        return
     view = memoryview(body)
     for at in range(0, size, CHUNK_BYTES):
         last = at + CHUNK_BYTES >= size

@@ -431,6 +431,7 @@ class EndpointPickerProcess:
         return {
             **(leader if self._elector is not None else {}),
             **(self._peer_channel.gauges() if self._peer_channel is not None else {}),
+            **self._transport.gauges(),
             "extproc_body_buffer_bytes": lambda: self.budget.held_bytes,
             "extproc_prefix_index_blocks": lambda: sum(
                 runtime.parts.index.blocks_total for runtime in runtimes.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -55,6 +55,10 @@ class GrpcioTransport:
             probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
         )
         return BoundServers((main, probes), grpc_port, health_port)
+
+    def gauges(self) -> Mapping[str, Callable[[], float]]:
+        """No gauges: grpcio shows neither its connections nor what waits on them."""
+        return {}
 
 
 def build_server(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -> grpc.aio.Server:

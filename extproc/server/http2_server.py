@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import socket
 import ssl
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
@@ -17,26 +19,31 @@ from extproc.http2.events import (
     Http2Event,
     MessageReceived,
 )
+from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.responses import GrpcStatus
+from extproc.http2.sender import SendBudget
+from extproc.server import listeners
 from extproc.server.listeners import Keepalive
 
-#: Bytes that the kernel has not taken, above which a peer is not read any more.
-_WRITE_BUFFER_BYTES = 1024 * 1024
+_log = logging.getLogger("extproc.server")
+
+#: Bytes that the kernel has not taken, above which a peer is neither read nor written to any more.
+_WRITE_BUFFER_BYTES = 256 * 1024
 
 #: Seconds after which an answer that the peer gives no window for is dropped; Envoy gives none
 #: while an engine does not read its request.
 _STALL_S = 300.0
 
 #: Events of one read that are handled before other connections are: one read may hold thousands of
-#: messages of some bytes.
-_MAX_EVENTS = 512
+#: messages of some bytes. Some milliseconds.
+_MAX_EVENTS = 128
 
-#: Seconds that a unary call may take: its answer takes none, so it waits for its message.
-_UNARY_S = 60.0
+#: Seconds of a TLS handshake, after which its connection is closed.
+_HANDSHAKE_S = 10.0
 
-#: Connections that wait to be accepted (count).
-_BACKLOG = 1024
+#: Seconds between two log lines about connections that are refused.
+_LOG_S = 60.0
 
 
 class ServerCall:
@@ -76,6 +83,17 @@ class ServerCall:
         """Send messages to the client."""
         self._connection.send(self._stream_id, messages)
 
+    def send_lazily(self, source: Iterator[bytes]) -> bool:
+        """Send messages as the client takes them; nothing may follow before the last was taken.
+
+        Args:
+            source: Builds the messages. It must not raise, and is closed where the call ends.
+
+        Returns:
+            True if all were taken.
+        """
+        return self._connection.send_lazily(self._stream_id, source)
+
     def end(self, status: GrpcStatus = GrpcStatus.OK, message: str = "") -> None:
         """End the call; nothing more is heard of it."""
         self._connection.end(self._stream_id, status, message)
@@ -98,49 +116,6 @@ class ServerCall:
 CallFactory: TypeAlias = "Callable[[Http2Protocol, int], ServerCall]"
 
 
-class UnaryCall(ServerCall):
-    """Call with one message each way.
-
-    Args:
-        connection: Its connection.
-        stream_id: Its stream.
-        answer: Message to answer; what it raises ends the call with INTERNAL.
-    """
-
-    __slots__ = ("_answer", "_messages")
-
-    max_duration_s = _UNARY_S
-
-    def __init__(
-        self, connection: Http2Protocol, stream_id: int, answer: Callable[[bytes], bytes]
-    ) -> None:
-        super().__init__(connection, stream_id)
-        self._answer = answer
-        self._messages: list[bytes] = []
-
-    def on_message(self, message: bytes) -> None:
-        """Keep the message until the client is done."""
-        self._messages.append(message)
-        if len(self._messages) > 1:
-            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
-
-    def on_half_close(self) -> None:
-        """Answer."""
-        if not self._messages:
-            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
-            return
-        try:
-            answer = self._answer(self._messages[0])
-        except Exception:  # noqa: BLE001 - what came is no message, for all that is known
-            self.end(GrpcStatus.INTERNAL, "the message cannot be read")
-            return
-        self.send((answer,))
-        self.end()
-
-    def on_terminated(self) -> None:
-        """Nothing is open."""
-
-
 class Http2Protocol(asyncio.Protocol):
     """One connection: calls handlers as bytes arrive, and writes their answers together.
 
@@ -152,11 +127,18 @@ class Http2Protocol(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         now = self._loop.time()
-        self.core = Http2Connection(server.limits, server.budget, server.counts, now=now)
+        self.core = Http2Connection(
+            server.limits,
+            server.budget,
+            server.counts,
+            now=now,
+            send_budget=server.send_budget,
+            holder=self,
+        )
         self._calls: dict[int, ServerCall] = {}
         self._transport: asyncio.Transport
         self._will_flush = True  # nothing before `connection_made` does
-        self._is_pinged = self._is_write_paused = False
+        self._is_pinged = self._is_write_paused = self._is_behind = False
         self._read_at = self._pinged_at = self._stalls_at = now
         self._timer: asyncio.TimerHandle | None = None
         self._deferred: deque[Http2Event] = deque()
@@ -167,7 +149,9 @@ class Http2Protocol(asyncio.Protocol):
         """Begin with our settings."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self._server.connections.add(self)
+        if not self._server.on_connected(self):
+            self.close()
+            return
         if self._server.is_stopping:
             self.core.start_drain()
         self._flush()
@@ -178,7 +162,7 @@ class Http2Protocol(asyncio.Protocol):
         self._will_flush, self._is_pinged = True, False
         self._read_at = now = self._loop.time()
         events = self.core.receive(data, now)
-        if self._deferred or len(events) > _MAX_EVENTS:
+        if self._is_behind or self.core.has_unread or len(events) > _MAX_EVENTS:
             self._defer(events)
             return
         self._handle(events)
@@ -200,13 +184,14 @@ class Http2Protocol(asyncio.Protocol):
         self._server.on_lost(self)
 
     def pause_writing(self) -> None:
-        """Read nothing from a peer that does not read."""
+        """Read nothing from a peer that does not read, and let its answers wait."""
         self._is_write_paused = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Read again."""
+        """Write what waits, and read again."""
         self._is_write_paused = False
+        self.flush_soon()
         self._resume_reading()
 
     # What calls do
@@ -216,6 +201,13 @@ class Http2Protocol(asyncio.Protocol):
         self.core.send_messages(stream_id, messages)
         if not self._will_flush:
             self.flush_soon()
+
+    def send_lazily(self, stream_id: int, source: Iterator[bytes]) -> bool:
+        """Send messages of a call as the peer takes them; True if all were taken."""
+        is_sent = self.core.send_lazily(stream_id, source)
+        if not self._will_flush:
+            self.flush_soon()
+        return is_sent
 
     def end(self, stream_id: int, status: GrpcStatus, message: str) -> None:
         """End a call."""
@@ -245,6 +237,13 @@ class Http2Protocol(asyncio.Protocol):
         self.core.start_drain()
         self.flush_soon()
 
+    def drop_answer(self, stream_id: int) -> None:
+        """End a call whose answer waits for the longest time of all."""
+        self.count_limit("unsent_answers")
+        self.core.reset_call(stream_id, ErrorCode.CANCEL)
+        self._terminate(stream_id)
+        self.flush_soon()
+
     def close(self) -> None:
         """Close the connection after what is written already."""
         self.core.finish_drain()
@@ -257,37 +256,46 @@ class Http2Protocol(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._will_flush = False
-        output = self.core.take_output()
+        core = self.core
+        if self._is_write_paused and not core.is_terminated:
+            return
+        output = core.take_output()
         if output:
             self._transport.write(output)
-        if self.core.is_terminated and not self._transport.is_closing():
+        if core.has_output:
+            self.flush_soon()
+        self._server.send_budget.enforce()
+        if core.is_terminated and not self._transport.is_closing():
             self._transport.close()
 
     def _resume_reading(self) -> None:
-        """Read again, unless answers or events wait."""
-        if not (self._is_write_paused or self._deferred or self._transport.is_closing()):
+        """Read again, unless answers, frames or events wait."""
+        if not (self._is_write_paused or self._is_behind or self._transport.is_closing()):
             self._transport.resume_reading()
 
     def _defer(self, events: Sequence[Http2Event]) -> None:
-        """Handle many events in turns with other connections; nothing is read meanwhile."""
-        is_first = not self._deferred
+        """Handle many frames or events in turns with other connections; nothing is read meanwhile."""
         self._deferred += events
-        if is_first:
-            self._transport.pause_reading()
-            self._handle_deferred()
-        else:
+        if self._is_behind:
             self._flush()
+            return
+        self._is_behind = True
+        self._transport.pause_reading()
+        self._handle_deferred()
 
     def _handle_deferred(self) -> None:
-        deferred = self._deferred
-        if not deferred:
-            return  # the connection is lost
+        deferred, core = self._deferred, self.core
+        if self._transport.is_closing():
+            return
         self._will_flush = True
+        if core.has_unread and not deferred:
+            deferred += core.receive(b"", self._loop.time())
         self._handle([deferred.popleft() for _ in range(min(len(deferred), _MAX_EVENTS))])
         self._flush()
-        if deferred:
+        if deferred or core.has_unread:
             self._loop.call_soon(self._handle_deferred)
         else:
+            self._is_behind = False
             self._resume_reading()
 
     def _handle(self, events: Sequence[Http2Event]) -> None:
@@ -344,7 +352,7 @@ class Http2Protocol(asyncio.Protocol):
             self._stalls_at = now
             for event in self.core.reset_stalled():
                 self._terminate(event.stream_id)
-        if not self.core.has_preface:
+        if not self.core.has_settings:
             # A byte now and then is no beginning either.
             counts["no_preface"] += 1
             self.abort()
@@ -375,9 +383,11 @@ class Http2Server:
         budget: Limit on incomplete messages.
         counts: Calls and connections that ended by a limit or a violation; updated here.
         keepalive: When silent connections are pinged and closed.
+        max_connections: Open connections above which further ones are refused (count).
 
     Attributes:
         connections: Open connections.
+        send_budget: Limit on the answers that wait on all of them.
         is_stopping: True once `stop` was called.
     """
 
@@ -389,6 +399,7 @@ class Http2Server:
         budget: ReceiveBudget,
         counts: Counter[str],
         keepalive: Keepalive,
+        max_connections: int,
     ) -> None:
         self.routes = routes
         self.limits = limits
@@ -396,7 +407,10 @@ class Http2Server:
         self.counts = counts
         self.keepalive = keepalive
         self.connections: set[Http2Protocol] = set()
+        self.send_budget = SendBudget(limits.max_total_unsent_bytes)
         self.is_stopping = False
+        self._max_connections = max_connections
+        self._logged_at = -math.inf
         self._sockets: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         self._listeners: list[asyncio.Server] = []
         self._gone: asyncio.Event = asyncio.Event()
@@ -412,7 +426,7 @@ class Http2Server:
             OSError: The address cannot be bound.
         """
         host, _, port = address.rpartition(":")
-        bound = _bind(host.strip("[]"), int(port))
+        bound = listeners.bind_socket(host.strip("[]"), int(port))
         self._sockets.append((bound, tls))
         return int(bound.getsockname()[1])
 
@@ -422,7 +436,11 @@ class Http2Server:
         for bound, tls in self._sockets:
             self._listeners.append(
                 await loop.create_server(
-                    lambda: Http2Protocol(self), sock=bound, ssl=tls, backlog=_BACKLOG
+                    lambda: Http2Protocol(self),
+                    sock=bound,
+                    ssl=tls,
+                    ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+                    backlog=listeners.BACKLOG,
                 )
             )
         self._sockets = []
@@ -456,20 +474,24 @@ class Http2Server:
                 for connection in list(self.connections):
                     connection.close()
 
+    def on_connected(self, connection: Http2Protocol) -> bool:
+        """Take a connection; False if it is to be closed, because there are too many."""
+        if len(self.connections) < self._max_connections:
+            self.connections.add(connection)
+            return True
+        self.counts["connections"] += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at >= _LOG_S:
+            self._logged_at = now
+            _log.warning(
+                "a connection is refused: wanted fewer than %d, the most that the limit of open "
+                "files allows; raise it (ulimit -n), or look who holds them",
+                self._max_connections,
+            )
+        return False
+
     def on_lost(self, connection: Http2Protocol) -> None:
         """Forget a connection."""
         self.connections.discard(connection)
         if self.is_stopping and not self.connections:
             self._gone.set()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket; `::` takes both families, and is IPv4 where there is no IPv6."""
-    if host in ("", "::") and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"  # noqa: S104 - every address, as configured
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if ":" not in host:
-        family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=host == "::"
-    )

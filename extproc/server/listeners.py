@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from typing import Final
 
 import msgspec
 
 from extproc.errors import ConfigError
+
+#: Connections that wait to be accepted (count).
+BACKLOG: Final = 1024
 
 
 class Keepalive(msgspec.Struct, frozen=True):
@@ -50,6 +54,18 @@ class ListenAddresses(msgspec.Struct, frozen=True):
             f"ext_proc on port {self.grpc}, gRPC health on {self.health}, "
             f"metrics on {self.pages}{more}"
         )
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket; `::` takes both families, and is IPv4 where there is no IPv6."""
+    if host in ("", "::") and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # noqa: S104 - every address, as configured
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" not in host:
+        family, _, _, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(
+        (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=host == "::"
+    )
 
 
 def is_taken(host: str, port: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from extproc.decision import Rejection
@@ -47,12 +47,14 @@ class ExtProcCall(ServerCall):
 
     Attributes:
         stream: Handler of the exchange.
-        is_waiting: True while its request waits for admission or for the parse of its body.
+        is_waiting: True while its request waits for admission, for the parse of its body, or for
+            the client to take the body.
         has_begun: True once a message arrived.
     """
 
     __slots__ = (
         "_backlog",
+        "_failure",
         "_handle",
         "_is_closed",
         "_is_half_closed",
@@ -72,6 +74,7 @@ class ExtProcCall(ServerCall):
         overloaded = servicer.num_streams >= shared.settings.max_streams
         self._handle = self.stream.reject_overload if overloaded else self.stream.handle
         self._backlog: list[bytes] = []
+        self._failure: Exception | None = None
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
 
@@ -124,8 +127,11 @@ class ExtProcCall(ServerCall):
         self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
     ) -> None:
         """Send what a step of the stream answers, and go on with what it demands."""
+        replies: Iterable[ProcessingResponse] | list[bytes]
         try:
-            replies = [_encode(reply) for reply in turn(argument)]
+            replies = turn(argument)
+            if isinstance(replies, (tuple, list)):
+                replies = [_encode(reply) for reply in replies]
         except ProtocolError as error:
             _log.warning("stream ended: %s", error)
             if self._release("protocol"):
@@ -134,8 +140,17 @@ class ExtProcCall(ServerCall):
         except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
             self._fail(error)
             return
-        if replies:
-            self.send(replies)
+        if isinstance(replies, list):
+            if replies:
+                self.send(replies)
+            self._go_on()
+        elif self.send_lazily(self._encode_lazily(replies)):
+            self._on_sent()
+        else:
+            self._wait()
+
+    def _go_on(self) -> None:
+        """Do what the stream demands next."""
         stream = self.stream
         if stream.unparsed is not None:
             self._wait()
@@ -145,6 +160,29 @@ class ExtProcCall(ServerCall):
             stream.queued.admission.add_done_callback(self._on_admission)
         elif stream.is_over:
             self.finish()
+
+    def _encode_lazily(self, replies: Iterable[ProcessingResponse]) -> Iterator[bytes]:
+        """Encode the pieces of a body as the client takes them; the last lets the stream go on."""
+        try:
+            for reply in replies:
+                yield _encode(reply)
+        except Exception as error:  # noqa: BLE001 - a bug of ours, see `_on_sent`
+            self._failure = error
+        finally:
+            if self.is_waiting:
+                asyncio.get_running_loop().call_soon(self._on_body_taken)
+
+    def _on_sent(self) -> None:
+        """Go on after a body, or fail by what its pieces raised."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            self._go_on()
+        else:
+            self._fail(failure)
+
+    def _on_body_taken(self) -> None:
+        if not self._is_closed:
+            self._resume(self._on_sent)
 
     def _wait(self) -> None:
         self.is_waiting = True
@@ -165,23 +203,21 @@ class ExtProcCall(ServerCall):
     def _on_admission(self, answer: asyncio.Future[Admission | Rejection]) -> None:
         """Answer a queued request."""
         if not self._is_closed:
-            self._resume(self.stream.resume, answer.result())
+            self._resume(lambda: self._run(self.stream.resume, answer.result()))
 
     def on_parsed(self, read: HttpRequest | Rejection | Exception) -> None:
         """Answer a request whose large body was parsed, or could not be."""
         if self._is_closed:
             return
         if isinstance(read, Exception):
-            self._resume(self.stream.resume_unparsed, read)
+            self._resume(lambda: self._run(self.stream.resume_unparsed, read))
         else:
-            self._resume(self.stream.resume_parsed, read)
+            self._resume(lambda: self._run(self.stream.resume_parsed, read))
 
-    def _resume(
-        self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
-    ) -> None:
-        """Answer a request that waited, then the messages that came meanwhile."""
+    def _resume(self, answer: Callable[[], None]) -> None:
+        """Answer what waited, then the messages that came meanwhile."""
         self.is_waiting = False
-        self._run(turn, argument)
+        answer()
         backlog, self._backlog = self._backlog, []
         for message in backlog:
             if self._is_closed:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import resource
 import ssl
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from grpc_health.v1 import health_pb2
 
 from extproc.config.settings import LimitsSection, ServerSection, Settings
 from extproc.errors import ConfigError
 from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.responses import GrpcStatus
 from extproc.server import health, listeners
-from extproc.server.http2_server import CallFactory, Http2Server, UnaryCall
+from extproc.server.http2_server import CallFactory, Http2Protocol, Http2Server, ServerCall
 from extproc.server.listeners import Keepalive
 from extproc.server.native_ext_proc import NativeExternalProcessor
 from extproc.server.stream_handler import StreamContext
@@ -21,6 +23,16 @@ from extproc.server.transport import BoundServers
 
 #: Streams of a connection beyond those that are answered with 429, so that many can be at once.
 _SPARE_STREAMS = 10_000
+
+#: Connections of a port (count): Envoy opens one for each of its worker threads. As many that do
+#: nothing take some 200 MB.
+_MAX_CONNECTIONS = 10_000
+
+#: Share of the open files that a port may have; the others are for engines and files.
+_FILES_SHARE = 0.75
+
+#: Seconds that a unary call may take: its answer takes none, so it waits for its message.
+_UNARY_S = 60.0
 
 _KEEPALIVE = Keepalive()
 
@@ -36,6 +48,7 @@ class NativeTransport:
     def __init__(self, shared: StreamContext, counts: Counter[str]) -> None:
         self.servicer = NativeExternalProcessor(shared)
         self._counts = counts
+        self._servers: tuple[Http2Server, ...] = ()
 
     def bind(self, settings: Settings, readiness: health.Readiness) -> BoundServers:
         """Bind the servers of ext_proc and of health.
@@ -62,7 +75,19 @@ class NativeTransport:
         except ConfigError:
             main.release_sockets()
             raise
-        return BoundServers((main, probes), grpc_port, health_port)
+        self._servers = (main, probes)
+        return BoundServers(self._servers, grpc_port, health_port)
+
+    def gauges(self) -> Mapping[str, Callable[[], float]]:
+        """Gauges of the process by name."""
+        return {
+            "extproc_http2_connections_open": lambda: sum(
+                len(server.connections) for server in self._servers
+            ),
+            "extproc_http2_unsent_bytes": lambda: sum(
+                server.send_budget.held_bytes for server in self._servers
+            ),
+        }
 
 
 def build_server(
@@ -83,7 +108,16 @@ def build_server(
         budget=budget,
         counts=counts,
         keepalive=keepalive,
+        max_connections=_find_max_connections(),
     )
+
+
+def _find_max_connections() -> int:
+    """Return the connections that a port may have, by the limit of open files."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_files == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return min(_MAX_CONNECTIONS, int(max_files * _FILES_SHARE))
 
 
 def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | None = None) -> int:
@@ -122,6 +156,49 @@ def load_tls_context(server: ServerSection) -> ssl.SSLContext | None:
     if not server.cert_path:
         return tls.build_context(tls.self_signed_pair())
     return tls.load_context(server.cert_path, reload=server.enable_cert_reload)
+
+
+class UnaryCall(ServerCall):
+    """Call with one message each way.
+
+    Args:
+        connection: Its connection.
+        stream_id: Its stream.
+        answer: Message to answer; what it raises ends the call with INTERNAL.
+    """
+
+    __slots__ = ("_answer", "_messages")
+
+    max_duration_s = _UNARY_S
+
+    def __init__(
+        self, connection: Http2Protocol, stream_id: int, answer: Callable[[bytes], bytes]
+    ) -> None:
+        super().__init__(connection, stream_id)
+        self._answer = answer
+        self._messages: list[bytes] = []
+
+    def on_message(self, message: bytes) -> None:
+        """Keep the message until the client is done."""
+        self._messages.append(message)
+        if len(self._messages) > 1:
+            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
+
+    def on_half_close(self) -> None:
+        """Answer."""
+        if not self._messages:
+            self.end(GrpcStatus.UNIMPLEMENTED, "a unary call has one message")
+            return
+        try:
+            answer = self._answer(self._messages[0])
+        except Exception:  # noqa: BLE001 - what came is no message, for all that is known
+            self.end(GrpcStatus.INTERNAL, "the message cannot be read")
+            return
+        self.send((answer,))
+        self.end()
+
+    def on_terminated(self) -> None:
+        """Nothing is open."""
 
 
 def health_routes(readiness: health.Readiness) -> Mapping[str, CallFactory]:

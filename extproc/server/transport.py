@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -60,6 +60,9 @@ class Transport(Protocol):
         Raises:
             ConfigError: A port is taken, or a certificate cannot be read.
         """
+
+    def gauges(self) -> Mapping[str, Callable[[], float]]:
+        """Gauges of the process by name."""
 
 
 def build_transport(

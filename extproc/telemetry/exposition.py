@@ -24,6 +24,8 @@ PROCESS_GAUGES: Mapping[str, str] = {
     "extproc_peer_sync_peers": "Other replicas that share their requests; only with `peer_sync.url`.",
     "extproc_peer_sync_inflight_requests": "Requests in flight of other replicas, as they report; only with `peer_sync.url`.",
     "extproc_body_buffer_bytes": "Bytes of request bodies in buffers.",
+    "extproc_http2_connections_open": "Open connections to the ports of ext_proc and gRPC health; only with the native transport.",
+    "extproc_http2_unsent_bytes": "Bytes of answers that wait for the windows of peers or the network; only with the native transport.",
     "extproc_prefix_index_blocks": "Prefix blocks in the prefix index, summed over endpoints.",
     "extproc_prefix_index_bytes": "Bytes of memory of the prefix index, estimated.",
 }

@@ -210,3 +210,47 @@ def test_a_large_header_list_is_counted():
     client = RawClient()
     client.call(fields=[*CALL_FIELDS, *(("a", "b") for _ in range(130))])
     assert client.counts == {"header_list": 1}
+
+
+def test_a_read_full_of_header_blocks_is_handled_in_turns():
+    """Blocks that were never seen, in frames as large as they may be."""
+    client = RawClient(max_header_list_bytes=1 << 20, max_header_block_bytes=1 << 20)
+    data = b""
+    for stream_id in range(1, 81, 2):
+        block = client.encoder.encode([*CALL_FIELDS, ("x", f"{stream_id}" * 4000)], huffman=True)
+        data += frame(HEADERS, END_HEADERS, stream_id, block)
+    turns = [len(client.core.receive(data, 0.0))]
+    while client.core.has_unread:
+        turns.append(len(client.core.receive(b"", 0.0)))
+    assert sum(turns) == 40
+    assert len(turns) > 2
+    assert client.core.receive(frame(PING, 0, 0, bytes(8)), 0.0) == []
+    assert client.read()[-1].kind == PING
+
+
+@pytest.mark.parametrize(
+    ("data", "messages_of_a_turn"),
+    [
+        (frame(DATA, 0, 1, message(b"")) * 10_000, 1500),
+        (frame(DATA, 0, 1, message(b"") * 3000) * 4, 6000),
+    ],
+    ids=["frames", "messages"],
+)
+def test_a_read_full_of_small_messages_is_handled_in_turns(data, messages_of_a_turn):
+    client = RawClient()
+    client.call()
+    turns = [len(client.core.receive(data, 0.0))]
+    while client.core.has_unread:
+        turns.append(len(client.core.receive(b"", 0.0)))
+    assert sum(turns) >= 10_000
+    assert max(turns) <= messages_of_a_turn
+
+
+def test_a_connection_that_ends_in_the_middle_of_a_read_leaves_nothing_unread():
+    client = RawClient()
+    client.call()
+    client.core.receive(frame(DATA, 0, 1, message(b"")) * 10_000, 0.0)
+    assert client.core.has_unread
+    client.core.close()
+    assert not client.core.has_unread
+    assert client.core.receive(b"", 0.0) == []

@@ -7,6 +7,7 @@ import pytest
 from extproc.http2.events import CallTerminated, MessageReceived
 from extproc.http2.frames import ErrorCode
 from extproc.http2.responses import GrpcStatus
+from extproc.http2.sender import SendBudget
 from tests.support.http2_frames import (
     DATA,
     END_HEADERS,
@@ -19,6 +20,7 @@ from tests.support.http2_frames import (
     frame,
     message,
     number,
+    parse,
     setting,
 )
 
@@ -255,3 +257,71 @@ def test_the_last_of_several_initial_windows_in_a_frame_counts():
     client.core.send_messages(1, [bytes(100)])
     client.read()
     assert len(sent(client)) == 12
+
+
+def test_the_answer_that_waits_for_the_longest_time_is_dropped_first():
+    """Whichever connection it is on; those that move are not touched."""
+    budget = SendBudget(10_000)
+    clients = [RawClient(send_budget=budget) for _ in range(3)]
+    for client in clients:
+        client.send(frame(SETTINGS, 0, 0, setting(4, 0)))
+        client.call()
+        client.core.send_messages(1, [bytes(4000)])
+    clients[0].send(frame(WINDOW_UPDATE, 0, 1, number(5000)))
+    clients[0].core.send_messages(1, [bytes(8000)])
+    budget.enforce()
+    answers = [[answer.kind for answer in client.read()][-1:] for client in clients]
+    assert answers == [[DATA], [RST_STREAM], [RST_STREAM]]
+    assert budget.held_bytes == 8005 - 995
+    clients[0].core.close()
+    assert (budget.held_bytes, budget.waiting) == (0, {})
+
+
+def test_a_large_answer_leaves_in_outputs_of_a_bounded_size():
+    """The next is built when the transport took the one before, and others are not held up."""
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 0x7FFF_FFFF)))
+    client.send(frame(WINDOW_UPDATE, 0, 0, number(0x7000_0000)))
+    client.call()
+    client.call(3)
+    built = []
+
+    def build():
+        for at in range(40):
+            built.append(at)
+            yield bytes([at]) * 65_536
+
+    assert not client.core.send_lazily(1, build())
+    first = client.core.take_output()
+    assert len(first) < 400_000
+    assert len(built) < 12
+    client.core.send_messages(3, [b"short"])
+    client.core.end_call(3)
+    client.core.end_call(1)
+    client.frames += parse(first)
+    client.read()
+    assert sent(client) == b"".join(message(bytes([at]) * 65_536) for at in range(40))
+    ends = [
+        answer.stream_id for answer in client.frames if answer.kind == HEADERS and answer.flags & 1
+    ]
+    assert ends == [3, 1]
+    assert client.core.num_streams == 0
+
+
+def test_a_source_of_messages_is_closed_with_its_call():
+    client = RawClient()
+    client.call()
+    closed = []
+
+    def build():
+        try:
+            while True:
+                yield bytes(20_000)
+        finally:
+            closed.append(True)
+
+    assert not client.core.send_lazily(1, build())
+    client.send(frame(RST_STREAM, 0, 1, number(8)))
+    assert closed == [True]
+    assert client.core._sender.unsent_bytes == 0
+    assert client.core.send_lazily(1, iter([b"x"]))

@@ -7,27 +7,21 @@ import contextlib
 import itertools
 import struct
 
-import hpack
 import pytest
 
 from extproc.http2.frames import ErrorCode
-from extproc.server import http2_server
+from extproc.server import http2_server, native_server
 from extproc.server.listeners import Keepalive
 from tests.support import http2_serving
 from tests.support.http2_client import Http2Client
+from tests.support.http2_floods import START, build_floods, encode_call, open_call
 from tests.support.http2_frames import (
-    ACK,
     CALL,
-    CONTINUATION,
     DATA,
-    END_HEADERS,
     GOAWAY,
     HEADERS,
     PATH,
-    PING,
     PREFACE,
-    PRIORITY,
-    RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
     frame,
@@ -39,38 +33,8 @@ from tests.support.http2_frames import (
 #: Seconds an answer may take on a busy machine.
 ANSWER_S = 300.0
 
-START = PREFACE + frame(SETTINGS) + frame(SETTINGS, ACK)
-ENCODER = hpack.Encoder()
-ENCODER.header_table_size = 0
-BLOCK = ENCODER.encode(list(CALL))
-#: Refused with 415. The blocks of a client begin with the table of no size that it announces.
-REFUSED = b"\x20" + ENCODER.encode(list({**dict(CALL), "content-type": "text/html"}.items()))
-
-
-def call(stream_id, block=BLOCK, flags=END_HEADERS):
-    return frame(HEADERS, flags, stream_id, block)
-
-
-def streams(count):
-    """Identifiers of so many streams after the first."""
-    return range(3, 3 + 2 * count, 2)
-
-
-FLOODS = {
-    "rapid_reset": b"".join(call(i) + frame(RST_STREAM, 0, i, number(8)) for i in streams(20_500)),
-    "ping_flood": frame(PING, 0, 0, bytes(8)) * 1500,
-    "settings_flood": frame(SETTINGS) * 200,
-    "priority_flood": frame(PRIORITY, 0, 9, bytes(5)) * 1500,
-    "window_update_flood": call(1) + frame(WINDOW_UPDATE, 0, 1, number(1)) * 6000,
-    "empty_frame_flood": call(1) + frame(DATA, 0, 1) * 3000,
-    "unknown_frame_flood": frame(0x20) * 1500,
-    "closed_stream_flood": call(1, REFUSED) + frame(DATA, 0, 1) * 25_000,
-    "stream_error_flood": b"".join(call(i, REFUSED) for i in streams(1500)),
-    "continuation_flood": call(1, b"", 0) + frame(CONTINUATION, 0, 1, b"\x00\x01a\x01b") * 20,
-    "header_list": PREFACE
-    + frame(SETTINGS)
-    + call(1, b"\x40\x01x\x7f\xa1\x1e" + b"y" * 4000 + b"\xbe" * 1000),
-}
+FLOODS = build_floods()
+CALL_FRAME = open_call(1, encode_call())
 
 
 async def send_all(writer, data):
@@ -118,15 +82,13 @@ async def open_raw(port, data):
 
 @pytest.mark.parametrize("limit", FLOODS)
 async def test_a_flood_ends_its_connection_and_no_other(limit):
-    flood = FLOODS[limit]
     async with (
         asyncio.timeout(ANSWER_S),
         http2_serving.serve_native({PATH: http2_serving.EchoCall}) as (server, port),
     ):
         client = await Http2Client.connect(port)
         stream_id = client.open(CALL)
-        data = flood if flood.startswith(PREFACE) else START + flood
-        reader, writer = await open_raw(port, data)
+        reader, writer = await open_raw(port, FLOODS[limit])
         answer = await read_to_end(reader)
         writer.close()
         assert server.counts[limit] == 1
@@ -143,7 +105,7 @@ async def test_windows_of_one_byte_end_the_connection():
     async with asyncio.timeout(ANSWER_S), http2_serving.serve_native(routes) as (server, port):
         narrow = frame(SETTINGS, 0, 0, setting(4, 0))
         data = frame(DATA, 0, 1, message(bytes(8000)))
-        reader, writer = await open_raw(port, START + narrow + call(1) + data)
+        reader, writer = await open_raw(port, START + narrow + CALL_FRAME + data)
         while HEADERS not in kinds(await reader.read(1 << 16)):
             pass
         await send_all(writer, frame(WINDOW_UPDATE, 0, 1, number(1)) * 2500)
@@ -170,7 +132,7 @@ async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):
         windows += frame(WINDOW_UPDATE, 0, 0, number(0x7FFF_0000))
         data = message(bytes(16_000))
         pieces = b"".join(frame(DATA, 0, 1, data) for _ in range(2000))
-        _, writer = await open_raw(port, START + windows + call(1))
+        _, writer = await open_raw(port, START + windows + CALL_FRAME)
         writer.write(pieces)
         await until(lambda: server.counts["slow_reader"])
         await until(lambda: not server.connections)
@@ -206,10 +168,10 @@ async def test_a_connection_that_does_not_begin_is_closed(start):
 
 
 async def test_a_unary_call_without_its_message_ends(monkeypatch):
-    monkeypatch.setattr(http2_server.UnaryCall, "max_duration_s", 0.05)
+    monkeypatch.setattr(native_server.UnaryCall, "max_duration_s", 0.05)
 
     def unary(connection, stream_id):
-        return http2_server.UnaryCall(connection, stream_id, bytes)
+        return native_server.UnaryCall(connection, stream_id, bytes)
 
     async with http2_serving.serve_native({PATH: unary}) as (server, port):
         client = await Http2Client.connect(port)
@@ -229,7 +191,7 @@ async def test_thousands_of_messages_in_one_read_let_others_in():
 
     routes = {PATH: logging}
     async with asyncio.timeout(ANSWER_S), http2_serving.serve_native(routes) as (server, port):
-        _, writer = await open_raw(port, START + call(1))
+        _, writer = await open_raw(port, START + CALL_FRAME)
         await until(lambda: any(other.core.num_streams for other in server.connections))
         (connection,) = server.connections
         turns = []
@@ -248,3 +210,66 @@ async def test_thousands_of_messages_in_one_read_let_others_in():
         assert len(turns) > 10
         assert max(after - before for before, after in itertools.pairwise(turns)) <= 512
         writer.close()
+
+
+async def test_connections_above_the_most_are_refused(caplog):
+    """Each is counted, and one of them logged; those that are open go on."""
+    routes = {PATH: http2_serving.EchoCall}
+    async with (
+        asyncio.timeout(ANSWER_S),
+        http2_serving.serve_native(routes, max_connections=1) as (server, port),
+    ):
+        client = await Http2Client.connect(port)
+        await client.until(lambda: client.has_settings)
+        for _ in range(2):
+            refused = await Http2Client.connect(port)
+            await refused.until(lambda: False)
+            assert refused.goaway == ErrorCode.NO_ERROR
+            await refused.close()
+        assert server.counts == {"connections": 2}
+        assert len(server.connections) == 1
+        assert sum("a connection is refused" in line for line in caplog.messages) == 1
+        stream_id = client.open(CALL)
+        client.framing.send_data(stream_id, message(b"x"), end_stream=True)
+        client.flush()
+        await client.until(lambda: client.answers[stream_id].is_over)
+        assert client.answers[stream_id].messages == [b"x"]
+        await client.close()
+        await until(lambda: not server.connections)
+        again = await Http2Client.connect(port)
+        await again.until(lambda: again.has_settings)
+        await again.close()
+
+
+async def test_answers_that_nobody_takes_are_bounded_over_all_connections():
+    """The call whose answer waits for the longest time ends, on whichever connection it is."""
+    log: list[object] = []
+
+    def logging(connection, stream_id):
+        return http2_serving.EchoCall(connection, stream_id, log)
+
+    async with (
+        asyncio.timeout(ANSWER_S),
+        http2_serving.serve_native({PATH: logging}, max_total_unsent_bytes=50_000) as (
+            server,
+            port,
+        ),
+    ):
+        clients = [await Http2Client.connect(port) for _ in range(3)]
+        for client in clients:
+            client.framing.update_settings({4: 0})
+            stream_id = client.open(CALL)
+            client.framing.send_data(stream_id, message(bytes(16_000)))
+            client.flush()
+            await client.until(lambda client=client: client.answers[1].http_status)
+        await until(lambda: server.send_budget.held_bytes > 40_000)
+        last = clients[2].open(CALL)
+        clients[2].framing.send_data(last, message(bytes(16_000)))
+        clients[2].flush()
+        await clients[0].until(lambda: clients[0].answers[1].is_over)
+        assert clients[0].answers[1].reset == ErrorCode.CANCEL
+        assert server.counts == {"unsent_answers": 1}
+        assert log.count("terminated") == 1
+        assert server.send_budget.held_bytes == 48_015
+        for client in clients:
+            await client.close()

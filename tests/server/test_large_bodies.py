@@ -365,3 +365,47 @@ async def test_stream_that_drains_waits_for_its_large_body():
         assert body == TEXT
         await released
         assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def start_taking(scene, house):
+    """A stream whose body is routed, and of whose answers the client took none."""
+    stream = await send_large(scene, json.dumps({"model": "m", "prompt": "x" * 6_000_000}).encode())
+    while not house.in_flight:
+        await asyncio.sleep(0)
+    return stream
+
+
+async def test_body_is_held_until_the_client_takes_it():
+    """Built piece by piece, and what the client says meanwhile is answered after it."""
+    async with serving_large() as (scene, house):
+        stream = await start_taking(scene, house)
+        assert scene.servicer.shared.body_budget.held_bytes > 6_000_000
+        await stream.say(ext_proc_script.response_headers({":status": "200"}, ends=True))
+        _, body = await hear_body(stream)
+        assert json.loads(body)["prompt"] == "x" * 6_000_000
+        (answer,) = await stream.hear()
+        assert answer.part == "response_headers"
+        assert await stream.end() is grpc.StatusCode.OK
+        await scene.idle()
+        assert (house.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
+
+
+async def test_body_that_the_client_does_not_take_is_released_with_its_stream():
+    """The client leaves in the middle of it."""
+    async with serving_large() as (scene, house):
+        stream = await start_taking(scene, house)
+        await stream.hear(3)
+        stream.call.cancel()
+        await scene.idle()
+        assert (house.in_flight, scene.servicer.shared.body_budget.held_bytes) == (0, 0)
+
+
+async def test_drain_lets_the_client_take_the_body():
+    """All of it, and the end of the stream after it."""
+    async with serving_large() as (scene, house):
+        stream = await start_taking(scene, house)
+        drained = asyncio.ensure_future(scene.drain(LIMIT_S, apart_s=0.0))
+        _, body = await hear_body(stream)
+        assert len(body) > 6_000_000
+        assert await stream.call.code() is grpc.StatusCode.OK
+        await drained

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import hpack
 
 from extproc.http2.connection import Http2Connection
+from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.sender import SendBudget
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE = range(6)
@@ -91,10 +93,24 @@ class RawClient:
         now: Time of the next bytes.
     """
 
-    def __init__(self, *, begin: bool = True, budget: int = 1 << 24, **limits: int) -> None:
+    def __init__(
+        self,
+        *,
+        begin: bool = True,
+        budget: int = 1 << 24,
+        send_budget: SendBudget | None = None,
+        **limits: int,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.budget = ReceiveBudget(budget)
-        self.core = Http2Connection(Http2Limits(**limits), self.budget, self.counts, now=0.0)
+        self.core = Http2Connection(
+            Http2Limits(**limits),
+            self.budget,
+            self.counts,
+            now=0.0,
+            send_budget=send_budget,
+            holder=self,
+        )
         self.events: list[object] = []
         self.frames: list[Frame] = []
         self.now = 0.0
@@ -107,11 +123,19 @@ class RawClient:
     def send(self, *data: bytes) -> list[Frame]:
         """Send bytes; returns the frames that answer them."""
         self.events += self.core.receive(b"".join(data), self.now)
+        while self.core.has_unread:
+            self.events += self.core.receive(b"", self.now)
         return self.read()
+
+    def drop_answer(self, stream_id: int) -> None:
+        """End a call whose answer the budget drops."""
+        self.core.reset_call(stream_id, ErrorCode.CANCEL)
 
     def read(self) -> list[Frame]:
         """Frames that the server has to write."""
-        frames = parse(self.core.take_output())
+        frames = []
+        while self.core.has_output:
+            frames += parse(self.core.take_output())
         self.frames += frames
         return frames
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import hpack
@@ -22,6 +22,7 @@ from extproc.http2.events import (
 from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.responses import GrpcStatus
+from extproc.http2.sender import SendBudget
 from tests.support.http2_frames import (
     ACK,
     CALL,
@@ -57,6 +58,7 @@ LIMITS: Final = Http2Limits(
     max_header_block_bytes=2000,
     max_continuations=4,
     max_unsent_bytes=20_000,
+    max_total_unsent_bytes=24_000,
 )
 
 #: Incomplete messages of all sessions (bytes).
@@ -325,7 +327,11 @@ class FuzzedSession:
         self._rng = rng
         self._budget = budget
         self._now = 0.0
-        self.core = Http2Connection(LIMITS, budget, counts, now=0.0)
+        self._send_budget = SendBudget(LIMITS.max_total_unsent_bytes)
+        self.core = Http2Connection(
+            LIMITS, budget, counts, now=0.0, send_budget=self._send_budget, holder=self
+        )
+        self._lazy: set[int] = set()
         self._responses = ResponseChecker()
         self._open: set[int] = set()
         self._half_closed: set[int] = set()
@@ -336,15 +342,22 @@ class FuzzedSession:
         rng = self._rng
         self._now += rng.choice((0.0, 0.0, 0.1, 2.0))
         self._follow(self.core.receive(data, self._now))
-        for stream_id in list(self._open):
+        while self.core.has_unread:
+            self._follow(self.core.receive(b"", self._now))
+        for stream_id in self._open - self._lazy:
             self._act(stream_id)
+        self._send_budget.enforce()
         if rng.random() < 0.02:
             self._follow(self.core.reset_stalled())
         if rng.random() < 0.001:
             rng.choice((self.core.start_drain, self.core.finish_drain, self.core.ping))()
-        if not self.core.is_terminated:
+        if self.core.is_terminated:
+            assert not self._send_budget.held_bytes
+            assert not self._lazy, "a source is left open"
+        else:
             self.check_bounds()
-        self._responses.take(self.core.take_output())
+        while self.core.has_output:
+            self._responses.take(self.core.take_output())
 
     def check_bounds(self) -> None:
         """Check that memory is bounded by the limits."""
@@ -354,6 +367,9 @@ class FuzzedSession:
         table = core._decoder._hpack
         assert table.table_bytes <= table.max_table_bytes <= 4096
         assert len(core._streams._reset) <= 4096
+        held_bytes = self._send_budget.held_bytes
+        assert held_bytes == core._sender.unsent_bytes <= LIMITS.max_total_unsent_bytes
+        assert bool(held_bytes) == bool(self._send_budget.waiting)
         assert self._budget.held_bytes <= BUDGET_BYTES + _LARGEST_FRAME + 64
 
     def _follow(self, events: Iterable[Http2Event]) -> None:
@@ -378,9 +394,27 @@ class FuzzedSession:
                 assert event.code != ErrorCode.NO_ERROR
                 self._is_over = True
 
+    def drop_answer(self, stream_id: int) -> None:
+        """End a call, as a server does."""
+        self.core.reset_call(stream_id, ErrorCode.CANCEL)
+        self._open.discard(stream_id)
+        self._half_closed.discard(stream_id)
+
+    def _build_messages(self, stream_id: int) -> Iterator[bytes]:
+        """Messages that are built as the client takes them."""
+        self._lazy.add(stream_id)
+        try:
+            for _ in range(self._rng.randrange(12)):
+                yield bytes(3000)
+        finally:
+            self._lazy.remove(stream_id)
+
     def _act(self, stream_id: int) -> None:
         rng, core = self._rng, self.core
         choice = rng.random()
+        if choice < 0.05:
+            core.send_lazily(stream_id, self._build_messages(stream_id))
+            return
         if choice < 0.3:
             core.send_messages(
                 stream_id, [bytes(rng.choice((0, 5, 400, 3000)))] * rng.choice((1, 3))

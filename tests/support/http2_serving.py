@@ -70,6 +70,7 @@ async def serve_native(
     pair: tuple[bytes, bytes] | None = None,
     keepalive: Keepalive = PATIENT,
     budget: int = 1 << 28,
+    max_connections: int = 100,
     **limits: Any,
 ) -> AsyncIterator[tuple[Http2Server, int]]:
     """Serve on a free port; yields the server and the port.
@@ -79,6 +80,7 @@ async def serve_native(
         pair: Key and certificate; None serves plaintext.
         keepalive: When silent connections are closed.
         budget: Bytes of incomplete messages.
+        max_connections: Beyond them, connections are refused.
         limits: Fields of `Http2Limits`.
     """
     server = Http2Server(
@@ -87,6 +89,7 @@ async def serve_native(
         budget=ReceiveBudget(budget),
         counts=Counter(),
         keepalive=keepalive,
+        max_connections=max_connections,
     )
     port = server.bind(f"{LOCAL}:0", None if pair is None else tls.build_context(pair))
     await server.start()
