@@ -371,10 +371,11 @@ class Http2Connection(FrameReader):
                 initial_bytes = value
             elif name == frames.MAX_FRAME_SIZE:
                 sender.limit_frames(value)
+        # Before the data that a larger window lets go: the peer has that window once it reads this.
+        sender.output.append(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
         if initial_bytes != sender.initial_window_bytes:
             # Once for the frame, which may hold thousands of them: it visits all streams.
             self._close_all(sender.resize_windows(self._streams.open.values(), initial_bytes))
-        sender.output.append(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
 
     def _on_push_promise(self, _: int, __: int, ___: bytes) -> None:
         raise Http2Error(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")

@@ -325,3 +325,14 @@ def test_a_source_of_messages_is_closed_with_its_call():
     assert closed == [True]
     assert client.core._sender.unsent_bytes == 0
     assert client.core.send_lazily(1, iter([b"x"]))
+
+
+def test_section_6_5_3_settings_are_confirmed_before_the_data_that_they_allow():
+    """The client has the larger window once it reads the confirmation, and not before."""
+    client = RawClient()
+    client.send(frame(SETTINGS, 0, 0, setting(4, 10)))
+    client.call()
+    client.core.send_messages(1, [bytes(100)])
+    client.read()
+    answers = client.send(frame(SETTINGS, 0, 0, setting(4, 1000)))
+    assert [answer.kind for answer in answers] == [SETTINGS, DATA]

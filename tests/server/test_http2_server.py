@@ -150,7 +150,8 @@ async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
         while not scene.calls:
             await asyncio.sleep(0.01)
         await scene.calls[0].over.wait()
-        assert scene.counts["slow_reader"] == 1
+        # A busy machine may not have filled what the kernel holds by then.
+        assert scene.counts["slow_reader"] + scene.counts["keepalive"] == 1
         Call.answer = b""
 
 
