@@ -23,8 +23,8 @@ ALLOWED = (
     (
         "extproc/http2/*.py",
         (
-            "has_moved has_responded held_bytes is_paused is_remote_closed last_id max_frame_bytes "
-            "output received_bytes send_window_bytes trailers unsent unsent_at writes"
+            "has_moved has_responded held_bytes is_paused is_remote_closed last_id "
+            "output received_bytes send_window_bytes source trailers unsent unsent_at writes"
         ),
         "a stream is plain data of the package, which both directions write for every frame",
     ),
