@@ -127,11 +127,11 @@ class ExtProcCall(ServerCall):
         self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
     ) -> None:
         """Send what a step of the stream answers, and go on with what it demands."""
-        replies: Iterable[ProcessingResponse] | list[bytes]
+        encoded: list[bytes] | None = None
         try:
             replies = turn(argument)
             if isinstance(replies, (tuple, list)):
-                replies = [_encode(reply) for reply in replies]
+                encoded = [_encode(reply) for reply in replies]
         except ProtocolError as error:
             _log.warning("stream ended: %s", error)
             if self._release("protocol"):
@@ -140,9 +140,9 @@ class ExtProcCall(ServerCall):
         except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
             self._fail(error)
             return
-        if isinstance(replies, list):
-            if replies:
-                self.send(replies)
+        if encoded is not None:
+            if encoded:
+                self.send(encoded)
             self._go_on()
         elif self.send_lazily(self._encode_lazily(replies)):
             self._on_sent()
