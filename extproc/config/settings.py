@@ -328,9 +328,9 @@ class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Recording and reporting of decisions.
 
     Attributes:
-        decisions: Decisions that /debug/decisions and `extproc explain --id` remember, and as many
-            refused requests (count each); 0 remembers none. 1000 with ten candidates take about 5 MB; with many candidates fewer are
-            remembered.
+        decisions: Decisions that /debug/decisions and `extproc explain --id` remember (count), and
+            as many refused requests; 0 remembers none. 1000 with ten candidates take about 5 MB;
+            with many candidates fewer are remembered.
         header: Add a summary of the decision to responses as `x-extproc-decision`. False: it names
             endpoints, which clients need not know.
         scores: Send the scores of the endpoints to the data plane, in the dynamic metadata
