@@ -18,7 +18,7 @@ def scaling(text):
 
 
 def test_autoscaling_is_off_by_default():
-    """Off by default, and nobody is asked either."""
+    """Autoscaling is off by default, and no peer is queried."""
     settings = read("")
     assert settings.pool.autoscaling is None
     assert not settings.autoscaling.keda.enabled

@@ -87,7 +87,7 @@ def test_the_old_group_is_read_with_a_warning():
 
 
 def test_ignored_plugins_are_warnings():
-    """Saturation detectors are read and warned about; so are plugins whose work nobody does."""
+    """Saturation detectors and unsupported plugins are accepted with a warning."""
     settings, warnings = read(
         THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )

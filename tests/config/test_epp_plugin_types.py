@@ -27,7 +27,7 @@ def test_built_types_are_in_the_catalogue(row):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_unsupported_types_are_explained(row):
-    """Whoever writes a type that does nothing, or is old, is told in one sentence."""
+    """Types without effect and deprecated types have a note of one sentence."""
     assert bool(row.note) == (row.status != "built")
     assert "\n" not in row.note
     assert not row.note.endswith(".")

@@ -107,7 +107,7 @@ def test_plugin_errors_name_the_path(profile, where, fix):
     ],
 )
 def test_a_plugin_without_a_provider_of_its_signal_is_refused(tree, plugin, signal):
-    """A plugin that would read what nobody writes is refused with its name and the signal."""
+    """A plugin that reads a signal without a source is refused with its name and the signal."""
     with pytest.raises(ConfigError) as raised:
         profile_builder.build_profile(scheduling(**tree), where="pool.yaml")
     assert plugin in raised.value.got
@@ -169,7 +169,7 @@ def test_equal_seeds_give_equal_draws():
 
 
 def test_a_removed_endpoint_loses_its_prefix_blocks_before_the_callback():
-    """When an endpoint leaves, its prefix blocks are dropped first, then the caller is told."""
+    """The prefix blocks of a removed endpoint are dropped before the caller is notified."""
     received = []
     parts = factory.build(
         scheduling(), on_gone=lambda gone: received.append((gone.address, parts.index.blocks_total))

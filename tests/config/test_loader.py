@@ -225,14 +225,14 @@ def test_override_error_names_the_flag():
 
 
 def test_missing_file_is_a_config_error(tmp_path):
-    """A path that leads nowhere is told as such."""
+    """The error of a missing file says that it does not exist."""
     with pytest.raises(ConfigError) as raised:
         loader.read(tmp_path / "none.yaml")
     assert "No such file" in raised.value.got
 
 
 def test_bytes_that_are_no_text_are_a_config_error(tmp_path):
-    """A file that is not UTF-8 is told with the place of the first wrong byte."""
+    """The error of a file that is not UTF-8 names the position of the first wrong byte."""
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"kind: \xff")
     with pytest.raises(ConfigError) as raised:

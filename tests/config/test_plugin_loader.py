@@ -183,7 +183,7 @@ def test_a_file_without_plugins(write):
 
 
 def test_a_class_without_a_kind_is_reported(write):
-    """The likely mistake is told: a class with a method and no kind."""
+    """The error names the likely mistake: a class with a method and no kind."""
     path = write("class Last:\n    def score(self, turn, candidates): ...\n")
     error = refused(path)
     assert error.where == f"{path}:{HEAD_LINES + 1}"

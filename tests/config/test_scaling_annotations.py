@@ -30,7 +30,7 @@ def scaling(rules, key=KEY, **annotations):
 
 
 def test_without_a_rule_nothing_is_scaled():
-    """An annotation alone costs nobody anything."""
+    """An annotation without a matching rule has no effect."""
     assert scaling("[]", target="vllm") is None
     assert scaling("[{pools: ['team-b/*']}]", target="vllm") is None
 
@@ -91,7 +91,7 @@ def test_an_annotation_disables_scaling(annotations):
 
 
 def test_a_rule_can_ignore_annotations():
-    """Then nobody but the configuration names an object."""
+    """A rule with `annotations: false` takes target and bounds from the configuration."""
     wanted = scaling("[{annotations: false, max: 2}]", target="vllm", max="1")
     assert (wanted.target, wanted.max) == (None, 2)
 
@@ -193,7 +193,7 @@ def test_rules_without_pools_from_kubernetes_are_refused():
 
 
 def test_scaling_of_objects_requires_leader_election():
-    """Not where the number is only told."""
+    """Rules that may change scale targets need it; rules without a target do not."""
     assert pools.scales_kubernetes_objects(read("[{}]"))
     assert pools.scales_kubernetes_objects(read("[{annotations: false, target: {name: '{name}'}}]"))
     assert not pools.scales_kubernetes_objects(read("[{annotations: false}]"))

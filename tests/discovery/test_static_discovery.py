@@ -59,7 +59,7 @@ def write(path, *addresses):
 
 
 def test_static_endpoints_are_reported_once():
-    """A static list is told at start and never again, and nobody is asked for names."""
+    """A static list is published once at the start, and no name is resolved."""
 
     async def scene():
         scene = Scene("10.0.0.1:1,[fd00::1]:1")
@@ -72,7 +72,7 @@ def test_static_endpoints_are_reported_once():
 
 
 def test_an_empty_list_is_reported():
-    """The fleet learns that discovery has spoken even when it found nobody."""
+    """The store is notified of an empty first result of discovery."""
 
     async def scene():
         scene = Scene()
@@ -132,7 +132,7 @@ def test_a_file_broken_at_start_is_an_error(tmp_path):
 
 
 def test_names_are_resolved_again_when_due():
-    """Names are asked at start and every refresh; the fleet is told of differences only."""
+    """Names are resolved at start and at every refresh, and only differences are published."""
 
     async def scene():
         scene = Scene("engines:1", engines=("10.0.0.1",))

@@ -1,4 +1,4 @@
-"""Who waits, who goes on and who is told no, without a driver."""
+"""Flow controller without a driver: queueing, dispatch and rejection."""
 
 import math
 
@@ -92,7 +92,7 @@ def test_the_next_pump_is_at_the_earliest_capacity():
 
 
 def test_dispatches_per_call_are_bounded():
-    """Then it wants to be asked again at once."""
+    """A call that reached its budget asks for another one at once."""
     fixture = FlowControllerFixture(free=5, most=2)
     fixture.hold(*"abc")
     assert fixture.controller.dispatch(0.0) == 0.0
@@ -138,7 +138,7 @@ def test_expired_waits_name_their_reason():
 
 
 def test_a_request_is_cancelled_once():
-    """Whether it still waited is the answer, and then it is forgotten."""
+    """Cancelling returns whether the request was queued, once."""
     fixture = FlowControllerFixture()
     waiter = fixture.hold("a")
     assert isinstance(waiter, QueuedItem)
@@ -260,7 +260,7 @@ def test_a_request_that_raises_leaves_the_queue():
 
 
 def test_rejections_of_a_sweep_are_delivered():
-    """What waiting no longer helps is told at the next look, and those behind it go on."""
+    """A request that can no longer be served is rejected, and those behind it are dispatched."""
     fixture = FlowControllerFixture(free=1)
     fixture.refused = {"a"}
     fixture.hold(*"ab")

@@ -31,7 +31,7 @@ def most(total, size):
 
 @pytest.mark.parametrize("strategy", READING)
 def test_foreign_work_costs_the_same_whatever_was_sent_before(strategy):
-    """What was sent to an engine before, however long, says nothing of whoever waits there now."""
+    """Earlier requests to an engine do not change the estimate of those that wait there now."""
     scene = Scene(strategy, 4, running=8, waiting=4)
     for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
         account = scene.parts.store.pool.members[at].account
@@ -71,7 +71,7 @@ def test_queues_of_stale_pages_are_forgotten(strategy):
 
 @pytest.mark.parametrize("strategy", READING)
 def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
-    """One after another, requests do not all go where nobody sees the work of others."""
+    """Consecutive requests do not all go to an endpoint without a known load."""
     scene = Scene(strategy, 4, running=20, waiting=6, pages={0: "fails"})
     scene.step()
     scene.turn_bad()

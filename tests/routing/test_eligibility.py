@@ -109,7 +109,7 @@ def test_the_healthiest_endpoints_remain_where_all_fail():
 
 
 def test_an_endpoint_due_for_a_probe_becomes_the_only_candidate():
-    """After the back-off it is one of all; if nobody chose it for `base_s`, the next request goes there."""
+    """After the back-off an endpoint is eligible; unchosen for `base_s`, it gets the next request."""
     fixture = EligibilityFixture()
     fixture.fail(FIRST)
     due = fixture.member(FIRST).condition.until

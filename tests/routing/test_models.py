@@ -1,4 +1,4 @@
-"""Models through the dispatcher: who is asked, what is refused, what the engine is told."""
+"""Models through the director: candidates, rejections and rewritten names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def places(decision: Decision) -> list[int]:
 
 
 def test_a_model_is_routed_to_endpoints_that_serve_it():
-    """Holders and the unknown are candidates; the others are told of."""
+    """Endpoints that list the model, or list nothing, are candidates; the others are reported."""
     queued = build_pool(models("a"), models("b", "lora"), None)
     decision = decided(queued, ask("lora"))
     assert places(decision) == [1, 2]
@@ -68,7 +68,7 @@ def test_a_model_is_routed_to_endpoints_that_serve_it():
 
 
 def test_an_unlisted_model_goes_to_unknown_endpoints_or_to_all():
-    """`pass`: where nobody can say no, all are asked, as upstream does."""
+    """`pass` keeps all endpoints for a model that none lists, as upstream does."""
     assert places(decided(build_pool(models("a"), None), ask("x"))) == [1]
     decision = decided(build_pool(models("a"), models("b")), ask("x"))
     assert places(decision) == [0, 1]
@@ -90,7 +90,7 @@ def test_reject_is_a_404_once_all_models_are_listed():
 
 
 def test_reject_considers_allowed_endpoints_only():
-    """A hint that leaves out every holder is answered like a model nobody has."""
+    """A subset without an endpoint of the model is answered like an unknown model."""
     queued = build_pool(models("a"), models("b"), reject_unlisted=True)
     outcome = queued.decide(ask("a", subset=("10.0.0.1",)))
     assert isinstance(outcome, Rejection)
@@ -221,7 +221,7 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
 
 
 def test_a_listed_adapter_is_recognized():
-    """Residency is told of a name that was never seen in a batch."""
+    """Residency is estimated for an adapter that was never in a batch."""
     queued = build_pool(models("a", "lora"), strategy="adaptive")
     assert decided(queued, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
     assert decided(queued, ask("a")).candidates[0].residency is AdapterResidency.RESIDENT

@@ -75,7 +75,7 @@ def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0)
 
 
 def test_a_request_of_a_peer_is_charged_and_indexed():
-    """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
+    """Requests in flight, prompt tokens and prefix blocks of a peer are counted as at the peer."""
     sender, receiver = Side("a"), Side("b")
     reservation = sender.send()
     receiver.mirror.apply_message(sender.take_message(), 1.0)
@@ -164,7 +164,7 @@ def test_the_served_endpoint_is_charged_on_all_replicas():
 
 @pytest.mark.parametrize("strange", [fact(address="10.9.9.9:1"), fact(pool="other")])
 def test_unknown_pools_and_endpoints_are_ignored(strange: peer_sync.RequestStarted):
-    """Endpoints and pools that this picker does not have are nobody's error."""
+    """Endpoints and pools that this replica does not have are ignored without an error."""
     side = Side("a")
     say(side, strange, peer_sync.RequestEnded(1, answered=True))
     assert side.open == side.mirror.open == 0
@@ -267,7 +267,7 @@ def test_every_event_round_trips():
 
 
 def test_bytes_that_do_not_decode_are_no_message():
-    """Another version, or somebody else's bytes."""
+    """Entries of another version, and foreign bytes, are ignored."""
     assert peer_sync.decode(b"\x93junk") is None
 
 

@@ -1,4 +1,4 @@
-"""Objectives and rewrites through the dispatcher."""
+"""Objectives and rewrites through the director."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_sessions_without_weights_are_spread_evenly():
     share=some.floats(0, 1, exclude_max=True),
 )
 def test_any_weights_draw_a_target(weights, share):
-    """Whatever the weights, somebody is drawn, and nobody without weight where others have one."""
+    """A target is always drawn, and never one without weight where others have one."""
     targets = [TargetModel(str(at), weight) for at, weight in enumerate(weights)]
     drawn = request_preparer.weighted_choice(targets, share)
     assert drawn in targets
@@ -283,7 +283,7 @@ def test_saturation_by_the_detector_of_the_profile():
 
 
 def test_a_hint_to_saturated_endpoints_is_saturated():
-    """Who may not be chosen has room for nobody."""
+    """Endpoints that may not be chosen provide no capacity."""
     queued = build_pool(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
     raw = ask(headers=LOW)
     assert isinstance(queued.decide(raw), Decision)
@@ -305,7 +305,7 @@ def test_a_filter_tree_takes_priorities(strategy):
 
 
 def test_a_seed_decides_the_draws():
-    """Draws come from the dispatcher's own chance."""
+    """Draws use the random numbers of the director."""
     rules = rule("m", "a", "b", "c")
 
     def run() -> list[str | None]:

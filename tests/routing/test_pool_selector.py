@@ -105,7 +105,7 @@ def test_adapters_and_model_headers_match_as_models():
 
 
 def test_pools_without_a_match_take_listed_models():
-    """A pool whose endpoints list the model is taken; an alias counts; nobody is a 404."""
+    """A request goes to the pool that lists its model or alias; an unlisted model is 404."""
     two = board(
         ("llama", build_pool(A, "llama", adapters=("sql",)), PoolMatch()),
         ("qwen", build_pool(B, "qwen"), PoolMatch()),

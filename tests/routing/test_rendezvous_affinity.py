@@ -83,7 +83,7 @@ def test_expected_hits_follow_the_hit_ratio():
 
 @pytest.mark.parametrize("hits", [None, 0.0])
 def test_affinity_needs_evidence_of_hits(hits):
-    """An engine that never found anything, or does not say, is nobody's home."""
+    """An engine without prefix hits, or without their counter, gets no expected hits."""
     store, known = members(4, hits=hits), [0] * 4
     assert scheduler.with_expected_hits("a", 1000, store, matched=known, peers=others()) == (
         known,

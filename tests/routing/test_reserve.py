@@ -18,7 +18,7 @@ CHAT = HttpRequest(
 
 
 class Forgetful:
-    """A picker that takes the first, and raises when it is told."""
+    """A picker of the first candidate whose observer raises."""
 
     kind = "forgetful"
     needs = frozenset()
@@ -31,7 +31,7 @@ class Forgetful:
 
 
 class Attentive:
-    """A picker that takes the first, and notes what it is told."""
+    """A picker of the first candidate whose observer records its calls."""
 
     kind = "attentive"
     needs = frozenset()

@@ -26,7 +26,7 @@ def chat(words: int = 400, first: str = "hello") -> HttpRequest:
 
 
 class Sent:
-    """One request that was committed in a house."""
+    """One request that was sent to an endpoint of a pool."""
 
     def __init__(self, house: PoolFixture, raw: HttpRequest | None = None) -> None:
         self.pool_fixture = house
@@ -135,7 +135,7 @@ def test_the_serving_endpoint_is_charged():
 
 
 def test_an_unknown_serving_endpoint_is_ignored():
-    """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
+    """An unknown address of the serving endpoint leaves the request with the chosen one."""
     pool_fixture = PoolFixture({FIRST: None, SECOND: None})
     sent = Sent(pool_fixture)
     sent.respond("200", served="10.9.9.9:1")
@@ -182,7 +182,7 @@ def test_usage_calibrates_the_endpoint_that_served():
 
 @pytest.mark.parametrize("back", [False, True])
 def test_late_usage_of_a_removed_endpoint_is_ignored(back: bool):  # noqa: FBT001
-    """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
+    """Usage that is read after its endpoint left is not recorded for a successor at its address."""
     pool_fixture = PoolFixture({FIRST: None}, profile="adaptive")
     sent = Sent(pool_fixture)
     endpoint = sent.ticket.endpoint

@@ -38,7 +38,7 @@ def test_new_prompts_go_to_the_least_recent_endpoint():
 
 
 def test_only_new_prompts_change_the_ranking():
-    """A prompt somebody held moves nobody, wherever it went."""
+    """Sending a cached prompt does not change the ranking, whichever endpoint gets it."""
     scorer = NoHitLruScorer()
     send(scorer, "a", builders.candidates({"a": {}, "b": {"matched_tokens": 64}}))
     assert scores(scorer) == {"a": 1.0, "b": 0.5, "c": 0.0}
@@ -162,5 +162,5 @@ def test_labels_without_a_range_are_ignored(text):
 
 
 def test_unknown_levels_of_a_peer_are_ignored():
-    """Levels nobody knows, and text that is no pair, do not disturb the others."""
+    """Unknown levels, and text that is no pair, leave the other levels in effect."""
     assert labels.parse_topology("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}

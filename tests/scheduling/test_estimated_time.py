@@ -1,4 +1,4 @@
-"""Costs are computed at once, their terms only when somebody asks why."""
+"""Costs are computed at once, and their terms at the first explanation."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A sequence that is made when somebody first looks at it."""
+"""A sequence that is computed at its first use."""
 
 import sys
 
@@ -8,7 +8,7 @@ from extproc.testing import builders
 
 
 def test_lazy_sequence_is_built_once_on_access():
-    """Nothing is made before somebody looks, and nothing twice."""
+    """Items are computed at the first use, and only once."""
     calls = []
 
     def make():

@@ -16,7 +16,7 @@ MS = 2.0**-10  # about a millisecond, and sums of it are exact
 
 
 class Slow:
-    """A plugin of every role that takes as long as it is told, by a clock of its own."""
+    """A plugin of every role whose calls take a configured time on a clock of its own."""
 
     kind = "slow"
     needs = frozenset()
@@ -200,7 +200,7 @@ def test_an_observer_that_raises_is_counted():
 
 
 def test_a_stateless_plugin_needs_no_observer():
-    """What was chosen is not told to a plugin that does not ask."""
+    """The guard of a plugin without an observer method counts no exception after the choice."""
     guards = GuardFactory(lambda: 0.0, PluginCounters())
     GuardedPlugin(QueueScorer(), guards).on_committed(Decision(builders.context().request, []), 1.0)
     assert not guards.counts.exceptions

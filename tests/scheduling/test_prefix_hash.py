@@ -167,7 +167,7 @@ def test_ring_positions_are_computed_once():
 
 
 def test_removed_endpoints_are_forgotten():
-    """What is kept is bounded, however many names a fleet goes through."""
+    """The number of rings is bounded, however many endpoint names come and go."""
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
         candidates = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]

@@ -14,7 +14,7 @@ from extproc.scheduling.framework import SchedulingContext
 
 
 class Fleet:
-    """Endpoints nobody scrapes, an index, and requests that finish in the order they came."""
+    """Endpoints without scrapes, a prefix index, and requests that finish in order of arrival."""
 
     def __init__(self, size=8, *, open_requests=64, seed=5, profile="balanced"):
         self.endpoints = [Endpoint(f"10.0.0.{i}:8000") for i in range(size)]

@@ -122,14 +122,14 @@ def test_a_scorer_that_raises_is_skipped(answer):
 
 
 def test_degraded_names_the_exception_type():
-    """Only the type is told: the message may quote the prompt."""
+    """Only the type of the exception is reported, because its message may quote the prompt."""
     decision = run(scorers=((Says(ZeroDivisionError("secret")), 1.0),))
     assert decision.degraded == "scorer says raised ZeroDivisionError"
 
 
 @pytest.mark.parametrize("answer", [ZeroDivisionError(), [], [2], [-1], [0, 0], [0, 1], None])
 def test_a_picker_that_raises_falls_back_to_the_fewest_in_flight(answer):
-    """A pick that raises, is empty, double, too long or nobody falls back to the idlest."""
+    """An invalid pick, or one that raises, falls back to the endpoint with the fewest requests."""
     decision = run(picker=Says(answer))
     assert builders.names(decision.endpoints) == ["a"]
     assert decision.degraded.startswith("picker says raised ")
@@ -190,7 +190,7 @@ class Remembers(Says):
 
 
 class Wide(MaxScorePicker):
-    """A picker that was told how many endpoints to name."""
+    """A picker that is configured with the number of endpoints to name."""
 
     max_num_of_endpoints: int = 2
 
@@ -213,6 +213,6 @@ def test_keys_that_raise_are_skipped():
 
 
 def test_a_picker_may_widen_the_number_of_endpoints():
-    """The larger of what the profile is asked for and what its picker was told counts."""
+    """The larger of the requested number of endpoints and that of the picker counts."""
     decision = run(picker=Wide())
     assert builders.names(decision.endpoints) == ["b", "a"]

@@ -40,5 +40,5 @@ def test_the_best_candidate_is_never_skipped():
     "facts", [{"others": 0.0}, {"others": 0.5, "matched": (0, 64, 0)}], ids=["alone", "cached"]
 )
 def test_equal_candidates_are_kept_without_peers_or_with_cached_prompts(facts):
-    """Requests of ours alone make nobody unequal, and a conversation stays where it was."""
+    """Without peers, and with cached prompts, equal candidates get similar numbers of requests."""
     assert min(picks([3, 9, 2], **facts)) > 250

@@ -106,7 +106,7 @@ def test_sessions_are_bounded_by_number():
 
 
 def test_sessions_are_bounded_by_age():
-    """Sessions nobody used for long go when something is added."""
+    """Sessions that were unused for long are removed when another one is added."""
     memory = session_affinity.SessionTable(10.0)
     for now, session in enumerate("abca"):
         memory.bind(session, "x:1", float(now))
@@ -129,7 +129,7 @@ def test_a_source_has_exactly_one_location(source):
 
 
 def test_the_label_of_the_endpoint_is_a_response_header():
-    """header-label-affinity stamps the answer unless told not to, and only where there is one."""
+    """header-label-affinity adds a response header where it has a label, unless that is disabled."""
     labelled = builders.candidate("z", labels={"zone": "eu"}).endpoint
     scorer = HeaderLabelAffinityScorer(header_name="X-Zone", label_key="zone")
     assert scorer.answer_headers(builders.context(), labelled) == (("x-zone", "eu"),)

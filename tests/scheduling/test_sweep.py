@@ -110,7 +110,7 @@ def check(profile, outcome, candidates, count):
     count=st.sampled_from((1, 3)),
 )
 def test_any_pool_gets_a_decision_or_a_rejection(name, kinds, size, facts, count):
-    """Never somebody who is no candidate, never an exception, never a degraded decision."""
+    """Every decision names a candidate, raises nothing and is not degraded."""
     candidates, context = crowd(kinds, size), builders.context(**facts)
     profile = PROFILES[name]
     outcome = profile.run(context, candidates, count=count)

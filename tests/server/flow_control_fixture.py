@@ -1,4 +1,4 @@
-"""A gate before a fleet, at a time that a test sets."""
+"""A flow controller and its pool, at a time that a test sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 class FlowControlFixture:
-    """A fleet, its dispatcher and a gate, at a time a test sets."""
+    """A pool, its director and a flow controller, at a time that a test sets."""
 
     def __init__(self, *addresses, profile="balanced", **holding):
         self.requests = 0

@@ -1,4 +1,4 @@
-"""Requests that wait at a gate: for endpoints, deadlines, priorities and limits."""
+"""Queued requests of a flow controller: endpoints, deadlines, priorities and limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_request_waits_for_the_first_endpoint():
 
 
 async def test_a_subset_hint_without_endpoints_is_not_queued():
-    """A subset hint that nobody fits is 503 at once, as the protocol has it."""
+    """A subset hint without a matching endpoint is 503 at once, as the protocol has it."""
     fixture = FlowControlFixture()
     body = b'{"model": "m", "prompt": "x"}'
     raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))

@@ -1,4 +1,4 @@
-"""A gate whose decisions, grants and pumps raise, and whose clients leave."""
+"""A flow controller whose decisions, grants and pumps raise, and whose clients leave."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_request_that_raises_while_queued_is_removed():
 
 
 async def test_a_request_that_was_cancelled_is_not_charged():
-    """Its stream has not been told yet: nothing goes anywhere, and nothing is a bug."""
+    """A client that leaves before its stream is resumed causes no dispatch and no exception."""
     fixture = FlowControlFixture()
     queued = fixture.ask()
     queued.admission.cancel()

@@ -1,4 +1,4 @@
-"""How long a gate holds the event loop: in virtual time, with looks that take some of it."""
+"""Time for which a flow controller holds the event loop, in virtual time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_thousands_of_deadlines_expire_over_several_loop_iterations():
 
 
 class Computing(FlowControlFixture):
-    """A gate on virtual time before a busy endpoint, whose looks at requests take some of it.
+    """A flow controller in virtual time before a busy endpoint, whose decisions take time.
 
     Args:
         loop: What it runs on.

@@ -6,7 +6,7 @@ from extproc.server import grpc_workarounds
 
 
 class Calls:
-    """Reads that end when told to; what came of each is kept."""
+    """Reads that end on demand, and their results."""
 
     def __init__(self):
         self.futures = []
@@ -48,7 +48,7 @@ async def test_reads_are_sequential(calls):
 
 
 async def test_a_read_that_raises_propagates(calls):
-    """What a read raises reaches whoever awaits it."""
+    """An exception of a read reaches its caller."""
     task = asyncio.ensure_future(once(calls))
     await begun(calls, 1)
     calls.futures[0].set_exception(KeyError("x"))

@@ -51,7 +51,7 @@ def test_without_election_every_name_is_serving(name: str):
 @pytest.mark.parametrize("name", [*READINESS_NAMES, *PLAIN])
 @pytest.mark.parametrize("fact", ["synced", "fits"])
 def test_without_election_every_name_follows_sync_and_protocol(name: str, fact: str):
-    """Before the first sync, and for a protocol nobody reads, no name but liveness is serving."""
+    """Before the first sync, and for an unread protocol, only liveness is serving."""
     assert check_health(name, **{fact: False}) == "NOT_SERVING"
 
 
@@ -118,7 +118,7 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
 
 
 def test_app_protocol_decides_readiness():
-    """Plain HTTP and HTTP/2 in plain text, and nobody saying anything; nothing else."""
+    """Plain HTTP, plaintext HTTP/2 and an unset protocol are supported, and nothing else."""
     assert "kubernetes.io/h2c" in SUPPORTED_APP_PROTOCOLS
     assert "" in SUPPORTED_APP_PROTOCOLS
     assert "kubernetes.io/wss" not in SUPPORTED_APP_PROTOCOLS
@@ -146,7 +146,7 @@ class Looking:
 
 
 def test_every_endpoint_is_scraped_before_readiness():
-    """Done when each was scraped or could not be; newcomers make nobody unready again."""
+    """Readiness waits for a scrape of each endpoint, and later endpoints do not revoke it."""
     looking = Looking("10.0.0.1:1", "10.0.0.2:1")
     assert not looking.done()
     looking.scraped("10.0.0.1:1")
@@ -173,7 +173,7 @@ def test_an_empty_pool_is_ready():
 
 
 def test_a_zero_timeout_does_not_wait():
-    """With 0 s, and without scrapes, nobody waits."""
+    """Readiness does not wait with 0 s, and without scrapes."""
     assert Looking("10.0.0.1:1", most_s=0.0).done()
 
 

@@ -192,7 +192,7 @@ async def test_stop_announces_the_end_and_serves_what_is_open():
 
 
 async def test_stop_closes_a_connection_that_stays():
-    """After the grace nobody is waited for."""
+    """The server stops after the grace period, whatever is open."""
     async with serving_calls() as scene:
         reader, _ = await scene.connect()
         await scene.read(reader, SETTINGS)

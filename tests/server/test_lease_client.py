@@ -1,4 +1,4 @@
-"""The Lease over real HTTP, against a server that keeps one and does what it is told."""
+"""The Lease client over real HTTP, against a fake API server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_lease_is_created_renewed_and_read(tmp_path):
 
 
 async def test_foreign_labels_are_kept(tmp_path):
-    """What somebody wrote into the Lease is written back."""
+    """Foreign fields of the Lease are written back."""
     async with lease_fixture(tmp_path) as (api, client):
         await client.write(FIRST)
         api.lease["metadata"]["labels"] = {"team": "a"}

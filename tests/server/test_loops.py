@@ -141,7 +141,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
 
 
 async def test_a_callback_that_raises_does_not_end_the_process(monkeypatch, caplog):
-    """A timer or a task that nobody awaits, in whatever part: one line, one count."""
+    """An exception in a timer or in a task without an owner is logged and counted once."""
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
     async with scene.running() as task:
         asyncio.get_running_loop().call_later(0.0, {}.__getitem__, CANARY)
@@ -215,7 +215,7 @@ async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
 
 
 async def test_a_process_without_streams_does_not_wait_to_drain():
-    """No data plane knows of it, so nobody is waited for; otherwise the time is waited for."""
+    """A process without earlier streams drains at once; others wait for the drain time."""
     async with serving.running(serving.settings("127.0.0.11:9")) as running:
         await running.sync()
         drained = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
@@ -321,7 +321,7 @@ async def test_a_stream_entry_that_raises_is_skipped(caplog):
 
 
 class Followed:
-    """Discovery whose fleet raises for a while."""
+    """Discovery whose store raises for a while."""
 
     def __init__(self, path):
         self.wrong = 0
@@ -361,7 +361,7 @@ async def test_endpoints_that_could_not_be_applied_are_applied_again(tmp_path):
 
 
 async def test_endpoints_are_applied_after_a_start_that_raised(tmp_path, caplog):
-    """Endpoints that could not be told at the start are told by the loop."""
+    """Endpoints that could not be stored at the start are stored by the loop."""
     path = tmp_path / "endpoints.yaml"
     path.write_text("endpoints: ['10.0.0.1:8000']")
     scene = Followed(path)

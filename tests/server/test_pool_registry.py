@@ -70,7 +70,7 @@ pools:
 
 
 async def test_configured_pools_have_endpoints_after_sync():
-    """Each has its own fleet, claim and profile; all of them have to be known."""
+    """Each pool has its own store, match and profile, and all pools have to be synced."""
     subject = sites(TWO)
     assert not subject.synced
     await subject.sync()
@@ -133,7 +133,7 @@ async def test_a_process_without_its_only_pool_is_not_ready():
     [((), "pool  is not there; see its name"), ((discovered(A),), "pool  is gone")],
 )
 async def test_a_missing_pool_differs_from_a_deleted_pool(caplog, before, message):
-    """Somebody who misspelled a name is not told that it was deleted."""
+    """A pool that never existed is not reported as deleted."""
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
     for change in (*before, discovered(exists=False)):
         subject.on_pools_changed({"n/p": change}, ())
@@ -143,7 +143,7 @@ async def test_a_missing_pool_differs_from_a_deleted_pool(caplog, before, messag
 
 
 async def test_readiness_waits_for_kubernetes_discovery():
-    """Pools that it brings are unknown until it told everything once."""
+    """Pools of a discovery source are unknown until its first complete list."""
     assert not sites("cluster: {discover_pools: cluster}", heard=False).synced
     assert sites("cluster: {discover_pools: cluster}").synced
 
@@ -169,7 +169,7 @@ async def test_annotations_match_nothing_without_a_rule(caplog):
 
 
 async def test_the_older_pool_takes_overlapping_matches(caplog):
-    """By the time of creation, which nobody chooses; a pool that is written out comes first."""
+    """Pools are ordered by creation time, after the pools of the configuration."""
     text = ANY_CLAIM + (f"pools: [{{name: own, endpoints: ['{C}'], match: {{hosts: [own]}}}}]\n")
     subject = sites(text)
     claim = {"extproc/hosts": "x,own"}
@@ -289,7 +289,7 @@ async def test_match_rules_are_reloaded():
 
 
 async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
-    """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
+    """An exception for one discovered pool is counted, and the other pools are served."""
     received = []
 
     def listener():

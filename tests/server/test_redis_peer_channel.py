@@ -263,7 +263,7 @@ async def test_foreign_entries_are_ignored(server):
 
 
 async def test_peer_sync_is_off_by_default():
-    """The default needs no store and tells nobody."""
+    """The default needs no Redis and publishes nothing."""
     assert redis_peer_channel.build_peer_channel(PeerSyncSection(), sites(), time.monotonic) is None
 
 

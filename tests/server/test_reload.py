@@ -26,7 +26,7 @@ TURNS = examples(60)
 
 
 class Scene:
-    """A picker that follows a file."""
+    """An endpoint picker that follows its configuration file."""
 
     def __init__(self, path):
         self.path = path
@@ -173,7 +173,7 @@ def test_pending_names_fields_that_cannot_change():
 
 
 def test_requests_never_see_a_partial_configuration(scene):
-    """Routed between any two reloads, a request names a profile and a picker that go together."""
+    """A request between two reloads is routed by one profile and its own picker."""
     wanted = {
         "random": "random-picker",
         "round-robin": "round-robin",

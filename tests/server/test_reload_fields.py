@@ -389,7 +389,7 @@ BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nflow_control: {enabled: %s}\n"
 
 
 def test_flow_control_is_enabled_by_a_restart_only():
-    """Busy engines get requests as before: without queues nobody is refused, and with them held."""
+    """Busy engines get requests as before without flow control, and with it requests are queued."""
 
     async def scenario():
         for started, wanted in (("false", "true"), ("true", "false")):

@@ -111,7 +111,7 @@ def test_a_plugin_file_without_a_possible_name_is_refused():
 
 
 def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
-    """Also what nobody thought of: its place is told, not what it said."""
+    """An unexpected exception is reported with its location and without its message."""
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
 
     def raising(_):
@@ -186,7 +186,7 @@ def test_an_edited_plugin_starts_with_new_state(tmp_path):
 
 
 def test_learned_rates_survive_every_reload():
-    """What is learned of endpoints belongs to the fleet, whatever the rules are."""
+    """Learned values of endpoints stay in the store across reloads."""
     scene = Scene(read("scheduling: {strategy: adaptive}"))
     rates = [member.rates for member in scene.store.pool.members]
     scene.observe(3.0)

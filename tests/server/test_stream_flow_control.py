@@ -32,7 +32,7 @@ MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
 
 
 class StreamFixture:
-    """Real streams over a real gate and dispatcher; time is the house's."""
+    """Real streams over a real flow controller and director, at the time of the pool."""
 
     def __init__(self, *addresses, **holding):
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses))

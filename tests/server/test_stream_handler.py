@@ -54,7 +54,7 @@ def answer(prompt_tokens):
 
 
 class StreamFixture:
-    """Streams over a house, one after the other."""
+    """Streams over one pool, one after the other."""
 
     def __init__(self, *addresses, max_streams=100):
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)))

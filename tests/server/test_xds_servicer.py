@@ -181,7 +181,7 @@ def test_scrapes_send_no_update():
 
 
 def test_nothing_is_sent_before_discovery_is_synced():
-    """A picker that has just started does not tell Envoys to forget their endpoints."""
+    """A replica that has just started does not remove the endpoints of an Envoy."""
 
     async def test():
         async with serving() as scene:
@@ -199,7 +199,7 @@ def test_nothing_is_sent_before_discovery_is_synced():
 
 
 def test_a_later_envoy_receives_the_current_snapshot():
-    """Nobody looks at pools while nobody listens; the next stream is not told what was."""
+    """Pools are not read while no stream is open, and the next stream gets their current state."""
 
     async def test():
         async with serving() as scene:

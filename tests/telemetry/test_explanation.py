@@ -102,7 +102,7 @@ def test_branches_of_a_tree_are_explained():
 
 
 def test_json_has_no_prompt_no_session_and_no_infinity():
-    """What is told is plain JSON without the prompt or the session's name."""
+    """An explanation is plain JSON without the prompt or the name of the session."""
     document = json.dumps(explanation.explain(decision()), allow_nan=False)
     assert "PROMPT" not in document
     assert '"S"' not in document
@@ -124,7 +124,7 @@ def test_the_awaited_endpoint_is_explained():
 
 
 def test_a_rejection_is_explained():
-    """A rejection is told with status, reason and when to try again."""
+    """A rejection is explained with status, reason and the time to retry."""
     document = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
     assert document == {
         "outcome": "rejection",
@@ -149,7 +149,7 @@ def test_table_survives_json():
 
 
 def test_table_without_steps():
-    """A rescued decision has no steps and is told all the same."""
+    """A degraded decision has no steps and is explained nevertheless."""
     bare = Decision(request=InferenceRequest(api="opaque"), endpoints=[A.endpoint], picker="rescue")
     assert "chosen by rescue: 10.0.0.1:8000" in explanation_text.render_table(
         explanation.explain(bare)
@@ -218,7 +218,7 @@ def fleet():
 
 
 def test_pool_state_contains_known_values():
-    """What is known is told with its age; what is not is left out."""
+    """Known values are shown with their age, and unknown ones are left out."""
     document = explanation.describe_pool(fleet().pool, 12.5)
     assert document == {
         "endpoints": [

@@ -91,7 +91,7 @@ def test_json_has_the_stack_of_an_exception(lines):
 
 
 def test_fields_are_not_built_below_the_level(caplog):
-    """What nobody reads costs nothing."""
+    """An event below the log level produces no record."""
     caplog.set_level(logging.ERROR, "extproc.pool")
     log_format.log_event(_log, logging.INFO, "request", id="x")
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""What is told of models: in decisions, states, tables and metrics."""
+"""Models in decisions, states, tables and metrics."""
 
 import json
 
@@ -24,7 +24,7 @@ def decision(**more):
 
 
 def listed(*models):
-    """A house whose endpoints listed these."""
+    """A pool whose endpoints listed these models."""
     pool_fixture = PoolFixture({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
     for member, served in zip(pool_fixture.store.pool.members, models, strict=True):
         if served is not None:

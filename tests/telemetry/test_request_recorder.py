@@ -71,7 +71,7 @@ def test_recorder_counts_a_request_for_the_selected_pool():
 
 
 def test_histograms_of_requests_have_the_pool_as_label():
-    """A slow pool is told apart from a fast one, and each has its causes of rejections."""
+    """Histograms and causes of rejections are counted for each pool."""
     scene = RecorderFixture()
     for pool, duration_s in (("fast", 0.02), ("slow", 20.0)):
         request = scene.route(pool)

@@ -19,7 +19,7 @@ KEY = REF.key
 
 
 class Scene:
-    """A follower of a fake API server, and what it has told."""
+    """A follower of a fake API server, and the pools that it published."""
 
     def __init__(self, server, folder, *sources, **wanted):
         self.server = server

@@ -218,7 +218,7 @@ def test_deep_nesting_is_a_value():
 
 
 def test_an_object_that_raises_is_the_only_invalid_one():
-    """In a list and in an event: the others are read, and its key and kind of error are told."""
+    """An unreadable object of a list or event is reported by key and error; others are read."""
     reader = watch_events.WatchReader(watch_plan.PODS)
     real = reader._value
 
