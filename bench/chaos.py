@@ -1,6 +1,6 @@
 """Runs a well-behaved client for minutes beside everything that can go wrong at once.
 
-python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--write]
+python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--transport native] [--write]
 
 A real picker, a real Envoy, 8 engines (2 of them with hostile pages), Redis and a Kubernetes API server
 where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
@@ -268,11 +268,13 @@ async def sampled(site: Site, samples: list[tuple[float, int]]) -> None:
         await asyncio.sleep(1.0)
 
 
-async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[ChaosBar], dict]:
+async def run(
+    minutes: float, rate_per_s: float, seed: int, transport: str
+) -> tuple[list[ChaosBar], dict]:
     """Everything, from start to end."""
     seconds = 60.0 * minutes
     quiet_s = seconds / 4
-    async with chaos_site.site() as site:
+    async with chaos_site.site(transport) as site:
         for line in site.missing:
             print(line, flush=True)
         chaos = Chaos(site, random.Random(seed), seconds - quiet_s)
@@ -382,10 +384,11 @@ async def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", choices=("native", "grpcio"), default="native")
     parser.add_argument("--write", action="store_true", help="write bench/results/chaos.json")
     wanted = parser.parse_args()
     async with asyncio.timeout(60.0 * wanted.minutes + 600.0):
-        bars, figures = await run(wanted.minutes, wanted.rate, wanted.seed)
+        bars, figures = await run(wanted.minutes, wanted.rate, wanted.seed, wanted.transport)
     for name in ("engines", "other"):
         print(f"{name}: {figures[name]}")
     for bar in bars:

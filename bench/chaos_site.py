@@ -114,8 +114,8 @@ class Site(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def site() -> AsyncIterator[Site]:
-    """Start everything; nothing is left when the block ends."""
+async def site(transport: str) -> AsyncIterator[Site]:
+    """Start everything, with a transport of the picker; nothing is left when the block ends."""
     missing: list[str] = []
     async with contextlib.AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
@@ -144,7 +144,8 @@ async def site() -> AsyncIterator[Site]:
         listed.write_text(yaml.safe_dump({"endpoints": written}))
         config.write_text(yaml.safe_dump(_config(listed, redis, cluster)))
         every = [*written, *(engine.address for engine in engines if cluster)]
-        picker = await _picker(children, config, cluster, [*dict.fromkeys(every)])
+        addresses = [*dict.fromkeys(every)]
+        picker = await _picker(children, config, cluster, addresses, transport=transport)
         yield Site(picker, engines, config, listed, redis, cluster, children, missing)
 
 
@@ -166,7 +167,12 @@ def _config(listed: Path, redis: Redis | None, cluster: Cluster | None) -> dict[
 
 
 async def _picker(
-    children: stack.Stack, config: Path, cluster: Cluster | None, addresses: list[str]
+    children: stack.Stack,
+    config: Path,
+    cluster: Cluster | None,
+    addresses: list[str],
+    *,
+    transport: str,
 ) -> Picker:
     ports = stack.EnvoyPorts(*(stack.free_port() for _ in range(3)))
     pages = stack.free_port()
@@ -174,6 +180,7 @@ async def _picker(
         *("--config-file", str(config), "--host", "127.0.0.1", "--secure-serving=false"),
         *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
         *("--grpc-health-port", "0", "--drain-timeout", "0s", "--fallback-endpoints", "2"),
+        *("--transport", transport),
         *(("--kubeconfig", str(cluster.kubeconfig)) if cluster else ()),
     )
     template = ROOT / "envoy" / "override-host.yaml"
