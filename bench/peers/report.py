@@ -210,7 +210,7 @@ def block(result: Mapping[str, Any]) -> str:
             "",
             _figure_table(loads, lambda row: _shown(row["cpu_us"], 0)),
             "",
-            "Added p50 / p99 (ms), and requests/s (without Envoy p50 / p99):",
+            "Added p50 (p50 itself where the last column is empty) / p99 in ms, and requests/s:",
             "",
             _figure_table(loads, _latency),
             "",
