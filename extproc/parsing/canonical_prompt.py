@@ -340,8 +340,14 @@ def _many_parts(parts: list[Any]) -> bytes:
     fields: list[bytes] = []
     for at in range(0, len(parts), _MANY_PARTS):
         row = parts[at : at + _MANY_PARTS]
-        lines = _ENCODER.encode_lines(row) if _JSON_TYPES.issuperset(map(type, row)) else b'"text"'
-        if any(map(lines.__contains__, _SPECIAL)):
+        first = row[0]
+        lines = b""
+        # Messages, which may be long, are not encoded in vain.
+        if not (type(first) is dict and "content" in first) and _JSON_TYPES.issuperset(
+            map(type, row)
+        ):
+            lines = _ENCODER.encode_lines(row)
+        if not lines or any(map(lines.__contains__, _SPECIAL)):
             fields += [_part(part) for part in row]
         else:
             fields += (PART, lines[:-1].replace(b"\n", PART))
