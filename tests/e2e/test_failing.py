@@ -76,12 +76,12 @@ class Load:
                 await asyncio.sleep(0.005)
 
 
-def counted(result, name, **labels):
+def counted(page, name, **labels):
     """A counter of the picker by name and some of its labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         value
-        for key, value in result.items()
+        for key, value in page.items()
         if key.partition("{")[0] == name and all(label in key for label in wanted)
     )
 
