@@ -7,6 +7,7 @@ date.
 from __future__ import annotations
 
 from bench import bars, replicas, run
+from bench.peers import report as peers_report
 from bench.real_vllm import report
 
 
@@ -40,6 +41,7 @@ def block() -> str:
             "[robustness](robustness.md)",
         ),
         ("What does a request cost?", _of_overhead(), "[overhead](overhead.md)"),
+        ("What does it cost beside llm-d's picker in Go?", _beside_llm_d(), "[peers](peers.md)"),
     )
     return "\n".join(
         [
@@ -150,4 +152,20 @@ def _of_overhead() -> str:
     return (
         f"{costs_ms[0]:.1f} to {costs_ms[-1]:.1f} ms of CPU, {ratios[0]:.2f} to {ratios[-1]:.2f} times "
         "a gRPC server with constant answers (bar: 1.35)."
+    )
+
+
+def _beside_llm_d() -> str:
+    """Ratios of CPU per request on both transports, and the bars."""
+    result = run.read("peers")
+    ratios = {cell["name"]: cell["ratios"] for cell in result["cells"]}
+    small, large = ratios["c32 2 kB"], ratios["c32 400 kB"]
+    outcomes = list(peers_report.bars(result))
+    met = sum(outcome.is_met for outcome in outcomes)
+    return (
+        "CPU of a request with the same scorers and scrape interval, times that of llm-d's picker, 32 "
+        f"connections: on the native transport {small['native/go-equal']['cpu_us'][0]:.2f} (2 kB) and "
+        f"{large['native/go-equal']['cpu_us'][0]:.2f} (400 kB), on grpcio, the default, "
+        f"{small['grpcio/go-equal']['cpu_us'][0]:.2f} and {large['grpcio/go-equal']['cpu_us'][0]:.2f}. "
+        f"{met} of {len(outcomes)} bars are met."
     )

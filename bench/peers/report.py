@@ -284,7 +284,7 @@ def _bar_table(missed: Sequence[PeerBar]) -> str:
             bar.load,
             bar.compared,
             f"{'>=' if bar.at_least else '<='} {bar.wanted:g}",
-            f"{bar.measured:.2f}",
+            f"{bar.measured:.3f}",
         ]
         for bar in missed
     ]
