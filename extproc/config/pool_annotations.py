@@ -161,7 +161,7 @@ TARGET, MIN, MAX = "extproc/scale-target", "extproc/scale-min", "extproc/scale-m
 #: The value of `TARGET` of a pool that is left alone.
 _NONE = "none"
 
-#: The longest number that is read; nobody has more replicas.
+#: The longest number that is read; no pool has more replicas.
 _MOST_DIGITS = 6
 
 

@@ -277,7 +277,7 @@ def _plugin(
     try:
         plugin = validation.to_struct(params, kind, where=where, path=spot)
         if not isinstance(plugin.needs, frozenset):
-            raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
+            raise TypeError("its needs are no frozenset")  # noqa: TRY301 - reported as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others

@@ -135,7 +135,7 @@ class LeaderElector:
         """Run a step, return the pause until the next (seconds); errors force a new read."""
         try:
             pause_s = await self.step()
-        except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave nobody
+        except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave none
             self._state.invalidate()
             return self._supervisor.record_failure("election", error)
         self._supervisor.record_success("election")

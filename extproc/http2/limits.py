@@ -14,7 +14,7 @@ _MIB: Final = 1024 * 1024
 
 
 class Http2Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that a peer is told in settings, or that end its stream or connection.
+    """Limits that a peer receives in settings, or that end its stream or connection.
 
     Attributes:
         max_message_bytes: Largest gRPC message; above it RESOURCE_EXHAUSTED.

@@ -171,7 +171,7 @@ def build_elector(
 
 def _log_event(event: leader_elector.ElectionEvent) -> None:
     level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
-    _log.log(level, "election: %s: %s", event.kind, event.detail or "nobody")
+    _log.log(level, "election: %s: %s", event.kind, event.detail or "none")
 
 
 def _clock() -> float:

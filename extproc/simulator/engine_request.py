@@ -16,8 +16,8 @@ class EngineRequest(msgspec.Struct, frozen=True, gc=False):
         prompt_tokens: Prompt length in tokens, at least 1.
         output_tokens: Tokens to generate, at least 1.
         hashes: One chained hash per full block of the prompt, continued over the answer where the
-            caller knows it; non-negative. May be shorter than the blocks: the rest stays cached
-            for nobody. Adapter and salt are the caller's part of the hash.
+            caller knows it; non-negative. May be shorter than the blocks: the rest is never
+            found in the cache. Adapter and salt are the caller's part of the hash.
         adapter: LoRA adapter; empty for the base model.
     """
 

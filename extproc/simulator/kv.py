@@ -87,7 +87,7 @@ class BlockPool:
         Args:
             held: Keys of the sequence's registered blocks, in prefix order; grows to `full` keys.
                 A block whose content has no hash, or whose hash a live block already has, gets a
-                fresh negative key: it stays cached for nobody.
+                fresh negative key: it is never found in the cache.
             hashes: Chained content hashes in prefix order; may be shorter than `full`.
             full: Blocks of the sequence that are full.
         """
@@ -95,7 +95,7 @@ class BlockPool:
         start = len(held)
         for key in hashes[start:full]:
             count = holders.get(key)
-            if count == 0:  # an older copy nobody holds: its block is free to take again
+            if count == 0:  # an older copy that no request holds: its block is free to take again
                 del self._idle[key]
                 self.blank += 1
             elif count is not None:

@@ -11,7 +11,7 @@ class SlotFit(enum.Enum):
 
     RESIDENT = enum.auto()  #: On the device already.
     EMPTY = enum.auto()  #: A slot is empty: load it.
-    SWAP = enum.auto()  #: Every slot is taken, one by an adapter nobody uses: replace it.
+    SWAP = enum.auto()  #: Every slot is taken, one by an adapter that no request uses: replace it.
     NONE = enum.auto()  #: Every slot is in use: the request has to wait.
 
 

@@ -1,7 +1,7 @@
 """Decisions and rejections as JSON.
 
-`table` shows the same to people. Prompts, bodies and header values have no place here; of a
-request only what decided is told.
+`explanation_text` renders the same as text. Prompts, bodies and header values have no place here: a
+request is described by what the decision used.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _request_line(explanation: Json) -> str:
     if request["stream"]:
         facts.append("streamed")
     if request["subset"] is not None:
-        facts.append(f"limited to {', '.join(request['subset']) or 'nobody'}")
+        facts.append(f"limited to {', '.join(request['subset']) or 'none'}")
     lines = [f"request: {', '.join(facts)}"]
     rewrite = explanation.get("model_rewrite")
     if rewrite:
@@ -173,7 +173,7 @@ def _steps(filters: Sequence[Json]) -> str:
     rows = []
     for step in filters:
         rows.append(
-            (step["name"], str(len(step["survivors"])), ", ".join(step["dropped"]) or "nobody")
+            (step["name"], str(len(step["survivors"])), ", ".join(step["dropped"]) or "none")
         )
         rows += [_branch(branch) for branch in step.get("branches", ())]
     return _aligned(head, rows)
@@ -182,7 +182,7 @@ def _steps(filters: Sequence[Json]) -> str:
 def _branch(branch: Json) -> tuple[str, str, str]:
     """One filter of a filter tree and the branch taken after it."""
     left = branch["survivors"]
-    dropped = (", ".join(branch["dropped"]) or "nobody") if left else "everybody"
+    dropped = (", ".join(branch["dropped"]) or "none") if left else "all"
     fault = f", raised {branch['error_type']}" if branch["error_type"] else ""
     way = f"then {branch['branch']}" if branch["branch"] else "the end"
     return f"  {branch['name']}", str(len(left)), f"{dropped}{fault}; {way}"

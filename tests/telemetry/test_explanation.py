@@ -95,9 +95,9 @@ def test_branches_of_a_tree_are_explained():
         ["10.0.0.2:8000"],
     ]
     shown = explanation_text.render_table(document)
-    assert "\n  drop-request     0  everybody; then either\n" in shown
+    assert "\n  drop-request     0  all; then either\n" in shown
     assert "\n  low-latency      2  10.0.0.3:8000; then success\n" in shown
-    assert "\n  mine             0  everybody, raised KeyError; then failure\n" in shown
+    assert "\n  mine             0  all, raised KeyError; then failure\n" in shown
     assert "\n  kv-range         1  10.0.0.2:8000; the end\n" in shown
 
 

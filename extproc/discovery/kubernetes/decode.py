@@ -1,7 +1,7 @@
 """Decoders of API objects to the values of `objects`; unused fields are not decoded.
 
 The official client would build some 60 objects of a pod; that is 100 times the work, and most of it
-for fields nobody asks for.
+for fields that extproc does not read.
 """
 
 from __future__ import annotations

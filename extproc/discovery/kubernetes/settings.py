@@ -105,8 +105,8 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             namespaces of InferencePools. They take rights of their own; without them every
             request has priority 0.
         override_ip: Whether the annotation `model-pod-ip` of a KubeAI pod may replace its IP, as
-            KubeAI's --allow-pod-address-override: for development only, because whoever may
-            annotate a pod could then draw traffic to any address.
+            KubeAI's --allow-pod-address-override: for development only, because any
+            user who may annotate a pod could then draw traffic to any address.
         start_s: How long `start` waits for the first complete lists. It then gives up waiting,
             not trying: a replica whose API server is down is not ready, and becomes so later.
         request_s: Time limit for one list page, from the request to its last byte (seconds). A page

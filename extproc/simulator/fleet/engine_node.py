@@ -107,7 +107,7 @@ class EngineNode:
             if refusal is not None:
                 sim_request.failure = refusal.name.lower().replace("_", " ")
         if sim_request.failure:
-            # Not at once: whoever sends again on failure would recurse.
+            # Not at once: a client that sends again on failure would recurse.
             self._timeline.after(0.0, lambda: self._finished(sim_request))
             return
         self.requests[sim_request.id] = sim_request

@@ -93,7 +93,7 @@ class SimFlowController(Generic[GrantT]):
         """Dispatch, queue or reject a new request.
 
         Args:
-            outcome: What would come of it if nobody else waited.
+            outcome: Outcome if no other request waited.
             toward: Address of the endpoint it would go to; empty where that is not known.
 
         Returns:

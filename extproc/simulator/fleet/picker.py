@@ -67,7 +67,7 @@ class ExtprocPicker:
         models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.
         went: Called with a request that waited and goes to its `node`, or is refused with a `failure`; None
-            where nobody waits, whatever the settings say.
+            where no request waits, whatever the settings say.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Attributes:
         replicas: Pickers; each request goes to one of them at random.
-        share_delay_s: Seconds after which pickers have told each other of a request that was sent
+        share_delay_s: Seconds after which pickers have exchanged a request that was sent
             or ended. None: they do not talk.
         scrape_s: Seconds between scrapes of an endpoint, busy or idle. None: as the configuration
             says.

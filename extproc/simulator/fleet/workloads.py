@@ -261,7 +261,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Sessions of the group, with their times.
 
         Args:
-            rng: Chance of its own, so that it asks the same whoever else is there.
+            rng: Chance of its own, so that its requests do not depend on other groups.
             number: Which of the groups it is; they share no blocks.
         """
         salt = (number + 1) << 54
@@ -286,7 +286,7 @@ class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
     """Several groups at once, at their own rates.
 
     Attributes:
-        groups: Who they are. Each asks the same at the same times whoever else is there.
+        groups: The groups. Requests and times of each do not depend on the others.
     """
 
     groups: Annotated[Sequence[Group], msgspec.Meta(min_length=1)]
