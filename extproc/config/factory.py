@@ -240,6 +240,16 @@ def build_scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
     return context
 
 
+#: Longest interval at which an engine keeps the connection of a scrape: vLLM closes it after 5 s.
+_KEPT_ALIVE_S = 4.0
+
+
+def _rest_interval_s(scrape: ScrapeSection) -> float:
+    """Return twice the idle interval, as far as loads do not turn unknown and connections stay."""
+    longest = min((scrape.stale_after_s - scrape.timeout_s) / 1.1, _KEPT_ALIVE_S)
+    return max(scrape.idle_interval_s, min(2.0 * scrape.idle_interval_s, longest))
+
+
 def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
     return scraper.ScraperSettings(
         path=scrape.path,
@@ -248,6 +258,7 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
         schedule=schedule.ScrapeSchedule(
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,
+            rest_s=_rest_interval_s(scrape),
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),

@@ -114,7 +114,8 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             is several engine steps; own requests are counted in between.
         idle_interval_s: Seconds between scrapes of an endpoint without. 2 shows requests of others
             at a tenth of the cost. The first request of this process brings the next scrape
-            forward, or the endpoint would look idle for the rest of the interval.
+            forward, or the endpoint would look idle for the rest of the interval. Without any
+            request for 30 s it is twice as long, as far as `stale_after_s` and 4 s allow.
         timeout_s: Time limit of a scrape (seconds). 1 is far above the milliseconds that a healthy
             engine needs, and short enough to notice a hung one.
         stale_after_s: Age at which a load counts as unknown (seconds). 6 allows two idle scrapes to

@@ -37,7 +37,7 @@ _COMMENTS = re.compile(rb"(?:\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z))*+")
 _NAME = re.compile(rb"\s*+[A-Za-z_:][A-Za-z0-9_:]*+(?=[{ \t])")
 _DECLARED = b"\n# TYPE "
 _DECLARED_OR_HELP = (b"\n# HELP ", _DECLARED)
-_AFTER_NAME = frozenset((b"{", b" ", b"\t"))
+_AFTER_NAME = frozenset(b"{ \t")
 
 #: How far over 1 a mean of shares may come by rounding.
 _ROUNDING = 1e-6
@@ -228,6 +228,7 @@ class _Families:
 
     def _scan(self, name: bytes, begin: int, end: int) -> list[_Sample]:
         text, needle = self._text, b"\n" + name
+        size = len(text)
         samples: list[_Sample] = []
         at = text.find(needle, begin, end)
         while at >= 0:
@@ -235,18 +236,18 @@ class _Families:
             self._left -= 1
             if self._left < 0:
                 return []
-            if text[after : after + 1] in _AFTER_NAME:
+            if after < size and text[after] in _AFTER_NAME:
                 if not samples and self._grouped:
                     self._cursor = at
                 line_end = text.find(b"\n", after)
-                line_end = line_end if line_end >= 0 else len(text)
+                line_end = line_end if line_end >= 0 else size
                 samples.append(_sample(text[after:line_end]))
                 if not self._joined:
                     if text.startswith(_DECLARED_OR_HELP, line_end):
                         break
                     if len(samples) == 1:
                         group_end = text.find(_DECLARED, line_end)
-                        end = group_end if group_end >= 0 else len(text)
+                        end = group_end if group_end >= 0 else size
                 after = line_end
             at = text.find(needle, after, end)
         return samples

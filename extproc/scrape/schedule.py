@@ -8,6 +8,7 @@ endpoint that does not answer, because a /metrics request is work for a struggli
 from __future__ import annotations
 
 import random
+from typing import Final
 
 import msgspec
 
@@ -20,6 +21,8 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
             engine; in between, our own in-flight count is exact anyway.
         slow_s: Interval while nothing goes there. A load must be kept at least 1.1 times this
             plus the time-out, or idle endpoints flap between known and unknown.
+        rest_s: Interval while no endpoint of the process had a request for `REST_AFTER_S`; the same
+            holds for it.
         jitter: Each wait is spread by this share to either side, lest all poll at once.
         scrapes_per_s: Scrapes per second over all endpoints, beyond which every interval is
             stretched. One costs about 0.4 ms of CPU, so 100 are some 4 % of a core.
@@ -31,11 +34,15 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     fast_s: float = 0.2
     slow_s: float = 2.0
+    rest_s: float = 4.0
     jitter: float = 0.1
     scrapes_per_s: float = 100.0
     backoff_cap_s: float = 10.0
     tick_s: float = 0.025
 
+
+#: Seconds without a request to any endpoint, after which the process is at rest.
+REST_AFTER_S: Final = 30.0
 
 #: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
 #: refusal costs no engine anything, and an endpoint that is back should have traffic again at once.
@@ -50,6 +57,7 @@ def wait_s(
     idle_endpoints: int,
     failures: int,
     refused: bool = False,
+    resting: bool = False,
     rng: random.Random,
 ) -> float:
     """Returns seconds until the next scrape of an endpoint, counted from the start of this one.
@@ -65,11 +73,13 @@ def wait_s(
         idle_endpoints: Idle endpoints (count).
         failures: Failed scrapes in a row.
         refused: Whether the last of them was a refused connection.
+        resting: Whether the process is at rest: `rest_s` instead of `slow_s`.
         rng: Chance, for the jitter.
     """
-    wanted_per_s = busy_endpoints / settings.fast_s + idle_endpoints / settings.slow_s
+    slow_s = settings.rest_s if resting else settings.slow_s
+    wanted_per_s = busy_endpoints / settings.fast_s + idle_endpoints / slow_s
     stretch = max(1.0, wanted_per_s / settings.scrapes_per_s)
-    interval = (settings.fast_s if busy else settings.slow_s) * stretch
+    interval = (settings.fast_s if busy else slow_s) * stretch
     if failures:
         # 2^30 is beyond any cap; the bound keeps the power a float.
         cap = settings.backoff_cap_s

@@ -89,11 +89,22 @@ class EndpointCounts:
         all: All of them.
     """
 
-    __slots__ = ("all", "busy")
+    __slots__ = ("_changed", "all", "busy")
 
     def __init__(self) -> None:
         self.busy = 0
         self.all = 0
+        self._changed = -math.inf
+
+    def change_busy(self, change: int, now: float) -> None:
+        """Counts an endpoint that turned busy (1) or idle (-1); 0 for neither."""
+        if change:
+            self.busy += change
+            self._changed = now
+
+    def is_resting(self, now: float) -> bool:
+        """Returns True if no endpoint had a request for `REST_AFTER_S`."""
+        return not self.busy and now - self._changed >= schedule.REST_AFTER_S
 
 
 class EndpointScraper:
@@ -105,6 +116,7 @@ class EndpointScraper:
 
     Attributes:
         is_refused: Whether the last scrape met a refused connection.
+        is_resting: Whether the next scrape was set while the process was at rest.
     """
 
     def __init__(self, scraper: Scraper, member: EndpointSnapshot) -> None:
@@ -115,6 +127,7 @@ class EndpointScraper:
         self.task: asyncio.Task[None] | None = None
         self._scraper = scraper
         self._opened = -1
+        self.is_resting = False
         self._began = -math.inf
         self._sleep: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -148,15 +161,21 @@ class EndpointScraper:
         """Brings the next scrape forward where the endpoint was idle and requests went there since.
 
         Its page would show no load for up to `slow_s` otherwise, and whatever scores waiting
-        requests and KV usage would send it every request until then.
+        requests and KV usage would send it every request until then. So does the end of a rest,
+        for every endpoint; those that are late by then are spread over a fast interval.
         """
-        is_due_late = not self.busy and not self.failures and self._timer is not None
-        if not is_due_late or self.member.account.opened == self._opened:
+        if self.busy or self.failures or self._timer is None:
             return
         scraper = self._scraper
-        self.busy = True
-        scraper.endpoint_counts.busy += 1
-        self._set_timer(scraper.wait_s(self) - (scraper.clock() - self._began))
+        now, soonest_s = scraper.clock(), 0.0
+        if self.member.account.opened != self._opened:
+            self.busy = True
+            scraper.endpoint_counts.change_busy(1, now)
+        elif self.is_resting and not scraper.endpoint_counts.is_resting(now):
+            soonest_s = scraper.rng.uniform(0.0, scraper.settings.schedule.fast_s)
+        else:
+            return
+        self._set_timer(max(soonest_s, scraper.wait_s(self) - (now - self._began)))
 
     def _set_timer(self, wait_s: float) -> None:
         """Lets the current sleep end after this many seconds, on a tick."""
@@ -231,7 +250,7 @@ class EndpointScraper:
         account = self.member.account
         busy = account.in_flight > 0 or account.opened != self._opened
         self._opened = account.opened
-        self._scraper.endpoint_counts.busy += busy - self.busy
+        self._scraper.endpoint_counts.change_busy(busy - self.busy, self._scraper.clock())
         self.busy = busy
 
 
@@ -307,6 +326,7 @@ class Scraper:
 
     def wait_s(self, watch: EndpointScraper) -> float:
         """Returns seconds from the start of the last scrape of this endpoint to the next one."""
+        watch.is_resting = not watch.busy and self.endpoint_counts.is_resting(self.clock())
         return schedule.wait_s(
             self.settings.schedule,
             busy=watch.busy,
@@ -314,13 +334,14 @@ class Scraper:
             idle_endpoints=self.endpoint_counts.all - self.endpoint_counts.busy,
             failures=watch.failures,
             refused=watch.is_refused,
+            resting=watch.is_resting,
             rng=self.rng,
         )
 
     def _start(self, member: EndpointSnapshot, tasks: asyncio.TaskGroup) -> None:
         watch = EndpointScraper(self, member)
         address = member.endpoint.address
-        self.endpoint_counts.busy += watch.busy
+        self.endpoint_counts.change_busy(int(watch.busy), self.clock())
         self.endpoint_counts.all += 1
         self.watches[address] = watch
         supervised = self.supervisor.keep("scrape", watch.run, instance=address)
@@ -330,7 +351,7 @@ class Scraper:
         watch = self.watches.pop(address, None)
         if watch is None:
             return
-        self.endpoint_counts.busy -= watch.busy
+        self.endpoint_counts.change_busy(-int(watch.busy), self.clock())
         self.endpoint_counts.all -= 1
         if watch.task is not None:
             watch.task.cancel()

@@ -144,6 +144,22 @@ def test_settings_reach_the_parts():
     assert [(entry.host, entry.port) for entry in parts.flag_entries] == [("10.0.0.1", 8000)]
 
 
+@pytest.mark.parametrize(
+    ("scrape", "rest_s"),
+    [
+        ({}, 4.0),
+        ({"idle_interval_s": 1}, 2.0),
+        ({"idle_interval_s": 10, "stale_after_s": 60}, 10.0),
+        ({"timeout_s": 2.7}, 3.0),
+        ({"idle_interval_s": 4, "timeout_s": 3}, 4.0),
+    ],
+)
+def test_a_resting_interval_keeps_loads_known(scrape, rest_s):
+    """At rest scrapes are half as frequent, unless loads turned unknown or connections closed."""
+    scraping = factory.build(scheduling(scrape=scrape)).scraping
+    assert scraping.schedule.rest_s == pytest.approx(rest_s)
+
+
 def test_built_parts_route():
     """What the factory built takes a request, and as many endpoints as fallbacks ask for."""
     parts = factory.build(scheduling(scheduling={"fallbacks": 1}, seed=1))

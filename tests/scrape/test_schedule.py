@@ -17,6 +17,7 @@ def wait(
     idle_endpoints=1,
     failures=0,
     refused=False,
+    resting=False,
 ):
     return schedule.wait_s(
         settings,
@@ -25,6 +26,7 @@ def wait(
         idle_endpoints=idle_endpoints,
         failures=failures,
         refused=refused,
+        resting=resting,
         rng=random.Random(1),
     )
 
@@ -33,6 +35,13 @@ def test_busy_endpoints_are_scraped_fast_and_idle_ones_slow():
     """A busy endpoint is asked every fast interval, an idle one every slow one."""
     assert wait(busy=True, busy_endpoints=1) == 0.2
     assert wait() == 2.0
+
+
+def test_endpoints_of_a_process_at_rest_are_scraped_half_as_often():
+    """The interval at rest takes the place of the slow one; failures have theirs."""
+    assert wait(resting=True) == 4.0
+    assert wait(resting=True, idle_endpoints=1000) == pytest.approx(10.0)
+    assert wait(resting=True, failures=1) == 0.2
 
 
 def test_many_endpoints_stretch_every_interval():

@@ -241,6 +241,40 @@ def test_an_idle_endpoint_is_scraped_soon_after_a_request():
     asyncio.run(scene())
 
 
+def test_a_request_to_one_endpoint_ends_the_rest_of_all():
+    """Without requests for half a minute all endpoints rest; one request has all scraped again."""
+    pace = schedule.ScrapeSchedule(
+        fast_s=0.001, slow_s=0.001, rest_s=1e6, scrapes_per_s=1e9, tick_s=0.001
+    )
+
+    async def scene():
+        scene = Scene(
+            "10.0.0.1:1",
+            "10.0.0.2:2",
+            settings=scraper.ScraperSettings(follow_s=0.0, schedule=pace),
+        )
+        task = asyncio.ensure_future(scene.subject.run())
+        await scene.fetcher.until(lambda: len(scene.fetcher.requests) >= 8)
+        watches = scene.subject.watches.values()
+        assert not any(watch.is_resting for watch in watches)
+        scene.clock.now += schedule.REST_AFTER_S
+        while not all(watch.is_resting for watch in watches):
+            await asyncio.sleep(0)
+        first, second = (scene.fetcher.requests.count((f"10.0.0.{n}", n)) for n in (1, 2))
+        scene.store.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
+        await scene.fetcher.until(
+            lambda: (
+                scene.fetcher.requests.count(("10.0.0.1", 1)) >= first + 2
+                and scene.fetcher.requests.count(("10.0.0.2", 2)) >= second + 2
+            )
+        )
+        assert not any(watch.is_resting for watch in watches)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_a_hanging_endpoint_delays_no_other():
     """While one endpoint never answers, the other is scraped again and again."""
 
