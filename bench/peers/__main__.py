@@ -22,12 +22,9 @@ import msgspec
 
 from bench import rig
 from bench.peers import report, routing
-from bench.peers.cells import CELLS, IDLE, Cell, CellMeasurement, measure_picker
+from bench.peers.cells import CELLS, IDLE, Cell, CellMeasurement, measure_idle, measure_picker
 from bench.peers.pickers import Setting, peer_rig
 from extproc.errors import ConfigError
-
-#: Rounds in which idle pickers are measured as well.
-_IDLE_ROUNDS = 3
 
 
 def find_peer(name: str) -> str:
@@ -57,29 +54,36 @@ def describe_peer(epp: str, version: str) -> str:
 
 
 def compare(
-    cells: Sequence[Cell], *, rounds: int, seconds: float, epp: str
+    cells: Sequence[Cell], *, idle: Sequence[Cell], rounds: int, seconds: float, epp: str
 ) -> list[CellMeasurement]:
-    """Measure all cells in every round, and idle pickers in the first ones."""
+    """Measure all cells in every round, and idle pickers before the first one."""
     rows: list[tuple[str, Setting]] = list(
-        dict.fromkeys((picker, cell.setting) for cell in cells for picker in cell.pickers)
+        dict.fromkeys((picker, cell.setting) for cell in (*cells, *idle) for picker in cell.pickers)
     )
     rows = [row for row in rows if row[0] != "direct" or row[1] == "plain"]
     measurements: list[CellMeasurement] = []
     with peer_rig(rows, epp=epp) as running:
+        for cell in idle:
+            for picker in cell.pickers:
+                figures = measure_idle(running, picker, cell)
+                measurements += _printed(figures)
         for number in range(rounds):
             start = time.monotonic()
             turn = number % len(rows)
             for picker, setting in rows[turn:] + rows[:turn]:
-                load = [*cells, *(IDLE if number < _IDLE_ROUNDS else ())]
-                mine = [it for it in load if it.setting == setting and picker in it.pickers]
+                mine = [it for it in cells if it.setting == setting and picker in it.pickers]
                 figures = measure_picker(
                     running, picker, setting, mine, number=number, seconds=seconds
                 )
-                for row in figures:
-                    print(_line(row), flush=True)
-                measurements += figures
+                measurements += _printed(figures)
             print(f"round {number + 1} took {time.monotonic() - start:.0f} s", flush=True)
     return measurements
+
+
+def _printed(rows: list[CellMeasurement]) -> list[CellMeasurement]:
+    for row in rows:
+        print(_line(row), flush=True)
+    return rows
 
 
 def _line(row: CellMeasurement) -> str:
@@ -92,15 +96,20 @@ def _line(row: CellMeasurement) -> str:
 
 def run_cost(args: argparse.Namespace) -> None:
     """Compare what requests cost."""
-    cells = [
-        msgspec.structs.replace(
-            cell, pickers=[it for it in cell.pickers if not args.pickers or it in args.pickers]
-        )
-        for cell in CELLS
-        if not args.cells or any(text in cell.name for text in args.cells)
-    ]
+    cells, idle = (
+        [
+            msgspec.structs.replace(
+                cell, pickers=[it for it in cell.pickers if not args.pickers or it in args.pickers]
+            )
+            for cell in table
+            if not args.cells or any(text in cell.name for text in args.cells)
+        ]
+        for table in (CELLS, () if args.quick else IDLE)
+    )
     rounds, seconds = (2, 0.5) if args.quick else (args.rounds, args.seconds)
-    result = report.summarize(compare(cells, rounds=rounds, seconds=seconds, epp=args.epp))
+    result = report.summarize(
+        compare(cells, idle=idle, rounds=rounds, seconds=seconds, epp=args.epp)
+    )
     for bar in report.bars(result):
         print(
             f"{'met   ' if bar.is_met else 'MISSED'} {bar.load}: {bar.compared} {bar.measured:.2f} "

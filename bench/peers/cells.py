@@ -16,12 +16,18 @@ from bench import rig
 from bench.peers.pickers import PROGRAMS, PeerRig, Setting
 from bench.stream_load import load_streams
 from bench.transport import messages
+from extproc.scrape.schedule import REST_AFTER_S
 
 #: Connections of a load at a rate: more than ever wait.
 _RATE_CONNECTIONS = 64
 
 #: Seconds a picker has to scrape and to settle after a pause.
 _RESUMED_S = 1.0
+
+#: Seconds until an idle picker scrapes as seldom as it ever does, and slices that are measured then.
+_REST_S = REST_AFTER_S + 5.0
+_IDLE_S = 5.0
+_IDLE_SLICES = 3
 
 _ALL = ("direct", "go", "go-equal", "native", "adaptive", "grpcio")
 _COMPARED = ("direct", "go-equal", "native", "adaptive", "grpcio")
@@ -104,9 +110,9 @@ CELLS: Final = (
     ),
 )
 
-#: Loads of the first rounds: nothing but scraping.
+#: Nothing but scraping.
 IDLE: Final = tuple(
-    Cell(name=name, setting=setting, seconds=2.0, pickers=("go", "go-equal", "native", "adaptive"))
+    Cell(name=name, setting=setting, pickers=("go", "go-equal", "native", "adaptive"))
     for name, setting in (("idle", "plain"), ("idle, 100 endpoints", "wide"))
 )
 
@@ -224,6 +230,19 @@ def measure_cell(
     )
 
 
+def measure_idle(running: PeerRig, picker: str, cell: Cell) -> list[CellMeasurement]:
+    """Measure a picker that had no request for a while."""
+    process = running.pickers[picker, cell.setting]
+    process.resume()
+    time.sleep(_REST_S)
+    figures = [
+        measure_cell(running, picker, cell, number=number, seconds=_IDLE_S)
+        for number in range(_IDLE_SLICES)
+    ]
+    process.pause()
+    return figures
+
+
 def measure_picker(
     running: PeerRig,
     picker: str,
@@ -241,9 +260,6 @@ def measure_picker(
     figures = []
     cores = os.sched_getaffinity(0)
     for cell in cells:
-        if not cell.connections and not cell.rate_per_s:
-            figures.append(measure_cell(running, picker, cell, number=number, seconds=seconds))
-            continue
         warm = msgspec.structs.replace(cell, connections=cell.connections and 4)
         run_load(running, picker, warm, seconds=0.2 * seconds, seed=1000 + number)
         if cell.without_envoy and process is not None and len(cores) > 1:

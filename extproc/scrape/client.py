@@ -125,7 +125,7 @@ class ScrapeClient:
         *,
         timeout_s: float,
         cap_bytes: int,
-        idle_s: float = 4.6,
+        idle_s: float = 4.8,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._timeout_s = timeout_s

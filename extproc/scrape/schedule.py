@@ -44,6 +44,9 @@ class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 #: Seconds without a request to any endpoint, after which the process is at rest.
 REST_AFTER_S: Final = 30.0
 
+#: Ticks that share a wake-up at rest, where nothing waits for a load.
+_REST_TICKS: Final = 10
+
 #: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
 #: refusal costs no engine anything, and an endpoint that is back should have traffic again at once.
 _MAX_REFUSED_WAIT_S = 2.0
@@ -114,10 +117,13 @@ def model_list_wait_s(
     return wait * rng.uniform(1.0 - jitter, 1.0 + jitter)
 
 
-def align_to_tick(now: float, wait: float, *, settings: ScrapeSchedule) -> float:
-    """Extends a wait so that it ends on the next multiple of `tick_s`.
+def align_to_tick(
+    now: float, wait: float, *, settings: ScrapeSchedule, resting: bool = False
+) -> float:
+    """Extends a wait so that it ends on the next multiple of `tick_s`; at rest, of ten times that.
 
     Args:
         wait: Seconds from now, 0 or more.
     """
-    return wait + -(now + wait) % settings.tick_s
+    tick_s = settings.tick_s * (_REST_TICKS if resting else 1)
+    return wait + -(now + wait) % tick_s

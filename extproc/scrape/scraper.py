@@ -182,7 +182,10 @@ class EndpointScraper:
         self._cancel_timer()
         if self._sleep is not None:
             wait_s = schedule.align_to_tick(
-                self._scraper.clock(), max(0.0, wait_s), settings=self._scraper.settings.schedule
+                self._scraper.clock(),
+                max(0.0, wait_s),
+                settings=self._scraper.settings.schedule,
+                resting=self.is_resting,
             )
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(wait_s, _end_sleep, self._sleep)
