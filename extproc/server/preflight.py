@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.server import admin_access, listeners, redis_peer_channel
-
-#: Environment variable of gRPC's C core.
-_CIPHER_SUITES = "GRPC_SSL_CIPHER_SUITES"
 
 
 def find_problems(settings: Settings) -> Sequence[ConfigError]:
@@ -26,7 +24,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))
     if settings.server.transport == "native" and settings.server.secure_serving:
-        steps.append(lambda: _refuse_cipher_suites(os.environ.get(_CIPHER_SUITES, "")))
+        steps.append(_check_cipher_suites)
     problems = []
     for step in steps:
         try:
@@ -53,15 +51,20 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
             yield f"{flag}: something on this machine listens on port {port} already"
 
 
-def _refuse_cipher_suites(cipher_suites: str) -> None:
-    """Refuse a choice of cipher suites that only grpcio reads."""
-    if cipher_suites:
+def _check_cipher_suites() -> None:
+    """Check a choice of cipher suites that the native transport is to serve TLS with."""
+    from extproc.server import tls  # noqa: PLC0415 - what it signs with is heavy, and not for everybody
+
+    cipher_suites = tls.find_cipher_suites(os.environ)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(cipher_suites)
+    except ssl.SSLError as error:
         raise ConfigError(
-            "server.transport",
-            wanted=f"no {_CIPHER_SUITES} beside the native transport, which does not read it",
+            tls.CIPHER_SUITES,
+            wanted="cipher suites of TLS 1.2, as OpenSSL names them",
             got=cipher_suites,
-            fix="unset it, or set server.transport to grpcio",
-        )
+            fix="correct it, or unset it; grpcio (server.transport) may know other names",
+        ) from error
 
 
 def _read_certificate(folder: str) -> None:

@@ -6,8 +6,9 @@ import datetime as dt
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -19,8 +20,11 @@ from extproc.errors import ConfigError
 
 _log = logging.getLogger("extproc.server")
 
+#: Environment variable by which operators choose the suites of TLS 1.2, as grpcio reads it.
+CIPHER_SUITES: Final = "GRPC_SSL_CIPHER_SUITES"
+
 #: Suites of TLS 1.2; RFC 9113, appendix A forbids the others with HTTP/2.
-_CIPHER_SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
+_DEFAULT_CIPHER_SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 #: As the reference picker: data planes do not verify it, so its life is not a safety bound.
 _VALID_DAYS = 3650
@@ -55,6 +59,11 @@ def self_signed_pair() -> tuple[bytes, bytes]:
     return private, public
 
 
+def find_cipher_suites(environment: Mapping[str, str]) -> str:
+    """Return the suites of TLS 1.2, in the order of preference; those of TLS 1.3 are OpenSSL's."""
+    return environment.get(CIPHER_SUITES, "") or _DEFAULT_CIPHER_SUITES
+
+
 def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
     """Build the TLS context of a server of HTTP/2.
 
@@ -63,7 +72,7 @@ def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers(_CIPHER_SUITES)
+    context.set_ciphers(find_cipher_suites(os.environ))
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
     private, public = pair

@@ -9,17 +9,21 @@ import socket
 import ssl
 import sys
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from extproc.config.settings import LimitsSection
+from extproc.config.settings import LimitsSection, ServerSection
 from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.http2.limits import ReceiveBudget
 from extproc.server import listeners, native_server
-from tests.support import serving
+from tests.support import http2_serving, serving
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/operations/transport.md"
 
 FIRST = "127.0.0.11:9"
 
@@ -126,3 +130,38 @@ async def test_native_keeps_connections_over_a_reload_of_the_certificate(tmp_pat
             second = points.write_pair(tmp_path)
             assert (await points.shown(picker.ports.grpc))[0] == second
             assert await points.routed(channel) == FIRST
+
+
+def test_every_setting_is_listed_with_its_tests():
+    """In the table of settings that mean the same on both transports; its files are there."""
+    table = PAGE.read_text().partition("## Settings")[2].partition("\n## ")[0]
+    listed = {
+        name for row in table.splitlines() for name in re.findall(r"`([a-z]+\.[a-z_]+)`", row)
+    }
+    sections = {"server": ServerSection, "limits": LimitsSection}
+    fields = {
+        f"{name}.{field}"
+        for name, section in sections.items()
+        for field in section.__struct_fields__
+    }
+    assert listed == fields
+    assert all((ROOT / path).is_file() for path in re.findall(r"`(tests/[a-z0-9_/]+\.py)`", table))
+
+
+async def test_native_serves_the_cipher_suites_of_the_environment(monkeypatch):
+    """The variable that grpcio reads: a client of another suite of TLS 1.2 is refused."""
+    monkeypatch.setenv("GRPC_SSL_CIPHER_SUITES", "ECDHE-ECDSA-CHACHA20-POLY1305")
+    settings = serving.settings(FIRST, transport="native", secure_serving=True)
+    async with serving.running(settings) as picker:
+        for suite, is_served in (("CHACHA20", True), ("AES128-GCM-SHA256", False)):
+            context = http2_serving.client_context()
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+            context.set_ciphers(f"ECDHE+{suite}" if is_served else f"ECDHE-ECDSA-{suite}")
+            connecting = asyncio.open_connection(serving.LOCAL, picker.ports.grpc, ssl=context)
+            if not is_served:
+                with pytest.raises((ssl.SSLError, ConnectionError)):
+                    await connecting
+                continue
+            _, writer = await connecting
+            assert "CHACHA20" in writer.get_extra_info("cipher")[0]
+            writer.close()
