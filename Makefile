@@ -35,13 +35,13 @@ marked = $(shell grep -rl --include='test_*.py' 'mark[.]$(1)' $(or $(2),tests))
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 # Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
-NATIVE := tests/protocol tests/server $(addprefix tests/e2e/test_, \
+TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
   lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py grpc.py)
 
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-slow test-native proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
+.PHONY: help demo demo-scale test test-slow test-grpcio proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -71,10 +71,10 @@ test: $(VENV)/.dev ## All tests that need nothing else, but for those of the nex
 
 test-slow: $(VENV)/.dev ## Outages, demos and restarts under load, of many seconds each, on both transports
 	$(PYTEST) -m 'slow and not versions' $(call marked,slow) $(ARGS)
-	EXTPROC_TEST_TRANSPORT=native $(PYTEST) -m 'slow and not versions' $(call marked,slow,$(NATIVE)) $(ARGS)
+	EXTPROC_TEST_TRANSPORT=grpcio $(PYTEST) -m 'slow and not versions' $(call marked,slow,$(TRANSPORT)) $(ARGS)
 
-test-native: $(VENV)/.dev ## The tests of the stream and of servers once more, on the native transport
-	EXTPROC_TEST_TRANSPORT=native $(PYTEST) -m 'not versions and not proof and not slow' $(NATIVE) $(ARGS)
+test-grpcio: $(VENV)/.dev ## The tests of the stream and of servers once more, on grpcio
+	EXTPROC_TEST_TRANSPORT=grpcio $(PYTEST) -m 'not versions and not proof and not slow' $(TRANSPORT) $(ARGS)
 
 proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
 	$(PYTEST) -m proof $(call marked,proof) $(ARGS)

@@ -164,8 +164,8 @@ def _beside_llm_d() -> str:
     met = sum(outcome.is_met for outcome in outcomes)
     return (
         "CPU of a request with the same scorers and scrape interval, times that of llm-d's picker, 32 "
-        f"connections: on the native transport {small['native/go-equal']['cpu_us'][0]:.2f} (2 kB) and "
-        f"{large['native/go-equal']['cpu_us'][0]:.2f} (400 kB), on grpcio, the default, "
+        f"connections: {small['native/go-equal']['cpu_us'][0]:.2f} (2 kB) and "
+        f"{large['native/go-equal']['cpu_us'][0]:.2f} (400 kB), on grpcio "
         f"{small['grpcio/go-equal']['cpu_us'][0]:.2f} and {large['grpcio/go-equal']['cpu_us'][0]:.2f}. "
         f"{met} of {len(outcomes)} bars are met."
     )

@@ -275,7 +275,7 @@ def _describe_server(server: ServerSection, xds: XdsSection) -> Iterator[str]:
     tls = "without TLS"
     if server.secure_serving:
         tls = f"with the certificate in {server.cert_path}" if server.cert_path else "self-signed"
-    if server.transport != "grpcio":
+    if server.transport != "native":
         tls += f", {server.transport} transport"
     yield f"server      {host}: ext_proc on {server.grpc_port} ({tls}),"
     yield f"            health on {server.grpc_health_port}, metrics on {server.metrics_port};"

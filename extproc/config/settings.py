@@ -73,9 +73,9 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             use the port that it routes to.
         drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
             grace period of a pod.
-        transport: Implementation of gRPC on `grpc_port` and `grpc_health_port`: `grpcio`, or
-            extproc's own, `native`, which costs less CPU per request. grpcio, until the other has
-            been in use for longer.
+        transport: Implementation of gRPC on `grpc_port` and `grpc_health_port`: `native`, extproc's
+            own, or `grpcio`. native, because it costs a fraction of the CPU per request and keeps
+            no memory of streams that ended.
         admin_token_file: File with a token that every path of `metrics_port` but /metrics, /healthz
             and /readyz requires as `Authorization: Bearer`. It is read again when it changes;
             replicas that exchange counters need the same. Empty: these paths answer the machine
@@ -91,7 +91,7 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     enable_cert_reload: bool = True
     health_checking: bool = True
     drain_timeout_s: validation.Seconds = 30.0
-    transport: Literal["native", "grpcio"] = "grpcio"
+    transport: Literal["native", "grpcio"] = "native"
     admin_token_file: str = ""
 
     def grpc_address(self, port: int) -> str:

@@ -42,14 +42,14 @@ class ListenAddresses(msgspec.Struct, frozen=True):
     pages: int
     xds: int = 0
     keda: int = 0
-    transport: str = "grpcio"
+    transport: str = "native"
 
     @property
     def ready_message(self) -> str:
-        """All ports in a line, and the transport unless it is grpcio."""
+        """All ports in a line, and the transport unless it is the native one."""
         more = f", xDS on {self.xds}" if self.xds else ""
         more += f", KEDA's scaler on {self.keda}" if self.keda else ""
-        more += f"; {self.transport} transport" if self.transport != "grpcio" else ""
+        more += f"; {self.transport} transport" if self.transport != "native" else ""
         return (
             f"ext_proc on port {self.grpc}, gRPC health on {self.health}, "
             f"metrics on {self.pages}{more}"

@@ -65,15 +65,15 @@ def test_check_takes_the_flags_of_serve(capsys):
     assert "warning: conformance is on" in output
 
 
-def test_check_names_the_native_transport(capsys):
+def test_check_names_the_transport_where_it_is_not_the_default(capsys):
     """It stands beside the port that it serves."""
-    assert main.main(["check", "--endpoints", "10.0.0.1:8000", "--transport", "native"]) == 0
-    assert "ext_proc on 9002 (self-signed, native transport)" in capsys.readouterr().out
+    assert main.main(["check", "--endpoints", "10.0.0.1:8000", "--transport", "grpcio"]) == 0
+    assert "ext_proc on 9002 (self-signed, grpcio transport)" in capsys.readouterr().out
 
 
 def test_check_refuses_cipher_suites_that_openssl_does_not_know(monkeypatch, capsys):
     """Unless TLS is off, or grpcio reads them."""
-    words = ["check", "--endpoints", "10.0.0.1:8000", "--transport", "native"]
+    words = ["check", "--endpoints", "10.0.0.1:8000"]
     monkeypatch.setenv("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES128-GCM-SHA256")
     assert main.main(words) == 0
     monkeypatch.setenv("GRPC_SSL_CIPHER_SUITES", "none-of-these")

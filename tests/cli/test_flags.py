@@ -32,7 +32,7 @@ REACHES = [
     ("enable-cert-reload", ["--enable-cert-reload=f"], "server.enable_cert_reload", False),
     ("health-checking", ["--health-checking=false"], "server.health_checking", False),
     ("drain-timeout", ["--drain-timeout", "1m30s"], "server.drain_timeout_s", 90.0),
-    ("transport", ["--transport", "native"], "server.transport", "native"),
+    ("transport", ["--transport", "grpcio"], "server.transport", "grpcio"),
     ("xds", ["--xds"], "xds.enabled", True),
     ("xds-port", ["--xds-port", "0"], "xds.port", 0),
     ("kubeconfig", ["--kubeconfig", "f"], "cluster.kubeconfig", "f"),

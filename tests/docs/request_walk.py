@@ -5,7 +5,7 @@
 prints the tables. The request is a chat completion, streamed in full duplex, to the default strategy
 over two scraped endpoints; it runs through the servicer from the bytes that Envoy sends to the end
 of the stream. Only a second request of the same kind is traced: caches are warm then. The second
-table has the modules that only the native transport enters, from the frames of HTTP/2 on.
+table has the modules of the native transport, from the frames of HTTP/2 on.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def modules(build_request: Callable[[], Callable[[], Awaitable[None]]]) -> list[
 
 
 def block() -> str:
-    """One row for each module of a request on grpcio."""
-    return _rows(modules(grpcio_request))
+    """One row for each module that a request enters on any transport."""
+    common = set(modules(grpcio_request))
+    return _rows([name for name in modules(native_request) if name in common])
 
 
 def native_block() -> str:

@@ -46,21 +46,21 @@ sys.exit(status)
 """
 
 
-async def test_serve_on_native_does_not_load_grpcio():
+async def test_serve_does_not_load_grpcio():
     """Neither to start nor to answer: `extproc serve` with TLS and a certificate of its own."""
     lines = []
     async with stack.stack(log=lines.append) as children:
         child = await children.start(
             "extproc",
             [
-                *(sys.executable, "-c", WITHOUT_GRPCIO, "serve", "--transport", "native"),
+                *(sys.executable, "-c", WITHOUT_GRPCIO, "serve"),
                 *("--endpoints", FIRST, "--host", serving.LOCAL, "--drain-timeout", "0s"),
                 *("--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"),
                 *("--config-text", UNSCRAPED, "--strategy", "least-request"),
             ],
             ready="extproc is ready",
         )
-        assert "native transport" in child.ready_line
+        assert "transport" not in child.ready_line
         (port,) = re.findall(r"health on (\d+)", child.ready_line)
         async with grpc.aio.insecure_channel(f"{serving.LOCAL}:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -6,7 +6,7 @@ import os
 from typing import Final, Literal, cast
 
 NAME: Final = cast(
-    'Literal["grpcio", "native"]', os.environ.get("EXTPROC_TEST_TRANSPORT", "grpcio")
+    'Literal["grpcio", "native"]', os.environ.get("EXTPROC_TEST_TRANSPORT", "native")
 )
 
 #: Flags of `extproc serve` that choose it.
