@@ -116,12 +116,15 @@ class CostResult(msgspec.Struct, frozen=True, gc=False):
         unit: Unit of costs and terms, such as `s`; empty for plain numbers.
         costs: What the picker compared, in `unit`; aligned with `Decision.scored_candidates`.
         terms: Terms of the costs: a name and a number for each scored candidate, in `unit`.
+        predict_ttft: Predicts the seconds until a candidate answers with the first token; None
+            where the cost model does not.
     """
 
     name: str
     unit: str
     costs: Sequence[float]
     terms: Sequence[tuple[str, Sequence[float]]] = ()
+    predict_ttft: Callable[[Candidate], float] | None = None
 
 
 class BodyEdit(msgspec.Struct, frozen=True, gc=False):
@@ -204,6 +207,18 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     body_edit: BodyEdit | None = None
     client_model: str = ""
     pool: str = ""
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """Predicted seconds from the choice to the first token; None without a prediction."""
+        predict = None if self.cost is None else self.cost.predict_ttft
+        if predict is None:
+            return None
+        chosen = self.endpoints[0]
+        for candidate in self.scored_candidates:
+            if candidate.endpoint is chosen:
+                return predict(candidate)
+        return None
 
 
 class DirectResponse(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -120,3 +120,23 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     def target(self) -> str:
         """The name an engine must be able to serve: the adapter if there is one, else the model."""
         return self.adapter or self.model
+
+
+#: Label of a request that names no model, or no tenant.
+UNNAMED: Final = "none"
+
+
+class RequestLabels(NamedTuple):
+    """Labels of a request in metrics, where their number is bounded; they are text of clients.
+
+    Attributes:
+        client_model: Model or adapter that the client named; `none` where it named none.
+        target_model: Model or adapter that the engine is asked for; `none` for none.
+        tenant: Tenant; `none` where no header names one.
+        priority: Priority of its objective.
+    """
+
+    client_model: str
+    target_model: str
+    tenant: str
+    priority: int

@@ -88,6 +88,7 @@ class HealthRecord:
         sign_at: Last sign of life, or of having nothing to do.
         probe_at: When the last probe was sent.
         back_at: When it came back from the last ejection.
+        ejections: Times that it was ejected (count).
     """
 
     __slots__ = (
@@ -97,6 +98,7 @@ class HealthRecord:
         "condition",
         "consecutive_failures",
         "ejection_cause",
+        "ejections",
         "ever_scraped",
         "good",
         "last_failed",
@@ -114,7 +116,7 @@ class HealthRecord:
         self.sign_at = now
         self.probe_at = math.inf
         self.last_failed = self.scrape_unreliable = self.ever_scraped = self.refused = False
-        self.misses = 0
+        self.misses = self.ejections = 0
         self.missed_at = math.inf
         self.reset(now)
 
@@ -176,6 +178,10 @@ class OutlierDetector:
     def condition(self, incarnation: int) -> HealthStatus:
         """Health of an endpoint."""
         return self._records[incarnation].condition
+
+    def count_ejections(self, incarnation: int) -> int:
+        """Times that an endpoint was ejected."""
+        return self._records[incarnation].ejections
 
     def on_endpoint_added(self, incarnation: int, now: float, *, late: bool) -> None:
         """An endpoint came; `update_ejections` when all did.
@@ -441,6 +447,7 @@ class OutlierDetector:
         cause = "unreachable" if record.unreachable else record.ejection_cause
         record.probe_at = math.inf
         self.ejections[cause] += 1
+        record.ejections += 1
         until = self._until(record, times, now)
         self._set_condition(record, HealthStatus(_excluded_state(record), cause, now, until, times))
 

@@ -178,6 +178,8 @@ class Exchange(msgspec.Struct):
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, where it is visible.
         edited: Whether the request body was given another model name.
+        is_event_stream: Whether the response is a stream of server-sent events.
+        is_response_streamed: Whether the response body is to be shown chunk by chunk.
         rejection: Why an immediate response was sent; None if none was.
     """
 
@@ -191,6 +193,8 @@ class Exchange(msgspec.Struct):
     tail: response_handling.TailBuffer | None = None
     rejection: Rejection | None = None
     edited: bool = False
+    is_event_stream: bool = False
+    is_response_streamed: bool = False
     _modes: BodyModes | None = None
     _headers: Mapping[str, str] = NO_HEADERS
     _deferred: DeferredResponses = msgspec.field(default_factory=DeferredResponses)
@@ -424,8 +428,10 @@ class Exchange(msgspec.Struct):
                 modes, event.headers, watch_stream=self.watch_stream or restorer is not None
             )
         drops_length = False
+        shown = BODY_MODE_TRAITS[mode or modes.response]
+        self.is_response_streamed = shown.is_streamed
+        self.is_event_stream = "text/event-stream" in event.headers.get("content-type", "")
         if restorer is not None:
-            shown = BODY_MODE_TRAITS[mode or modes.response]
             # A buffered body carries its length itself.
             drops_length = shown.is_streamed
             length = event.headers.get("content-length", "")

@@ -7,9 +7,11 @@ pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the d
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import assert_never
+from typing import Final, assert_never
 
 from aiohttp import web
 
@@ -26,6 +28,12 @@ from extproc.telemetry.request_recorder import DecisionLog
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"
 HEADER_PREFIX = "x-explain-header-"
+
+#: Media type of the format that has exemplars.
+_OPENMETRICS: Final = "application/openmetrics-text"
+
+#: Seconds of rendering after which other work has its turn.
+_RENDER_TURN_S: Final = 0.002
 
 
 class AdminPages:
@@ -79,12 +87,17 @@ class AdminPages:
         )
         return application
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        """Metrics as Prometheus text."""
-        return web.Response(
-            body=self._exposition.render(),
-            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Metrics as Prometheus text, or as OpenMetrics where the scraper accepts it."""
+        is_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
+        kind = f"{_OPENMETRICS}; version=1.0.0" if is_openmetrics else "text/plain; version=0.0.4"
+        body, started = bytearray(), time.perf_counter()
+        for piece in self._exposition.pieces(is_openmetrics=is_openmetrics):
+            body += piece.encode(errors="replace")
+            if time.perf_counter() - started > _RENDER_TURN_S:
+                await asyncio.sleep(0)  # requests are routed in between
+                started = time.perf_counter()
+        return web.Response(body=body, headers={"content-type": f"{kind}; charset=utf-8"})
 
     async def healthz(self, _: web.Request) -> web.Response:
         """Liveness probe: 200 while the process answers."""

@@ -460,5 +460,6 @@ def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
         body_idle_s=settings.limits.body_idle_s,
         stream_sample_ratio=settings.responses.stream_sample_ratio,
         request_cost=settings.responses.request_cost,
+        flow_headers=settings.flow_control.headers,
         format_decision=explanation.format_short if settings.decisions.header else None,
     )

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.histogram import MetricHistogram
 
 #: Seconds between two looks while a stream is open. 0.02 misses nothing above 20 ms, and beside
 #: requests its timers come with wake-ups that are there anyway: 5 us each.
@@ -42,8 +43,8 @@ class StallMeter:
         clock: Callable[[], float] = time.monotonic,
         thread_time: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._stall_s: LatencyHistogram = counters.event_loop_lag_s
-        self._stall_cpu_s: LatencyHistogram = counters.event_loop_lag_cpu_s
+        self._stall_s: MetricHistogram = counters.event_loop_lag_s
+        self._stall_cpu_s: MetricHistogram = counters.event_loop_lag_cpu_s
         self._clock = clock
         self._thread_time = thread_time
         self._counters = counters

@@ -153,6 +153,7 @@ class PoolRuntime:
             conversations=self.parts.director.conversation_stats,
             match_state=self.match_state,
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
+            count_ejections=store.outlier_detector.count_ejections,
         )
 
     def grant_match(self, granted: pool_annotations.MatchGrant) -> None:

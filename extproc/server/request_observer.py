@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from extproc.decision import Decision, Rejection
+from extproc.request import RequestLabels
 
 #: How a gRPC stream ended; `cancelled` by the data plane, or because this process drains.
 StreamResult = Literal["ok", "cancelled", "protocol", "error"]
@@ -23,14 +24,22 @@ class RequestObserver(Protocol):
     def on_direct_response(self) -> None:
         """The request was answered without an endpoint."""
 
-    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
-        """The request was rejected; id and model are empty where unknown."""
+    def on_rejected(
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
+    ) -> None:
+        """The request was rejected; the id is empty and labels are None where unknown."""
 
-    def on_dequeued(self, wait_s: float) -> None:
+    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Flow control admitted the request after it was queued."""
 
     def on_routed(
-        self, decision: Decision, *, request_id: str, now: float, duration_s: float
+        self,
+        decision: Decision,
+        *,
+        request_id: str,
+        labels: RequestLabels,
+        now: float,
+        duration_s: float,
     ) -> Decision:
         """An endpoint was chosen, `duration_s` after the monotonic time `now`.
 
@@ -41,8 +50,21 @@ class RequestObserver(Protocol):
     def on_model_rewritten(self, *, edited: bool) -> None:
         """The model name was rewritten; `edited` if the body could be."""
 
-    def on_response_headers(self, duration_s: float) -> None:
-        """Response headers arrived, so long after the choice of the endpoint."""
+    def on_response_headers(
+        self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
+    ) -> None:
+        """Response headers arrived.
+
+        Args:
+            duration_s: Seconds since the choice of the endpoint.
+            elapsed_s: Seconds since the stream was opened.
+            status: HTTP status of the response.
+            is_stream: Whether the response is a stream of events.
+            is_shown: Whether its chunks are to be shown.
+        """
+
+    def on_response_chunk(self, elapsed_s: float) -> None:
+        """A chunk of the response body arrived, so long after the stream was opened."""
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """The stream of a routed request ended.

@@ -10,6 +10,7 @@ from typing import assert_never
 import msgspec
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
+from extproc.flow_control.request_headers import FlowHeaders
 from extproc.parsing import usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol.body_buffer import BufferBudget
@@ -17,7 +18,7 @@ from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
 from extproc.protocol.transitions import RequestState, ResponseState
-from extproc.request import HttpRequest
+from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolSelector, RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
@@ -31,6 +32,7 @@ from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
 from extproc.server.request_observer import RequestObserver, StreamObserver
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
+_RESPONSE_BODY = MessageKind.RESPONSE_BODY
 
 #: Response to a client whose request body stopped arriving.
 STALLED = Rejection(
@@ -50,6 +52,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
         stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
         format_decision: Text of the response header `x-extproc-decision`; None adds no header.
         request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
+        flow_headers: Headers that name the tenant.
     """
 
     max_streams: int
@@ -57,6 +60,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
     stream_sample_ratio: float = 0.0
     format_decision: Callable[[Decision], str] | None = None
     request_cost: Mapping[usage.UsageKind, float] = {}
+    flow_headers: FlowHeaders = FlowHeaders()
 
 
 class StreamContext(msgspec.Struct, eq=False, kw_only=True):
@@ -156,11 +160,19 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self.unparsed = pending
                 return ()
             return self._route(pending)
+        if event.kind is _RESPONSE_BODY and exchange.is_event_stream and event.body:
+            self._observer.on_response_chunk(self._context.clock() - self._started_s)
         if event.kind is _RESPONSE_HEADERS:
             if self._reservation is not None:
                 context = self._context
                 now = context.clock()
-                self._observer.on_response_headers(now - self._routed_s)
+                self._observer.on_response_headers(
+                    now - self._routed_s,
+                    elapsed_s=now - self._started_s,
+                    status=exchange.status,
+                    is_stream=exchange.is_event_stream,
+                    is_shown=exchange.is_response_streamed,
+                )
                 try:
                     self._on_response_headers(event, now)
                 except Exception as error:  # noqa: BLE001 - a failed estimate must not cost the response
@@ -197,16 +209,38 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Reject the request, because too many streams are open."""
         return (self._reject(self._context.overload_rejection),)
 
-    def _reject(self, rejection: Rejection, *, model: str = "") -> ProcessingResponse:
+    def _reject(
+        self, rejection: Rejection, *, labels: RequestLabels | None = None
+    ) -> ProcessingResponse:
         self._refund()
-        self._report_rejection(rejection, model=model)
+        self._report_rejection(rejection, labels=labels)
         self.is_over = True
         return self.exchange.reject(rejection)
 
-    def _report_rejection(self, rejection: Rejection, *, model: str = "") -> None:
+    def _report_rejection(
+        self, rejection: Rejection, *, labels: RequestLabels | None = None
+    ) -> None:
         request_id = self.exchange.request_id
         now = self._context.clock()
-        self._observer.on_rejected(rejection, request_id=request_id, model=model, now=now)
+        self._observer.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
+
+    def _label(
+        self, request: InferenceRequest, headers: Mapping[str, str], *, client_model: str = ""
+    ) -> RequestLabels:
+        """Labels of a parsed request."""
+        target, reservation = request.target, self._rate_reservation
+        tenant = (
+            self._context.settings.flow_headers.tenant(headers, target)
+            if reservation is None
+            else reservation.tenant
+        )
+        unnamed = UNNAMED
+        return RequestLabels(
+            client_model or target or unnamed,
+            target or unnamed,
+            tenant or unnamed,
+            request.priority,
+        )
 
     def _refund(self) -> None:
         """Return the tokens of a rejected request to its tenant's allowance."""
@@ -263,12 +297,13 @@ class StreamHandler(msgspec.Struct, eq=False):
             outcome = rejection or outcome
         if isinstance(outcome, Decision):
             return self._send_route(outcome, raw, now, reservation=None)
-        model = "" if result.prepared is None else result.prepared.request.target
+        prepared = result.prepared
+        labels = None if prepared is None else self._label(prepared.request, raw.headers)
         match outcome:
             case Deferral():
-                return (self._reject(outcome.rejection, model=model),)
+                return (self._reject(outcome.rejection, labels=labels),)
             case Rejection():
-                return (self._reject(outcome, model=model),)
+                return (self._reject(outcome, labels=labels),)
             case _:
                 assert_never(outcome)
 
@@ -296,14 +331,14 @@ class StreamHandler(msgspec.Struct, eq=False):
         queued, self.queued = self.queued, None
         if queued is None:
             raise RuntimeError("the request is not queued; resume once after it was")
+        prepared = queued.prepared
+        request, raw = prepared.request, prepared.raw
         if isinstance(answer, Rejection):
-            return (self._reject(answer, model=queued.prepared.request.target),)
+            return (self._reject(answer, labels=self._label(request, raw.headers)),)
         self._reservation = answer.reservation
         now = self._context.clock()
-        self._observer.on_dequeued(now - queued.item.arrived)
-        return self._send_route(
-            answer.decision, queued.prepared.raw, now, reservation=answer.reservation
-        )
+        self._observer.on_dequeued(now - queued.item.arrived, priority=request.priority)
+        return self._send_route(answer.decision, raw, now, reservation=answer.reservation)
 
     def _send_route(
         self, decision: Decision, raw: HttpRequest, now: float, *, reservation: Reservation | None
@@ -318,14 +353,21 @@ class StreamHandler(msgspec.Struct, eq=False):
             decision = msgspec.structs.replace(
                 decision, answer_headers=(*decision.answer_headers, header)
             )
-        self._commit(decision, now, request_id or new_id, reservation=reservation)
+        labels = self._label(decision.request, raw.headers, client_model=decision.client_model)
+        self._commit(decision, now, request_id or new_id, labels, reservation=reservation)
         replies = exchange.apply_outcome(decision, request_id=new_id)
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
         return replies
 
     def _commit(
-        self, decision: Decision, now: float, request_id: str, *, reservation: Reservation | None
+        self,
+        decision: Decision,
+        now: float,
+        request_id: str,
+        labels: RequestLabels,
+        *,
+        reservation: Reservation | None,
     ) -> None:
         context, director = self._context, self._director
         if director is None:
@@ -334,7 +376,11 @@ class StreamHandler(msgspec.Struct, eq=False):
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
         self._decision = self._observer.on_routed(
-            decision, request_id=request_id, now=now, duration_s=self._routed_s - now
+            decision,
+            request_id=request_id,
+            labels=labels,
+            now=now,
+            duration_s=self._routed_s - now,
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
         self.is_over = context.is_draining or director.is_response_unobserved(decision)

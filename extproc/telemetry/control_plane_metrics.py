@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from extproc.telemetry.metric_family import MetricFamily
 
 
 class ScalingMetrics(msgspec.Struct, frozen=True):
@@ -41,45 +42,49 @@ _SCALING_GAUGES = {
 }
 
 
-def scaling_families(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
+def scaling_families(pools: Mapping[str, ScalingMetrics]) -> Iterator[MetricFamily]:
     """Yields all families, also when no pool is scaled.
 
     Args:
         pools: Metrics by name of the pool.
     """
     for name, text in _SCALING_GAUGES.items():
-        gauge = GaugeMetricFamily(f"extproc_scaling_{name}", text, labels=["pool"])
+        gauge = MetricFamily("gauge", f"extproc_scaling_{name}", text, ("pool",))
         for pool, metrics in pools.items():
             if name in metrics.gauges:
-                gauge.add_metric([pool], metrics.gauges[name])
+                gauge.add([pool], metrics.gauges[name])
         yield gauge
-    replicas = GaugeMetricFamily(
+    replicas = MetricFamily(
+        "gauge",
         "extproc_scaling_replicas",
         "Engines by state: in the spec, available, starting.",
-        labels=["pool", "state"],
+        ("pool", "state"),
     )
-    changes = CounterMetricFamily(
+    changes = MetricFamily(
+        "counter",
         "extproc_scaling_changes",
         "Changes of the desired replicas, by reason.",
-        labels=["pool", "reason"],
+        ("pool", "reason"),
     )
-    failures = CounterMetricFamily(
+    failures = MetricFamily(
+        "counter",
         "extproc_scaling_failures",
         "Failures to read or change the replicas of the target.",
-        labels=["pool"],
+        ("pool",),
     )
-    refusals = CounterMetricFamily(
+    refusals = MetricFamily(
+        "counter",
         "extproc_scaling_invalid_annotations",
         "Rejected annotations of an InferencePool, which is then not scaled.",
-        labels=["pool"],
+        ("pool",),
     )
     for pool, metrics in pools.items():
         for state, count in metrics.replicas.items():
-            replicas.add_metric([pool, state], count)
+            replicas.add([pool, state], count)
         for reason, count in metrics.changes.items():
-            changes.add_metric([pool, reason], count)
-        failures.add_metric([pool], metrics.failures)
-        refusals.add_metric([pool], metrics.refusals)
+            changes.add([pool, reason], count)
+        failures.add([pool], metrics.failures)
+        refusals.add([pool], metrics.refusals)
     yield from (replicas, changes, failures, refusals)
 
 
@@ -108,23 +113,25 @@ class WatchMetrics(msgspec.Struct, frozen=True):
     unsynced_s: float
 
 
-def watch_families(watches: Iterable[WatchMetrics]) -> Iterator[Metric]:
+def watch_families(watches: Iterable[WatchMetrics]) -> Iterator[MetricFamily]:
     """Yields all families, also when nothing is watched."""
-    state = GaugeMetricFamily(
+    state = MetricFamily(
+        "gauge",
         "extproc_discovery_watch_state",
         "1 for the current state of a Kubernetes watch, 0 for other states.",
-        labels=[*_WATCH_LABELS, "state"],
+        (*_WATCH_LABELS, "state"),
     )
-    unsynced = GaugeMetricFamily(
+    unsynced = MetricFamily(
+        "gauge",
         "extproc_discovery_watch_unsynced_seconds",
         "Seconds since a Kubernetes watch was in sync with the API server; 0 while it is.",
-        labels=_WATCH_LABELS,
+        _WATCH_LABELS,
     )
     for watch in watches:
         labels = [watch.collection, watch.namespace, watch.selector]
         for name in watch.states:
-            state.add_metric([*labels, name], float(name == watch.state))
-        unsynced.add_metric(labels, watch.unsynced_s)
+            state.add([*labels, name], float(name == watch.state))
+        unsynced.add(labels, watch.unsynced_s)
     yield from (state, unsynced)
 
 
@@ -151,16 +158,17 @@ class XdsCounters:
         self.streams_open -= 1
 
 
-def xds_families(counters: XdsCounters) -> Iterator[Metric]:
+def xds_families(counters: XdsCounters) -> Iterator[MetricFamily]:
     """Yields all families, also when no xDS is served."""
-    yield GaugeMetricFamily(
-        "extproc_xds_streams_open", "xDS streams that are open.", value=counters.streams_open
+    yield MetricFamily(
+        "gauge",
+        "extproc_xds_streams_open",
+        "xDS streams that are open.",
+        samples=[((), counters.streams_open)],
     )
     for name, text, counter in (
         ("responses", "xDS responses sent, by type of resource.", counters.responses),
         ("nacks", "xDS responses that Envoy rejected (NACK), by type of resource.", counters.nacks),
     ):
-        family = CounterMetricFamily(f"extproc_xds_{name}", text, labels=["type"])
-        for kind, count in counter.items():
-            family.add_metric([kind], count)
-        yield family
+        samples = [((kind,), count) for kind, count in counter.items()]
+        yield MetricFamily("counter", f"extproc_xds_{name}", text, ("type",), samples)

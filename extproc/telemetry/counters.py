@@ -6,44 +6,29 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
+from extproc.telemetry.histogram import MetricHistogram
+from extproc.telemetry.request_series import OTHER, RequestSeriesTable
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.
 REMOVED_ENDPOINT: Final = "left"
 
 
-class LatencyHistogram:
-    """A histogram with fixed upper bounds.
-
-    Args:
-        bounds: Ascending upper bounds, in the unit of what is added.
-    """
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
-_ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1)
+_ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 _STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
+
+#: Priorities with a histogram of their own (count); further ones share the last.
+_MAX_PRIORITIES = 32
 
 
 class PoolCounters:
@@ -62,9 +47,10 @@ class PoolCounters:
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
+        series: Requests by model, tenant and priority.
         response_headers_s: Time from the choice of the endpoint to response headers.
-        request_duration_s: Time from the first message to the end of the stream.
-        queue_duration_s: Time in the queue of requests that were admitted.
+        endpoint_headers_s: The same of responses below 400, without bounds, by address.
+        queue_duration_s: Time in the queue of requests that were admitted, by priority.
         rewrites: Requests with a rewritten model name, by whether the body was `edited` or
             could not be (`unedited`).
         unknown_models: Requests for a model that no eligible endpoint lists, routed or rejected.
@@ -87,9 +73,10 @@ class PoolCounters:
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.model_list_polls: Counter[tuple[str, str]] = Counter()
         self.rewrites: Counter[str] = Counter()
-        self.response_headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.request_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.queue_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.series = RequestSeriesTable()
+        self.response_headers_s = MetricHistogram(_ANSWER_BOUNDS_S)
+        self.endpoint_headers_s: dict[str, MetricHistogram] = {}
+        self.queue_duration_s: dict[str, MetricHistogram] = {}
         self.unknown_models = 0
         self.routed_total = 0
         self.answered_total = 0
@@ -130,6 +117,22 @@ class PoolCounters:
         else:
             self.without_response[address] += 1
 
+    def record_queued(self, wait_s: float, *, priority: int) -> None:
+        """Counts the time in the queue of an admitted request."""
+        label, by_priority = str(priority), self.queue_duration_s
+        histogram = by_priority.get(label)
+        if histogram is None:
+            label = label if len(by_priority) < _MAX_PRIORITIES else OTHER
+            histogram = by_priority.setdefault(label, MetricHistogram(_QUEUE_BOUNDS_S))
+        histogram.add(wait_s)
+
+    def record_headers(self, address: str, duration_s: float) -> None:
+        """Counts the time from the choice of an endpoint to the headers of a response below 400."""
+        histogram = self.endpoint_headers_s.get(address)
+        if histogram is None:
+            histogram = self.endpoint_headers_s[address] = MetricHistogram(())
+        histogram.add(duration_s)
+
     def record_usage(self, usage: Mapping[str, int]) -> None:
         """Counts the token usage that a response reported, by kind."""
         for kind, tokens in usage.items():
@@ -140,6 +143,7 @@ class PoolCounters:
         """Drops the series of a removed endpoint, so that label sets stay bounded."""
         self.requests_routed.pop(address, None)
         self.without_response.pop(address, None)
+        self.endpoint_headers_s.pop(address, None)
         for counter in (self.responses, self.scrapes, self.model_list_polls):
             for key in [key for key in counter if key[0] == address]:
                 del counter[key]
@@ -180,12 +184,12 @@ class ProcessCounters:
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False
         self.restart_needed = False
-        self.routing_duration_s = LatencyHistogram(_ROUTE_BOUNDS_S)
-        self.scrape_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.routing_duration_s = MetricHistogram(_ROUTE_BOUNDS_S)
+        self.scrape_duration_s = MetricHistogram(_ANSWER_BOUNDS_S)
         self.large_bodies: Counter[str] = Counter()
-        self.large_body_duration_s = LatencyHistogram(_ANSWER_BOUNDS_S)
-        self.event_loop_lag_s = LatencyHistogram(_STALL_BOUNDS_S)
-        self.event_loop_lag_cpu_s = LatencyHistogram(_STALL_BOUNDS_S)
+        self.large_body_duration_s = MetricHistogram(_ANSWER_BOUNDS_S)
+        self.event_loop_lag_s = MetricHistogram(_STALL_BOUNDS_S)
+        self.event_loop_lag_cpu_s = MetricHistogram(_STALL_BOUNDS_S)
         self.xds = XdsCounters()
         self.supervisor = Supervisor()
         self.pools: dict[str, PoolCounters] = {}

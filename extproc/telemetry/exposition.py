@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
 from extproc.supervision import LOOPS
-from extproc.telemetry import control_plane_metrics, pool_metrics
+from extproc.telemetry import control_plane_metrics, pool_metrics, request_metrics
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.metric_family import MetricFamily
 
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
@@ -31,7 +22,7 @@ PROCESS_GAUGES: Mapping[str, str] = {
 }
 
 
-class Exposition(Collector):
+class Exposition:
     """Renders the metrics page on demand.
 
     Args:
@@ -62,25 +53,30 @@ class Exposition(Collector):
         self._about = about
         self._scaling = scaling
         self._watches = watches
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
-    def render(self) -> bytes:
-        """Renders the page in the Prometheus text format."""
-        return generate_latest(self._registry)
+    def render(self, *, is_openmetrics: bool = False) -> bytes:
+        """Renders the page in the Prometheus text format, or as OpenMetrics."""
+        return "".join(self.pieces(is_openmetrics=is_openmetrics)).encode(errors="replace")
 
-    def describe(self) -> Iterator[Metric]:
-        """Returns nothing: families are collected on demand only."""
-        return iter(())
+    def pieces(self, *, is_openmetrics: bool) -> Iterator[str]:
+        """Renders the page in pieces; counters may change between two of them."""
+        for family in self.collect():
+            yield from family.render(is_openmetrics=is_openmetrics)
+        if is_openmetrics:
+            yield "# EOF\n"
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         """Yields all metric families."""
-        yield InfoMetricFamily(
+        about = dict(self._about)
+        yield MetricFamily(
+            "info",
             "extproc",
             "Pool and scheduling profile of this replica, as labels; always 1.",
-            value=dict(self._about),
+            tuple(about),
+            [(tuple(about.values()), 1)],
         )
         yield from self._streams()
+        yield from request_metrics.request_families(self._counters.pools)
         yield from pool_metrics.request_families(self._counters.pools)
         yield from control_plane_metrics.xds_families(self._counters.xds)
         yield from control_plane_metrics.scaling_families(self._scaling())
@@ -93,72 +89,66 @@ class Exposition(Collector):
         yield from self._distributions()
         yield from pool_metrics.state_families(self._pools(), self._clock())
         for name, read in self._gauges.items():
-            yield GaugeMetricFamily(name, PROCESS_GAUGES[name], value=read())
+            yield _gauge(name, PROCESS_GAUGES[name], read())
 
-    def _streams(self) -> Iterator[Metric]:
+    def _streams(self) -> Iterator[MetricFamily]:
         counters = self._counters
-        streams = CounterMetricFamily(
-            "extproc_streams", "ext_proc streams that ended, by result.", labels=["result"]
+        yield _counter(
+            "extproc_streams", "ext_proc streams that ended, by result.", "result", counters.streams
         )
-        for result, count in counters.streams.items():
-            streams.add_metric([result], count)
-        yield streams
-        yield GaugeMetricFamily(
-            "extproc_streams_open", "ext_proc streams that are open.", value=counters.streams_open
+        yield _gauge(
+            "extproc_streams_open", "ext_proc streams that are open.", counters.streams_open
         )
-        limits = CounterMetricFamily(
+        yield _counter(
             "extproc_http2_limits",
             "Calls and connections that the native transport ended, by limit or violation.",
-            labels=["limit"],
+            "limit",
+            counters.http2_limits,
         )
-        for limit, count in counters.http2_limits.items():
-            limits.add_metric([limit], count)
-        yield limits
-        yield CounterMetricFamily(
+        yield MetricFamily(
+            "counter",
             "extproc_direct_responses",
             "Requests answered without an endpoint, such as GET /v1/models.",
-            value=counters.direct_responses,
+            samples=[((), counters.direct_responses)],
         )
 
-    def _configuration(self) -> Iterator[Metric]:
+    def _configuration(self) -> Iterator[MetricFamily]:
         counters = self._counters
-        reloads = CounterMetricFamily(
-            "extproc_config_reloads", "Reloads of the configuration, by result.", labels=["result"]
+        yield _counter(
+            "extproc_config_reloads",
+            "Reloads of the configuration, by result.",
+            "result",
+            counters.reloads,
         )
-        for result, count in counters.reloads.items():
-            reloads.add_metric([result], count)
-        yield reloads
-        yield GaugeMetricFamily(
+        yield _gauge(
             "extproc_config_reload_failed",
             "1 while an older configuration is in force because the last reload failed, else 0.",
-            value=float(counters.reload_failed),
+            counters.reload_failed,
         )
-        yield GaugeMetricFamily(
+        yield _gauge(
             "extproc_config_restart_needed",
             "1 while the configuration differs in fields that only a restart changes, else 0.",
-            value=float(counters.restart_needed),
+            counters.restart_needed,
         )
 
-    def _loops(self) -> Iterator[Metric]:
+    def _loops(self) -> Iterator[MetricFamily]:
         supervisor = self._counters.supervisor
-        failures = CounterMetricFamily(
+        failing = supervisor.degraded
+        yield _counter(
             "extproc_loop_failures",
             "Exceptions in background loops, which continue after a pause.",
-            labels=["loop"],
+            "loop",
+            {loop: supervisor.failures[loop] for loop in LOOPS},
         )
-        degraded = GaugeMetricFamily(
+        yield MetricFamily(
+            "gauge",
             "extproc_loop_degraded",
             "1 while a background loop fails and is retried, else 0.",
-            labels=["loop"],
+            ("loop",),
+            [((loop,), loop in failing) for loop in LOOPS],
         )
-        failing = supervisor.degraded
-        for loop in LOOPS:
-            failures.add_metric([loop], supervisor.failures[loop])
-            degraded.add_metric([loop], float(loop in failing))
-        yield failures
-        yield degraded
 
-    def _plugins(self) -> Iterator[Metric]:
+    def _plugins(self) -> Iterator[MetricFamily]:
         counts = self._counters.plugins
         for name, text, counter in (
             (
@@ -177,34 +167,30 @@ class Exposition(Collector):
                 counts.exceptions,
             ),
         ):
-            family = CounterMetricFamily(f"extproc_plugin_{name}", text, labels=["role", "kind"])
-            for key, count in counter.items():
-                family.add_metric(key, count)
-            yield family
+            yield MetricFamily(
+                "counter", f"extproc_plugin_{name}", text, ("role", "kind"), counter.items()
+            )
 
-    def _bugs(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
+    def _bugs(self) -> Iterator[MetricFamily]:
+        yield MetricFamily(
+            "counter",
             "extproc_exceptions",
             "Unexpected exceptions in streams; the log names each place once a minute.",
-            labels=["type", "place"],
+            ("type", "place"),
+            self._counters.exceptions.items(),
         )
-        for key, count in self._counters.exceptions.items():
-            family.add_metric(key, count)
-        yield family
 
-    def _large_bodies(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
+    def _large_bodies(self) -> Iterator[MetricFamily]:
+        yield _counter(
             "extproc_large_bodies",
             "Request bodies for the parser worker, which parses large ones, by result.",
-            labels=["result"],
+            "result",
+            self._counters.large_bodies,
         )
-        for result, count in self._counters.large_bodies.items():
-            family.add_metric([result], count)
-        yield family
 
-    def _distributions(self) -> Iterator[Metric]:
+    def _distributions(self) -> Iterator[MetricFamily]:
         counters = self._counters
-        for name, text, distribution in (
+        for name, text, histogram in (
             (
                 "extproc_routing_duration_seconds",
                 "Seconds to route a request, without its time in the queue.",
@@ -231,9 +217,17 @@ class Exposition(Collector):
                 counters.event_loop_lag_cpu_s,
             ),
         ):
-            yield HistogramMetricFamily(
-                name,
-                text,
-                buckets=pool_metrics.cumulative_buckets(distribution),
-                sum_value=distribution.total,
-            )
+            family = MetricFamily("histogram", name, text)
+            family.add_histogram((), histogram)
+            yield family
+
+
+def _gauge(name: str, text: str, value: float) -> MetricFamily:
+    """A gauge without labels."""
+    return MetricFamily("gauge", name, text, samples=[((), value)])
+
+
+def _counter(name: str, text: str, label: str, counts: Mapping[str, float]) -> MetricFamily:
+    """A counter with a single label."""
+    samples = [((value,), count) for value, count in counts.items()]
+    return MetricFamily("counter", name, text, (label,), samples)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Literal
 
 import msgspec
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
 
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
-from extproc.telemetry.counters import LatencyHistogram, PoolCounters
+from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 
 
 class PrefixCacheStats(msgspec.Struct, frozen=True):
@@ -54,6 +48,7 @@ class PoolView(msgspec.Struct, frozen=True):
             expected to continue per in-flight request; None where they are not estimated.
         match_state: State of the match in the annotations of the InferencePool.
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
+        count_ejections: Returns the ejections of an endpoint by its incarnation (count).
     """
 
     pool: Pool
@@ -66,30 +61,7 @@ class PoolView(msgspec.Struct, frozen=True):
     conversations: tuple[float, float] | None = None
     match_state: MatchState = "none"
     dropped_addresses: int = 0
-
-
-#: Label values of a sample, and its value.
-Sample = tuple[Sequence[str], float]
-
-
-def counter_family(
-    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
-) -> CounterMetricFamily:
-    """Build a counter family; the exposition appends `_total` to the name."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
-
-
-def gauge_family(
-    name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
-) -> GaugeMetricFamily:
-    """Build a gauge family."""
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    count_ejections: Callable[[int], int] = lambda _: 0
 
 
 def labeled(counts: Mapping[str, float]) -> list[Sample]:
@@ -156,12 +128,6 @@ _COUNTERS: tuple[_CounterRow, ...] = (
         lambda counters: [([], counters.matched_tokens)],
     ),
     (
-        "extproc_usage_tokens",
-        "Tokens that responses reported, by kind.",
-        ("kind",),
-        lambda counters: labeled(counters.usage),
-    ),
-    (
         "extproc_scrapes",
         "Scrapes of endpoint metrics, by result.",
         ("endpoint", "result"),
@@ -191,6 +157,21 @@ _COUNTERS: tuple[_CounterRow, ...] = (
 _EndpointGauge = tuple[str, str, Callable[[EndpointSnapshot, float], float | None]]
 
 _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
+    (
+        "extproc_endpoint_waiting_requests",
+        "Requests queued in the engine at the last scrape; absent while unknown.",
+        lambda member, _: member.load.waiting,
+    ),
+    (
+        "extproc_endpoint_running_requests",
+        "Requests in the running batch of the engine at the last scrape; absent while unknown.",
+        lambda member, _: member.load.running,
+    ),
+    (
+        "extproc_endpoint_kv_cache_usage_ratio",
+        "KV cache blocks held by running requests at the last scrape, 0 to 1; absent while unknown.",
+        lambda member, _: member.load.kv_usage,
+    ),
     (
         "extproc_endpoint_inflight_requests",
         "Requests in flight that this replica routed to the endpoint.",
@@ -263,191 +244,200 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
 )
 
 
-#: A family of a pool's state: builder, name, help text, labels after `pool`, samples in one pool.
-_PoolRow = tuple[
-    Callable[[str, str, Sequence[str], Iterable[Sample]], Metric],
-    str,
-    str,
-    tuple[str, ...],
-    Callable[[PoolView], Iterable[Sample]],
-]
+#: A family of a pool's state: type, name, help text, labels after `pool`, samples in one pool.
+_PoolRow = tuple[FamilyType, str, str, tuple[str, ...], Callable[[PoolView], Iterable[Sample]]]
 
 _POOL_ROWS: tuple[_PoolRow, ...] = (
     (
-        counter_family,
+        "counter",
         "extproc_ejections",
         "Ejections of endpoints by outlier detection, by cause.",
         ("cause",),
         lambda view: labeled(view.ejections),
     ),
     (
-        counter_family,
+        "counter",
         "extproc_probes",
         "Probe requests to ejected endpoints, by result.",
         ("result",),
         lambda view: labeled(view.probes),
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_flow_control_queue_size",
         "Requests in the queue; absent without flow control.",
         (),
         lambda view: [] if view.queue is None else [([], view.queue[0])],
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_flow_control_queue_bytes",
         "Bytes of the bodies of queued requests; absent without flow control.",
         (),
         lambda view: [] if view.queue is None else [([], view.queue[1])],
     ),
     (
-        counter_family,
+        "counter",
         "extproc_flow_control_requests",
         "Requests that left the queue, by outcome.",
         ("outcome",),
         lambda view: labeled(view.queue_outcomes),
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_pool_match_state",
         "State of the match in the annotations of an InferencePool, as a label; always 1.",
         ("state",),
         lambda view: [([view.match_state], 1)],
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_discovery_dropped_addresses",
         "Addresses from flags, files and DNS that exceed the limit of a pool.",
         (),
         lambda view: [([], view.dropped_addresses)],
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_continuation_ratio",
         "Ratio of requests that continue a conversation, 0 to 1, learned.",
         (),
         lambda view: [] if view.conversations is None else [([], view.conversations[0])],
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_idle_conversations_per_request",
         "Idle conversations that will continue, per request in flight, learned.",
         (),
         lambda view: [] if view.conversations is None else [([], view.conversations[1])],
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_bytes_per_token",
         "Prompt bytes per token of a model that engines answered for, learned.",
         ("model",),
         lambda view: labeled(view.bytes_per_token),
     ),
+)
+
+#: Families of an endpoint's prefix cache: type, name, help text, and value; None is not shown.
+_CACHE_ROWS: tuple[tuple[FamilyType, str, str, Callable[[PrefixCacheStats], float | None]], ...] = (
     (
-        counter_family,
+        "counter",
         "extproc_prefix_predicted_tokens",
         "Prompt tokens predicted to be cached, of requests whose response reported cached tokens.",
-        ("endpoint",),
-        lambda view: [([address], stats.predicted_tokens) for address, stats in _cache_stats(view)],
+        attrgetter("predicted_tokens"),
     ),
     (
-        counter_family,
+        "counter",
         "extproc_prefix_observed_tokens",
         "Prompt tokens of the same requests that engines reported as cached.",
-        ("endpoint",),
-        lambda view: [([address], stats.observed_tokens) for address, stats in _cache_stats(view)],
+        attrgetter("observed_tokens"),
     ),
     (
-        gauge_family,
+        "gauge",
         "extproc_prefix_capacity_tokens",
         "Capacity of the prefix cache in tokens, estimated; absent while unknown.",
-        ("endpoint",),
-        lambda view: [
-            ([address], stats.capacity_tokens)
-            for address, stats in _cache_stats(view)
-            if stats.capacity_tokens is not None
-        ],
+        attrgetter("capacity_tokens"),
     ),
 )
 
-
-#: Histograms of a pool: name, help text, and their values.
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[PoolCounters], LatencyHistogram]], ...] = (
-    (
-        "extproc_time_to_response_headers_seconds",
-        "Seconds from the choice of the endpoint to response headers.",
-        attrgetter("response_headers_s"),
-    ),
-    (
-        "extproc_request_duration_seconds",
-        "Seconds from the start of a stream to its end, of routed requests.",
-        attrgetter("request_duration_s"),
-    ),
-    (
-        "extproc_flow_control_request_queue_duration_seconds",
-        "Seconds in the queue, of requests that were dispatched.",
-        attrgetter("queue_duration_s"),
-    ),
-)
+#: Labels of all families of an endpoint.
+_ENDPOINT_LABELS = ("pool", "endpoint")
 
 
-def _cache_stats(view: PoolView) -> Iterator[tuple[str, PrefixCacheStats]]:
-    for member in view.pool.members:
-        yield member.endpoint.address, view.cache(member.endpoint)
-
-
-def cumulative_buckets(distribution: LatencyHistogram) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them: an upper bound, and how many values are not above it."""
-    bounds = [*map(str, distribution.bounds), "+Inf"]
-    counts = itertools.accumulate(distribution.counts)
-    return [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
-
-
-def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[Metric]:
-    """Yield the families of requests, by name of the pool."""
+def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
+    """Yield the families of requests and scrapes, by name of the pool."""
     for name, text, labels, read in _COUNTERS:
-        yield counter_family(
+        yield MetricFamily(
+            "counter",
             name,
             text,
-            ["pool", *labels],
-            [
-                ([pool, *values], value)
+            ("pool", *labels),
+            (
+                ((pool, *values), value)
                 for pool, counters in pools.items()
                 for values, value in read(counters)
-            ],
+            ),
         )
-    for name, text, read_histogram in _HISTOGRAMS:
-        family = HistogramMetricFamily(name, text, labels=["pool"])
-        for pool, counters in pools.items():
-            distribution = read_histogram(counters)
-            family.add_metric(
-                [pool], cumulative_buckets(distribution), sum_value=distribution.total
-            )
-        yield family
+    headers = MetricFamily(
+        "histogram",
+        "extproc_time_to_response_headers_seconds",
+        "Seconds from the choice of the endpoint to response headers.",
+        ("pool",),
+    )
+    endpoint_headers = MetricFamily(
+        "summary",
+        "extproc_endpoint_response_headers_seconds",
+        "Seconds from the choice of the endpoint to the headers of responses below 400, sum and count.",
+        _ENDPOINT_LABELS,
+    )
+    queued = MetricFamily(
+        "histogram",
+        "extproc_flow_control_request_queue_duration_seconds",
+        "Seconds in the queue, of requests that were dispatched, by priority.",
+        ("pool", "priority"),
+    )
+    for pool, counters in pools.items():
+        headers.add_histogram((pool,), counters.response_headers_s)
+        for address, histogram in counters.endpoint_headers_s.items():
+            endpoint_headers.add_histogram((pool, address), histogram)
+        for priority, histogram in counters.queue_duration_s.items():
+            queued.add_histogram((pool, priority), histogram)
+    yield from (headers, endpoint_headers, queued)
 
 
-def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
+def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:
     """Yield the families of endpoint and pool state, by name of the pool, at monotonic `now`."""
-    for name, text, value_of in _ENDPOINT_GAUGES:
-        yield gauge_family(
+    yield from _endpoint_families(pools, now)
+    for kind, name, text, labels, read in _POOL_ROWS:
+        yield MetricFamily(
+            kind,
             name,
             text,
-            ["pool", "endpoint"],
-            [
-                ([pool, member.endpoint.address], value)
-                for pool, view in pools.items()
-                for member in view.pool.members
-                if (value := value_of(member, now)) is not None
-            ],
-        )
-    for build, name, text, labels, read in _POOL_ROWS:
-        yield build(
-            name,
-            text,
-            ["pool", *labels],
-            [
-                ([pool, *values], value)
+            ("pool", *labels),
+            (
+                ((pool, *values), value)
                 for pool, view in pools.items()
                 for values, value in read(view)
-            ],
+            ),
         )
+
+
+def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:
+    """Yield the families of endpoints; the text of their labels is made once."""
+    format_labels = MetricFamily("gauge", "", "", _ENDPOINT_LABELS).format_labels
+    members = [
+        (
+            format_labels((pool, member.endpoint.address)),
+            member,
+            view.cache(member.endpoint),
+            view.count_ejections(member.endpoint.incarnation),
+        )
+        for pool, view in pools.items()
+        for member in view.pool.members
+    ]
+    for name, text, value_of in _ENDPOINT_GAUGES:
+        family = MetricFamily("gauge", name, text, _ENDPOINT_LABELS)
+        family.add_formatted(
+            (labels, value)
+            for labels, member, *_ in members
+            if (value := value_of(member, now)) is not None
+        )
+        yield family
+    ejections = MetricFamily(
+        "counter",
+        "extproc_endpoint_ejections",
+        "Ejections of the endpoint by outlier detection.",
+        _ENDPOINT_LABELS,
+    )
+    ejections.add_formatted((labels, count) for labels, *_, count in members)
+    yield ejections
+    for kind, name, text, value_in in _CACHE_ROWS:
+        family = MetricFamily(kind, name, text, _ENDPOINT_LABELS)
+        family.add_formatted(
+            (labels, value)
+            for labels, _, stats, _ in members
+            if (value := value_in(stats)) is not None
+        )
+        yield family

@@ -9,10 +9,10 @@ from typing import ClassVar, Final, Literal
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
-from extproc.request import shorten_id
+from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry import explanation
 from extproc.telemetry.log_format import FieldValue, log_event
-from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder
+from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder, model_of
 
 #: `log.requests` alone decides what it writes, whatever `log.level` is.
 _log = logging.getLogger("extproc.requests")
@@ -24,40 +24,39 @@ class LoggedRequestRecorder(RequestRecorder):
 
     failures_only: ClassVar[bool] = False
     _queue_s: float | None = None
-    _headers_s: float | None = None
-    _is_rejected: bool = False
 
-    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
+    def on_rejected(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
         """Count, record and log a rejection."""
-        RequestRecorder.on_rejected(self, rejection, request_id=request_id, model=model, now=now)
-        self._is_rejected = True
+        RequestRecorder.on_rejected(self, rejection, request_id=request_id, labels=labels, now=now)
         log_event(
             _log,
             logging.INFO,
             "request refused",
             id=shorten_id(request_id) or None,
             pool=self._pool_counters.name or None,
-            model=model or None,
+            model=model_of(labels) or None,
             status=rejection.status,
             cause=rejection.cause,
             retry_after_s=rejection.retry_after_s,
         )
 
-    def on_dequeued(self, wait_s: float) -> None:
+    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Count the time in the queue."""
-        RequestRecorder.on_dequeued(self, wait_s)
+        RequestRecorder.on_dequeued(self, wait_s, priority=priority)
         self._queue_s = wait_s
-
-    def on_response_headers(self, duration_s: float) -> None:
-        """Count the time from the choice of the endpoint to response headers."""
-        RequestRecorder.on_response_headers(self, duration_s)
-        self._headers_s = duration_s
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count and log the end of a routed request."""
         RequestRecorder.on_finished(self, endpoint=endpoint, status=status, duration_s=duration_s)
         record = self._record
-        if record is None or self._is_rejected:
+        if record is None or self._refusal_status:
             return
         if self.failures_only and not _is_failure(record.decision, status):
             return
@@ -67,7 +66,9 @@ class LoggedRequestRecorder(RequestRecorder):
             "request",
             **_describe_record(record, endpoint),
             queue_s=self._queue_s,
-            response_headers_s=self._headers_s,
+            response_headers_s=(
+                None if self._headers_s < 0.0 else self._headers_s - self._routed_s
+            ),
             total_s=duration_s,
             pick=explanation.format_short(record.decision),
         )

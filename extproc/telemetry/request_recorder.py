@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from extproc.decision import Decision, Rejection
-from extproc.request import shorten_id
+from extproc.parsing import surfaces
+from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import origin_of
 from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
+from extproc.telemetry.request_series import (
+    NO_STATUS,
+    UNOBSERVED_STATUS,
+    UNPARSED,
+    RequestSeries,
+)
 
 _log = logging.getLogger("extproc.server")
 
@@ -215,6 +222,18 @@ class RequestRecorder(msgspec.Struct, eq=False):
     _decisions: DecisionLog
     _pool: str
     _record: DecisionRecord | None = None
+    _labels: RequestLabels = UNPARSED
+    _series: RequestSeries | None = None
+    #: Seconds from the first message to the choice of the endpoint, response headers, and the
+    #: first and the last chunk of a streamed response; negative before.
+    _routed_s: float = -1.0
+    _headers_s: float = -1.0
+    _first_chunk_s: float = -1.0
+    _last_chunk_s: float = -1.0
+    _is_stream: bool = False
+    _is_served: bool = False
+    _is_ttft_due: bool = False
+    _refusal_status: str = ""
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
@@ -224,21 +243,39 @@ class RequestRecorder(msgspec.Struct, eq=False):
         """Count a request that was answered without an endpoint."""
         self._counters.direct_responses += 1
 
-    def on_rejected(self, rejection: Rejection, *, request_id: str, model: str, now: float) -> None:
+    def on_rejected(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
         """Count a rejection, and record it where the request has an id."""
         counters = self._pool_counters
         counters.record_rejection(rejection)
+        self._refusal_status = str(rejection.status)
+        if self._series is None:
+            series = counters.series.find(labels or UNPARSED, is_served=False)
+            series.record_status(self._refusal_status)
         if request_id:
-            self._decisions.add_rejection(
-                RejectionRecord(shorten_id(request_id), now, counters.name, model, rejection)
+            record = RejectionRecord(
+                shorten_id(request_id), now, counters.name, model_of(labels), rejection
             )
+            self._decisions.add_rejection(record)
 
-    def on_dequeued(self, wait_s: float) -> None:
+    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Count the time in the queue."""
-        self._pool_counters.queue_duration_s.add(wait_s)
+        self._pool_counters.record_queued(wait_s, priority=priority)
 
     def on_routed(
-        self, decision: Decision, *, request_id: str, now: float, duration_s: float
+        self,
+        decision: Decision,
+        *,
+        request_id: str,
+        labels: RequestLabels,
+        now: float,
+        duration_s: float,
     ) -> Decision:
         """Count a routed request, and log the decision.
 
@@ -246,7 +283,12 @@ class RequestRecorder(msgspec.Struct, eq=False):
             The decision without prompt and block hashes.
         """
         self._counters.routing_duration_s.add(duration_s)
-        self._pool_counters.record_routed(decision)
+        counters = self._pool_counters
+        counters.record_routed(decision)
+        self._labels = labels
+        series = counters.series.find(labels, is_served=not decision.model_unlisted)
+        series.record_routed()
+        self._series = series
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
         return self._record.decision
 
@@ -254,24 +296,83 @@ class RequestRecorder(msgspec.Struct, eq=False):
         """Count a rewritten model name."""
         self._pool_counters.record_rewrite(edited=edited)
 
-    def on_response_headers(self, duration_s: float) -> None:
-        """Count the time from the choice of the endpoint to response headers."""
+    def on_response_headers(
+        self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
+    ) -> None:
+        """Count the time to response headers, which is that to the first token without chunks."""
         self._pool_counters.response_headers_s.add(duration_s)
+        self._routed_s, self._headers_s = elapsed_s - duration_s, elapsed_s
+        self._is_stream = is_stream
+        if status >= "4":
+            return
+        self._is_served = True
+        if is_stream and is_shown:
+            self._is_ttft_due = True
+        else:
+            self._record_ttft(elapsed_s)
+
+    def on_response_chunk(self, elapsed_s: float) -> None:
+        """Count the gap between two chunks of a stream; the first one has the first token."""
+        if not self._is_stream or self._series is None:
+            return
+        if self._first_chunk_s < 0.0:
+            self._first_chunk_s = elapsed_s
+            if self._is_ttft_due:
+                self._record_ttft(elapsed_s)
+        else:
+            self._series.gap_s.add(elapsed_s - self._last_chunk_s)
+        self._last_chunk_s = elapsed_s
+
+    def _record_ttft(self, ttft_s: float) -> None:
+        self._is_ttft_due = False
+        series, record = self._series, self._record
+        if series is None or record is None:
+            return
+        series.record_ttft(ttft_s, is_stream=self._is_stream)
+        if self._is_stream:
+            predicted_s = record.decision.predicted_ttft_s
+            if predicted_s is not None:
+                series.record_prediction(predicted_s, ttft_s - self._routed_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count the end of a routed request, and note it in the decision log."""
         counters = self._pool_counters
         counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
-        counters.request_duration_s.add(duration_s)
-        record = self._record
-        if record is not None:
-            record.status, record.seconds = status, duration_s
+        record, series = self._record, self._series
+        if series is None or record is None:
+            return
+        record.status, record.seconds = status, duration_s
+        if self._is_ttft_due:
+            self._record_ttft(self._headers_s)
+        series.record_ended()
+        if self._is_served:
+            if endpoint is not None:
+                counters.record_headers(endpoint, self._headers_s - self._routed_s)
+            # The engine serves the model, even if it does not list it.
+            series = counters.series.find(self._labels, is_served=True)
+        status = status or self._refusal_status
+        if not status:
+            is_watched = record.decision.request.api not in surfaces.UNOBSERVED
+            status = NO_STATUS if is_watched else UNOBSERVED_STATUS
+        series.record_duration(series.record_status(status), duration_s)
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Count the tokens that the response reported."""
         self._pool_counters.record_usage(usage)
         if self._record is not None:
             self._record.usage = usage
+        series = self._series
+        if series is None:
+            return
+        series.record_usage(usage)
+        gaps = usage.get("completion", 0) - 1
+        if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
+            series.tpot_s.add((self._last_chunk_s - self._first_chunk_s) / gaps)
+
+
+def model_of(labels: RequestLabels | None) -> str:
+    """Model of a refused request; empty where it names none or was not read."""
+    return "" if labels is None or labels.target_model == UNNAMED else labels.target_model
 
 
 class StreamRecorder:

@@ -15,21 +15,27 @@ from tests.docs import metrics_reference
 #: Families of llm-d to the text in the table; metrics of extproc are in backticks, and empty text
 #: means that there is none.
 ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("request_total",), "`extproc_routed_requests_total` plus `extproc_rejections_total`"),
-    (
-        ("request_error_total",),
-        "`extproc_rejections_total`, and `extproc_responses_total` by status",
-    ),
+    (("request_total", "request_error_total"), "`extproc_requests_total` by status"),
     (("request_duration_seconds",), "`extproc_request_duration_seconds`"),
-    (
-        ("request_ttft_seconds",),
-        "`extproc_time_to_response_headers_seconds`: streams begin with their first token",
-    ),
+    (("request_ttft_seconds",), "`extproc_request_ttft_seconds`"),
+    (("request_streaming_tpot_seconds",), "`extproc_request_tpot_seconds`"),
+    (("request_streaming_itl_seconds",), "`extproc_request_itl_seconds`"),
+    (("request_predicted_ttft_seconds",), "`extproc_request_predicted_ttft_seconds`"),
     (
         ("request_input_tokens", "request_output_tokens", "request_cached_tokens"),
-        "`extproc_usage_tokens_total` by kind, where responses are visible",
+        "`extproc_request_tokens` by kind, where responses are visible",
     ),
-    (("request_running",), "sum of `extproc_endpoint_inflight_requests`"),
+    (("request_running",), "`extproc_requests_running`"),
+    (("per_endpoint_queue_size",), "`extproc_endpoint_waiting_requests`"),
+    (
+        ("average_kv_cache_utilization", "std_dev_kv_cache_utilization"),
+        "from `extproc_endpoint_kv_cache_usage_ratio`",
+    ),
+    (("average_queue_size", "std_dev_queue_size"), "from `extproc_endpoint_waiting_requests`"),
+    (
+        ("average_running_requests", "std_dev_running_requests"),
+        "from `extproc_endpoint_running_requests`",
+    ),
     (("inflight_requests",), "`extproc_endpoint_inflight_requests`"),
     (("inflight_tokens",), "`extproc_endpoint_queued_tokens`: uncached prompt tokens"),
     (("ready_endpoints",), "`count(extproc_endpoint_up == 1)`"),
@@ -59,27 +65,8 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
         "`extproc_matched_tokens_total` over `extproc_prompt_tokens_total`",
     ),
     (("info",), "`extproc_info`"),
-    (
-        (
-            "average_kv_cache_utilization",
-            "average_queue_size",
-            "average_running_requests",
-            "std_dev_kv_cache_utilization",
-            "std_dev_queue_size",
-            "std_dev_running_requests",
-            "per_endpoint_queue_size",
-        ),
-        "",
-    ),
     (("request_size_bytes", "response_size_bytes"), ""),
-    (
-        (
-            "request_ntpot_seconds",
-            "request_streaming_tpot_seconds",
-            "request_streaming_itl_seconds",
-        ),
-        "",
-    ),
+    (("request_ntpot_seconds",), ""),
     (("plugin_duration_seconds", "plugin_data_scope_violations_total"), ""),
     (("request_processing_duration_seconds", "response_processing_duration_seconds"), ""),
     (
@@ -119,7 +106,6 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "request_predicted_ttft_seconds",
             "request_predicted_tpot_seconds",
             "request_ttft_prediction_duration_seconds",
             "request_tpot_prediction_duration_seconds",

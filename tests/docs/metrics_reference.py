@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import get_args
-
-from prometheus_client.core import HistogramMetricFamily, Metric
 
 from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.metric_family import MetricFamily
+from extproc.telemetry.request_series import UNPARSED
 from tests.docs import reference
 from tests.support.pool_fixture import PoolFixture
 
@@ -34,11 +33,20 @@ VALUES = {
 }
 
 
-def families() -> list[Metric]:
+def families() -> list[MetricFamily]:
     """All families there can be, with one endpoint in one pool."""
     pool_fixture = PoolFixture({"10.0.0.1:8000": None})
     counters = ProcessCounters()
-    counters.for_pool("")
+    pool = counters.for_pool("")
+    pool.record_queued(0.0, priority=0)
+    pool.record_headers("10.0.0.1:8000", 0.1)
+    series = pool.series.find(UNPARSED, is_served=True)
+    series.record_duration("200", 0.1)
+    series.record_ttft(0.1, is_stream=True)
+    series.record_prediction(0.1, 0.1)
+    series.record_usage({"prompt": 1})
+    series.gap_s.add(0.1)
+    series.tpot_s.add(0.1)
     page = exposition.Exposition(
         counters,
         lambda: {
@@ -55,14 +63,7 @@ def families() -> list[Metric]:
 
 def series_names() -> set[str]:
     """The names that a query may use."""
-    names = set()
-    for family in families():
-        names |= {
-            "counter": {f"{family.name}_total"},
-            "histogram": {f"{family.name}_{part}" for part in ("bucket", "sum", "count")},
-            "info": {f"{family.name}_info"},
-        }.get(family.type, {family.name})
-    return names
+    return {name for family in families() for name in family.sample_names}
 
 
 def block() -> str:
@@ -77,28 +78,17 @@ def block() -> str:
     return "\n".join(rows)
 
 
-def label_names(family: Metric) -> list[str]:
-    """The labels of a family; of one without a sample, as it declares them."""
-    names = [name for sample in family.samples for name in sample.labels if name != "le"]
-    return list(dict.fromkeys(names)) or [*getattr(family, "_labelnames", ())]
+def _labels(family: MetricFamily) -> str:
+    return ", ".join(_label(family, name) for name in family.labels)
 
 
-def _labels(family: Metric) -> str:
-    return ", ".join(_label(family, name) for name in label_names(family))
-
-
-def _label(family: Metric, name: str) -> str:
+def _label(family: MetricFamily, name: str) -> str:
     values = VALUES.get(f"{family.name}/{name}", ())
     return f"`{name}`" + (f" ({', '.join(f'`{value}`' for value in values)})" if values else "")
 
 
-def _buckets(family: Metric) -> str:
-    if not isinstance(family, HistogramMetricFamily):
+def _buckets(family: MetricFamily) -> str:
+    if family.type != "histogram":
         return ""
-    return f" Buckets: {', '.join(_bounds(family))}."
-
-
-def _bounds(family: Metric) -> Iterator[str]:
-    for sample in family.samples:
-        if sample.name.endswith("_bucket") and sample.labels["le"] != "+Inf":
-            yield f"{float(sample.labels['le']):g}"
+    _, histogram = family.histograms[0]
+    return f" Buckets: {', '.join(f'{bound:g}' for bound in histogram.bounds)}."

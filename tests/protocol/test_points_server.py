@@ -247,8 +247,9 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             counters = server.servicer.shared.observer.counters
             pool = counters.for_pool("")
             assert fixture.in_flight == 0
-            assert pool.request_duration_s.counts[0] == 1
-            assert sum(pool.request_duration_s.counts) == 1
+            (series,) = pool.series
+            (duration_s,) = series.duration_s.values()
+            assert (series.running, duration_s.counts[0], duration_s.count) == (0, 1, 1)
             assert pool.responses.total() + pool.without_response.total() == 1
             assert counters.streams.total() == 1
             assert set(counters.streams) <= {"ok", "cancelled"}

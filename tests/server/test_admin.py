@@ -45,6 +45,32 @@ def test_pages_do_not_name_the_server_software():
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("accept", "kind", "ending"),
+    [
+        ("application/openmetrics-text;version=1.0.0;q=0.6,*/*;q=0.1", "openmetrics", b"# EOF\n"),
+        ("text/plain;version=0.0.4;q=0.5", "text/plain; version=0.0.4", b".0\n"),
+    ],
+)
+def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
+    """Prometheus prefers OpenMetrics; whoever does not ask for it gets the older format."""
+
+    async def test() -> None:
+        port = stack.free_port()
+        server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
+        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
+        picker = app.EndpointPickerProcess(settings)
+        await picker._start_admin(settings.server)
+        try:
+            answer = await http1.ask(port, "/metrics", headers=[("accept", accept)])
+        finally:
+            await picker._admin_runner.cleanup()
+        assert kind in answer.head.all("content-type")[0]
+        assert answer.body.endswith(ending)
+
+    asyncio.run(test())
+
+
 def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
     """Metrics and probes stay open; the rest wants the token, which pickers send each other."""
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from prometheus_client.samples import Sample
-
 from extproc.telemetry import control_plane_metrics
 
 STATES = ("synced", "forbidden")
@@ -14,16 +12,15 @@ def test_watch_series_show_the_state_and_the_age_of_every_watch():
         control_plane_metrics.WatchMetrics("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
     ]
     state, unsynced = control_plane_metrics.watch_families(watches)
-    first = {"collection": "pods", "namespace": "a", "selector": ""}
-    second = {"collection": "pods", "namespace": "b", "selector": "app=vllm"}
-    name = "extproc_discovery_watch_state"
+    first = '{collection="pods",namespace="a",selector=""'
+    second = '{collection="pods",namespace="b",selector="app=vllm"'
     assert state.samples == [
-        Sample(name, {**first, "state": "synced"}, 1.0),
-        Sample(name, {**first, "state": "forbidden"}, 0.0),
-        Sample(name, {**second, "state": "synced"}, 0.0),
-        Sample(name, {**second, "state": "forbidden"}, 1.0),
+        (first + ',state="synced"}', 1.0),
+        (first + ',state="forbidden"}', 0.0),
+        (second + ',state="synced"}', 0.0),
+        (second + ',state="forbidden"}', 1.0),
     ]
-    assert [sample.value for sample in unsynced.samples] == [0.0, 12.0]
+    assert unsynced.samples == [(first + "}", 0.0), (second + "}", 12.0)]
 
 
 def test_watch_series_exist_without_kubernetes():

@@ -8,13 +8,14 @@ import pytest
 
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import InferenceRequest
+from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import request_log
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_recorder import DecisionLog, RequestRecorder, StreamRecorder
 from tests.support.canary import CANARY
 
 ADDRESS = "10.0.0.1:8000"
+LABELS = RequestLabels("m", "m", "none", 0)
 
 
 def decided(api="chat"):
@@ -42,10 +43,12 @@ class RequestLogFixture:
         """A request from its start to its end."""
         request = self.recorder.observe_request("demo")
         if wait_s is not None:
-            request.on_dequeued(wait_s)
-        request.on_routed(decided(api), request_id="id", now=1.0, duration_s=0.001)
+            request.on_dequeued(wait_s, priority=0)
+        request.on_routed(decided(api), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
         if status:
-            request.on_response_headers(0.25)
+            request.on_response_headers(
+                0.25, elapsed_s=0.75, status=status, is_stream=False, is_shown=False
+            )
         if usage:
             request.on_usage(usage)
         request.on_finished(endpoint=ADDRESS, status=status, duration_s=2.0)
@@ -53,7 +56,7 @@ class RequestLogFixture:
     def refuse(self, request_id="id"):
         request = self.recorder.observe_request("demo")
         rejection = Rejection(429, CANARY, retry_after_s=3, cause="rate-limited")
-        request.on_rejected(rejection, request_id=request_id, model="m", now=1.0)
+        request.on_rejected(rejection, request_id=request_id, labels=LABELS, now=1.0)
 
     def take(self):
         lines = [(record.message, record.fields) for record in self._caplog.records]
@@ -101,9 +104,9 @@ def test_a_request_that_fails_after_its_choice_has_one_line(caplog):
     """A bug of ours is answered with 500, and then the stream ends."""
     scene = RequestLogFixture(caplog, "all")
     request = scene.recorder.observe_request("demo")
-    request.on_routed(decided(), request_id="id", now=1.0, duration_s=0.001)
+    request.on_routed(decided(), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
     rejection = Rejection(500, "bug", cause="bug")
-    request.on_rejected(rejection, request_id="id", model="", now=1.0)
+    request.on_rejected(rejection, request_id="id", labels=None, now=1.0)
     request.on_finished(endpoint=ADDRESS, status="", duration_s=2.0)
     assert [message for message, _ in scene.take()] == ["request refused"]
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import InferenceRequest
+from extproc.request import InferenceRequest, RequestLabels
 from extproc.server import grpcio_server
-from extproc.telemetry import pool_metrics
+from extproc.telemetry import pool_metrics, request_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import (
     DecisionLog,
@@ -25,6 +25,19 @@ from extproc.telemetry.request_recorder import (
 )
 
 
+def page(counters):
+    """The samples of requests on the metrics page, by name and labels."""
+    families = (
+        *request_metrics.request_families(counters.pools),
+        *pool_metrics.request_families(counters.pools),
+    )
+    lines = "".join(
+        piece for family in families for piece in family.render(is_openmetrics=False)
+    ).splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
 class BrokenError(Exception):
     """What broken parts raise."""
 
@@ -32,6 +45,20 @@ class BrokenError(Exception):
 def broken(*_, **__):
     """Any method with a bug."""
     raise BrokenError("text of a request")
+
+
+LABELS = RequestLabels("m", "m", "none", 0)
+
+
+def respond(request, duration_s, *, status="200", is_stream=False, is_shown=False, elapsed_s=None):
+    """The response headers of a request."""
+    request.on_response_headers(
+        duration_s,
+        elapsed_s=duration_s if elapsed_s is None else elapsed_s,
+        status=status,
+        is_stream=is_stream,
+        is_shown=is_shown,
+    )
 
 
 class RecorderFixture:
@@ -47,7 +74,7 @@ class RecorderFixture:
         request = self.recorder.observe_request("default")
         if pool != "default":
             request.on_pool_selected(pool)
-        request.on_routed(decided(), request_id="id", now=1.0, duration_s=0.001)
+        request.on_routed(decided(), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
         return request
 
 
@@ -64,7 +91,7 @@ def test_recorder_counts_a_request_for_the_selected_pool():
     """Counters of the default pool stay at 0 once another pool was selected."""
     scene = RecorderFixture()
     request = scene.route(pool="other")
-    request.on_rejected(Rejection(503, "none"), request_id="id", model="m", now=1.0)
+    request.on_rejected(Rejection(503, "none"), request_id="id", labels=LABELS, now=1.0)
     assert scene.counters.for_pool("other").routed_total == 1
     assert scene.counters.for_pool("other").rejections == {(503, ""): 1}
     assert not scene.counters.for_pool("default").routed_total
@@ -75,40 +102,36 @@ def test_histograms_of_requests_have_the_pool_as_label():
     scene = RecorderFixture()
     for pool, duration_s in (("fast", 0.02), ("slow", 20.0)):
         request = scene.route(pool)
-        request.on_dequeued(duration_s)
-        request.on_response_headers(duration_s)
+        request.on_dequeued(duration_s, priority=0)
+        respond(request, duration_s)
         request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=duration_s)
     refused_request = scene.route("slow")
-    refused_request.on_rejected(no_endpoints(), request_id="", model="", now=1.0)
-    families = {
-        family.name: family for family in pool_metrics.request_families(scene.counters.pools)
-    }
-    for name in (
-        "extproc_time_to_response_headers_seconds",
-        "extproc_request_duration_seconds",
-        "extproc_flow_control_request_queue_duration_seconds",
+    refused_request.on_rejected(no_endpoints(), request_id="", labels=None, now=1.0)
+    shown = page(scene.counters)
+    for name, labels in (
+        ("extproc_time_to_response_headers_seconds", ""),
+        ("extproc_request_duration_seconds", 'model="m",'),
+        ("extproc_flow_control_request_queue_duration_seconds", ""),
     ):
-        values = {
-            (
-                sample.name.removeprefix(name),
-                sample.labels["pool"],
-                sample.labels.get("le"),
-            ): sample.value
-            for sample in families[name].samples
-        }
-        assert values["_bucket", "fast", "0.025"] == 1
-        assert values["_bucket", "slow", "10"] == 0
-        assert values["_bucket", "slow", "+Inf"] == values["_count", "slow", None] == 1
-        assert values["_sum", "slow", None] == 20.0
-    (sample,) = families["extproc_rejection_causes"].samples
-    assert sample.labels == {"pool": "slow", "status": "503", "cause": "no-endpoints"}
+        more = {
+            "extproc_request_duration_seconds": ',status="200"',
+            "extproc_flow_control_request_queue_duration_seconds": ',priority="0"',
+        }.get(name, "")
+        fast, slow = (f'{labels}pool="{pool}"{more}' for pool in ("fast", "slow"))
+        assert shown[f'{name}_bucket{{{fast},le="0.025"}}'] == 1
+        assert shown[f'{name}_bucket{{{slow},le="10"}}'] == 0
+        assert shown[f'{name}_bucket{{{slow},le="+Inf"}}'] == shown[f"{name}_count{{{slow}}}"] == 1
+        assert shown[f"{name}_sum{{{slow}}}"] == 20.0
+    assert (
+        shown['extproc_rejection_causes_total{cause="no-endpoints",pool="slow",status="503"}'] == 1
+    )
 
 
 def test_recorder_adds_the_end_of_a_request_to_the_decision_log():
     """Status, duration and usage of a response belong to its decision."""
     scene = RecorderFixture()
     request = scene.route()
-    request.on_response_headers(0.5)
+    respond(request, 0.5)
     request.on_finished(endpoint="10.0.0.1:8000", status="200", duration_s=2.0)
     request.on_usage({"completion": 3})
     record = scene.decisions.find("id")
@@ -235,7 +258,7 @@ def test_recorder_records_refused_requests_that_have_an_id():
     for request_id in ("id", ""):
         request = scene.recorder.observe_request("default")
         request.on_pool_selected("other")
-        request.on_rejected(no_endpoints(), request_id=request_id, model="m", now=1.0)
+        request.on_rejected(no_endpoints(), request_id=request_id, labels=LABELS, now=1.0)
     (record,) = scene.decisions.latest(9)
     assert (record.id, record.pool, record.model, record.at) == ("id", "other", "m", 1.0)
 

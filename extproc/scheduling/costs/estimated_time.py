@@ -25,6 +25,9 @@ _TERMS = (
     "crowding",
 )
 
+#: The first of these are what the request itself waits for until its first token (count).
+_OWN_TERMS = 5
+
 #: Iterations until a first token: half of the one under way, and the one that computes the prompt.
 _ITERATIONS = 1.5
 
@@ -238,7 +241,11 @@ class EstimatedTime(
             tokens, most, returning, growth, conversations_per_open, best, wasted, per_request
         )
         return CostResult(
-            self.kind, "s", costs, LazySequence(partial(self._terms, request_terms, candidates))
+            self.kind,
+            "s",
+            costs,
+            LazySequence(partial(self._terms, request_terms, candidates)),
+            _TtftPredictor(self, request_terms),
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
@@ -263,6 +270,10 @@ class EstimatedTime(
         """Terms of the costs, by name; computed only when a decision is explained."""
         parts = [self._parts(request_terms, c) for c in candidates]
         return [(name, [values[i] for values in parts]) for i, name in enumerate(_TERMS)]
+
+    def predict_ttft(self, request_terms: _RequestTerms, c: Candidate) -> float:
+        """Seconds to the first token: the terms that the request waits for itself."""
+        return sum(self._parts(request_terms, c)[:_OWN_TERMS])
 
     def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
@@ -337,6 +348,17 @@ class EstimatedTime(
             return 0.0
         rates = c.rates
         return answer * rates.iteration_s(c.estimated_requests) * excess
+
+
+class _TtftPredictor(msgspec.Struct, frozen=True, gc=False):
+    """Predicts the time to the first token of one request; equal for equal requests."""
+
+    cost_model: EstimatedTime
+    request_terms: _RequestTerms
+
+    def __call__(self, candidate: Candidate) -> float:
+        """Seconds until the candidate answers with the first token."""
+        return self.cost_model.predict_ttft(self.request_terms, candidate)
 
 
 def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:

@@ -1,0 +1,135 @@
+"""Metric families, and their text: Prometheus text format 0.0.4 and OpenMetrics 1.0.
+
+A page of 500 endpoints has more than ten thousand lines, so a line costs one formatting.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+from extproc.telemetry.histogram import MetricHistogram
+
+FamilyType = Literal["counter", "gauge", "histogram", "summary", "info"]
+
+#: Label values of a sample, and its value.
+Sample = tuple[Sequence[str], float]
+
+#: What follows the name of a family in the names of its samples.
+_SUFFIXES: Final[Mapping[FamilyType, str]] = {"counter": "_total", "info": "_info"}
+
+#: Characters that are escaped in label values, and in help texts where a backslash is first.
+_SPECIAL: Final = re.compile(r'[\\"\n]')
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+#: Histograms that are rendered at a time (count); each has some 25 lines.
+_HISTOGRAMS_PER_PIECE: Final = 64
+
+
+class MetricFamily:
+    """Samples of one metric.
+
+    Args:
+        kind: Type of the metric.
+        name: Name without suffix: `_total`, `_info` and those of histograms are appended.
+        text: Help text.
+        labels: Names of the labels.
+        samples: The first samples, as for `add`.
+    """
+
+    def __init__(
+        self,
+        kind: FamilyType,
+        name: str,
+        text: str,
+        labels: Sequence[str] = (),
+        samples: Iterable[Sample] = (),
+    ) -> None:
+        self.type = kind
+        self.name = name
+        self.documentation = text
+        self.labels = tuple(labels)
+        self._label_format = _label_format(self.labels)
+        self.samples: list[tuple[str, float]] = []
+        self.histograms: list[tuple[str, MetricHistogram]] = []
+        for values, value in samples:
+            self.samples.append((self.format_labels(values), value))
+
+    def format_labels(self, values: Sequence[str]) -> str:
+        """The text of label values, in the order of `labels`: `{NAME="VALUE",...}`, or empty."""
+        if _SPECIAL.search("".join(values)):
+            values = [value.translate(_ESCAPES) for value in values]
+        return self._label_format.format(*values)
+
+    def add(self, values: Sequence[str], value: float) -> None:
+        """Adds a sample."""
+        self.samples.append((self.format_labels(values), value))
+
+    def add_formatted(self, samples: Iterable[tuple[str, float]]) -> None:
+        """Adds samples whose labels have their text already, as of `format_labels`."""
+        self.samples.extend(samples)
+
+    def add_histogram(self, values: Sequence[str], histogram: MetricHistogram | None) -> None:
+        """Adds a histogram; None adds nothing."""
+        if histogram is not None:
+            self.histograms.append((self.format_labels(values), histogram))
+
+    @property
+    def sample_names(self) -> Sequence[str]:
+        """Names of its samples."""
+        suffixes = {
+            "histogram": ("_bucket", "_sum", "_count"),
+            "summary": ("_sum", "_count"),
+        }.get(self.type, (_SUFFIXES.get(self.type, ""),))
+        return [self.name + suffix for suffix in suffixes]
+
+    def render(self, *, is_openmetrics: bool) -> Iterator[str]:
+        """Renders the family in pieces of limited length."""
+        suffix, kind, text = _SUFFIXES.get(self.type, ""), str(self.type), self.documentation
+        name = self.name if is_openmetrics else self.name + suffix
+        if kind == "info" and not is_openmetrics:
+            kind = "gauge"
+        if _SPECIAL.search(text):
+            text = text.replace("\\", r"\\").replace("\n", r"\n")
+            text = text.replace('"', r"\"") if is_openmetrics else text
+        yield f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+        name = self.name + suffix
+        if self.samples:
+            page = "".join([f"{name}{labels} {float(value)}\n" for labels, value in self.samples])
+            yield page.replace(" inf\n", " +Inf\n")
+        if self.type == "summary":
+            for labels, histogram in self.histograms:
+                yield f"{name}_count{labels} {histogram.count}.0\n"
+                yield f"{name}_sum{labels} {histogram.total}\n"
+            return
+        for start in range(0, len(self.histograms), _HISTOGRAMS_PER_PIECE):
+            some = self.histograms[start : start + _HISTOGRAMS_PER_PIECE]
+            yield "".join([_render(name, *pair, is_openmetrics=is_openmetrics) for pair in some])
+
+
+def _label_format(labels: Sequence[str]) -> str:
+    """The format string of label values, by name."""
+    if not labels:
+        return ""
+    order = sorted(range(len(labels)), key=labels.__getitem__)
+    pairs = ",".join(f'{labels[at]}="{{{at}}}"' for at in order)
+    return f"{{{{{pairs}}}}}"
+
+
+@functools.cache
+def _bound_labels(bounds: Sequence[float], *, is_openmetrics: bool) -> Sequence[str]:
+    """The ends of bucket lines before their values; OpenMetrics writes bounds as floats."""
+    texts = [str(float(bound) if is_openmetrics else bound) for bound in bounds]
+    return tuple(f'le="{text}"}} ' for text in (*texts, "+Inf"))
+
+
+def _render(name: str, labels: str, histogram: MetricHistogram, *, is_openmetrics: bool) -> str:
+    head = f"{name}_bucket{labels[:-1]}," if labels else f"{name}_bucket{{"
+    bounds = _bound_labels(histogram.bounds, is_openmetrics=is_openmetrics)
+    counts = list(itertools.accumulate(histogram.counts))
+    lines = [f"{head}{bound}{count}.0\n" for bound, count in zip(bounds, counts, strict=True)]
+    lines.append(f"{name}_count{labels} {counts[-1]}.0\n{name}_sum{labels} {histogram.total}\n")
+    return "".join(lines)

@@ -1,0 +1,224 @@
+"""Series of requests: what has one of its own, and how many there can be."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from extproc.decision import CostResult, Decision, no_endpoints
+from extproc.endpoint import Candidate, Endpoint
+from extproc.request import InferenceRequest, RequestLabels
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.request_series import MAX_SERIES
+
+ADDRESS = "10.0.0.1:8000"
+
+
+class TrafficFixture:
+    """Requests to a pool, and what the metrics page says of them."""
+
+    def __init__(self):
+        self.counters = ProcessCounters()
+        self.recorder = StreamRecorder(self.counters, DecisionLog(10), lambda: 0.0)
+
+    def open(self, labels=None, *, api="chat", unlisted=False, predicted_s=None):
+        """A routed request."""
+        candidate = Candidate(Endpoint(ADDRESS))
+        cost = CostResult("estimated-time", "s", [1.0], (), lambda _: predicted_s)
+        decision = Decision(
+            InferenceRequest(api, "m"),
+            [candidate.endpoint],
+            scored_candidates=[candidate],
+            cost=None if predicted_s is None else cost,
+            model_unlisted=unlisted,
+        )
+        request = self.recorder.observe_request("p")
+        labels = labels or RequestLabels("m", "m", "none", 0)
+        request.on_routed(decision, request_id="", labels=labels, now=0.0, duration_s=0.0)
+        return request
+
+    def serve(self, labels=None, *, status="200", usage=None, **more):
+        """A request from its start to its end."""
+        request = self.open(labels, **more)
+        if status:
+            request.on_response_headers(
+                0.25, elapsed_s=0.25, status=status, is_stream=False, is_shown=False
+            )
+        if usage:
+            request.on_usage(usage)
+        request.on_finished(endpoint=ADDRESS, status=status, duration_s=1.0)
+
+    def refuse(self, labels=None):
+        """A refused request."""
+        request = self.recorder.observe_request("p")
+        request.on_rejected(no_endpoints(), request_id="", labels=labels, now=0.0)
+
+    def page(self, name):
+        """The samples of a metric, by their labels besides the pool."""
+        exposition = Exposition(self.counters, dict, clock=lambda: 0.0, gauges={}, about={})
+        samples = {}
+        for line in exposition.render().decode().splitlines():
+            sample, _, value = line.rpartition(" ")
+            metric, _, labels = sample.partition("{")
+            if metric == name:
+                parts = labels.rstrip("}").split(",")
+                samples[",".join(part for part in parts if part != 'pool="p"')] = float(value)
+        return samples
+
+
+def labels_of(model="m", tenant="none", priority=0):
+    return RequestLabels(model, model, tenant, priority)
+
+
+def test_requests_are_counted_by_model_and_status():
+    """Routed ones by the status of their response, refused ones by that of the refusal."""
+    traffic = TrafficFixture()
+    traffic.serve(labels_of("a"))
+    traffic.serve(labels_of("a"), status="503")
+    traffic.serve(labels_of("b"), status="")
+    traffic.serve(labels_of("b"), status="", api="count_tokens")
+    traffic.refuse(labels_of("a"))
+    traffic.refuse()
+    assert traffic.page("extproc_requests_total") == {
+        'model="a",status="200"': 1,
+        'model="a",status="503"': 2,
+        'model="b",status="none"': 1,
+        'model="b",status="unobserved"': 1,
+        'model="none",status="503"': 1,
+    }
+    assert traffic.page("extproc_request_duration_seconds_count") == {
+        'model="a",status="200"': 1,
+        'model="a",status="503"': 1,
+        'model="b",status="none"': 1,
+        'model="b",status="unobserved"': 1,
+    }
+
+
+def test_a_request_that_fails_after_its_choice_counts_once():
+    """A bug of ours is answered with 500, and then the stream ends."""
+    traffic = TrafficFixture()
+    request = traffic.open()
+    request.on_rejected(no_endpoints(), request_id="", labels=None, now=0.0)
+    request.on_finished(endpoint=ADDRESS, status="", duration_s=1.0)
+    assert traffic.page("extproc_requests_total") == {'model="m",status="503"': 1}
+
+
+def test_running_requests_are_those_whose_stream_is_open():
+    """From the choice of the endpoint to the end of the stream."""
+    traffic = TrafficFixture()
+    first, _ = traffic.open(), traffic.open()
+    assert traffic.page("extproc_requests_running") == {'model="m"': 2}
+    first.on_finished(endpoint=ADDRESS, status="200", duration_s=1.0)
+    assert traffic.page("extproc_requests_running") == {'model="m"': 1}
+
+
+def test_tokens_are_counted_by_model_and_tenant():
+    """As the responses reported them."""
+    traffic = TrafficFixture()
+    for tenant in ("ann", "bob"):
+        traffic.serve(labels_of("a", tenant), usage={"prompt": 10, "cached": 4, "completion": 2})
+    assert traffic.page("extproc_usage_tokens_total") == {
+        'kind="prompt",model="a"': 20,
+        'kind="cached",model="a"': 8,
+        'kind="completion",model="a"': 4,
+    }
+    assert traffic.page("extproc_tenant_tokens_total")['kind="prompt",model="a",tenant="bob"'] == 10
+    assert traffic.page("extproc_tenant_requests_total") == {
+        'model="a",tenant="ann"': 1,
+        'model="a",tenant="bob"': 1,
+    }
+    assert traffic.page("extproc_request_tokens_bucket")['kind="prompt",model="a",le="16"'] == 2
+
+
+def test_the_first_token_of_a_stream_is_its_first_chunk():
+    """Gaps are between chunks; the time per token is that of all but the first."""
+    traffic = TrafficFixture()
+    request = traffic.open(predicted_s=0.5)
+    request.on_response_headers(0.1, elapsed_s=0.2, status="200", is_stream=True, is_shown=True)
+    assert traffic.page("extproc_request_ttft_seconds_count") == {}
+    for elapsed_s in (1.1, 1.5, 2.1):
+        request.on_response_chunk(elapsed_s)
+    request.on_usage({"completion": 5})
+    request.on_finished(endpoint=ADDRESS, status="200", duration_s=2.2)
+    assert traffic.page("extproc_request_ttft_seconds_sum") == {'model="m",streaming="true"': 1.1}
+    assert traffic.page("extproc_request_itl_seconds_count") == {'model="m"': 2}
+    assert traffic.page("extproc_request_itl_seconds_sum")['model="m"'] == pytest.approx(1.0)
+    assert traffic.page("extproc_request_tpot_seconds_sum")['model="m"'] == pytest.approx(0.25)
+    assert traffic.page("extproc_request_predicted_ttft_seconds_sum") == {'model="m"': 0.5}
+    assert traffic.page("extproc_request_ttft_ratio_sum")['model="m"'] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_stream_without_chunks_has_the_time_of_its_headers(is_shown):
+    """Where a data plane ignores the wish to see them, the end of the stream makes that clear."""
+    traffic = TrafficFixture()
+    request = traffic.open()
+    request.on_response_headers(0.1, elapsed_s=0.5, status="200", is_stream=True, is_shown=is_shown)
+    request.on_finished(endpoint=ADDRESS, status="200", duration_s=2.2)
+    assert traffic.page("extproc_request_ttft_seconds_sum") == {'model="m",streaming="true"': 0.5}
+
+
+def test_failures_have_no_first_token():
+    """An error that comes fast does not make the engine look fast."""
+    traffic = TrafficFixture()
+    traffic.serve(status="500")
+    assert not traffic.page("extproc_request_ttft_seconds_count")
+    assert not traffic.page("extproc_endpoint_response_headers_seconds_count")
+    traffic.serve()
+    assert traffic.page("extproc_request_ttft_seconds_count") == {'model="m",streaming="false"': 1}
+    shown = traffic.page("extproc_endpoint_response_headers_seconds_sum")
+    assert shown == {f'endpoint="{ADDRESS}"': 0.25}
+
+
+def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
+    """Listed, or answered for; what clients make up is `other`."""
+    traffic = TrafficFixture()
+    traffic.serve(labels_of("made-up"), unlisted=True, status="404")
+    traffic.refuse(labels_of("made-up"))
+    traffic.serve(labels_of("unlisted"), unlisted=True)
+    traffic.serve(labels_of("listed"))
+    assert traffic.page("extproc_requests_total") == {
+        'model="other",status="404"': 1,
+        'model="other",status="503"': 1,
+        'model="unlisted",status="200"': 1,
+        'model="listed",status="200"': 1,
+    }
+    assert sum(traffic.page("extproc_requests_running").values()) == 0
+
+
+def test_new_tenants_of_a_full_table_are_other():
+    """The model stays, as long as it is in the table."""
+    traffic = TrafficFixture()
+    for number in range(MAX_SERIES + 50):
+        traffic.serve(labels_of("a", f"tenant-{number}"))
+    traffic.serve(labels_of("late"))
+    tenants = traffic.page("extproc_tenant_requests_total")
+    assert len(tenants) == MAX_SERIES + 2
+    assert tenants['model="a",tenant="other"'] == 50
+    assert tenants['model="other",tenant="other"'] == 1
+    assert traffic.page("extproc_requests_total")['model="a",status="200"'] == MAX_SERIES + 50
+
+
+def test_memory_and_series_are_bounded_whatever_clients_name():
+    """100,000 models, tenants, statuses and priorities take no more than the first thousands."""
+    traffic = TrafficFixture()
+
+    def flood(numbers):
+        for number in numbers:
+            labels = RequestLabels(f"m{number}", f"m{number}", f"t{number}", number)
+            traffic.serve(labels, status=str(200 + number % 700), usage={"prompt": number})
+            traffic.refuse(labels)
+
+    flood(range(5_000))
+    lines = len(Exposition(traffic.counters, dict, clock=float, gauges={}, about={}).render())
+    tracemalloc.start()
+    flood(range(5_000, 100_000, 10))
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < 2**20
+    page = Exposition(traffic.counters, dict, clock=float, gauges={}, about={}).render()
+    assert len(page) < 1.1 * lines
+    assert sum(1 for _ in traffic.counters.for_pool("p").series) <= MAX_SERIES + 100
