@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Final, Literal
 
 from extproc.telemetry.histogram import MetricHistogram
@@ -52,25 +53,27 @@ class MetricFamily:
         self.name = name
         self.documentation = text
         self.labels = tuple(labels)
-        self._label_format = _label_format(self.labels)
-        self.samples: list[tuple[str, float]] = []
+        self._label_format, self._in_order = _label_format(self.labels)
+        format_labels = self.format_labels
+        self.samples = [(format_labels(values), value) for values, value in samples]
         self.histograms: list[tuple[str, MetricHistogram]] = []
-        for values, value in samples:
-            self.samples.append((self.format_labels(values), value))
+        self._columns: list[tuple[Sequence[str], Sequence[float | None]]] = []
 
     def format_labels(self, values: Sequence[str]) -> str:
         """The text of label values, in the order of `labels`: `{NAME="VALUE",...}`, or empty."""
-        if _SPECIAL.search("".join(values)):
-            values = [value.translate(_ESCAPES) for value in values]
-        return self._label_format.format(*values)
+        in_order = self._in_order(values)
+        text = self._label_format % in_order
+        if text.count('"') != 2 * len(in_order) or "\\" in text or "\n" in text:
+            return self._label_format % tuple([value.translate(_ESCAPES) for value in in_order])
+        return text
 
     def add(self, values: Sequence[str], value: float) -> None:
         """Adds a sample."""
         self.samples.append((self.format_labels(values), value))
 
-    def add_formatted(self, samples: Iterable[tuple[str, float]]) -> None:
-        """Adds samples whose labels have their text already, as of `format_labels`."""
-        self.samples.extend(samples)
+    def add_column(self, labels: Sequence[str], values: Sequence[float | None]) -> None:
+        """Adds a sample for each text of `format_labels`; a value that is None has none."""
+        self._columns.append((labels, values))
 
     def add_histogram(self, values: Sequence[str], histogram: MetricHistogram | None) -> None:
         """Adds a histogram; None adds nothing."""
@@ -98,25 +101,36 @@ class MetricFamily:
         yield f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
         name = self.name + suffix
         if self.samples:
-            page = "".join([f"{name}{labels} {float(value)}\n" for labels, value in self.samples])
-            yield page.replace(" inf\n", " +Inf\n")
+            yield "".join([f"{name}{labels} {float(value)}\n" for labels, value in self.samples])
+        for texts, values in self._columns:
+            lines = [
+                f"{name}{labels} {value}\n"
+                for labels, value in zip(texts, values, strict=True)
+                if value is not None
+            ]
+            yield "".join(lines).replace(" inf\n", " +Inf\n")
         if self.type == "summary":
-            for labels, histogram in self.histograms:
-                yield f"{name}_count{labels} {histogram.count}.0\n"
-                yield f"{name}_sum{labels} {histogram.total}\n"
+            lines = [
+                f"{name}_count{labels} {histogram.count}.0\n{name}_sum{labels} {histogram.total}\n"
+                for labels, histogram in self.histograms
+            ]
+            yield "".join(lines)
             return
         for start in range(0, len(self.histograms), _HISTOGRAMS_PER_PIECE):
             some = self.histograms[start : start + _HISTOGRAMS_PER_PIECE]
             yield "".join([_render(name, *pair, is_openmetrics=is_openmetrics) for pair in some])
 
 
-def _label_format(labels: Sequence[str]) -> str:
-    """The format string of label values, by name."""
-    if not labels:
-        return ""
+@functools.cache
+def _label_format(
+    labels: tuple[str, ...],
+) -> tuple[str, Callable[[Sequence[str]], tuple[str, ...]]]:
+    """The format of label values sorted by name, and what brings values into that order."""
     order = sorted(range(len(labels)), key=labels.__getitem__)
-    pairs = ",".join(f'{labels[at]}="{{{at}}}"' for at in order)
-    return f"{{{{{pairs}}}}}"
+    pairs = ",".join(f'{labels[at]}="%s"' for at in order)
+    if len(order) < 2:
+        return (f"{{{pairs}}}" if pairs else ""), tuple
+    return f"{{{pairs}}}", itemgetter(*order)
 
 
 @functools.cache

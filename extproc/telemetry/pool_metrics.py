@@ -175,7 +175,7 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
     (
         "extproc_endpoint_inflight_requests",
         "Requests in flight that this replica routed to the endpoint.",
-        lambda member, _: member.account.own,
+        lambda member, _: float(member.account.own),
     ),
     (
         "extproc_endpoint_foreign_requests",
@@ -203,7 +203,7 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
         lambda member, _: (
             None
             if member.models is None
-            else len(member.models.bases) + len(member.models.adapters)
+            else float(len(member.models.bases) + len(member.models.adapters))
         ),
     ),
     (
@@ -407,23 +407,12 @@ def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Metric
 def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:
     """Yield the families of endpoints; the text of their labels is made once."""
     format_labels = MetricFamily("gauge", "", "", _ENDPOINT_LABELS).format_labels
-    members = [
-        (
-            format_labels((pool, member.endpoint.address)),
-            member,
-            view.cache(member.endpoint),
-            view.count_ejections(member.endpoint.incarnation),
-        )
-        for pool, view in pools.items()
-        for member in view.pool.members
-    ]
+    members = [(pool, view, member) for pool, view in pools.items() for member in view.pool.members]
+    labels = [format_labels((pool, member.endpoint.address)) for pool, _, member in members]
+    snapshots = [member for _, _, member in members]
     for name, text, value_of in _ENDPOINT_GAUGES:
         family = MetricFamily("gauge", name, text, _ENDPOINT_LABELS)
-        family.add_formatted(
-            (labels, value)
-            for labels, member, *_ in members
-            if (value := value_of(member, now)) is not None
-        )
+        family.add_column(labels, [value_of(member, now) for member in snapshots])
         yield family
     ejections = MetricFamily(
         "counter",
@@ -431,13 +420,13 @@ def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Me
         "Ejections of the endpoint by outlier detection.",
         _ENDPOINT_LABELS,
     )
-    ejections.add_formatted((labels, count) for labels, *_, count in members)
+    ejections.add_column(
+        labels,
+        [float(view.count_ejections(member.endpoint.incarnation)) for _, view, member in members],
+    )
     yield ejections
+    stats = [view.cache(member.endpoint) for _, view, member in members]
     for kind, name, text, value_in in _CACHE_ROWS:
         family = MetricFamily(kind, name, text, _ENDPOINT_LABELS)
-        family.add_formatted(
-            (labels, value)
-            for labels, _, stats, _ in members
-            if (value := value_in(stats)) is not None
-        )
+        family.add_column(labels, list(map(value_in, stats)))
         yield family
