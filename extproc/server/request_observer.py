@@ -38,10 +38,14 @@ class RequestObserver(Protocol):
         *,
         request_id: str,
         labels: RequestLabels,
+        trace_id: str,
         now: float,
         duration_s: float,
     ) -> Decision:
         """An endpoint was chosen, `duration_s` after the monotonic time `now`.
+
+        Args:
+            trace_id: Trace of the request if it is sampled, else empty.
 
         Returns:
             The decision without prompt and block hashes, to keep while the request runs.

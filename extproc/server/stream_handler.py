@@ -17,6 +17,7 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
+from extproc.protocol.trace_context import sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
@@ -353,8 +354,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             decision = msgspec.structs.replace(
                 decision, answer_headers=(*decision.answer_headers, header)
             )
-        labels = self._label(decision.request, raw.headers, client_model=decision.client_model)
-        self._commit(decision, now, request_id or new_id, labels, reservation=reservation)
+        self._commit(decision, raw.headers, now, request_id or new_id, reservation=reservation)
         replies = exchange.apply_outcome(decision, request_id=new_id)
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
@@ -363,9 +363,9 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _commit(
         self,
         decision: Decision,
+        headers: Mapping[str, str],
         now: float,
         request_id: str,
-        labels: RequestLabels,
         *,
         reservation: Reservation | None,
     ) -> None:
@@ -378,7 +378,8 @@ class StreamHandler(msgspec.Struct, eq=False):
         self._decision = self._observer.on_routed(
             decision,
             request_id=request_id,
-            labels=labels,
+            labels=self._label(decision.request, headers, client_model=decision.client_model),
+            trace_id=sampled_trace_id(headers),
             now=now,
             duration_s=self._routed_s - now,
         )

@@ -37,19 +37,27 @@ class MetricHistogram:
     Attributes:
         counts: Values by bucket, those above the last bound at the end; not cumulative.
         total: Sum of the values.
+        exemplars: The last value of a sampled trace and the id of that trace, by bucket; None
+            before there was one.
     """
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, tuple[str, float]] | None = None
 
-    def add(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def add(self, value: float, trace_id: str = "") -> None:
+        """Counts one value; of a sampled trace, where it has an id."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
         self.total += value
+        if trace_id:
+            if self.exemplars is None:
+                self.exemplars = {}
+            self.exemplars[bucket] = (trace_id, value)
 
     @property
     def count(self) -> int:
@@ -65,4 +73,6 @@ def merge(histograms: Iterable[MetricHistogram]) -> MetricHistogram | None:
             merged = MetricHistogram(histogram.bounds)
         merged.counts = list(map(add, merged.counts, histogram.counts))
         merged.total += histogram.total
+        if histogram.exemplars is not None:
+            merged.exemplars = {**(merged.exemplars or {}), **histogram.exemplars}
     return merged if merged is not None and any(merged.counts) else None

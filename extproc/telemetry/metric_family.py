@@ -145,5 +145,8 @@ def _render(name: str, labels: str, histogram: MetricHistogram, *, is_openmetric
     bounds = _bound_labels(histogram.bounds, is_openmetrics=is_openmetrics)
     counts = list(itertools.accumulate(histogram.counts))
     lines = [f"{head}{bound}{count}.0\n" for bound, count in zip(bounds, counts, strict=True)]
+    if is_openmetrics and histogram.exemplars is not None:
+        for bucket, (trace_id, value) in histogram.exemplars.items():
+            lines[bucket] = f'{lines[bucket][:-1]} # {{trace_id="{trace_id}"}} {value}\n'
     lines.append(f"{name}_count{labels} {counts[-1]}.0\n{name}_sum{labels} {histogram.total}\n")
     return "".join(lines)

@@ -221,6 +221,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
     _pool_counters: PoolCounters
     _decisions: DecisionLog
     _pool: str
+    _trace_id: str = ""
     _record: DecisionRecord | None = None
     _labels: RequestLabels = UNPARSED
     _series: RequestSeries | None = None
@@ -274,6 +275,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         *,
         request_id: str,
         labels: RequestLabels,
+        trace_id: str,
         now: float,
         duration_s: float,
     ) -> Decision:
@@ -285,7 +287,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         self._counters.routing_duration_s.add(duration_s)
         counters = self._pool_counters
         counters.record_routed(decision)
-        self._labels = labels
+        self._labels, self._trace_id = labels, trace_id
         series = counters.series.find(labels, is_served=not decision.model_unlisted)
         series.record_routed()
         self._series = series
@@ -328,7 +330,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series, record = self._series, self._record
         if series is None or record is None:
             return
-        series.record_ttft(ttft_s, is_stream=self._is_stream)
+        series.record_ttft(ttft_s, self._trace_id, is_stream=self._is_stream)
         if self._is_stream:
             predicted_s = record.decision.predicted_ttft_s
             if predicted_s is not None:
@@ -354,7 +356,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         if not status:
             is_watched = record.decision.request.api not in surfaces.UNOBSERVED
             status = NO_STATUS if is_watched else UNOBSERVED_STATUS
-        series.record_duration(series.record_status(status), duration_s)
+        series.record_duration(series.record_status(status), duration_s, self._trace_id)
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Count the tokens that the response reported."""

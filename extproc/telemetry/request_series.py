@@ -100,19 +100,19 @@ class RequestSeries:
         requests[status] += 1
         return status
 
-    def record_duration(self, status: str, duration_s: float) -> None:
+    def record_duration(self, status: str, duration_s: float, trace_id: str) -> None:
         """Counts the duration of a routed request by a status of `record_status`."""
         histogram = self.duration_s.get(status)
         if histogram is None:
             histogram = self.duration_s[status] = MetricHistogram(DURATION_BOUNDS_S)
-        histogram.add(duration_s)
+        histogram.add(duration_s, trace_id)
 
-    def record_ttft(self, ttft_s: float, *, is_stream: bool) -> None:
+    def record_ttft(self, ttft_s: float, trace_id: str, *, is_stream: bool) -> None:
         """Counts the time to the first token."""
         histogram = self.ttft_s.get(is_stream)
         if histogram is None:
             histogram = self.ttft_s[is_stream] = MetricHistogram(TTFT_BOUNDS_S)
-        histogram.add(ttft_s)
+        histogram.add(ttft_s, trace_id)
 
     def record_prediction(self, predicted_s: float, actual_s: float) -> None:
         """Counts a predicted time to the first token, and how far it was off."""

@@ -44,7 +44,9 @@ class RequestLogFixture:
         request = self.recorder.observe_request("demo")
         if wait_s is not None:
             request.on_dequeued(wait_s, priority=0)
-        request.on_routed(decided(api), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
+        request.on_routed(
+            decided(api), request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+        )
         if status:
             request.on_response_headers(
                 0.25, elapsed_s=0.75, status=status, is_stream=False, is_shown=False
@@ -104,7 +106,9 @@ def test_a_request_that_fails_after_its_choice_has_one_line(caplog):
     """A bug of ours is answered with 500, and then the stream ends."""
     scene = RequestLogFixture(caplog, "all")
     request = scene.recorder.observe_request("demo")
-    request.on_routed(decided(), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
+    request.on_routed(
+        decided(), request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+    )
     rejection = Rejection(500, "bug", cause="bug")
     request.on_rejected(rejection, request_id="id", labels=None, now=1.0)
     request.on_finished(endpoint=ADDRESS, status="", duration_s=2.0)

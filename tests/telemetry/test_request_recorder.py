@@ -74,7 +74,9 @@ class RecorderFixture:
         request = self.recorder.observe_request("default")
         if pool != "default":
             request.on_pool_selected(pool)
-        request.on_routed(decided(), request_id="id", labels=LABELS, now=1.0, duration_s=0.001)
+        request.on_routed(
+            decided(), request_id="id", labels=LABELS, trace_id="", now=1.0, duration_s=0.001
+        )
         return request
 
 

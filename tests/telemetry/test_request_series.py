@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from extproc.decision import CostResult, Decision, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
@@ -24,7 +25,7 @@ class TrafficFixture:
         self.counters = ProcessCounters()
         self.recorder = StreamRecorder(self.counters, DecisionLog(10), lambda: 0.0)
 
-    def open(self, labels=None, *, api="chat", unlisted=False, predicted_s=None):
+    def open(self, labels=None, *, api="chat", unlisted=False, predicted_s=None, trace_id=""):
         """A routed request."""
         candidate = Candidate(Endpoint(ADDRESS))
         cost = CostResult("estimated-time", "s", [1.0], (), lambda _: predicted_s)
@@ -37,7 +38,9 @@ class TrafficFixture:
         )
         request = self.recorder.observe_request("p")
         labels = labels or RequestLabels("m", "m", "none", 0)
-        request.on_routed(decision, request_id="", labels=labels, now=0.0, duration_s=0.0)
+        request.on_routed(
+            decision, request_id="", labels=labels, trace_id=trace_id, now=0.0, duration_s=0.0
+        )
         return request
 
     def serve(self, labels=None, *, status="200", usage=None, **more):
@@ -187,6 +190,27 @@ def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
         'model="listed",status="200"': 1,
     }
     assert sum(traffic.page("extproc_requests_running").values()) == 0
+
+
+def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
+    """The last one of each bucket, in OpenMetrics, which has room for them."""
+    traffic = TrafficFixture()
+    traffic.serve()
+    traffic.serve(trace_id="0a" * 16)
+    exposition = Exposition(traffic.counters, dict, clock=float, gauges={}, about={})
+    families = text_string_to_metric_families(exposition.render(is_openmetrics=True).decode())
+    exemplars = {
+        (sample.name, sample.labels["le"]): (sample.exemplar.labels, sample.exemplar.value)
+        for family in families
+        for sample in family.samples
+        if sample.exemplar
+    }
+    trace = {"trace_id": "0a" * 16}
+    assert exemplars == {
+        ("extproc_request_duration_seconds_bucket", "1.0"): (trace, 1.0),
+        ("extproc_request_ttft_seconds_bucket", "0.4"): (trace, 0.25),
+    }
+    assert b"0a0a" not in exposition.render()
 
 
 def test_new_tenants_of_a_full_table_are_other():
