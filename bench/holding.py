@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
+import functools
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-import grpc
 import uvloop
 
 from bench import rig
+from bench.stream_load import HEADER_BLOCK, framed
 from extproc.demo import stack
+from extproc.http2 import frames
 from extproc.wire.pb import ext_proc_pb2 as pb
 
-METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
-CHANNELS = 20
+CONNECTIONS = 20
 TENANTS = 10
 PROMPT_BYTES = 2000
 
-#: Seconds until streams are read or gone, and memory is given back (a second after they left).
+#: Seconds until all that was sent is read, and until memory is given back.
 SETTLE_S = 3.0
+GONE_S = 10.0
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -69,41 +74,80 @@ def messages(number: int) -> list[bytes]:
     return [opened.SerializeToString(), body.SerializeToString()]
 
 
-class ExtProcClient:
-    """Thousands of streams, each with one request.
+class HeldStreams(asyncio.Protocol):
+    """One connection with many streams, each of one request.
 
-    Attributes:
-        times: When each answer came.
+    Args:
+        numbers: Numbers of the requests.
+        times: When each answer came; filled here.
     """
 
-    def __init__(self, port: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self.channels = [
-            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CHANNELS)
-        ]
-        self.times: list[float] = []
-        self.num_requests = 0
-        self.calls: list[grpc.aio.StreamStreamCall] = []
+    def __init__(self, numbers: Sequence[int], times: list[float]) -> None:
+        self._numbers = numbers
+        self._times = times
+        self._transport: asyncio.Transport
+        self._buffer = b""
+        self._window = frames.DEFAULT_WINDOW_BYTES
+        self._unsent: collections.deque[bytes] = collections.deque()
+        self._unanswered: set[int] = set()
 
-    async def ask(self, number: int) -> None:
-        """One request until its answer."""
-        process = self.channels[number % CHANNELS].stream_stream(METHOD)
-        call = process()
-        for message in messages(number):
-            await call.write(message)
-        self.num_requests += 1
-        answer = await call.read()
-        assert answer is not grpc.aio.EOF, number
-        self.times.append(time.perf_counter())
-        # Answers take longer than the release: streams end after it.
-        self.calls.append(call)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send all requests, as far as the window allows."""
+        self._transport = cast("asyncio.Transport", transport)
+        most = frames.MAX_WINDOW_BYTES
+        self._transport.write(
+            frames.PREFACE
+            + frames.build_settings([(frames.INITIAL_WINDOW_SIZE, most)])
+            + frames.build_window_update(0, most - frames.DEFAULT_WINDOW_BYTES)
+        )
+        for at, number in enumerate(self._numbers):
+            stream_id = 2 * at + 1
+            self._unanswered.add(stream_id)
+            data = framed(messages(number))
+            self._unsent.append(
+                frames.build_frame(frames.HEADERS, frames.END_HEADERS, stream_id, HEADER_BLOCK)
+                + frames.build_frame(frames.DATA, 0, stream_id, data)
+            )
+        self._send()
 
-    async def close(self) -> None:
-        """End all streams and connections."""
-        for call in self.calls:
-            call.cancel()
-        for channel in self.channels:
-            await channel.close()
+    def data_received(self, data: bytes) -> None:
+        """Handle frames."""
+        data = self._buffer + data
+        at, end = 0, len(data)
+        while end - at >= frames.HEAD_BYTES:
+            high, low, kind, flags, stream_id = frames.unpack_head(data, at)
+            start = at + frames.HEAD_BYTES
+            stop = start + (high << 8 | low)
+            if stop > end:
+                break
+            at = stop
+            self._on_frame(kind, flags, stream_id, data[start:stop])
+        self._buffer = data[at:]
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if kind == frames.DATA and stream_id in self._unanswered:
+            self._unanswered.remove(stream_id)
+            self._times.append(time.perf_counter())
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._transport.write(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
+        elif kind == frames.PING and not flags & frames.ACK:
+            self._transport.write(frames.build_frame(frames.PING, frames.ACK, 0, payload))
+        elif kind == frames.WINDOW_UPDATE and not stream_id:
+            self._window += frames.read_number(payload)
+            self._send()
+        elif kind in (frames.RST_STREAM, frames.GOAWAY):
+            raise ConnectionError(f"the server sent a frame of type {kind}: {payload!r}")
+
+    def _send(self) -> None:
+        output = []
+        while self._unsent and len(self._unsent[0]) <= self._window:
+            output.append(self._unsent.popleft())
+            self._window -= len(output[-1])
+        self._transport.write(b"".join(output))
+
+    def close(self) -> None:
+        """End all streams with the connection."""
+        self._transport.close()
 
 
 async def held(pages: int) -> float:
@@ -115,15 +159,27 @@ async def held(pages: int) -> float:
     return float(page.partition('extproc_flow_control_queue_size{pool=""} ')[2].split("\n")[0])
 
 
-async def crowd(client: ExtProcClient, requests: int, tasks: asyncio.TaskGroup) -> None:
-    """Ask for all of it, not faster than it is read."""
-    for number in range(requests):
-        tasks.create_task(client.ask(number))
-        if number % 200 == 199:
-            while client.num_requests < number - 400:
-                await asyncio.sleep(0.01)
-    while client.num_requests < requests:
-        await asyncio.sleep(0.01)
+async def open_streams(port: int, requests: int, times: list[float]) -> list[HeldStreams]:
+    """Send all requests, over a few connections."""
+    loop = asyncio.get_running_loop()
+    clients = []
+    for first in range(CONNECTIONS):
+        numbers = range(first, requests, CONNECTIONS)
+        connected = await loop.create_connection(
+            functools.partial(HeldStreams, numbers, times), "127.0.0.1", port
+        )
+        clients.append(connected[1])
+    return clients
+
+
+async def wait_for_answers(
+    clients: Sequence[HeldStreams], times: Sequence[float], requests: int
+) -> None:
+    """Wait until every request is answered, then close the connections."""
+    while len(times) < requests:
+        await asyncio.sleep(0.02)
+    for client in clients:
+        client.close()
 
 
 async def once(requests: int, *, more: str) -> dict[str, float]:
@@ -141,22 +197,20 @@ async def once(requests: int, *, more: str) -> dict[str, float]:
                 "--config-file", str(config), "--secure-serving", "false", *words
             )
             running = rig.Rig(0, ports[2], server.process.pid, children)
-            client = ExtProcClient(ports[0])
             before = running.memory_bytes()
-            async with asyncio.TaskGroup() as tasks:
-                await crowd(client, requests, tasks)
-                while await held(ports[2]) < requests:
-                    await asyncio.sleep(0.05)
-                holding = running.memory_bytes()
-                listed.write_text("endpoints: ['127.0.0.1:9']\n")
-            await client.close()
-            while await held(ports[2]):
+            times: list[float] = []
+            clients = await open_streams(ports[0], requests, times)
+            while await held(ports[2]) < requests:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(SETTLE_S)
+            holding = running.memory_bytes()
+            listed.write_text("endpoints: ['127.0.0.1:9']\n")
+            await wait_for_answers(clients, times, requests)
+            await asyncio.sleep(GONE_S)
             after = running.memory_bytes()
     return {
         "requests": requests,
-        "release_s": round(max(client.times) - min(client.times), 3),
+        "release_s": round(max(times) - min(times), 3),
         "before_mib": round(before / 2**20, 1),
         "holding_mib": round(holding / 2**20, 1),
         "after_mib": round(after / 2**20, 1),
@@ -170,18 +224,17 @@ async def floor(requests: int) -> dict[str, float]:
         argv = [sys.executable, "-m", "bench.holding_floor", str(port)]
         server = await children.start("floor", argv, ready="floor is ready")
         running = rig.Rig(0, 0, server.process.pid, children)
-        client = ExtProcClient(port)
         before = running.memory_bytes()
-        async with asyncio.TaskGroup() as tasks:
-            await crowd(client, requests, tasks)
-            await asyncio.sleep(SETTLE_S)
-            holding = running.memory_bytes()
-            os.kill(running.pid, signal.SIGUSR1)
-        await client.close()
+        times: list[float] = []
+        clients = await open_streams(port, requests, times)
         await asyncio.sleep(SETTLE_S)
+        holding = running.memory_bytes()
+        os.kill(running.pid, signal.SIGUSR1)
+        await wait_for_answers(clients, times, requests)
+        await asyncio.sleep(GONE_S)
         after = running.memory_bytes()
     return {
-        "floor_release_s": round(max(client.times) - min(client.times), 3),
+        "floor_release_s": round(max(times) - min(times), 3),
         "floor_before_mib": round(before / 2**20, 1),
         "floor_holding_mib": round(holding / 2**20, 1),
         "floor_after_mib": round(after / 2**20, 1),

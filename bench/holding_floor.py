@@ -15,7 +15,7 @@ import sys
 import grpc
 import uvloop
 
-from bench.holding import METHOD
+from bench.stream_load import METHOD
 from extproc.protocol.messages import ContinueResponse, MessageKind
 from extproc.server import grpc_workarounds, grpcio_server
 from extproc.wire import codec
@@ -45,7 +45,7 @@ async def main(port: int) -> None:
 
     server = grpcio_server.build_server(MOST_BYTES)
     handler = grpc.stream_stream_rpc_method_handler(process)
-    _, service, method = METHOD.split("/")
+    _, service, method = METHOD.decode().split("/")
     handlers = grpc.method_handlers_generic_handler(service, {method: handler})
     server.add_generic_rpc_handlers((handlers,))
     server.add_insecure_port(f"127.0.0.1:{port}")

@@ -15,7 +15,8 @@ from typing import cast
 
 from extproc.http2 import frames
 
-_PATH = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+#: Method of ext_proc.
+METHOD = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _STARTED_S = 30.0
 
 
@@ -25,10 +26,10 @@ def _field(name: bytes, value: bytes) -> bytes:
 
 
 #: POST, http, and the rest as literals.
-_BLOCK = b"\x83\x86" + b"".join(
+HEADER_BLOCK = b"\x83\x86" + b"".join(
     _field(name, value)
     for name, value in (
-        (b":path", _PATH),
+        (b":path", METHOD),
         (b":authority", b"bench"),
         (b"content-type", b"application/grpc"),
         (b"te", b"trailers"),
@@ -162,7 +163,7 @@ class StreamClient(asyncio.Protocol):
         self._received, self._is_answered = 0, False
         self._sent = time.perf_counter()
         self._transport.write(
-            frames.build_frame(frames.HEADERS, frames.END_HEADERS, self._stream_id, _BLOCK)
+            frames.build_frame(frames.HEADERS, frames.END_HEADERS, self._stream_id, HEADER_BLOCK)
         )
         self._write_data(self._request)
 
