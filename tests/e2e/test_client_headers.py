@@ -118,6 +118,7 @@ async def stalled_upload(port):
     return status
 
 
+@pytest.mark.slow
 async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answers(tmp_path):
     """A body that stops coming is 408; requests wait, and answers take, longer than that."""
 

@@ -239,6 +239,7 @@ async def test_121_killed_under_load_over_original_dst(engines, children):
         await revived(fixture, children, engines, victim)
 
 
+@pytest.mark.slow
 async def test_121_killed_under_load_with_retries(engines, children):
     """With fallbacks and Envoy's retry nobody notices; the request is charged to who served it."""
     async with installation.installed(
@@ -251,6 +252,7 @@ async def test_121_killed_under_load_with_retries(engines, children):
         await revived(fixture, children, engines, victim)
 
 
+@pytest.mark.slow
 async def test_121_a_stalled_engine_is_ejected(engines):
     """One that answers nobody is left out; what it had goes on when it does, and nothing fails."""
     async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as fixture:

@@ -111,6 +111,7 @@ async def test_131_envoy_finds_extproc_healthy(place):
     assert stats.get("cluster.extproc.membership_healthy") == 1
 
 
+@pytest.mark.slow
 async def test_121_engine_killed_under_load(place, children, engines):
     """After an engine is killed under load, requests succeed; back again, it serves again."""
     stop = asyncio.Event()

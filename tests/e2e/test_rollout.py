@@ -235,7 +235,8 @@ async def under_load(fixture: Site, engine: Engine, *bodies: bytes):
     assert {status for load in loads for status in load.result()} == {200}
 
 
-@pytest.mark.parametrize("template", installation.first_and_slow(TEMPLATES))
+@pytest.mark.slow
+@pytest.mark.parametrize("template", TEMPLATES)
 async def test_rolling_restart(template):
     """Both pickers are restarted, one after the other: no stream breaks and no request fails."""
     engine = Engine()

@@ -13,7 +13,10 @@ from extproc.demo import stack
 from tests.e2e import installation
 from tests.support import transport
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+HEAD = (
+    "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+    "scrape: {busy_interval_s: 0.1, idle_interval_s: 0.1}\n"
+)
 PAGE = (
     "# TYPE vllm:num_requests_waiting gauge\n"
     'vllm:num_requests_waiting{{model_name="m"}} 0\n'

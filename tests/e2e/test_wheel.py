@@ -80,6 +80,7 @@ def test_the_wheel_holds_the_envoy_files(unpacked, tmp_path):
     assert {path.stem for path in (tools.ROOT / "envoy").iterdir()} == set(envoy_config.names())
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 async def test_the_demo_runs_from_the_wheel(unpacked, tmp_path):
     """In any folder, the demo of the wheel serves its requests through Envoy."""

@@ -283,6 +283,7 @@ async def test_a_503_is_retried_on_another_endpoint(site, engines):
     assert counts[1] + counts[2] == statuses.total()
 
 
+@pytest.mark.slow
 async def test_an_engine_is_killed_under_load(site, engines):
     """What it was busy with and had not begun to answer is answered by another."""
     async with stack.stack() as children:
@@ -345,6 +346,7 @@ async def test_both_replicas_restart(site, engines):
     await site.until(lambda values: values["connected_state"] == 1, "control_plane.")
 
 
+@pytest.mark.slow
 async def test_updates_come_from_the_remaining_replica(site, engines):
     """A picker that drains ends its stream; Envoy keeps what it holds and asks the other one."""
     listening = [at for at in range(2) if (await site.metrics(at))["extproc_xds_streams_open"] == 1]

@@ -332,6 +332,7 @@ async def test_pods_of_a_kubeai_model(api, place):
         await result.until(lambda: not result.pools[key].endpoints[0].models.adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ours")
 async def test_a_token_that_is_taken_away(api, cluster, place):
     """When the account is replaced and its token with it, the new one in the file is used."""

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support import kube, kube_picker
 
+pytestmark = pytest.mark.slow
+
 PORT = 8000
 PODS = 6
 
@@ -72,7 +74,6 @@ async def test_063_requests_are_routed_while_the_api_server_is_down(api, cluster
         assert set(picks) == set(wanted)
 
 
-@pytest.mark.slow
 async def test_063_outages_one_after_the_other(api, cluster, place):
     """Two restarts, with a change in each gap: the pool is exact after both."""
     namespace, _ = place
@@ -86,7 +87,6 @@ async def test_063_outages_one_after_the_other(api, cluster, place):
             await picker.knows(addresses(*range(gone + 1, PODS)))
 
 
-@pytest.mark.slow
 async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
     """It is not ready and picks nobody, and becomes ready when the API server is there."""
     cluster.stop()
@@ -120,7 +120,6 @@ async def told(picker):
     return "\n".join(picker.child.last_lines)
 
 
-@pytest.mark.slow
 async def test_a_restart_of_the_api_server_is_no_missing_permission(api, cluster, place):
     """An API server that has just started knows no Roles yet; changes made then arrive."""
     namespace, _ = place
@@ -147,7 +146,6 @@ async def watch_states(picker):
     return result
 
 
-@pytest.mark.slow
 async def test_lost_permissions_are_shown_while_missing(api, cluster, place):
     """On the metrics page, to whoever asks for readiness, and as the last word of the log."""
     namespace, _ = place

@@ -377,6 +377,7 @@ def pair(namespace, kubeconfig, port, **scaling):
     ]
 
 
+@pytest.mark.slow
 async def test_any_replicas_requests_wake_an_engine(api, cluster):
     """A request that waits at a follower makes the leader act; both count all requests."""
     async with (
@@ -408,6 +409,7 @@ async def test_any_replicas_requests_wake_an_engine(api, cluster):
         first.call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_restart_keeps_the_replicas(api, cluster):
     """Replicas stay while the picker is away and when it is back, until a window was watched."""
     slow = {**POLICY["params"], "window_s": 20.0}
