@@ -61,15 +61,6 @@ LONG = (
     "e2e/test_agreement.py",
 )
 
-#: Files of tests/kubernetes that take half of its time, those that restart the API server among them.
-HALF = (
-    "test_scaling.py",
-    "test_election.py",
-    "test_outage.py",
-    "test_flags.py",
-    "test_discovered_scaling.py",
-)
-
 # Examples are derived from the test's own name and code, so that a run on one machine says the same as
 # on another; `--hypothesis-profile=thorough`, which CI gives, tries more of them. `make fuzz` searches
 # with `search`, from another seed each time. None judges how long an example takes: workers share
@@ -92,6 +83,9 @@ os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 # A script's background jobs, and all they start, ignore Ctrl-C; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Until all tests are collected: nearly all that comes into being meanwhile stays.
+gc.disable()
 
 #: Reads all that tests log; the root logger has it, so that libraries are read too.
 CANARIES = CanaryHandler()
@@ -156,16 +150,14 @@ def pytest_xdist_auto_num_workers(config):
 
 
 class Scheduling(LoadFileScheduling):
-    """Files stay on a worker, and all files that need an API server on two of them.
+    """Files stay on a worker, and all files that need an API server on the same one.
 
     Each worker that runs some of them starts an API server of its own.
     """
 
     def _split_scope(self, nodeid):
         path = super()._split_scope(nodeid)
-        if not path.startswith("tests/kubernetes/"):
-            return path
-        return f"tests/kubernetes, {path.endswith(HALF)}"
+        return "tests/kubernetes" if path.startswith("tests/kubernetes/") else path
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -190,5 +182,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     """What was collected stays: nobody need look through it for garbage again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
