@@ -10,6 +10,7 @@ from extproc.cli import main
 from extproc.config import envoy_lint, settings
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
+from tests.manifests import tools
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 SHIPPED = sorted(ENVOY.glob("*.yaml"))
@@ -17,7 +18,7 @@ HOLDING = settings.Settings(flow_control=FlowControlSection(enabled=True))
 
 
 def load(name="original-dst-buffered.yaml"):
-    return yaml.safe_load((ENVOY / name).read_text())
+    return tools.loaded((ENVOY / name).read_text())
 
 
 def manager(tree):
@@ -61,7 +62,7 @@ def findings(tree, configured=HOLDING):
 @pytest.mark.parametrize("configured", [settings.Settings(), HOLDING], ids=["usual", "holding"])
 def test_shipped_files_have_no_findings_that_cut(path, configured):
     """Whatever is shipped lets requests wait as long as they may, and answers take their time."""
-    assert findings(yaml.safe_load(path.read_text()), configured) == []
+    assert findings(load(path.name), configured) == []
 
 
 def without(owner, key):

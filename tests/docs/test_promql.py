@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-import yaml
 
 from tests.docs import console, llmd_metrics, metrics_reference
+from tests.manifests import tools
 
 _NAME = re.compile(r"\bextproc_\w+")
 
@@ -33,7 +33,7 @@ def queries():
     for path in sorted((console.ROOT / "manifests").rglob("*")):
         if path.suffix in {".yaml", ".json"} and "templates" not in path.parts:
             text = path.read_text(encoding="utf-8")
-            documents = [json.loads(text)] if path.suffix == ".json" else yaml.safe_load_all(text)
+            documents = [json.loads(text)] if path.suffix == ".json" else tools.documents(text)
             for document in documents:
                 for query in expressions(document):
                     yield pytest.param(query, id=f"{path.name}: {query}")

@@ -7,13 +7,13 @@ import re
 
 import betterproto2
 import pytest
-import yaml
 
 from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
 from extproc.xds import encoder
 from extproc.xds.resources import ClusterOptions
 from tests.e2e import installation
+from tests.manifests import tools
 from tests.support import xds_peer
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))
@@ -44,7 +44,7 @@ def path(request):
 
 @pytest.fixture
 def config(path):
-    return yaml.safe_load(path.read_bytes())
+    return tools.loaded(path.read_text())
 
 
 def seconds(text):

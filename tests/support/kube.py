@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import yaml
 
+from tests.manifests import tools
 from tests.support.kube_server import Access
 
 #: An object as it stands in YAML.
@@ -256,7 +256,7 @@ def account_of(access: Access) -> str:
 
 def documents(text: str) -> list[Object]:
     """All objects of a YAML file."""
-    return [item for item in yaml.safe_load_all(text) if item]
+    return list(tools.documents(text))
 
 
 def picker_rules(part: str = "base") -> list[Object]:
