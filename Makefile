@@ -30,7 +30,7 @@ PEERS_MODULE := bench/peers/tools
 EPP ?= epp
 
 # Files with tests of a mark; each worker of a run imports all files that it is given.
-marked = $(shell grep -rl --include='test_*.py' 'mark[.]$(1)' $(or $(2),tests))
+marked = $(shell grep -rlE --include='test_*.py' 'mark[.]$(1)|first_and_$(1)' $(or $(2),tests))
 
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 

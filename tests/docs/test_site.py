@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import yaml
 
 from tests.docs import site
@@ -34,6 +35,7 @@ def listed(entry):
             yield from listed(below)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links between pages and to anchors resolve."""
     status, printed = site.build(tmp_path)

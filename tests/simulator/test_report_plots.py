@@ -19,6 +19,7 @@ seeds: [1, 2]
 """
 
 
+@pytest.mark.slow
 def test_replicas_are_drawn_and_written(tmp_path):
     """A plot more than for fleets that stay, and rows of every chart in the JSON."""
     pytest.importorskip("matplotlib")
