@@ -76,6 +76,14 @@ def from_kubernetes(settings: Settings) -> bool:
     )
 
 
+def serves_llmd_metrics(settings: Settings) -> bool:
+    """Return True if metrics are served under the names of the EPP of llm-d as well."""
+    if settings.server.llmd_metrics is not None:
+        return settings.server.llmd_metrics
+    kubernetes = settings.pool.kubernetes
+    return kubernetes is not None and bool(kubernetes.inference_pool)
+
+
 def scales_kubernetes_objects(settings: Settings) -> bool:
     """Return True if Kubernetes objects are scaled, which only a single replica may do."""
     pools = settings.pools or (settings.pool,)

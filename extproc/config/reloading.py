@@ -57,6 +57,7 @@ TABLE: Final = (
             "health_checking",
             "drain_timeout_s",
             "transport",
+            "llmd_metrics",
         ),
     ),
     ReloadRow(

@@ -80,6 +80,8 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             and /readyz requires as `Authorization: Bearer`. It is read again when it changes;
             replicas that exchange counters need the same. Empty: these paths answer the machine
             (pod) of extproc only, and /internal also the addresses of `autoscaling.peers`.
+        llmd_metrics: Also serve metrics under the names of the EPP of llm-d. Null: if the pool is
+            an InferencePool, as with `--pool-name`, because charts for that EPP then find them.
     """
 
     host: str = ""
@@ -93,6 +95,7 @@ class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_timeout_s: validation.Seconds = 30.0
     transport: Literal["native", "grpcio"] = "native"
     admin_token_file: str = ""
+    llmd_metrics: bool | None = None
 
     def grpc_address(self, port: int) -> str:
         """Return the `host:port` that gRPC binds to; IPv6 hosts get brackets."""

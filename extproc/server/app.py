@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from extproc.autoscaling.runtime import autoscaler
-from extproc.config import factory, kubernetes_plan
+from extproc.config import factory, kubernetes_plan, pools
 from extproc.config.settings import ServerSection, Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.discovery.kubernetes import controller, watch_plan
@@ -388,6 +388,7 @@ class EndpointPickerProcess:
                 about=self._info_labels,
                 scaling=self._autoscaler.metrics,
                 watches=self._watch_metrics,
+                has_llmd_names=pools.serves_llmd_metrics(self._settings),
             ),
             readiness=self.readiness,
             pools=self.pool_registry.pools,

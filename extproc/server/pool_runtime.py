@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,9 @@ from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStat
 from extproc.telemetry.request_recorder import ExceptionLog
 
 _log = logging.getLogger("extproc.server")
+
+#: Tenants and priorities whose queued requests are told apart (count).
+_MAX_FLOWS = 200
 
 #: Facts of discovery that are as they should be.
 _INFO_EVENTS = frozenset({"list-replaced", "complete"})
@@ -140,20 +144,21 @@ class PoolRuntime:
         """View of the pool for the metrics page."""
         store = self.parts.store
         flow_controller = self.flow_controller
+        queue = None if flow_controller is None else flow_controller.queue
         return PoolView(
             store.pool,
             self._prefix_cache_stats,
             store.bytes_per_token.ratios,
             store.outlier_detector.ejections,
             store.outlier_detector.probes,
-            queue=None
-            if flow_controller is None
-            else (flow_controller.queue.count, flow_controller.queue.bytes),
+            queue=None if queue is None else (queue.count, queue.bytes),
             queue_outcomes={} if flow_controller is None else flow_controller.outcomes,
             conversations=self.parts.director.conversation_stats,
             match_state=self.match_state,
             dropped_addresses=0 if self._discovery is None else self._discovery.dropped_addresses,
             count_ejections=store.outlier_detector.count_ejections,
+            queue_capacity=0 if queue is None else queue.settings.max_requests,
+            queued_by_flow=dict if queue is None else partial(queue.count_by_flow, _MAX_FLOWS),
         )
 
     def grant_match(self, granted: pool_annotations.MatchGrant) -> None:

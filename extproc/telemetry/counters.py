@@ -25,6 +25,7 @@ REMOVED_ENDPOINT: Final = "left"
 _ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 _STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
 #: Priorities with a histogram of their own (count); further ones share the last.
@@ -44,6 +45,7 @@ class PoolCounters:
         without_response: Routed requests whose stream ended before response headers, by address.
         prompt_tokens: Estimated prompt tokens of routed requests.
         matched_tokens: Of these, tokens predicted to be cached on the chosen endpoint.
+        prefix_hit_ratio: Ratio of the two by request.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
         model_list_polls: Requests for model lists, by (endpoint address, result).
@@ -69,6 +71,7 @@ class PoolCounters:
         self.without_response: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.matched_tokens = 0
+        self.prefix_hit_ratio = MetricHistogram(_HIT_RATIO_BOUNDS)
         self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.model_list_polls: Counter[tuple[str, str]] = Counter()
@@ -86,8 +89,11 @@ class PoolCounters:
         """Counts a routed request."""
         self.requests_routed[decision.endpoints[0].address] += 1
         self.routed_total += 1
-        self.prompt_tokens += decision.request.prompt_tokens
-        self.matched_tokens += decision.matched_tokens
+        prompt_tokens, matched_tokens = decision.request.prompt_tokens, decision.matched_tokens
+        self.prompt_tokens += prompt_tokens
+        self.matched_tokens += matched_tokens
+        if prompt_tokens:
+            self.prefix_hit_ratio.add(matched_tokens / prompt_tokens)
         if decision.degraded:
             self.degraded[decision.degraded] += 1
         if decision.model_unlisted:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from extproc import distribution
 from extproc.supervision import LOOPS
-from extproc.telemetry import control_plane_metrics, pool_metrics, request_metrics
+from extproc.telemetry import control_plane_metrics, llmd_metrics, pool_metrics, request_metrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
 
@@ -32,6 +33,7 @@ class Exposition:
         gauges: Readers of `PROCESS_GAUGES`, by name.
         scaling: Returns the autoscaling metrics by name of the pool.
         watches: Returns the metrics of Kubernetes watches.
+        has_llmd_names: Whether metrics are served under the names of llm-d as well.
         about: Labels of `extproc_info`: which pool and profile this is.
     """
 
@@ -45,6 +47,7 @@ class Exposition:
         about: Mapping[str, str],
         scaling: Callable[[], Mapping[str, control_plane_metrics.ScalingMetrics]] = dict,
         watches: Callable[[], Iterable[control_plane_metrics.WatchMetrics]] = tuple,
+        has_llmd_names: bool = False,
     ) -> None:
         self._counters = counters
         self._pools = pools
@@ -53,6 +56,7 @@ class Exposition:
         self._about = about
         self._scaling = scaling
         self._watches = watches
+        self._has_llmd_names = has_llmd_names
 
     def render(self, *, is_openmetrics: bool = False) -> bytes:
         """Renders the page in the Prometheus text format, or as OpenMetrics."""
@@ -87,7 +91,16 @@ class Exposition:
         yield from self._configuration()
         yield from self._loops()
         yield from self._distributions()
-        yield from pool_metrics.state_families(self._pools(), self._clock())
+        views = self._pools()
+        yield from pool_metrics.state_families(views, self._clock())
+        if self._has_llmd_names:
+            yield from llmd_metrics.llmd_families(
+                self._counters.pools,
+                views,
+                routing_s=self._counters.routing_duration_s,
+                profile=self._about.get("profile", ""),
+                version=distribution.installed_version() or "",
+            )
         for name, read in self._gauges.items():
             yield _gauge(name, PROCESS_GAUGES[name], read())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import add
@@ -67,12 +68,29 @@ class MetricHistogram:
 
 def merge(histograms: Iterable[MetricHistogram]) -> MetricHistogram | None:
     """The sum of histograms with the same bounds; None of none or of empty ones."""
-    merged = None
-    for histogram in histograms:
-        if merged is None:
-            merged = MetricHistogram(histogram.bounds)
-        merged.counts = list(map(add, merged.counts, histogram.counts))
-        merged.total += histogram.total
-        if histogram.exemplars is not None:
-            merged.exemplars = {**(merged.exemplars or {}), **histogram.exemplars}
-    return merged if merged is not None and any(merged.counts) else None
+    same = list(histograms)
+    if not same:
+        return None
+    merged = same[0]
+    if len(same) > 1:
+        merged = MetricHistogram(merged.bounds)
+        for histogram in same:
+            merged.counts = list(map(add, merged.counts, histogram.counts))
+            merged.total += histogram.total
+            if histogram.exemplars is not None:
+                merged.exemplars = {**(merged.exemplars or {}), **histogram.exemplars}
+    return merged if any(merged.counts) else None
+
+
+def rebucket(histogram: MetricHistogram | None, bounds: Sequence[float]) -> MetricHistogram | None:
+    """The same values by some of the bounds; None of None."""
+    if histogram is None:
+        return None
+    counts = dict(zip(histogram.bounds, itertools.accumulate(histogram.counts), strict=False))
+    view = MetricHistogram(bounds)
+    below = 0
+    for bucket, bound in enumerate(view.bounds):
+        view.counts[bucket], below = counts[bound] - below, counts[bound]
+    view.counts[-1] = histogram.count - below
+    view.total = histogram.total
+    return view

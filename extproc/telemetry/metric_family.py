@@ -80,6 +80,12 @@ class MetricFamily:
         if histogram is not None:
             self.histograms.append((self.format_labels(values), histogram))
 
+    def renamed(self, name: str) -> MetricFamily:
+        """The same samples under another name."""
+        family = MetricFamily(self.type, name, self.documentation, self.labels)
+        family.samples, family.histograms = self.samples, self.histograms
+        return family
+
     @property
     def sample_names(self) -> Sequence[str]:
         """Names of its samples."""

@@ -49,6 +49,9 @@ class PoolView(msgspec.Struct, frozen=True):
         match_state: State of the match in the annotations of the InferencePool.
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
         count_ejections: Returns the ejections of an endpoint by its incarnation (count).
+        queue_capacity: Requests that may be queued (count); 0 without flow control.
+        queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
+            priority.
     """
 
     pool: Pool
@@ -62,6 +65,8 @@ class PoolView(msgspec.Struct, frozen=True):
     match_state: MatchState = "none"
     dropped_addresses: int = 0
     count_ejections: Callable[[int], int] = lambda _: 0
+    queue_capacity: int = 0
+    queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
 
 
 def labeled(counts: Mapping[str, float]) -> list[Sample]:
@@ -366,6 +371,12 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
         "Seconds from the choice of the endpoint to response headers.",
         ("pool",),
     )
+    hit_ratio = MetricFamily(
+        "histogram",
+        "extproc_prefix_hit_ratio",
+        "Share of the prompt of a routed request that is predicted to be cached on the chosen endpoint.",
+        ("pool",),
+    )
     endpoint_headers = MetricFamily(
         "summary",
         "extproc_endpoint_response_headers_seconds",
@@ -380,11 +391,12 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
     )
     for pool, counters in pools.items():
         headers.add_histogram((pool,), counters.response_headers_s)
+        hit_ratio.add_histogram((pool,), counters.prefix_hit_ratio)
         for address, histogram in counters.endpoint_headers_s.items():
             endpoint_headers.add_histogram((pool, address), histogram)
         for priority, histogram in counters.queue_duration_s.items():
             queued.add_histogram((pool, priority), histogram)
-    yield from (headers, endpoint_headers, queued)
+    yield from (headers, hit_ratio, endpoint_headers, queued)
 
 
 def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:

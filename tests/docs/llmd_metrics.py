@@ -60,8 +60,9 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("llm_d_epp_extproc_streams_inflight",), "`extproc_streams_open`"),
     (("llm_d_epp_extproc_streams_total",), "`extproc_streams_total`"),
     (("prefix_indexer_size",), "`extproc_prefix_index_blocks`, `extproc_prefix_index_bytes`"),
+    (("prefix_indexer_hit_ratio",), "`extproc_prefix_hit_ratio`"),
     (
-        ("prefix_indexer_hit_ratio", "prefix_indexer_hit_bytes"),
+        ("prefix_indexer_hit_bytes",),
         "`extproc_matched_tokens_total` over `extproc_prompt_tokens_total`",
     ),
     (("info",), "`extproc_info`"),
@@ -167,9 +168,25 @@ def unknown_names() -> set[str]:
     return own_names() - metrics_reference.series_names() - families
 
 
+def served_names() -> dict[str, tuple[str, ...]]:
+    """Names of the samples that `server.llmd_metrics` adds to the page, by name of the family."""
+    own = {family.name for family in metrics_reference.families()}
+    return {
+        family.name: tuple(family.sample_names)
+        for family in metrics_reference.families(has_llmd_names=True)
+        if family.name not in own
+    }
+
+
 def block() -> str:
-    """One row for each group of families."""
-    rows = ["| `llm_d_epp_...` | extproc |", "|---|---|"]
+    """One row for each group of families; those that are served are marked."""
+    served = {name.removeprefix("llm_d_epp_") for name in served_names()}
+    rows = ["| `llm_d_epp_...` | also served | extproc |", "|---|---|---|"]
     for names, text in ROWS:
-        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {text or 'not provided'} |")
+        for is_served in (True, False):
+            some = [name for name in names if (name.removesuffix("_total") in served) is is_served]
+            if some:
+                shown = ", ".join(f"`{name}`" for name in some)
+                own = text or ("" if is_served else "not provided")
+                rows.append(f"| {shown} | {'yes' if is_served else ''} | {own} |")
     return "\n".join(rows)

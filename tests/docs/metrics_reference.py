@@ -33,7 +33,7 @@ VALUES = {
 }
 
 
-def families() -> list[MetricFamily]:
+def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
     """All families there can be, with one endpoint in one pool."""
     pool_fixture = PoolFixture({"10.0.0.1:8000": None})
     counters = ProcessCounters()
@@ -57,6 +57,7 @@ def families() -> list[MetricFamily]:
         clock=lambda: 1.0,
         gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},
         about={"pool": "", "profile": ""},
+        has_llmd_names=has_llmd_names,
     )
     return sorted(page.collect(), key=lambda family: family.name)
 

@@ -1,0 +1,414 @@
+"""Metric families under the names, labels and buckets of llm-d's endpoint picker (v0.10).
+
+They are other views of the counts behind our own families, for dashboards, alerts and autoscalers
+that know the EPP. Names with the prefixes `inference_objective_`, `inference_pool_` and
+`inference_extension_` are deprecated there; those that are still queried are served as well.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Final
+
+from extproc.decision import CANONICAL_CODES
+from extproc.endpoint import Load
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.request import UNNAMED, RequestLabels
+from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.histogram import TOKEN_BOUNDS, MetricHistogram, merge, rebucket
+from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
+from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.request_series import RequestSeries
+
+#: Fairness id of requests without one.
+_DEFAULT_FLOW: Final = "default-flow"
+
+#: Labels of the families of requests, and of the families of the queue.
+_REQUEST_LABELS: Final = ("model_name", "target_model_name", "fairness_id", "priority")
+_QUEUE_LABELS: Final = (
+    *("fairness_id", "priority", "inference_pool", "model_name", "target_model_name"),
+)
+
+#: Buckets that are narrower than ours.
+_SCHEDULER_BOUNDS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+_QUEUE_BOUNDS_S: Final = (
+    *(1e-4, 5e-4, 1e-3, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
+_OUTPUT_BOUNDS: Final = TOKEN_BOUNDS[:12]
+
+#: Load of an endpoint that the utilization detector of llm-d takes as saturated, by default.
+_SATURATED_WAITING: Final = 5.0
+_SATURATED_KV_USAGE: Final = 0.8
+
+#: Outcomes of queued requests, by ours.
+_OUTCOMES: Final = {
+    "dispatched": "Dispatched",
+    "rejected": "RejectedCapacity",
+    "expired": "EvictedTTL",
+    "cancelled": "EvictedContextCancelled",
+    "displaced": "EvictedOther",
+    "failed": "RejectedOther",
+    "shutdown": "RejectedOther",
+}
+
+#: Series by the values of `_REQUEST_LABELS`.
+_SeriesByLabels = Mapping[tuple[str, ...], Sequence[RequestSeries]]
+
+#: Histograms of requests: name, help text, and the histogram of some series.
+_REQUEST_HISTOGRAMS: Final[
+    tuple[tuple[str, str, Callable[[Sequence[RequestSeries]], MetricHistogram | None]], ...]
+] = (
+    (
+        "llm_d_epp_request_duration_seconds",
+        "Seconds from the start of a request to the end of its response.",
+        lambda members: merge(
+            histogram for series in members for histogram in series.duration_s.values()
+        ),
+    ),
+    (
+        "llm_d_epp_request_streaming_tpot_seconds",
+        "Seconds per output token after the first, of streams whose chunks are shown.",
+        lambda members: merge(map(attrgetter("tpot_s"), members)),
+    ),
+    (
+        "llm_d_epp_request_streaming_itl_seconds",
+        "Seconds between two chunks of a stream, where they are shown.",
+        lambda members: merge(map(attrgetter("gap_s"), members)),
+    ),
+    (
+        "llm_d_epp_request_input_tokens",
+        "Prompt tokens of a request, as its response reported them.",
+        lambda members: _merge_tokens(members, "prompt"),
+    ),
+    (
+        "llm_d_epp_request_output_tokens",
+        "Output tokens of a request, as its response reported them.",
+        lambda members: rebucket(_merge_tokens(members, "completion"), _OUTPUT_BOUNDS),
+    ),
+    (
+        "llm_d_epp_request_cached_tokens",
+        "Prompt tokens of a request that the engine found in its cache, as its response reported them.",
+        lambda members: _merge_tokens(members, "cached"),
+    ),
+)
+
+#: Loads of endpoints whose mean and deviation are served: end of the names, and the load.
+_POOL_LOADS: Final[tuple[tuple[str, Callable[[Load], float | None]], ...]] = (
+    ("kv_cache_utilization", attrgetter("kv_usage")),
+    ("queue_size", attrgetter("waiting")),
+    ("running_requests", attrgetter("running")),
+)
+
+#: Deprecated names that are still queried, by the present ones.
+_DEPRECATED: Final = {
+    "llm_d_epp_average_kv_cache_utilization": "inference_pool_average_kv_cache_utilization",
+    "llm_d_epp_average_queue_size": "inference_pool_average_queue_size",
+    "llm_d_epp_ready_endpoints": "inference_pool_ready_pods",
+    "llm_d_epp_flow_control_queue_size": "inference_extension_flow_control_queue_size",
+}
+
+
+def llmd_families(
+    pools: Mapping[str, PoolCounters],
+    views: Mapping[str, PoolView],
+    *,
+    routing_s: MetricHistogram,
+    profile: str,
+    version: str,
+) -> Iterator[MetricFamily]:
+    """Yield all families.
+
+    Args:
+        pools: Counters by name of the pool.
+        views: State by name of the pool.
+        routing_s: Time to route a request.
+        profile: Name of the scheduling profile, which stands for all plugins.
+        version: Version of extproc.
+    """
+    yield from _request_families(pools)
+    for family in (*_pool_families(views), *_queue_families(pools, views)):
+        yield family
+        if family.name in _DEPRECATED:
+            yield family.renamed(_DEPRECATED[family.name])
+    yield from _scheduler_families(pools, views, routing_s=routing_s, profile=profile)
+    labels = ("commit", "build_ref")
+    samples = [((version, "extproc"), 1)]
+    yield MetricFamily("gauge", "llm_d_epp_info", "Version of extproc.", labels, samples)
+
+
+def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
+    by_labels: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
+    running: Counter[str] = Counter()
+    for counters in pools.values():
+        for series in counters.series:
+            by_labels[_request_values(series.labels)].append(series)
+            running[series.labels.client_model] += series.running
+    yield from _count_families(by_labels)
+    for name, text, read in _REQUEST_HISTOGRAMS:
+        family = MetricFamily("histogram", name, text, _REQUEST_LABELS)
+        for values, members in by_labels.items():
+            family.add_histogram(values, read(members))
+        yield family
+    family = MetricFamily(
+        "histogram",
+        "llm_d_epp_request_ttft_seconds",
+        "Seconds from the start of a request to its first token, or to response headers where chunks are not shown.",
+        (*_REQUEST_LABELS, "streaming"),
+    )
+    for values, members in by_labels.items():
+        for is_stream in (False, True):
+            same = [series.ttft_s[is_stream] for series in members if is_stream in series.ttft_s]
+            family.add_histogram((*values, str(is_stream).lower()), merge(same))
+    yield family
+    yield _family(
+        "gauge",
+        "inference_objective_running_requests",
+        "Requests that are running.",
+        ("model_name",),
+        (((model,), count) for model, count in running.items()),
+    )
+
+
+def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
+    yield _family(
+        "counter",
+        "llm_d_epp_request",
+        "Requests.",
+        _REQUEST_LABELS,
+        (
+            (values, sum(series.requests.total() for series in members))
+            for values, members in by_labels.items()
+        ),
+    )
+    errors: Counter[tuple[str, ...]] = Counter()
+    for values, members in by_labels.items():
+        for series in members:
+            for status, count in series.requests.items():
+                if "4" <= status[:1] <= "5":
+                    code = CANONICAL_CODES.get(int(status), "Unknown")
+                    errors[*values, code] += count
+    yield _family(
+        "counter",
+        "llm_d_epp_request_error",
+        "Requests that were refused or failed.",
+        (*_REQUEST_LABELS, "error_code"),
+        errors.items(),
+    )
+    yield _family(
+        "gauge",
+        "llm_d_epp_request_running",
+        "Requests that are running.",
+        _REQUEST_LABELS,
+        (
+            (values, sum(series.running for series in members))
+            for values, members in by_labels.items()
+        ),
+    )
+
+
+def _pool_families(views: Mapping[str, PoolView]) -> Iterator[MetricFamily]:
+    for suffix, read in _POOL_LOADS:
+        known = {
+            pool: [value for load in _loads(view) if (value := read(load)) is not None]
+            for pool, view in views.items()
+        }
+        for name, text, summarize in (
+            ("average", "Mean over the endpoints of a pool.", statistics.fmean),
+            ("std_dev", "Standard deviation over the endpoints of a pool.", _deviation),
+        ):
+            yield _family(
+                "gauge",
+                f"llm_d_epp_{name}_{suffix}",
+                text,
+                ("name",),
+                (((pool,), summarize(values) if values else 0.0) for pool, values in known.items()),
+            )
+    yield _family(
+        "gauge",
+        "llm_d_epp_ready_endpoints",
+        "Endpoints of a pool that are not ejected.",
+        ("name",),
+        (
+            ((pool,), sum(not member.is_ejected for member in view.pool.members))
+            for pool, view in views.items()
+        ),
+    )
+    waiting: Counter[tuple[str, ...]] = Counter()
+    for pool, view in views.items():
+        for member in view.pool.members:
+            waiting[pool, member.endpoint.name or member.endpoint.address] += int(
+                member.load.waiting or 0
+            )
+    yield _family(
+        "gauge",
+        "llm_d_epp_per_endpoint_queue_size",
+        "Requests queued in the engine at the last scrape.",
+        ("name", "model_server_endpoint"),
+        waiting.items(),
+    )
+
+
+def _queue_families(
+    pools: Mapping[str, PoolCounters], views: Mapping[str, PoolView]
+) -> Iterator[MetricFamily]:
+    queued = {pool: view.queued_by_flow() for pool, view in views.items() if view.queue is not None}
+    for at, (name, text) in enumerate(
+        (("size", "Requests in the queue."), ("bytes", "Bytes of the bodies of queued requests."))
+    ):
+        sizes: Counter[tuple[str, ...]] = Counter()
+        for pool, flows in queued.items():
+            sizes[_DEFAULT_FLOW, "0", pool, "", ""] += 0
+            for (tenant, priority), counts in flows.items():
+                sizes[tenant or _DEFAULT_FLOW, str(priority), pool, "", ""] += counts[at]
+        yield _family(
+            "gauge", f"llm_d_epp_flow_control_queue_{name}", text, _QUEUE_LABELS, sizes.items()
+        )
+    waits = MetricFamily(
+        "histogram",
+        "llm_d_epp_flow_control_request_queue_duration_seconds",
+        "Seconds in the queue, of requests that were dispatched.",
+        ("priority", "outcome", "inference_pool", "fairness_id", "model_name", "target_model_name"),
+    )
+    for pool, counters in pools.items():
+        for rank, histogram in counters.queue_duration_s.items():
+            values = (rank, "Dispatched", pool, "", "", "")
+            waits.add_histogram(values, rebucket(histogram, _QUEUE_BOUNDS_S))
+    yield waits
+    outcomes: Counter[tuple[str, ...]] = Counter()
+    for pool, view in views.items():
+        for outcome, count in view.queue_outcomes.items():
+            outcomes[_OUTCOMES.get(outcome, "RejectedOther"), "", pool] += count
+    yield _family(
+        "counter",
+        "llm_d_epp_flow_control_requests",
+        "Requests that left the queue, by outcome.",
+        ("outcome", "priority", "inference_pool"),
+        outcomes.items(),
+    )
+    yield _family(
+        "gauge",
+        "llm_d_epp_flow_control_pool_saturation",
+        "Mean over endpoints of the larger of waiting requests over 5 and KV cache usage over 0.8.",
+        ("inference_pool", "stage"),
+        (((pool, "effective"), _saturation(view.pool.members)) for pool, view in views.items()),
+    )
+    yield _family(
+        "gauge",
+        "llm_d_epp_flow_control_global_capacity_utilization_requests",
+        "Requests in the queue over those that may wait.",
+        ("inference_pool",),
+        (
+            ((pool,), view.queue[0] / view.queue_capacity if view.queue_capacity else 0.0)
+            for pool, view in views.items()
+            if view.queue is not None
+        ),
+    )
+    yield _family(
+        "gauge",
+        "llm_d_epp_flow_control_capacity_utilization_requests",
+        "Requests of a priority in the queue over those that may wait.",
+        ("priority", "inference_pool"),
+        _capacity_by_priority(queued, views),
+    )
+
+
+def _scheduler_families(
+    pools: Mapping[str, PoolCounters],
+    views: Mapping[str, PoolView],
+    *,
+    routing_s: MetricHistogram,
+    profile: str,
+) -> Iterator[MetricFamily]:
+    scheduled = rebucket(routing_s, _SCHEDULER_BOUNDS_S)
+    family = MetricFamily(
+        "histogram", "llm_d_epp_scheduler_e2e_duration_seconds", "Seconds to route a request."
+    )
+    family.add_histogram((), scheduled)
+    yield family
+    family = MetricFamily(
+        "histogram",
+        "llm_d_epp_plugin_duration_seconds",
+        "Seconds to route a request, with all plugins of the profile as one.",
+        ("extension_point", "plugin_type", "plugin_name"),
+    )
+    family.add_histogram(("Scheduling", profile, profile), scheduled)
+    yield family
+    attempts: Counter[tuple[str, ...]] = Counter()
+    for pool, counters in pools.items():
+        view = views.get(pool)
+        for address, count in counters.requests_routed.items():
+            member = None if view is None else view.pool.find(address)
+            name = address if member is None else member.endpoint.name or address
+            port = address.rpartition(":")[2]
+            attempts["success", "", name, "", port] += count
+        attempts["failure", "", "", "", ""] += counters.rejections.total()
+    yield _family(
+        "counter",
+        "llm_d_epp_scheduler_attempts",
+        "Requests that were routed or refused.",
+        ("status", "target_model_name", "endpoint_name", "namespace", "port"),
+        attempts.items(),
+    )
+    family = MetricFamily(
+        "histogram",
+        "llm_d_epp_prefix_indexer_hit_ratio",
+        "Share of a prompt that is predicted to be cached on the chosen endpoint.",
+        ("plugin_name", "plugin_type"),
+    )
+    family.add_histogram(
+        (profile, profile), merge(map(attrgetter("prefix_hit_ratio"), pools.values()))
+    )
+    yield family
+
+
+def _family(
+    kind: FamilyType, name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]
+) -> MetricFamily:
+    return MetricFamily(kind, name, text, labels, samples)
+
+
+def _request_values(labels: RequestLabels) -> tuple[str, ...]:
+    tenant = _DEFAULT_FLOW if labels.tenant == UNNAMED else labels.tenant
+    return labels.client_model, labels.target_model, tenant, str(labels.priority)
+
+
+def _merge_tokens(members: Sequence[RequestSeries], kind: str) -> MetricHistogram | None:
+    return merge(series.tokens[kind] for series in members if kind in series.tokens)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation; `statistics.pstdev` computes with fractions, which takes 1 ms."""
+    mean = statistics.fmean(values)
+    return math.sqrt(sum([(value - mean) ** 2 for value in values]) / len(values))
+
+
+def _loads(view: PoolView) -> list[Load]:
+    return [member.load for member in view.pool.members]
+
+
+def _saturation(members: Sequence[EndpointSnapshot]) -> float:
+    """Saturation of a pool; 1 without endpoints, as nothing can be sent."""
+    if not members:
+        return 1.0
+    return statistics.fmean(
+        max(
+            (member.load.waiting or 0.0) / _SATURATED_WAITING,
+            (member.load.kv_usage or 0.0) / _SATURATED_KV_USAGE,
+        )
+        for member in members
+    )
+
+
+def _capacity_by_priority(
+    queued: Mapping[str, Mapping[tuple[str, int], tuple[int, int]]], views: Mapping[str, PoolView]
+) -> Iterator[Sample]:
+    for pool, flows in queued.items():
+        sizes: Counter[int] = Counter({0: 0})
+        for (_, priority), (size, _) in flows.items():
+            sizes[priority] += size
+        for priority, size in sizes.items():
+            yield (str(priority), pool), size / (views[pool].queue_capacity or 1)

@@ -1,0 +1,267 @@
+"""Metrics under the names of llm-d: labels, buckets, and the queries of its dashboards."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from extproc.config import loader, pools
+from extproc.decision import Decision, no_endpoints
+from extproc.endpoint import Endpoint, Load
+from extproc.request import InferenceRequest, RequestLabels
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
+from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from tests.support.pool_fixture import PoolFixture
+
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
+REQUEST = {
+    "model_name": "chat",
+    "target_model_name": "llama",
+    "fairness_id": "ann",
+    "priority": "2",
+}
+
+
+def exported(**more):
+    """The samples of a page: name and labels to value, and the bounds of histograms by name."""
+    counters = ProcessCounters()
+    recorder = StreamRecorder(counters, DecisionLog(10), lambda: 0.0)
+    labels = RequestLabels("chat", "llama", "ann", 2)
+    for status in ("200", "503"):
+        request = recorder.observe_request("pool")
+        decision = Decision(
+            InferenceRequest("chat", "llama", prompt_tokens=10),
+            [Endpoint(FIRST)],
+            matched_tokens=5,
+        )
+        request.on_dequeued(0.2, priority=2)
+        request.on_routed(
+            decision, request_id="", labels=labels, trace_id="", now=0.0, duration_s=0.015
+        )
+        request.on_response_headers(
+            0.3, elapsed_s=0.5, status=status, is_stream=True, is_shown=True
+        )
+        request.on_response_chunk(0.5)
+        request.on_response_chunk(0.9)
+        request.on_usage({"prompt": 10, "cached": 4, "completion": 3})
+        request.on_finished(endpoint=FIRST, status=status, duration_s=1.0)
+    refused = recorder.observe_request("pool")
+    refused.on_rejected(no_endpoints(), request_id="", labels=labels, now=0.0)
+    loads = {
+        FIRST: Load(at=1.0, waiting=10.0, running=4.0, kv_usage=0.2),
+        SECOND: Load(at=1.0, waiting=0.0, running=2.0, kv_usage=0.4),
+    }
+    view = PoolView(
+        PoolFixture(loads).store.pool,
+        lambda _: PrefixCacheStats(0.0, 0.0, None),
+        queue=(3, 30),
+        queue_outcomes={"dispatched": 2, "expired": 1},
+        queue_capacity=100,
+        queued_by_flow=lambda: {("ann", 2): (2, 20), ("", 0): (1, 10)},
+    )
+    exposition = Exposition(
+        counters,
+        lambda: {"pool": view},
+        clock=lambda: 1.0,
+        gauges={},
+        about={"pool": "pool", "profile": "adaptive"},
+        **more,
+    )
+    page = exposition.render(is_openmetrics=True).decode()
+    samples, bounds = {}, {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            rest = {name: value for name, value in sample.labels.items() if name != "le"}
+            key = (sample.name, tuple(sorted(rest.items())), sample.labels.get("le"))
+            assert key not in samples
+            samples[key] = sample.value
+            if "le" in sample.labels:
+                bounds.setdefault(family.name, []).append(float(sample.labels["le"]))
+    return samples, bounds
+
+
+SAMPLES, BOUNDS = exported(has_llmd_names=True)
+
+
+def value(name, /, **labels):
+    return SAMPLES[name, tuple(sorted(labels.items())), None]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("request_total", REQUEST, 3),
+        ("request_error_total", {**REQUEST, "error_code": "ServiceUnavailable"}, 2),
+        ("request_duration_seconds_count", REQUEST, 2),
+        ("request_ttft_seconds_sum", {**REQUEST, "streaming": "true"}, 0.5),
+        ("request_streaming_tpot_seconds_sum", REQUEST, 0.4),
+        ("request_streaming_itl_seconds_count", REQUEST, 2),
+        ("request_input_tokens_sum", REQUEST, 20),
+        ("request_output_tokens_sum", REQUEST, 6),
+        ("request_cached_tokens_sum", REQUEST, 8),
+        ("request_running", REQUEST, 0),
+        ("average_kv_cache_utilization", {"name": "pool"}, 0.3),
+        ("average_queue_size", {"name": "pool"}, 5),
+        ("average_running_requests", {"name": "pool"}, 3),
+        ("std_dev_queue_size", {"name": "pool"}, 5),
+        ("ready_endpoints", {"name": "pool"}, 2),
+        ("per_endpoint_queue_size", {"name": "pool", "model_server_endpoint": FIRST}, 10),
+        ("scheduler_e2e_duration_seconds_sum", {}, 0.03),
+        (
+            "scheduler_attempts_total",
+            {
+                "status": "success",
+                "target_model_name": "",
+                "endpoint_name": FIRST,
+                "namespace": "",
+                "port": "8000",
+            },
+            2,
+        ),
+        (
+            "plugin_duration_seconds_count",
+            {
+                "extension_point": "Scheduling",
+                "plugin_type": "adaptive",
+                "plugin_name": "adaptive",
+            },
+            2,
+        ),
+        (
+            "flow_control_queue_size",
+            {
+                "fairness_id": "ann",
+                "priority": "2",
+                "inference_pool": "pool",
+                "model_name": "",
+                "target_model_name": "",
+            },
+            2,
+        ),
+        (
+            "flow_control_queue_bytes",
+            {
+                "fairness_id": "default-flow",
+                "priority": "0",
+                "inference_pool": "pool",
+                "model_name": "",
+                "target_model_name": "",
+            },
+            10,
+        ),
+        (
+            "flow_control_request_queue_duration_seconds_count",
+            {
+                "fairness_id": "",
+                "priority": "2",
+                "outcome": "Dispatched",
+                "inference_pool": "pool",
+                "model_name": "",
+                "target_model_name": "",
+            },
+            2,
+        ),
+        (
+            "flow_control_requests_total",
+            {"outcome": "EvictedTTL", "priority": "", "inference_pool": "pool"},
+            1,
+        ),
+        (
+            "flow_control_pool_saturation",
+            {"inference_pool": "pool", "stage": "effective"},
+            1.25,
+        ),
+        (
+            "flow_control_capacity_utilization_requests",
+            {"priority": "2", "inference_pool": "pool"},
+            0.02,
+        ),
+        (
+            "prefix_indexer_hit_ratio_sum",
+            {"plugin_name": "adaptive", "plugin_type": "adaptive"},
+            1.0,
+        ),
+    ],
+)
+def test_samples_have_the_labels_of_llmd(name, labels, expected):
+    """The same counts as ours, by other labels."""
+    assert value(f"llm_d_epp_{name}", **labels) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "count"),
+    [
+        ("request_duration_seconds", 0.005, 3600, 35),
+        ("request_ttft_seconds", 0.005, 120, 24),
+        ("request_streaming_tpot_seconds", 0.0005, 2, 19),
+        ("request_streaming_itl_seconds", 0.001, 2, 15),
+        ("request_input_tokens", 1, 1048576, 19),
+        ("request_output_tokens", 1, 8192, 12),
+        ("scheduler_e2e_duration_seconds", 0.0001, 0.1, 10),
+        ("flow_control_request_queue_duration_seconds", 0.0001, 60, 16),
+        ("prefix_indexer_hit_ratio", 0, 1, 11),
+    ],
+)
+def test_histograms_have_the_buckets_of_llmd(name, first, last, count):
+    """Recording rules and heat maps for the EPP go on working."""
+    *bounds, infinity = BOUNDS[f"llm_d_epp_{name}"]
+    assert (bounds[0], bounds[-1], len(bounds), infinity) == (first, last, count, float("inf"))
+
+
+def test_deprecated_names_that_are_still_queried_are_served():
+    """As autoscalers and older dashboards know them."""
+    assert value("inference_objective_running_requests", model_name="chat") == 0
+    assert value("inference_pool_average_kv_cache_utilization", name="pool") == pytest.approx(0.3)
+    assert value("inference_pool_average_queue_size", name="pool") == 5
+    assert value("inference_pool_ready_pods", name="pool") == 2
+    queued = [
+        number
+        for (name, *_), number in SAMPLES.items()
+        if name == "inference_extension_flow_control_queue_size"
+    ]
+    assert sum(queued) == 3
+
+
+def test_these_names_are_served_only_when_wanted():
+    """They double the series of requests."""
+    samples, _ = exported()
+    assert not [name for name, *_ in samples if not name.startswith("extproc")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ("pool: {kubernetes: {inference_pool: p}}", True),
+        ("pool: {kubernetes: {service: s}}", False),
+        ("server: {llmd_metrics: true}", True),
+        ("server: {llmd_metrics: false}\npool: {kubernetes: {inference_pool: p}}", False),
+    ],
+)
+def test_the_picker_of_an_inference_pool_serves_them(text, expected):
+    """Charts for that EPP find their metrics without a change of the configuration."""
+    head = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+    settings = loader.settings(loader.parse(f"{head}{text}\n", where="f.yaml"))
+    assert pools.serves_llmd_metrics(settings) is expected
+
+
+def test_a_pool_without_endpoints_is_saturated():
+    """Whatever scales by saturation then adds some."""
+    exposition = Exposition(
+        ProcessCounters(),
+        lambda: {
+            "pool": PoolView(
+                msgspec.structs.replace(PoolFixture({FIRST: None}).store.pool, members=()),
+                lambda _: PrefixCacheStats(0.0, 0.0, None),
+            )
+        },
+        clock=lambda: 1.0,
+        gauges={},
+        about={},
+        has_llmd_names=True,
+    )
+    line = 'llm_d_epp_flow_control_pool_saturation{inference_pool="pool",stage="effective"} 1.0'
+    assert line in exposition.render().decode().splitlines()
