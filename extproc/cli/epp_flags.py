@@ -69,7 +69,6 @@ FLAGS: Sequence[CompatibleFlag] = (
     CompatibleFlag(
         "enable-pprof", _OFF, refused=False, message="there is no profiler page", boolean=True
     ),
-    CompatibleFlag("tracing", _OFF, refused=False, message="no traces are sent", boolean=True),
     CompatibleFlag(
         "enable-grpc-stream-metrics",
         frozenset({*_OFF, "true", "True", "TRUE", "t", "T", "1"}),

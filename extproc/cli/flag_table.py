@@ -287,4 +287,11 @@ FLAGS: Sequence[Flag] = (
         "requests with a line: off, errors, all",
         "WHICH",
     ),
+    Flag(
+        "tracing",
+        ("tracing", "enabled"),
+        _boolean,
+        "send traces; by default where OTEL_EXPORTER_OTLP_ENDPOINT is set",
+        "BOOL",
+    ),
 )

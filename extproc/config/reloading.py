@@ -198,6 +198,7 @@ TABLE: Final = (
         ),
     ),
     ReloadRow("log", live=("level", "requests"), restart=("format",)),
+    ReloadRow("tracing", restart=("enabled",)),
 )
 
 _POOLS = next(row for row in TABLE if row.section == "pools")

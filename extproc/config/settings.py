@@ -18,6 +18,7 @@
     xds:           endpoints served over xDS
     peer_sync:     exchange of request counts between replicas
     log:           log on standard error
+    tracing:       OpenTelemetry traces
     conformance:   bool
     seed:          integer or null
 
@@ -34,6 +35,7 @@ import msgspec
 
 from extproc.config import pool_schema, scheduling_schema, validation
 from extproc.config.autoscaling import AutoscalingSection
+from extproc.config.tracing import TracingSection
 from extproc.flow_control.flow_queue import Order
 from extproc.flow_control.priority_band import Fairness
 from extproc.flow_control.queue import FlowControlSettings
@@ -434,6 +436,7 @@ _DECISIONS = DecisionsSection()
 _XDS = XdsSection()
 _PEER_SYNC = PeerSyncSection()
 _LOG = LogSection()
+_TRACING = TracingSection()
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -459,6 +462,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         xds: Endpoints served over xDS.
         peer_sync: Exchange of request counts between replicas.
         log: The log on standard error.
+        tracing: OpenTelemetry traces.
         conformance: Obey the header `test-epp-endpoint-selection`, and report the endpoint that
             served. False: outside of conformance tests a client must not choose its endpoint.
         seed: Seed of all random choices (integer). Null: drawn from the system, because replicas
@@ -483,5 +487,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     xds: XdsSection = _XDS
     peer_sync: PeerSyncSection = _PEER_SYNC
     log: LogSection = _LOG
+    tracing: TracingSection = _TRACING
     conformance: bool = False
     seed: int | None = None

@@ -335,7 +335,7 @@ class Http2Connection(FrameReader):
             )
             self._close(open_stream)
             return
-        self._events.append(CallStarted(stream_id, head.path, head.timeout_s))
+        self._events.append(CallStarted(stream_id, head.path, head.timeout_s, head.traceparent))
         if is_end_of_stream:
             open_stream.count_content(0, is_end=True)
             self._on_half_close(open_stream)

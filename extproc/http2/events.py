@@ -16,11 +16,13 @@ class CallStarted(msgspec.Struct, frozen=True, gc=False):
         stream_id: Names the call until it ends.
         path: `/package.Service/Method`.
         timeout_s: Seconds that the client waits for the end; None for ever.
+        traceparent: Trace context of the client; empty without one.
     """
 
     stream_id: int
     path: str
     timeout_s: float | None
+    traceparent: str = ""
 
 
 class MessageReceived(msgspec.Struct, frozen=True, gc=False):

@@ -81,6 +81,7 @@ class RequestHead(msgspec.Struct, frozen=True):
         path: `/package.Service/Method`.
         timeout_s: Seconds that the client waits for the end; None for ever.
         content_bytes: Value of `content-length`; None where it is missing.
+        traceparent: Value of `traceparent`; empty where it is missing.
         malformed: Rule of HTTP/2 that the request breaks; empty if none.
         rejection: Reason why the server does not take it; None if it does.
     """
@@ -88,6 +89,7 @@ class RequestHead(msgspec.Struct, frozen=True):
     path: str = ""
     timeout_s: float | None = None
     content_bytes: int | None = None
+    traceparent: str = ""
     malformed: str = ""
     rejection: HeadRejection | None = None
 
@@ -238,6 +240,7 @@ def _parse_request(fields: list[tuple[bytes, bytes]]) -> RequestHead:
         path=values[b":path"].decode("latin-1"),
         timeout_s=None if parsed is None else int(parsed[1]) * _UNITS_S[parsed[2]],
         content_bytes=None if length is None else int(length),
+        traceparent=values.get(b"traceparent", b"").decode("latin-1"),
         rejection=_find_rejection(values, has_bad_timeout=timeout is not None and parsed is None),
     )
 

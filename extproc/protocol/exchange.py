@@ -34,6 +34,7 @@ from extproc.protocol.messages import (
     chunks,
     run_after,
 )
+from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import Action, RequestState, ResponseState
 from extproc.request import HttpRequest
 
@@ -214,6 +215,11 @@ class Exchange(msgspec.Struct):
         return self._headers.get("x-request-id", "")
 
     @property
+    def headers(self) -> Mapping[str, str]:
+        """Request headers, names in lower case; empty before they arrive."""
+        return self._headers
+
+    @property
     def arriving_bytes(self) -> int | None:
         """Bytes received of an incomplete request body; None if no body is arriving."""
         if self.request_state is not _GATHERING:
@@ -246,13 +252,14 @@ class Exchange(msgspec.Struct):
         return handler(self, event, modes)
 
     def apply_outcome(
-        self, outcome: Decision | Rejection, *, request_id: str = ""
+        self, outcome: Decision | Rejection, *, request_id: str = "", traceparent: str = ""
     ) -> Iterable[ProcessingResponse]:
         """Answer the pending request.
 
         Args:
             outcome: The decision or rejection.
             request_id: Value for `x-request-id` if the client sent none; empty sets nothing.
+            traceparent: Value for `traceparent` of a traced request; empty leaves it as it is.
 
         Raises:
             RuntimeError: Nothing is pending, which is a bug of the caller.
@@ -272,6 +279,8 @@ class Exchange(msgspec.Struct):
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
+        if traceparent:
+            set_headers += ((TRACEPARENT, traceparent),)
         removed = tuple(CONTROL_HEADERS.intersection(self._headers))
         buffer = self._body_buffer
         mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from extproc.autoscaling.runtime import autoscaler
-from extproc.config import factory, kubernetes_plan, pools
+from extproc.config import factory, kubernetes_plan, pools, tracing
 from extproc.config.settings import ServerSection, Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.discovery.kubernetes import controller, watch_plan
@@ -64,6 +64,9 @@ _REJECTION_LOG_S = 1.0
 #: Seconds that streams have to end in a drain.
 _STREAM_END_S = 2.0
 
+#: Seconds that spans have to leave at the end.
+_SPAN_END_S = 2.0
+
 
 class EndpointPickerProcess:
     """Servers, loops and shared parts of the process."""
@@ -74,8 +77,15 @@ class EndpointPickerProcess:
         self.counters = ProcessCounters()
         self._info_labels = {"pool": settings.pool.name}
         self.decisions = DecisionLog(settings.decisions.decisions)
+        self._traces = tracing.build_traces(
+            settings.tracing, os.environ, clock=clock, counts=self.counters.trace_spans
+        )
         self._recorder = StreamRecorder(
-            self.counters, self.decisions, clock, request_log.recorder_type(settings.log.requests)
+            self.counters,
+            self.decisions,
+            clock,
+            request_log.recorder_type(settings.log.requests),
+            self._traces.tracer,
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self._max_body_bytes = settings.limits.max_body_bytes
@@ -179,6 +189,7 @@ class EndpointPickerProcess:
             settings=_stream_settings(self._settings),
             flow_controllers=self.pool_registry.flow_controllers,
             large_bodies=self._large_bodies,
+            trace_sampler=self._traces.sampler,
             on_opened=self._stall_meter.wake,
         )
         return transport.build_transport(
@@ -377,6 +388,8 @@ class EndpointPickerProcess:
         self._http.close()
         await attempt("drain", self._large_bodies.close())
         await attempt("drain", self._autoscaler.close())
+        if self._traces.tracer is not None:
+            await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
 
     async def _start_admin(self, server: ServerSection) -> int:
         pages = admin.AdminPages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import grpc
 from extproc.errors import ProtocolError
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
+from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds
 from extproc.server.request_observer import StreamResult
@@ -100,7 +102,7 @@ class ExternalProcessorServicer:
         observer = self.shared.observer
         observer.on_stream_opened()
         self.shared.on_opened()
-        stream = open_stream(self.shared)
+        stream = self._open_stream(context)
         reads = grpc_workarounds.UncancelledOperations(self._ends)
         # A drain waits for writes: gRPC ends no call of which a write was cancelled.
         writes = grpc_workarounds.UncancelledOperations(_never)
@@ -144,6 +146,11 @@ class ExternalProcessorServicer:
             self._memory_trimmer.count(len(self._streams))
             observer.on_stream_ended(result)
             stream.finish()
+
+    def _open_stream(self, context: Context) -> StreamHandler:
+        if self.shared.trace_sampler is None:
+            return open_stream(self.shared)
+        return open_stream(self.shared, functools.partial(_read_traceparent, context))
 
     async def _fail(self, stream: StreamHandler, context: Context, error: Exception) -> None:
         """Answer an unexpected exception: 500, or INTERNAL once the response began."""
@@ -258,6 +265,14 @@ class ExternalProcessorServicer:
                 self._streams[task].end(task)
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
+
+
+def _read_traceparent(context: Context) -> str:
+    """Read the span that the data plane names for the call; empty without one."""
+    for name, value in context.invocation_metadata() or ():
+        if name == TRACEPARENT:
+            return value if isinstance(value, str) else ""
+    return ""
 
 
 def _never() -> bool:

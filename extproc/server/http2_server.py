@@ -56,9 +56,10 @@ class ServerCall:
     Attributes:
         max_duration_s: Seconds after which the call ends, whatever the client waits; None for ever.
         deadline: Ends the call.
+        traceparent: Trace context of the client; empty without one.
     """
 
-    __slots__ = ("_connection", "_stream_id", "deadline")
+    __slots__ = ("_connection", "_stream_id", "deadline", "traceparent")
 
     max_duration_s: ClassVar[float | None] = None
 
@@ -66,6 +67,7 @@ class ServerCall:
         self._connection = connection
         self._stream_id = stream_id
         self.deadline: asyncio.TimerHandle | None = None
+        self.traceparent = ""
 
     def on_message(self, message: bytes) -> None:
         """Take a message of the client."""
@@ -324,6 +326,7 @@ class Http2Protocol(asyncio.Protocol):
             self.core.end_call(stream_id, GrpcStatus.UNIMPLEMENTED, "Method not found!")
             return
         call = self._calls[stream_id] = factory(self, stream_id)
+        call.traceparent = event.traceparent
         timeout_s, max_s = event.timeout_s, call.max_duration_s
         if max_s is not None and (timeout_s is None or max_s < timeout_s):
             call.deadline = self._loop.call_later(max_s, self._on_deadline, stream_id, True)

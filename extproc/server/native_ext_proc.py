@@ -70,13 +70,20 @@ class ExtProcCall(ServerCall):
         super().__init__(connection, stream_id)
         shared = servicer.shared
         self._servicer = servicer
-        self.stream = open_stream(shared)
+        self.stream = (
+            open_stream(shared)
+            if shared.trace_sampler is None
+            else open_stream(shared, self._read_traceparent)
+        )
         overloaded = servicer.num_streams >= shared.settings.max_streams
         self._handle = self.stream.reject_overload if overloaded else self.stream.handle
         self._backlog: list[bytes] = []
         self._failure: Exception | None = None
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
+
+    def _read_traceparent(self) -> str:
+        return self.traceparent
 
     @property
     def arriving_bytes(self) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from extproc.decision import Decision, Rejection
+from extproc.protocol.trace_context import TraceContext
 from extproc.request import RequestLabels
 
 #: How a gRPC stream ended; `cancelled` by the data plane, or because this process drains.
@@ -17,6 +18,13 @@ StreamResult = Literal["ok", "cancelled", "protocol", "error"]
 
 class RequestObserver(Protocol):
     """Observer of one request, from its first message to the end of its stream."""
+
+    def on_traced(self, trace: TraceContext, *, started_s: float) -> RequestObserver:
+        """The request, whose stream was opened at `started_s`, is a span of a sampled trace.
+
+        Returns:
+            The observer of everything that follows.
+        """
 
     def on_pool_selected(self, pool: str) -> None:
         """Another pool than the default was selected."""

@@ -17,7 +17,7 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.trace_context import sampled_trace_id
+from extproc.protocol.trace_context import TraceSampler, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
@@ -77,6 +77,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
         settings: Reloadable settings.
         flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.
+        trace_sampler: Chooses the requests that are traced; None traces none.
         on_opened: Called when a stream was opened.
         is_draining: True once the server drains its streams.
     """
@@ -90,6 +91,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     settings: StreamSettings
     flow_controllers: Mapping[str, AsyncFlowController] = {}
     large_bodies: LargeBodies | None = None
+    trace_sampler: TraceSampler | None = None
     on_opened: Callable[[], None] = lambda: None
     is_draining: bool = False
 
@@ -129,6 +131,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     exchange: Exchange
     _observer: RequestObserver
     _started_s: float
+    _read_call_traceparent: Callable[[], str] = str
     queued: QueuedRequest | None = None
     unparsed: HttpRequest | None = None
     address: str = ""
@@ -141,6 +144,8 @@ class StreamHandler(msgspec.Struct, eq=False):
     _decision: Decision | None = None
     _usage: Mapping[str, int] | None = None
     _failed: bool = False
+    #: Header for the engine; empty leaves the one that came, and None is before the trace began.
+    _traceparent: str | None = None
 
     @property
     def is_routed(self) -> bool:
@@ -221,6 +226,7 @@ class StreamHandler(msgspec.Struct, eq=False):
     def _report_rejection(
         self, rejection: Rejection, *, labels: RequestLabels | None = None
     ) -> None:
+        self._start_trace()
         request_id = self.exchange.request_id
         now = self._context.clock()
         self._observer.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
@@ -242,6 +248,20 @@ class StreamHandler(msgspec.Struct, eq=False):
             tenant or unnamed,
             request.priority,
         )
+
+    def _start_trace(self) -> None:
+        """Observe the request as part of a trace, where it is sampled and no step did so before."""
+        context, sampler = self._context, self._context.trace_sampler
+        if sampler is None or self._traceparent is not None:
+            return
+        self._traceparent = ""
+        try:
+            trace = sampler.start(self.exchange.headers, self._read_call_traceparent)
+            if trace is not None:
+                self._traceparent = trace.traceparent
+                self._observer = self._observer.on_traced(trace, started_s=self._started_s)
+        except Exception as error:  # noqa: BLE001 - a trace must not cost the request
+            context.observer.on_exception(error)
 
     def _refund(self) -> None:
         """Return the tokens of a rejected request to its tenant's allowance."""
@@ -287,6 +307,8 @@ class StreamHandler(msgspec.Struct, eq=False):
             self._observer.on_direct_response()
             self.is_over = True
             return (self.exchange.answer(outcome),)
+        if self._context.trace_sampler is not None:
+            self._start_trace()
         if result.pool:
             self._observer.on_pool_selected(result.pool)
         self._director = result.director
@@ -355,7 +377,9 @@ class StreamHandler(msgspec.Struct, eq=False):
                 decision, answer_headers=(*decision.answer_headers, header)
             )
         self._commit(decision, raw.headers, now, request_id or new_id, reservation=reservation)
-        replies = exchange.apply_outcome(decision, request_id=new_id)
+        replies = exchange.apply_outcome(
+            decision, request_id=new_id, traceparent=self._traceparent or ""
+        )
         if decision.model_rewrite:
             self._observer.on_model_rewritten(edited=exchange.edited)
         return replies
@@ -379,7 +403,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             decision,
             request_id=request_id,
             labels=self._label(decision.request, headers, client_model=decision.client_model),
-            trace_id=sampled_trace_id(headers),
+            trace_id=self._traceparent[3:35] if self._traceparent else sampled_trace_id(headers),
             now=now,
             duration_s=self._routed_s - now,
         )
@@ -470,8 +494,10 @@ class StreamHandler(msgspec.Struct, eq=False):
             flow_controller.record_usage(reservation, self._usage, self._context.clock())
 
 
-def open_stream(context: StreamContext) -> StreamHandler:
-    """Create the handler of a new stream."""
+def open_stream(
+    context: StreamContext, read_call_traceparent: Callable[[], str] = str
+) -> StreamHandler:
+    """Create the handler of a new stream; see `TraceSampler.start`."""
     ratio = context.settings.stream_sample_ratio
     sampled = ratio > 0.0 and context.rng.random() < ratio
     return StreamHandler(
@@ -479,4 +505,5 @@ def open_stream(context: StreamContext) -> StreamHandler:
         Exchange(context.exchange_settings, context.body_budget, watch_stream=sampled),
         context.observer.observe_request(context.pool_selector.default_pool),
         context.clock(),
+        read_call_traceparent,
     )

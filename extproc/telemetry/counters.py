@@ -161,6 +161,7 @@ class ProcessCounters:
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         streams_open: Open streams now.
+        trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
         http2_limits: Calls and connections that the native transport ended, by limit or violation.
         direct_responses: Requests answered without an endpoint, such as GET /v1/models.
         reloads: Reloads of the configuration by result: `ok`, `error`.
@@ -183,6 +184,7 @@ class ProcessCounters:
     def __init__(self) -> None:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
+        self.trace_spans: Counter[str] = Counter()
         self.http2_limits: Counter[str] = Counter()
         self.direct_responses = 0
         self.exceptions: Counter[tuple[str, str]] = Counter()

@@ -138,6 +138,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
         return {
             "id": record.id,
             "seconds_ago": now - record.at,
+            "trace_id": record.trace_id or None,
             "pool": record.pool,
             "model": record.model,
             "cause": record.rejection.cause,
@@ -149,6 +150,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
         "status": record.status or None,
         "seconds": record.seconds,
         "usage": record.usage,
+        "trace_id": record.trace_id or None,
         **explain(record.decision),
     }
 

@@ -118,6 +118,12 @@ class Exposition:
             "limit",
             counters.http2_limits,
         )
+        yield _counter(
+            "extproc_trace_spans",
+            "Spans of traced requests, by result; none without tracing.",
+            "result",
+            counters.trace_spans,
+        )
         yield MetricFamily(
             "counter",
             "extproc_direct_responses",

@@ -9,11 +9,13 @@ import re
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
+from extproc.protocol.trace_context import TraceContext
 from extproc.request import UNNAMED, RequestLabels, shorten_id
 from extproc.supervision import origin_of
 from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
@@ -23,6 +25,9 @@ from extproc.telemetry.request_series import (
     UNPARSED,
     RequestSeries,
 )
+
+if TYPE_CHECKING:
+    from extproc.telemetry.request_trace import TracedRequest
 
 _log = logging.getLogger("extproc.server")
 
@@ -85,6 +90,7 @@ class DecisionRecord(msgspec.Struct, eq=False):
         status: HTTP status of the answer; empty while there is none.
         seconds: Seconds from the first event to the end of the stream; None while it is open.
         usage: Tokens the engine reported, by kind.
+        trace_id: Sampled trace that it belongs to; empty without one.
     """
 
     id: str
@@ -93,6 +99,7 @@ class DecisionRecord(msgspec.Struct, eq=False):
     status: str = ""
     seconds: float | None = None
     usage: Mapping[str, int] = NO_USAGE
+    trace_id: str = ""
 
 
 class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
@@ -104,6 +111,7 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
         pool: Name of the pool.
         model: Model or adapter; empty where unknown.
         rejection: Response to the client, and its cause.
+        trace_id: Sampled trace that it belongs to; empty without one.
     """
 
     id: str
@@ -111,6 +119,7 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     pool: str
     model: str
     rejection: Rejection
+    trace_id: str = ""
 
 
 class DecisionLog:
@@ -180,7 +189,7 @@ class DecisionLog:
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
-                of it, such as `chatcmpl-` and the request id.
+                of it, such as `chatcmpl-` and the request id; or the id of a sampled trace.
         """
         for name in _spellings(request_id):
             key = shorten_id(name)
@@ -189,10 +198,11 @@ class DecisionLog:
                 return routed if routed.at >= refused.at else refused
             if routed is not None or refused is not None:
                 return routed or refused
-        return None
+        traced = (record for record in self.latest() if record.trace_id == request_id)
+        return next(traced, None) if request_id else None
 
-    def latest(self, count: int) -> Iterator[DecisionRecord | RejectionRecord]:
-        """Returns the latest records, newest first."""
+    def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
+        """Returns the latest records, newest first; all of them without a count."""
         rings: list[Iterator[DecisionRecord | RejectionRecord]] = [
             reversed(self._records.values()),
             reversed(self._rejections.values()),
@@ -214,6 +224,15 @@ def _weight(decision: Decision) -> int:
     return len(decision.candidates) + (len(subset) if subset else 0)
 
 
+class RequestTracer(Protocol):
+    """Observes requests whose traces are sent."""
+
+    def observe(
+        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
+    ) -> TracedRequest:
+        """Create the observer of a traced request, which reports to its recorder as well."""
+
+
 class RequestRecorder(msgspec.Struct, eq=False):
     """Recorder of one request, which `StreamRecorder` creates."""
 
@@ -221,6 +240,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
     _pool_counters: PoolCounters
     _decisions: DecisionLog
     _pool: str
+    _tracer: RequestTracer | None = None
     _trace_id: str = ""
     _record: DecisionRecord | None = None
     _labels: RequestLabels = UNPARSED
@@ -235,6 +255,15 @@ class RequestRecorder(msgspec.Struct, eq=False):
     _is_served: bool = False
     _is_ttft_due: bool = False
     _refusal_status: str = ""
+
+    def on_traced(
+        self, trace: TraceContext, *, started_s: float
+    ) -> RequestRecorder | TracedRequest:
+        """Note the trace of the request, and return the observer that sends its spans."""
+        self._trace_id = trace.trace_id
+        if self._tracer is None:
+            return self
+        return self._tracer.observe(self, trace, started_s=started_s)
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
@@ -261,7 +290,12 @@ class RequestRecorder(msgspec.Struct, eq=False):
             series.record_status(self._refusal_status)
         if request_id:
             record = RejectionRecord(
-                shorten_id(request_id), now, counters.name, model_of(labels), rejection
+                shorten_id(request_id),
+                now,
+                counters.name,
+                model_of(labels),
+                rejection,
+                self._trace_id,
             )
             self._decisions.add_rejection(record)
 
@@ -292,6 +326,8 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series.record_routed()
         self._series = series
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
+        if self._trace_id:
+            self._record.trace_id = self._trace_id
         return self._record.decision
 
     def on_model_rewritten(self, *, edited: bool) -> None:
@@ -384,6 +420,7 @@ class StreamRecorder:
         counters: Metrics of the process; updated here.
         decisions: Log of recent decisions.
         recorder_type: Recorder of a request, which may log it as well.
+        tracer: Sends the traces of requests; None sends none.
     """
 
     def __init__(
@@ -392,10 +429,12 @@ class StreamRecorder:
         decisions: DecisionLog,
         clock: Callable[[], float],
         recorder_type: type[RequestRecorder] = RequestRecorder,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.counters = counters
         self.decisions = decisions
         self._recorder_type = recorder_type
+        self._tracer = tracer
         self._exceptions = ExceptionLog(counters.exceptions, clock)
 
     def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
@@ -418,4 +457,6 @@ class StreamRecorder:
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
         counters = self.counters
-        return self._recorder_type(counters, counters.for_pool(pool), self.decisions, pool)
+        return self._recorder_type(
+            counters, counters.for_pool(pool), self.decisions, pool, self._tracer
+        )

@@ -85,6 +85,8 @@ REACHES = [
     ("log-level", ["-v=5", "--log-level", "error"], "log.level", "error"),
     ("log-format", ["--log-format=json"], "log.format", "json"),
     ("log-requests", ["--log-requests", "errors"], "log.requests", "errors"),
+    ("tracing", ["--tracing"], "tracing.enabled", True),
+    ("tracing", ["--tracing=false"], "tracing.enabled", False),
 ]
 
 
@@ -231,7 +233,6 @@ def test_upstream_command_line_is_accepted_without_warnings():
         (["-logtostderr"], "-logtostderr"),
         (["--vmodule=a=1"], "--vmodule"),
         (["--stderrthreshold", "2"], "--stderrthreshold"),
-        (["--tracing"], "no traces"),
         (["--enable-pprof=true"], "profiler"),
         (["--pool-namespace=prod"], "Kubernetes"),
         (["--grpc-max-send-msg-size=1"], "64 KiB"),

@@ -21,6 +21,7 @@ VALUES = {
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("spec", "available", "starting"),
     "extproc_streams/result": ("ok", "cancelled", "protocol", "error"),
+    "extproc_trace_spans/result": ("exported", "failed", "dropped"),
     "extproc_flow_control_requests/outcome": (
         "dispatched",
         "expired",

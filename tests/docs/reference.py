@@ -19,6 +19,7 @@ from extproc.config import (
     reloading,
     scheduling_schema,
     settings,
+    tracing,
     validation,
 )
 from extproc.election import lease_state
@@ -63,6 +64,7 @@ SECTIONS = (
     ("xds.outliers", resources.OutlierDetection),
     ("peer_sync", settings.PeerSyncSection),
     ("log", settings.LogSection),
+    ("tracing", tracing.TracingSection),
 )
 
 SCENARIO = (

@@ -24,8 +24,8 @@ def _body(name: str) -> str:
 
 def sidecar() -> str:
     """The picker in the same pod."""
-    head = "# envoy/original-dst.yaml as it stands: the picker is in the same pod.\n\n"
-    return head + _body("original-dst.yaml")
+    head = "# envoy/original-dst.yaml: the picker is in the same pod.\n\n"
+    return head + _beside_collector(_body("original-dst.yaml"))
 
 
 def separate() -> str:
@@ -49,7 +49,24 @@ def _behind_service(body: str, *, ports: int) -> str:
         body,
     )
     assert count == ports, "the pickers' address has moved"
-    return moved
+    return _beside_collector(moved)
+
+
+def _beside_collector(body: str) -> str:
+    """The collector of traces under the name that llm-d gives its own."""
+    loopback, name = (
+        "address: 127.0.0.1, port_value: 4317",
+        "address: otel-collector, port_value: 4317",
+    )
+    assert body.count(loopback) == 1
+    return body.replace(loopback, name)
+
+
+def with_traces(text: str) -> str:
+    """A configuration with its block of traces, as its comment says."""
+    changed = re.sub(r"(?m)^( *)#- ", r"\1", text)
+    assert changed != text
+    return changed
 
 
 #: What each overlay's envoy.yaml is made by.

@@ -27,6 +27,31 @@ def test_envoy_accepts_the_files(overlay):
     assert "deprecated" not in done.stderr
 
 
+SHIPPED = sorted(envoy_files.SHIPPED.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_envoy_accepts_the_block_of_traces(path, tmp_path):
+    """With what `sed` turns on, Envoy has a tracer and the cluster it exports to."""
+    changed = tmp_path / "envoy.yaml"
+    changed.write_text(envoy_files.with_traces(path.read_text()))
+    command = [stack.find_envoy(), "--mode", "validate", "-c", str(changed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    config = tools.loaded(changed.read_text())
+    names = [cluster["name"] for cluster in config["static_resources"]["clusters"]]
+    assert names[-1] == "traces"
+
+
+def test_sed_turns_traces_on():
+    """The command in the files does what the test does."""
+    text = SHIPPED[0].read_text()
+    done = subprocess.run(
+        ["sed", "s/#- //"], input=text, capture_output=True, text=True, check=True
+    )
+    assert tools.loaded(done.stdout) == tools.loaded(envoy_files.with_traces(text))
+
+
 def test_overlays_mount_the_envoy_files(overlay, config):
     """The file reaches the container that reads it, whose port is the listener's."""
     documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)

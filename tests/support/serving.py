@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -21,6 +21,7 @@ from extproc.http2.limits import ReceiveBudget
 from extproc.parsing import usage
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
+from extproc.protocol.trace_context import TraceSampler
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import (
@@ -66,10 +67,17 @@ class Stream:
     Args:
         channel: To the server.
         modes: Body modes by name.
+        metadata: Metadata of the call.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, modes: tuple[str, str] | None = DUPLEX) -> None:
-        self.call = channel.stream_stream(METHOD)()
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        modes: tuple[str, str] | None = DUPLEX,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.call = channel.stream_stream(METHOD)(metadata=tuple(metadata))
         self._modes = modes
 
     async def say(self, *messages: Message) -> None:
@@ -155,6 +163,7 @@ async def serving(
     max_streams: int = 10_000,
     format_decision: Callable[[Decision], str] | None = None,
     request_cost: Mapping[usage.UsageKind, float] = {},
+    trace_sampler: TraceSampler | None = None,
     transport: Literal["grpcio", "native"] = TRANSPORT,
 ) -> AsyncIterator[Serving]:
     """Serve a house, on the transport that tests run on unless another is named."""
@@ -170,6 +179,7 @@ async def serving(
         settings=stream_handler.StreamSettings(
             max_streams=max_streams, format_decision=format_decision, request_cost=request_cost
         ),
+        trace_sampler=trace_sampler,
     )
     servicer, server, port = _bind_grpcio(shared) if transport == "grpcio" else _bind_native(shared)
     await server.start()

@@ -1,0 +1,428 @@
+"""Spans of a traced request: what an observer sees of it, in the names of the upstream EPP.
+
+The spans are built at the end of the request and are plain values; `span_exporter` sends them.
+Prompts, bodies and header values have no place in them, except the request id.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from extproc.decision import Decision, Rejection
+from extproc.endpoint import Candidate
+from extproc.parsing import surfaces
+from extproc.protocol.trace_context import TraceContext
+from extproc.request import RequestLabels, shorten_id
+from extproc.telemetry.request_recorder import RequestRecorder, model_of
+
+#: Candidates in the decision table of a trace (count), best first.
+MAX_CANDIDATES: Final = 8
+
+#: Endpoints in `llm_d.epp.picker.top_endpoints`, as upstream.
+_MAX_TOP: Final = 5
+
+#: Spans of scorers in a trace (count).
+_MAX_SCORERS: Final = 16
+
+AttributeValue = str | int | float | bool | Sequence[str] | Sequence[float]
+Attributes = dict[str, AttributeValue]
+
+
+class SpanEvent(msgspec.Struct, frozen=True, gc=False):
+    """Event of a span, at monotonic seconds."""
+
+    name: str
+    at_s: float
+    attributes: Mapping[str, AttributeValue]
+
+
+class SpanRecord(msgspec.Struct, frozen=True):
+    """Finished span, child of another one of its trace.
+
+    Attributes:
+        name: Name of the operation.
+        span_id: 16 hexadecimal digits.
+        parent_span_id: The same of its parent; empty for the root of a trace.
+        start_s: Monotonic seconds.
+        end_s: Monotonic seconds, not before `start_s`.
+        attributes: Values by name.
+        events: Events in order.
+        is_server: Whether it serves the request of another process.
+        error: Cause of a failure; empty without one.
+    """
+
+    name: str
+    span_id: str
+    parent_span_id: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, AttributeValue]
+    events: Sequence[SpanEvent] = ()
+    is_server: bool = False
+    error: str = ""
+
+
+class SpanSink(Protocol):
+    """Receiver of finished traces."""
+
+    def add(self, trace: TraceContext, spans: Sequence[SpanRecord]) -> None:
+        """Send the spans of a request, the one of `trace` first; returns at once."""
+
+    def make_span_id(self) -> str:
+        """Draw an id for a span."""
+
+
+class TracedRequest:
+    """Observer of a traced request: reports to its recorder, and sends its spans at its end.
+
+    Args:
+        recorder: Recorder of the request.
+        trace: Its span.
+        started_s: Monotonic seconds of the first message.
+        sink: Receiver of the spans.
+    """
+
+    def __init__(
+        self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float, sink: SpanSink
+    ) -> None:
+        self._recorder = recorder
+        self._trace = trace
+        self._started_s = started_s
+        self._sink = sink
+        self._pool = ""
+        self._request_id = ""
+        self._decision: Decision | None = None
+        self._rejection: Rejection | None = None
+        self._queue_s: float | None = None
+        self._routing_s = 0.0
+        self._routed_s = 0.0
+        self._headers_s: float | None = None
+        self._ttft_s: float | None = None
+        self._is_ttft_due = False
+        self._usage: Mapping[str, int] = {}
+
+    def on_traced(self, trace: TraceContext, *, started_s: float) -> TracedRequest:
+        """Return itself: a request is traced once."""
+        del trace, started_s
+        return self
+
+    def on_pool_selected(self, pool: str) -> None:
+        """Note the pool."""
+        self._recorder.on_pool_selected(pool)
+        self._pool = pool
+
+    def on_direct_response(self) -> None:
+        """Report a request that was answered without an endpoint; it has no span."""
+        self._recorder.on_direct_response()
+
+    def on_rejected(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
+        """Send the span of a rejected request, unless it was routed before."""
+        self._recorder.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
+        self._rejection = rejection
+        if self._decision is None:
+            self._request_id = request_id
+            self._send_rejected(rejection, model_of(labels), now)
+
+    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
+        """Note the time in the queue."""
+        self._recorder.on_dequeued(wait_s, priority=priority)
+        self._queue_s = wait_s
+
+    def on_routed(
+        self,
+        decision: Decision,
+        *,
+        request_id: str,
+        labels: RequestLabels,
+        trace_id: str,
+        now: float,
+        duration_s: float,
+    ) -> Decision:
+        """Note the decision."""
+        slim = self._recorder.on_routed(
+            decision,
+            request_id=request_id,
+            labels=labels,
+            trace_id=trace_id,
+            now=now,
+            duration_s=duration_s,
+        )
+        self._request_id = request_id
+        self._decision = slim
+        self._routing_s, self._routed_s = now, now + duration_s
+        return slim
+
+    def on_model_rewritten(self, *, edited: bool) -> None:
+        """Report a rewritten model name, which the decision has."""
+        self._recorder.on_model_rewritten(edited=edited)
+
+    def on_response_headers(
+        self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
+    ) -> None:
+        """Note the time to response headers, which for streams without chunks has the first token."""
+        self._recorder.on_response_headers(
+            duration_s, elapsed_s=elapsed_s, status=status, is_stream=is_stream, is_shown=is_shown
+        )
+        self._headers_s = duration_s
+        self._is_ttft_due = is_stream and is_shown
+        if is_stream and not is_shown:
+            self._ttft_s = duration_s
+
+    def on_response_chunk(self, elapsed_s: float) -> None:
+        """Note the time of the first chunk of a stream."""
+        self._recorder.on_response_chunk(elapsed_s)
+        if self._is_ttft_due:
+            self._is_ttft_due = False
+            self._ttft_s = self._started_s + elapsed_s - self._routed_s
+
+    def on_usage(self, usage: Mapping[str, int]) -> None:
+        """Note the tokens that the response reported."""
+        self._recorder.on_usage(usage)
+        self._usage = usage
+
+    def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
+        """Send the spans of a routed request."""
+        self._recorder.on_finished(endpoint=endpoint, status=status, duration_s=duration_s)
+        decision = self._decision
+        if decision is not None:
+            end_s = self._started_s + duration_s
+            root = self._root(decision, endpoint or decision.endpoints[0].address, status, end_s)
+            self._sink.add(self._trace, [root, *self._decision_spans(decision)])
+
+    def _send_rejected(self, rejection: Rejection, model: str, now: float) -> None:
+        attributes = self._common_attributes(model)
+        attributes |= {
+            "http.response.status_code": rejection.status,
+            "error.type": rejection.cause,
+        }
+        self._sink.add(
+            self._trace,
+            [self._root_record(now, attributes, (), error=f"refused: {rejection.cause}")],
+        )
+
+    def _root(self, decision: Decision, endpoint: str, status: str, end_s: float) -> SpanRecord:
+        """The span of the request, with what was predicted and what came of it."""
+        self._pool = decision.pool
+        attributes = self._common_attributes(decision.client_model or decision.request.target)
+        attributes |= {"extproc.endpoint": endpoint, "extproc.strategy": decision.profile}
+        attributes |= self._compare_predictions(decision)
+        error = ""
+        if self._rejection is not None:
+            status, error = str(self._rejection.status), f"refused: {self._rejection.cause}"
+        elif not status and decision.request.api not in surfaces.UNOBSERVED:
+            error = "no response"
+        if status.isascii() and status.isdigit():
+            attributes["http.response.status_code"] = int(status)
+            if status >= "5":
+                error = error or f"status {status}"
+        if error:
+            attributes["error.type"] = error
+        optional = {
+            "extproc.queue_s": self._queue_s,
+            "extproc.degraded": decision.degraded or None,
+        }
+        attributes |= {name: value for name, value in optional.items() if value is not None}
+        events = []
+        if self._headers_s is not None:
+            events.append(SpanEvent("response headers", self._routed_s + self._headers_s, {}))
+        return self._root_record(end_s, attributes, events, error=error)
+
+    def _root_record(
+        self,
+        end_s: float,
+        attributes: Mapping[str, AttributeValue],
+        events: Sequence[SpanEvent],
+        *,
+        error: str,
+    ) -> SpanRecord:
+        trace = self._trace
+        return SpanRecord(
+            "gateway.request",
+            trace.span_id,
+            trace.parent_span_id,
+            self._started_s,
+            end_s,
+            attributes,
+            events,
+            is_server=True,
+            error=error,
+        )
+
+    def _common_attributes(self, model: str) -> Attributes:
+        """Attributes by which requests are searched for."""
+        names = {
+            "gen_ai.request.id": shorten_id(self._request_id),
+            "gen_ai.request.model": model,
+            "extproc.pool": self._pool,
+        }
+        return {name: value for name, value in names.items() if value}
+
+    def _compare_predictions(self, decision: Decision) -> Attributes:
+        """Predicted and actual time to the first token, prompt tokens and cached tokens."""
+        request, usage = decision.request, self._usage
+        values: dict[str, AttributeValue | None] = {
+            "extproc.predicted.ttft_s": decision.predicted_ttft_s,
+            "extproc.response_headers_s": self._headers_s,
+            "extproc.ttft_s": self._ttft_s,
+            "extproc.predicted.prompt_tokens": request.prompt_tokens,
+            "gen_ai.usage.input_tokens": usage.get("prompt"),
+            "extproc.predicted.cached_tokens": decision.matched_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.get("cached"),
+            "gen_ai.usage.output_tokens": usage.get("completion"),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _decision_spans(self, decision: Decision) -> Iterator[SpanRecord]:
+        """Spans of the decision; its steps are not timed, and have the time of the whole."""
+        make = self._sink.make_span_id
+        orchestration, scheduling = make(), make()
+        start_s, end_s = self._routing_s, self._routed_s
+        request = decision.request
+        yield SpanRecord(
+            "gateway.request_orchestration",
+            orchestration,
+            self._trace.span_id,
+            start_s - (self._queue_s or 0.0),
+            end_s,
+            {
+                "target_model": decision.model_rewrite or request.target,
+                "request_prio": request.priority,
+            },
+        )
+        yield SpanRecord(
+            "run_scheduler_profile",
+            scheduling,
+            orchestration,
+            start_s,
+            end_s,
+            {"llm_d.epp.scheduling.profile.name": decision.profile},
+        )
+        common = self._common_attributes(request.target)
+        common.pop("extproc.pool", None)
+        steps = [
+            ("filter_endpoints", _describe_filters(decision), ()),
+            *_describe_scorers(decision),
+            (
+                "pick_endpoints",
+                _describe_picks(decision),
+                [
+                    SpanEvent("candidate", end_s, attributes)
+                    for attributes in describe_candidates(decision)
+                ],
+            ),
+        ]
+        for name, attributes, events in steps:
+            yield SpanRecord(name, make(), scheduling, start_s, end_s, attributes | common, events)
+
+
+def describe_candidates(decision: Decision) -> list[Attributes]:
+    """Decision table as attributes: the chosen endpoint, then the best of the others."""
+    ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
+    return [
+        _describe_candidate(
+            decision, at, ranks.get(decision.scored_candidates[at].endpoint.address)
+        )
+        for at in _best(decision, ranks, MAX_CANDIDATES)
+    ]
+
+
+def _best(decision: Decision, ranks: Mapping[str, int], count: int) -> list[int]:
+    """Positions in `scored_candidates`: chosen endpoints, then others by descending total."""
+    totals, candidates = decision.totals, decision.scored_candidates
+
+    def order(at: int) -> tuple[float, float]:
+        rank = ranks.get(candidates[at].endpoint.address)
+        return (len(candidates) + 1 if rank is None else rank, -totals[at] if totals else 0.0)
+
+    return heapq.nsmallest(count, range(len(candidates)), key=order)
+
+
+def _describe_candidate(decision: Decision, at: int, rank: int | None) -> Attributes:
+    candidate = decision.scored_candidates[at]
+    load = candidate.load
+    optional: dict[str, AttributeValue | None] = {
+        "extproc.candidate.name": candidate.endpoint.name or None,
+        "extproc.candidate.rank": rank,
+        "extproc.candidate.waiting": load.waiting,
+        "extproc.candidate.running": load.running,
+        "extproc.candidate.kv_usage": load.kv_usage,
+    }
+    attributes: Attributes = {
+        "extproc.candidate.endpoint": candidate.endpoint.address,
+        "extproc.candidate.in_flight": candidate.in_flight,
+        "extproc.candidate.queued_tokens": round(candidate.queued_tokens),
+        "extproc.candidate.cached_tokens": candidate.matched_tokens,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+    cost = decision.cost
+    if cost is not None:
+        unit = f"_{cost.unit}" if cost.unit else ""
+        attributes[f"extproc.candidate.cost{unit}"] = cost.costs[at]
+        for name, values in cost.terms:
+            attributes[f"extproc.candidate.cost.{name}{unit}"] = values[at]
+    elif decision.totals:
+        attributes["extproc.candidate.score"] = decision.totals[at]
+        for scored in decision.scores:
+            attributes[f"extproc.candidate.score.{scored.name}"] = scored.scores[at]
+    return attributes
+
+
+def _describe_filters(decision: Decision) -> Attributes:
+    return {
+        "llm_d.epp.filter.candidate_endpoints": len(decision.candidates),
+        "llm_d.epp.filter.filtered_endpoints": len(decision.scored_candidates),
+        "extproc.filter.excluded_by_model": len(decision.excluded_by_model),
+        "extproc.filter.excluded_by_health": sum(
+            len(endpoints) for _, endpoints in decision.excluded_by_health
+        ),
+    }
+
+
+def _describe_scorers(
+    decision: Decision,
+) -> Iterator[tuple[str, Attributes, Sequence[SpanEvent]]]:
+    for scored in decision.scores[:_MAX_SCORERS]:
+        scores = scored.scores
+        yield (
+            f"llm_d.epp.scorer.{scored.name}",
+            {
+                "llm_d.epp.scorer.type": scored.name,
+                "llm_d.epp.scorer.name": scored.name,
+                "llm_d.epp.scorer.weight": scored.weight,
+                "llm_d.epp.scorer.candidate_endpoints": len(scores),
+                "llm_d.epp.scorer.endpoints_scored": len(scores),
+                "llm_d.epp.scorer.score.max": max(scores, default=0.0),
+                "llm_d.epp.scorer.score.avg": sum(scores) / len(scores) if scores else 0.0,
+            },
+            (),
+        )
+
+
+def _describe_picks(decision: Decision) -> Attributes:
+    ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
+    top = _best(decision, ranks, _MAX_TOP)
+    candidates = decision.scored_candidates
+    attributes: Attributes = {
+        "extproc.picker": decision.picker,
+        "llm_d.epp.picker.candidate_endpoints": len(candidates),
+        "llm_d.epp.picker.top_endpoints": [_title(candidates[at]) for at in top]
+        or [endpoint.name or endpoint.address for endpoint in decision.endpoints[:_MAX_TOP]],
+    }
+    if decision.totals:
+        attributes["llm_d.epp.picker.top_scores"] = [decision.totals[at] for at in top]
+    return attributes
+
+
+def _title(candidate: Candidate) -> str:
+    return candidate.endpoint.name or candidate.endpoint.address

@@ -1,0 +1,105 @@
+"""The environment variables of OpenTelemetry, and what they turn on."""
+
+import pytest
+
+from extproc.config.tracing import TracePlan, TracingSection, plan_traces
+from extproc.errors import ConfigError
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+
+
+def plan(enabled=None, **environment):
+    return plan_traces(TracingSection(enabled=enabled), environment)
+
+
+def test_defaults_are_those_of_upstream():
+    """An endpoint turns traces on: a tenth of those that no caller decided, over gRPC."""
+    expected = TracePlan("otlp", "grpc", 0.1, True, 2048, 512)
+    assert plan(**ENDPOINT) == expected
+    assert plan(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT="http://collector:4317") == expected
+    assert plan(OTEL_TRACES_EXPORTER="otlp") == expected
+    assert plan(enabled=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("enabled", "environment"),
+    [
+        (None, {}),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}),
+        (None, {"OTEL_SERVICE_NAME": "picker"}),
+        (False, ENDPOINT),
+        (None, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}),
+        (True, {"OTEL_TRACES_EXPORTER": "none"}),
+        (True, {**ENDPOINT, "OTEL_SDK_DISABLED": "true"}),
+        (None, {**ENDPOINT, "OTEL_SDK_DISABLED": "TRUE"}),
+        (None, {**ENDPOINT, "OTEL_TRACES_SAMPLER": "always_off"}),
+    ],
+)
+def test_nothing_is_traced(enabled, environment):
+    """Without a receiver, or where traces are turned off, there is no plan."""
+    assert plan(enabled, **environment) is None
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "ratio", "is_parent_based"),
+    [
+        ("always_on", "", 1.0, False),
+        ("traceidratio", "0.25", 0.25, False),
+        ("traceidratio", "", 0.1, False),
+        ("parentbased_always_on", "0.5", 1.0, True),
+        ("parentbased_always_off", "", 0.0, True),
+        ("parentbased_traceidratio", "0", 0.0, True),
+        ("", "1", 1.0, True),
+    ],
+)
+def test_samplers(sampler, argument, ratio, is_parent_based):
+    """Every sampler of the specification that needs no other service."""
+    planned = plan(OTEL_TRACES_SAMPLER=sampler, OTEL_TRACES_SAMPLER_ARG=argument, **ENDPOINT)
+    assert (planned.ratio, planned.is_parent_based) == (ratio, is_parent_based)
+
+
+@pytest.mark.parametrize(
+    ("environment", "protocol"),
+    [
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http/protobuf"),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+            },
+            "grpc",
+        ),
+    ],
+)
+def test_protocols(environment, protocol):
+    """The protocol of traces beats that of all signals."""
+    assert plan(**ENDPOINT, **environment).protocol == protocol
+
+
+def test_size_of_the_queue():
+    """The bound of waiting spans is that of the batch processor."""
+    planned = plan(**ENDPOINT, OTEL_BSP_MAX_QUEUE_SIZE="10")
+    assert (planned.max_queued_spans, planned.max_batch_spans) == (10, 10)
+    planned = plan(**ENDPOINT, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")
+    assert (planned.max_queued_spans, planned.max_batch_spans) == (2048, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier-pigeon"),
+        ("OTEL_TRACES_SAMPLER", "jaeger_remote"),
+        ("OTEL_TRACES_SAMPLER_ARG", "10"),
+        ("OTEL_TRACES_SAMPLER_ARG", "nan"),
+        ("OTEL_TRACES_SAMPLER_ARG", "-0.1"),
+        ("OTEL_TRACES_SAMPLER_ARG", "ten"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+    ],
+)
+def test_unsupported_values_are_refused(name, value):
+    """A value that would be ignored is an error that names its variable."""
+    with pytest.raises(ConfigError, match=name):
+        plan(**{**ENDPOINT, name: value})
