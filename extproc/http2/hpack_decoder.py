@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from typing import Final, TypeAlias
-
-from extproc.http2.huffman import HuffmanError, decode_huffman
 
 #: Name and value of a header field.
 HeaderField: TypeAlias = tuple[bytes, bytes]
@@ -44,6 +43,24 @@ _STATIC_TABLE: Final = tuple(
 
 #: More than two updates of the table's size, which section 4.2 allows at the start of a block.
 _MANY_UPDATES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}", re.DOTALL)
+
+
+#: Length of the Huffman code of each symbol (appendix B), in bits, as hexadecimal numbers of two
+#: digits. The last is the end of a string, which never occurs in one. The code is canonical: codes of
+#: one length are consecutive, in the order of their symbols.
+_HUFFMAN_LENGTHS: Final = bytes.fromhex(
+    "0d171c1c1c1c1c1c1c181e1c1c1e1c1c1c1c1c1c1c1c1e1c1c1c1c1c1c1c1c1c060a0a0c0d06080b0a0a080b"
+    "080606060505050606060606060607080f060c0a0d0607070707070707070707070707070707070707070707"
+    "0807080d130d0e060f05060506050606060507070606060506070605050607070707070f0b0e0d1c14161414"
+    "1616161716171717171718171818161718171717171516171617171816151416161717151716161815161717"
+    "151516151716171714161616171616171a1a1413161716191a1a1a1b1b1a181913151a1b1b1a1b1815151a1a"
+    "1c1b1b1b14181415161515171616191918181a171a1b1a1a1b1b1b1b1b1c1b1b1b1b1b1a1e"
+)
+
+_END_OF_STRING: Final = 256
+
+#: The longest padding behind the last symbol (bits).
+_MAX_PADDING: Final = 7
 
 
 class HpackError(Exception):
@@ -91,8 +108,6 @@ class HpackDecoder:
             return self._decode(block)
         except IndexError as error:
             raise HpackError("a header block is cut short") from error
-        except HuffmanError as error:
-            raise HpackError(str(error)) from error
 
     def _decode(self, block: bytes) -> list[HeaderField]:
         at, end = self._read_updates(block), len(block)
@@ -193,3 +208,71 @@ def _read_string(block: bytes, at: int) -> tuple[bytes, int]:
         raise HpackError("a string is cut short")
     data = block[at:end]
     return (decode_huffman(data) if is_huffman else data), end
+
+
+def _build_huffman_symbols() -> Mapping[tuple[int, int], int]:
+    """Symbols by length and value of their Huffman codes."""
+    symbols: dict[tuple[int, int], int] = {}
+    code, last = 0, 0
+    for length, symbol in sorted((length, symbol) for symbol, length in enumerate(_HUFFMAN_LENGTHS)):
+        code <<= length - last
+        symbols[length, code] = symbol
+        code, last = code + 1, length
+    return symbols
+
+
+class _HuffmanState(dict[int, tuple["_HuffmanState", bytes]]):
+    """Bits of a Huffman code that began in an earlier byte; maps the next byte to what it completes.
+
+    Entries are computed when they are first needed: texts need some hundred of all 65,000.
+
+    Args:
+        length: Number of the bits.
+        code: Their value.
+    """
+
+    def __init__(self, length: int, code: int) -> None:
+        self._length = length
+        self._code = code
+        self.is_padding = length <= _MAX_PADDING and code == (1 << length) - 1
+
+    def __missing__(self, byte: int) -> tuple[_HuffmanState, bytes]:
+        """Compute the effect of a byte.
+
+        Raises:
+            HpackError: It completes the end of the string.
+        """
+        length, code, completed = self._length, self._code, bytearray()
+        for shift in range(7, -1, -1):
+            length, code = length + 1, code << 1 | byte >> shift & 1
+            symbol = _HUFFMAN_SYMBOLS.get((length, code))
+            if symbol == _END_OF_STRING:
+                raise HpackError("the end of a string is encoded in it")
+            if symbol is not None:
+                completed.append(symbol)
+                length = code = 0
+        state = _HUFFMAN_STATES.get((length, code))
+        if state is None:
+            state = _HUFFMAN_STATES[length, code] = _HuffmanState(length, code)
+        entry = self[byte] = (state, bytes(completed))
+        return entry
+
+
+_HUFFMAN_SYMBOLS: Final = _build_huffman_symbols()
+_HUFFMAN_START: Final = _HuffmanState(0, 0)
+_HUFFMAN_STATES: Final[dict[tuple[int, int], _HuffmanState]] = {(0, 0): _HUFFMAN_START}
+
+
+def decode_huffman(data: bytes) -> bytes:
+    """Decode a string (section 5.2), a byte at a time.
+
+    Raises:
+        HpackError: It does not end with a symbol and padding.
+    """
+    state, pieces = _HUFFMAN_START, []
+    for byte in data:
+        state, piece = state[byte]
+        pieces.append(piece)
+    if not state.is_padding:
+        raise HpackError("the padding of a string is wrong")
+    return b"".join(pieces)
