@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import bounded_decoder, canonical_prompt, envelope, narrow_types, openai_chat
+from extproc.parsing import bounded_decoder, canonical_prompt, envelope, narrow_types, openai_api
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -45,7 +45,7 @@ def parse(raw: HttpRequest, api: str) -> InferenceRequest:
         return envelope.unparsed_request(raw, api)
     prompt = (
         canonical_prompt.prompt_of(body.prompt)
-        or openai_chat.loose_prompt(body.messages)
+        or openai_api.loose_prompt(body.messages)
         or canonical_prompt.prompt_of(body.input)
         or canonical_prompt.NOTHING
     )

@@ -20,9 +20,7 @@ from extproc.parsing import (
     envelope,
     multipart,
     opaque,
-    openai_chat,
-    openai_completions,
-    openai_responses,
+    openai_api,
     preparsed,
     vllm_api,
     vllm_grpc,
@@ -61,16 +59,16 @@ class Surface(msgspec.Struct, frozen=True, gc=False):
 
 #: The surfaces by path; the longest path counts. Only these can refuse a request.
 SURFACES: Final = (
-    Surface("chat/completions", "chat", openai_chat.parse),
-    Surface("chat/completions/render", "chat_render", openai_chat.parse, drops_prompt=True),
-    Surface("completions", "completions", openai_completions.parse, is_plain_text=True),
+    Surface("chat/completions", "chat", openai_api.parse_chat),
+    Surface("chat/completions/render", "chat_render", openai_api.parse_chat, drops_prompt=True),
+    Surface("completions", "completions", openai_api.parse_completion, is_plain_text=True),
     Surface(
-        "completions/render", "completions_render", openai_completions.parse, drops_prompt=True
+        "completions/render", "completions_render", openai_api.parse_completion, drops_prompt=True
     ),
-    Surface("embeddings", "embeddings", openai_completions.parse_embeddings),
-    Surface("responses", "responses", openai_responses.parse),
-    Surface("conversations", "conversations", openai_responses.parse_conversation),
-    Surface("images/generations", "images", openai_completions.parse),
+    Surface("embeddings", "embeddings", openai_api.parse_embeddings),
+    Surface("responses", "responses", openai_api.parse_responses),
+    Surface("conversations", "conversations", openai_api.parse_conversation),
+    Surface("images/generations", "images", openai_api.parse_completion),
     Surface(
         "audio/transcriptions",
         "transcriptions",
@@ -95,7 +93,7 @@ SURFACES: Final = (
     ),
     Surface("rerank", "rerank", vllm_api.parse_ranking),
     Surface("score", "score", vllm_api.parse_ranking),
-    Surface("pooling", "pooling", openai_completions.parse_pooling),
+    Surface("pooling", "pooling", openai_api.parse_pooling),
     Surface("tokenize", "tokenize", opaque.parse_envelope, accepts_truncated=True),
     Surface("inference/v1/generate", "generate", vllm_api.parse_generate),
     Surface("generate", "sglang_generate", vllm_api.parse_native_generate),

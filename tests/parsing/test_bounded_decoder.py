@@ -13,7 +13,7 @@ from extproc.parsing import (
     canonical_prompt,
     envelope,
     narrow_types,
-    openai_chat,
+    openai_api,
     surfaces,
 )
 from extproc.request import HttpRequest, InferenceRequest
@@ -57,13 +57,13 @@ _MESSAGES = st.lists(
 def test_stepwise_decoding_gives_the_same_prompt(messages, ascii_only):
     """A body that is not decoded at once has the prompt it would have had."""
     body = json.dumps({"model": "m", "messages": messages}, ensure_ascii=ascii_only).encode()
-    slowly = bounded_decoder._Reading(body).struct(openai_chat.ChatBody, body)
-    at_once = openai_chat._DECODER.decode(body)
+    slowly = bounded_decoder._Reading(body).struct(openai_api.ChatBody, body)
+    at_once = openai_api._CHAT_DECODER.decode(body)
     assert slowly.model == at_once.model
     prompts = []
     for read in (slowly, at_once):
         fields: list[bytes] = []
-        openai_chat._add_messages(fields, read.messages)
+        openai_api._add_messages(fields, read.messages)
         prompts.append(b"".join(fields))
     assert prompts[0] == prompts[1]
 
