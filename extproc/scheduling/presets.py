@@ -33,12 +33,10 @@ from extproc.scheduling.costs.lmetric import LMetric
 from extproc.scheduling.filter_tree import FilterChain
 from extproc.scheduling.filters.adapters import AdapterCapable, LoraAffinityFilter
 from extproc.scheduling.filters.load_bounds import KvRange, QueueRange, TopK
-from extproc.scheduling.pickers.least_request import LeastRequest
-from extproc.scheduling.pickers.max_score import MaxScorePicker
+from extproc.scheduling.pickers.load_balancing import LeastRequest, RoundRobin
 from extproc.scheduling.pickers.prefix_hash import PrefixHash
-from extproc.scheduling.pickers.random_picker import RandomPicker
 from extproc.scheduling.pickers.rendezvous import Rendezvous
-from extproc.scheduling.pickers.round_robin import RoundRobin
+from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker, RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.engine_load import KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.scorers.lora_affinity import LoraAffinityTiers

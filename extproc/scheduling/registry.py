@@ -29,14 +29,7 @@ from extproc.scheduling.filters import (
     utilization,
 )
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
-from extproc.scheduling.pickers import (
-    least_request,
-    max_score,
-    prefix_hash,
-    random_picker,
-    rendezvous,
-    round_robin,
-)
+from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous, upstream_pickers
 from extproc.scheduling.scorers import (
     endpoint_attribute_scorer,
     engine_load,
@@ -136,13 +129,13 @@ COSTS: Mapping[str, type[CostModel]] = {
 
 PICKERS: Mapping[str, type[Picker]] = _with_aliases(
     {
-        "least-request": least_request.LeastRequest,
-        "max-score-picker": max_score.MaxScorePicker,
+        "least-request": load_balancing.LeastRequest,
+        "max-score-picker": upstream_pickers.MaxScorePicker,
         "prefix-hash": prefix_hash.PrefixHash,
-        "random-picker": random_picker.RandomPicker,
+        "random-picker": upstream_pickers.RandomPicker,
         "rendezvous": rendezvous.Rendezvous,
-        "round-robin": round_robin.RoundRobin,
-        "weighted-random-picker": random_picker.WeightedRandomPicker,
+        "round-robin": load_balancing.RoundRobin,
+        "weighted-random-picker": upstream_pickers.WeightedRandomPicker,
     }
 )
 

@@ -5,7 +5,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.scheduling import attributes, context_length, labels, registry
-from extproc.scheduling.pickers.max_score import MaxScorePicker
+from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.prefix_cache import NoHitLruScorer
 from tests.scheduling import builders
