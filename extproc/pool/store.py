@@ -23,10 +23,9 @@ from extproc.pool import (
     plausibility,
     step_time_estimator,
 )
-from extproc.pool.bytes_per_token import BytesPerTokenEstimator
 from extproc.pool.foreign_traffic import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
-from extproc.pool.request_tokens import TypicalWork
+from extproc.pool.request_tokens import BytesPerTokenEstimator, TypicalWork
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
 from extproc.pool.step_time_estimator import PoolStepTimeEstimators
 
@@ -213,7 +212,13 @@ class PoolStore:
             return
         account = member.account
         restart = step_time_estimator.engine_restarted(member.load, load)
-        self.bytes_per_token.record_scrape(account, load)
+        if self.bytes_per_token.record_scrape(
+            load,
+            incarnation=account.endpoint.incarnation,
+            texts=account.texts,
+            answered=account.answered,
+        ):
+            account.forget_texts()
         own = max(token.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         progress = plausibility.next_progress(

@@ -7,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import Endpoint, EngineCounters, Load
-from extproc.pool.bytes_per_token import BytesPerTokenEstimator
 from extproc.pool.inflight import InflightLoad
+from extproc.pool.request_tokens import BytesPerTokenEstimator
+
+
+def scrape(learned, account, totals):
+    """A scrape of the engine's counters, as the store takes it in."""
+    if learned.record_scrape(
+        Load(counters=totals),
+        incarnation=account.endpoint.incarnation,
+        texts=account.texts,
+        answered=account.answered,
+    ):
+        account.forget_texts()
 
 
 class Engine:
@@ -40,7 +51,7 @@ class Engine:
         totals = EngineCounters(
             finished=float(self.finished), finished_prompt_tokens=float(self.tokens)
         )
-        self.tokenizers.record_scrape(self.account, Load(counters=totals))
+        scrape(self.tokenizers, self.account, totals)
 
 
 @pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
@@ -182,7 +193,7 @@ def test_ratios_stay_plausible(acts):
         for _ in range(count):
             account.open(model, size, cached_tokens=0, now=0.0, prompt_bytes=size).close(0.0)
         totals = EngineCounters(finished=finished, finished_prompt_tokens=tokens)
-        learned.record_scrape(account, Load(counters=totals))
+        scrape(learned, account, totals)
         learned.observe_usage(model, prompt_bytes=size, tokens=count)
         assert 1.0 <= learned.bytes_per_token("a") <= 8.0
         assert 1.0 <= learned.bytes_per_token("b") <= 8.0
