@@ -214,7 +214,9 @@ def _build_huffman_symbols() -> Mapping[tuple[int, int], int]:
     """Symbols by length and value of their Huffman codes."""
     symbols: dict[tuple[int, int], int] = {}
     code, last = 0, 0
-    for length, symbol in sorted((length, symbol) for symbol, length in enumerate(_HUFFMAN_LENGTHS)):
+    for length, symbol in sorted(
+        (length, symbol) for symbol, length in enumerate(_HUFFMAN_LENGTHS)
+    ):
         code <<= length - last
         symbols[length, code] = symbol
         code, last = code + 1, length
