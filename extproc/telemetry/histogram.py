@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from operator import add
+from collections.abc import Iterable
+
+import msgspec
 
 #: Bounds of durations and of times to first token, as the EPP of llm-d has them, so that both
 #: names of a metric are served from the same counts.
@@ -29,68 +31,68 @@ TOKEN_BOUNDS = (1, *(2**power for power in range(3, 21)))
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 
-class MetricHistogram:
+#: The last value of a sampled trace, and the id of that trace, by bucket.
+Exemplars = dict[int, tuple[str, float]]
+
+
+class MetricHistogram(msgspec.Struct, eq=False, gc=False):
     """A histogram with fixed upper bounds.
 
-    Args:
-        bounds: Ascending upper bounds, in the unit of what is added.
-
     Attributes:
-        counts: Values by bucket, those above the last bound at the end; not cumulative.
+        bounds: Ascending upper bounds, in the unit of what is added.
+        counts: Values by bucket, not cumulative, up to the last bucket that has one.
         total: Sum of the values.
-        exemplars: The last value of a sampled trace and the id of that trace, by bucket; None
-            before there was one.
+        exemplars: Exemplars; None without any.
     """
 
-    __slots__ = ("bounds", "counts", "exemplars", "total")
+    bounds: tuple[float, ...]
+    counts: list[int] = []
+    total: float = 0.0
+    exemplars: Exemplars | None = None
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-        self.exemplars: dict[int, tuple[str, float]] | None = None
-
-    def add(self, value: float, trace_id: str = "") -> None:
-        """Counts one value; of a sampled trace, where it has an id."""
+    def add(self, value: float) -> None:
+        """Counts one value."""
         bucket = bisect_left(self.bounds, value)
-        self.counts[bucket] += 1
+        try:
+            self.counts[bucket] += 1
+        except IndexError:
+            self.counts += [0] * (bucket - len(self.counts)) + [1]
         self.total += value
-        if trace_id:
-            if self.exemplars is None:
-                self.exemplars = {}
-            self.exemplars[bucket] = (trace_id, value)
 
     @property
     def count(self) -> int:
         """Number of values."""
         return sum(self.counts)
 
+    @property
+    def cumulative(self) -> list[int]:
+        """Values up to each bound, and all of them."""
+        counts = list(itertools.accumulate(self.counts))
+        return counts + [counts[-1] if counts else 0] * (len(self.bounds) + 1 - len(counts))
 
-def merge(histograms: Iterable[MetricHistogram]) -> MetricHistogram | None:
+
+def merge(histograms: Iterable[MetricHistogram | None]) -> MetricHistogram | None:
     """The sum of histograms with the same bounds; None of none or of empty ones."""
-    same = list(histograms)
-    if not same:
-        return None
-    merged = same[0]
-    if len(same) > 1:
-        merged = MetricHistogram(merged.bounds)
-        for histogram in same:
-            merged.counts = list(map(add, merged.counts, histogram.counts))
-            merged.total += histogram.total
-            if histogram.exemplars is not None:
-                merged.exemplars = {**(merged.exemplars or {}), **histogram.exemplars}
-    return merged if any(merged.counts) else None
+    same = [histogram for histogram in histograms if histogram is not None and histogram.counts]
+    if len(same) < 2:
+        return same[0] if same else None
+    merged = MetricHistogram(same[0].bounds)
+    for histogram in same:
+        pairs = itertools.zip_longest(merged.counts, histogram.counts, fillvalue=0)
+        merged.counts = [count + more for count, more in pairs]
+        merged.total += histogram.total
+        if histogram.exemplars is not None:
+            merged.exemplars = {**(merged.exemplars or {}), **histogram.exemplars}
+    return merged
 
 
-def rebucket(histogram: MetricHistogram | None, bounds: Sequence[float]) -> MetricHistogram | None:
+def rebucket(
+    histogram: MetricHistogram | None, bounds: tuple[float, ...]
+) -> MetricHistogram | None:
     """The same values by some of the bounds; None of None."""
     if histogram is None:
         return None
-    counts = dict(zip(histogram.bounds, itertools.accumulate(histogram.counts), strict=False))
-    view = MetricHistogram(bounds)
-    below = 0
-    for bucket, bound in enumerate(view.bounds):
-        view.counts[bucket], below = counts[bound] - below, counts[bound]
-    view.counts[-1] = histogram.count - below
-    view.total = histogram.total
-    return view
+    cumulative = dict(zip((*histogram.bounds, math.inf), histogram.cumulative, strict=True))
+    below = [cumulative[bound] for bound in (*bounds, math.inf)]
+    counts = [count - less for count, less in zip(below, [0, *below], strict=False)]
+    return MetricHistogram(bounds, counts, histogram.total)

@@ -22,6 +22,7 @@ from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.histogram import TOKEN_BOUNDS, MetricHistogram, merge, rebucket
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.request_metrics import merge_named
 from extproc.telemetry.request_series import RequestSeries
 
 #: Fairness id of requests without one.
@@ -66,33 +67,33 @@ _REQUEST_HISTOGRAMS: Final[
         "llm_d_epp_request_duration_seconds",
         "Seconds from the start of a request to the end of its response.",
         lambda members: merge(
-            histogram for series in members for histogram in series.duration_s.values()
+            histogram for series in members for histogram in series.durations_s.values()
         ),
     ),
     (
         "llm_d_epp_request_streaming_tpot_seconds",
         "Seconds per output token after the first, of streams whose chunks are shown.",
-        lambda members: merge(map(attrgetter("tpot_s"), members)),
+        lambda members: merge_named(members, "tpot"),
     ),
     (
         "llm_d_epp_request_streaming_itl_seconds",
         "Seconds between two chunks of a stream, where they are shown.",
-        lambda members: merge(map(attrgetter("gap_s"), members)),
+        lambda members: merge_named(members, "itl"),
     ),
     (
         "llm_d_epp_request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
-        lambda members: _merge_tokens(members, "prompt"),
+        lambda members: merge_named(members, "prompt"),
     ),
     (
         "llm_d_epp_request_output_tokens",
         "Output tokens of a request, as its response reported them.",
-        lambda members: rebucket(_merge_tokens(members, "completion"), _OUTPUT_BOUNDS),
+        lambda members: rebucket(merge_named(members, "completion"), _OUTPUT_BOUNDS),
     ),
     (
         "llm_d_epp_request_cached_tokens",
         "Prompt tokens of a request that the engine found in its cache, as its response reported them.",
-        lambda members: _merge_tokens(members, "cached"),
+        lambda members: merge_named(members, "cached"),
     ),
 )
 
@@ -160,9 +161,8 @@ def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamil
         (*_REQUEST_LABELS, "streaming"),
     )
     for values, members in by_labels.items():
-        for is_stream in (False, True):
-            same = [series.ttft_s[is_stream] for series in members if is_stream in series.ttft_s]
-            family.add_histogram((*values, str(is_stream).lower()), merge(same))
+        for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft")):
+            family.add_histogram((*values, streaming), merge_named(members, name))
     yield family
     yield _family(
         "gauge",
@@ -180,7 +180,7 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
         "Requests.",
         _REQUEST_LABELS,
         (
-            (values, sum(series.requests.total() for series in members))
+            (values, sum(series.count for series in members))
             for values, members in by_labels.items()
         ),
     )
@@ -188,7 +188,7 @@ def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:
     for values, members in by_labels.items():
         for series in members:
             for status, count in series.requests.items():
-                if "4" <= status[:1] <= "5":
+                if status[:1] in {"4", "5"}:
                     code = CANONICAL_CODES.get(int(status), "Unknown")
                     errors[*values, code] += count
     yield _family(
@@ -374,10 +374,6 @@ def _family(
 def _request_values(labels: RequestLabels) -> tuple[str, ...]:
     tenant = _DEFAULT_FLOW if labels.tenant == UNNAMED else labels.tenant
     return labels.client_model, labels.target_model, tenant, str(labels.priority)
-
-
-def _merge_tokens(members: Sequence[RequestSeries], kind: str) -> MetricHistogram | None:
-    return merge(series.tokens[kind] for series in members if kind in series.tokens)
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -6,7 +6,6 @@ A page of 500 endpoints has more than ten thousand lines, so a line costs one fo
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -149,7 +148,7 @@ def _bound_labels(bounds: Sequence[float], *, is_openmetrics: bool) -> Sequence[
 def _render(name: str, labels: str, histogram: MetricHistogram, *, is_openmetrics: bool) -> str:
     head = f"{name}_bucket{labels[:-1]}," if labels else f"{name}_bucket{{"
     bounds = _bound_labels(histogram.bounds, is_openmetrics=is_openmetrics)
-    counts = list(itertools.accumulate(histogram.counts))
+    counts = histogram.cumulative
     lines = [f"{head}{bound}{count}.0\n" for bound, count in zip(bounds, counts, strict=True)]
     if is_openmetrics and histogram.exemplars is not None:
         for bucket, (trace_id, value) in histogram.exemplars.items():

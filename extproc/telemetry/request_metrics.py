@@ -3,80 +3,79 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.histogram import MetricHistogram, merge
 from extproc.telemetry.metric_family import MetricFamily
-from extproc.telemetry.request_series import RequestSeries
+from extproc.telemetry.request_series import TOKEN_KINDS, RequestSeries, Timing
 
 #: Series with the same values of some labels, by these values.
 GroupedSeries = Mapping[tuple[str, ...], Sequence[RequestSeries]]
 
-#: Histograms by model: name, help text, and the histogram of a series.
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[RequestSeries], MetricHistogram]], ...] = (
+#: Histograms by model: name of the metric, help text, and name of the histogram.
+_HISTOGRAMS: tuple[tuple[str, str, Timing], ...] = (
     (
         "extproc_request_tpot_seconds",
         "Seconds per output token after the first, of streams whose chunks and usage are shown.",
-        attrgetter("tpot_s"),
+        "tpot",
     ),
     (
         "extproc_request_itl_seconds",
         "Seconds between two chunks of a stream, where they are shown.",
-        attrgetter("gap_s"),
+        "itl",
     ),
     (
         "extproc_request_predicted_ttft_seconds",
         "Predicted seconds from the choice of the endpoint to the first token of a stream.",
-        attrgetter("predicted_ttft_s"),
+        "predicted_ttft",
     ),
     (
         "extproc_request_ttft_ratio",
         "Actual over predicted time to the first token of a stream, from the choice of the endpoint.",
-        attrgetter("ttft_ratio"),
+        "ttft_ratio",
     ),
 )
 
-#: Histograms by model and a further label: name, help text, label, and histograms by its value.
-_LABELED_HISTOGRAMS: tuple[
-    tuple[str, str, str, Callable[[RequestSeries], Mapping[str, MetricHistogram]]], ...
-] = (
+#: Histograms by model and a further label: name of the metric, help text, label, and names of the
+#: histograms by its values; None are the durations by status.
+_LABELED_HISTOGRAMS: tuple[tuple[str, str, str, Mapping[str, str] | None], ...] = (
     (
         "extproc_request_duration_seconds",
         "Seconds from the start of a stream to its end, of routed requests.",
         "status",
-        attrgetter("duration_s"),
+        None,
     ),
     (
         "extproc_request_ttft_seconds",
         "Seconds from the start of a request to its first token: the first chunk of a stream, or response headers where chunks are not shown.",
         "streaming",
-        lambda series: {
-            str(is_stream).lower(): histogram for is_stream, histogram in series.ttft_s.items()
-        },
+        {"true": "stream_ttft", "false": "complete_ttft"},
     ),
     (
         "extproc_request_tokens",
         "Tokens of a request as its response reported them, by kind.",
         "kind",
-        attrgetter("tokens"),
+        {kind: kind for kind in TOKEN_KINDS},
     ),
 )
 
 
-def merge_by_key(
-    histograms: Iterable[Mapping[str, MetricHistogram]],
-) -> Iterator[tuple[str, MetricHistogram]]:
-    """The sums of histograms with the same key; empty ones are left out."""
-    by_key: defaultdict[str, list[MetricHistogram]] = defaultdict(list)
-    for keyed in histograms:
-        for key, histogram in keyed.items():
-            by_key[key].append(histogram)
-    for key, same in by_key.items():
-        merged = merge(same)
+def merge_named(series: Iterable[RequestSeries], name: str) -> MetricHistogram | None:
+    """The sum of the histograms of that name; None where all are empty."""
+    return merge(member.histogram(name) for member in series)
+
+
+def merge_durations(series: Iterable[RequestSeries]) -> Iterator[tuple[str, MetricHistogram]]:
+    """The sums of the histograms of durations, by status."""
+    by_status: defaultdict[str, list[MetricHistogram]] = defaultdict(list)
+    for member in series:
+        for status, histogram in member.durations_s.items():
+            by_status[status].append(histogram)
+    for status, histograms in by_status.items():
+        merged = merge(histograms)
         if merged is not None:
-            yield key, merged
+            yield status, merged
 
 
 def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
@@ -89,16 +88,20 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
             by_model[pool, labels.target_model].append(series)
             by_tenant[pool, labels.tenant, labels.target_model].append(series)
     yield from _count_families(by_model)
-    for name, text, read in _HISTOGRAMS:
+    for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
         for values, members in by_model.items():
-            family.add_histogram(values, merge(map(read, members)))
+            family.add_histogram(values, merge_named(members, histogram_name))
         yield family
-    for name, text, label, read_labeled in _LABELED_HISTOGRAMS:
+    for name, text, label, names in _LABELED_HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model", label))
         for values, members in by_model.items():
-            for key, histogram in merge_by_key(map(read_labeled, members)):
-                family.add_histogram((*values, key), histogram)
+            if names is None:
+                for status, histogram in merge_durations(members):
+                    family.add_histogram((*values, status), histogram)
+            else:
+                for value, named in names.items():
+                    family.add_histogram((*values, value), merge_named(members, named))
         yield family
     yield from _tenant_families(by_tenant)
 
@@ -113,7 +116,7 @@ def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:
         (
             ((*values, status), count)
             for values, members in by_model.items()
-            for status, count in sum_counters(series.requests for series in members).items()
+            for status, count in _sum_counts(series.requests for series in members).items()
         ),
     )
     yield MetricFamily(
@@ -143,7 +146,7 @@ def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
         "Requests that ended, by tenant.",
         ("pool", "tenant", "model"),
         (
-            (values, sum(series.requests.total() for series in members))
+            (values, sum(series.count for series in members))
             for values, members in by_tenant.items()
         ),
     )
@@ -158,16 +161,13 @@ def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
 
 def _usage_samples(grouped: GroupedSeries) -> Iterator[tuple[Sequence[str], float]]:
     for values, members in grouped.items():
-        totals: Counter[str] = Counter()
-        for series in members:
-            for kind, histogram in series.tokens.items():
-                totals[kind] += int(histogram.total)
-        for kind, tokens in totals.items():
-            yield (*values, kind), tokens
+        for kind in TOKEN_KINDS:
+            histogram = merge_named(members, kind)
+            if histogram is not None:
+                yield (*values, kind), histogram.total
 
 
-def sum_counters(counters: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum of counters."""
+def _sum_counts(counters: Iterable[Mapping[str, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for counter in counters:
         total.update(counter)

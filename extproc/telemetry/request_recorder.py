@@ -287,7 +287,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         self._refusal_status = str(rejection.status)
         if self._series is None:
             series = counters.series.find(labels or UNPARSED, is_served=False)
-            series.record_status(self._refusal_status)
+            series.record_refused(rejection.status)
         if request_id:
             record = RejectionRecord(
                 shorten_id(request_id),
@@ -358,7 +358,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
             if self._is_ttft_due:
                 self._record_ttft(elapsed_s)
         else:
-            self._series.gap_s.add(elapsed_s - self._last_chunk_s)
+            self._series.record("itl", elapsed_s - self._last_chunk_s)
         self._last_chunk_s = elapsed_s
 
     def _record_ttft(self, ttft_s: float) -> None:
@@ -366,11 +366,14 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series, record = self._series, self._record
         if series is None or record is None:
             return
-        series.record_ttft(ttft_s, self._trace_id, is_stream=self._is_stream)
-        if self._is_stream:
-            predicted_s = record.decision.predicted_ttft_s
-            if predicted_s is not None:
-                series.record_prediction(predicted_s, ttft_s - self._routed_s)
+        if not self._is_stream:
+            series.record("complete_ttft", ttft_s, self._trace_id)
+            return
+        series.record("stream_ttft", ttft_s, self._trace_id)
+        predicted_s = record.decision.predicted_ttft_s
+        if predicted_s:
+            series.record("predicted_ttft", predicted_s)
+            series.record("ttft_ratio", (ttft_s - self._routed_s) / predicted_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count the end of a routed request, and note it in the decision log."""
@@ -392,7 +395,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         if not status:
             is_watched = record.decision.request.api not in surfaces.UNOBSERVED
             status = NO_STATUS if is_watched else UNOBSERVED_STATUS
-        series.record_duration(series.record_status(status), duration_s, self._trace_id)
+        series.record_duration(status, duration_s, self._trace_id)
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Count the tokens that the response reported."""
@@ -402,10 +405,11 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series = self._series
         if series is None:
             return
-        series.record_usage(usage)
+        for kind, tokens in usage.items():
+            series.record(kind, tokens)
         gaps = usage.get("completion", 0) - 1
         if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
-            series.tpot_s.add((self._last_chunk_s - self._first_chunk_s) / gaps)
+            series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
 
 
 def model_of(labels: RequestLabels | None) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.histogram import (
@@ -14,6 +18,7 @@ from extproc.telemetry.histogram import (
     TOKEN_BOUNDS,
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
+    Exemplars,
     MetricHistogram,
 )
 
@@ -26,10 +31,29 @@ OTHER: Final = "other"
 NO_STATUS: Final = "none"
 UNOBSERVED_STATUS: Final = "unobserved"
 
+_STATUS: Final = re.compile(f"[1-9][0-9][0-9]|{NO_STATUS}|{UNOBSERVED_STATUS}")
+
+#: Histograms of requests besides those of durations, whose names are statuses. Times to the first
+#: token are of streams and of complete responses; tokens are those that responses report.
+Timing = Literal["stream_ttft", "complete_ttft", "tpot", "itl", "predicted_ttft", "ttft_ratio"]
+
+#: Kinds of tokens, whose histograms have their names.
+TOKEN_KINDS: Final = ("prompt", "cached", "completion")
+
+_BOUNDS: Final[Mapping[str, tuple[float, ...]]] = {
+    "stream_ttft": TTFT_BOUNDS_S,
+    "complete_ttft": TTFT_BOUNDS_S,
+    "tpot": TPOT_BOUNDS_S,
+    "itl": GAP_BOUNDS_S,
+    "predicted_ttft": TTFT_BOUNDS_S,
+    "ttft_ratio": RATIO_BOUNDS,
+    **dict.fromkeys(TOKEN_KINDS, TOKEN_BOUNDS),
+}
+
 #: Statuses of one combination of labels (count); further ones are `OTHER`.
 _MAX_STATUSES: Final = 24
 
-#: Combinations of labels in one pool (count), some 4 kB each. The EPP of llm-d bounds each of its
+#: Combinations of labels in one pool (count), 1 to 2 kB each. The EPP of llm-d bounds each of its
 #: labels by as much.
 MAX_SERIES: Final = 1000
 
@@ -41,48 +65,23 @@ UNPARSED: Final = RequestLabels(UNNAMED, UNNAMED, UNNAMED, 0)
 _ALL_OTHER: Final = RequestLabels(OTHER, OTHER, OTHER, 0)
 
 
-class RequestSeries:
-    """Counts of the requests with the same labels.
+class RequestSeries(msgspec.Struct, eq=False, gc=False):
+    """Counts of the requests with the same labels, in little memory: a client can fill the table.
 
     Attributes:
         labels: Model, tenant and priority.
-        requests: Requests by HTTP status, refused ones included.
         running: Requests that were routed and whose stream is open.
-        duration_s: Time from the first message to the end of the stream of routed requests, by
-            status.
-        ttft_s: Time from the first message to the first token, by whether the response is a
-            stream.
-        tpot_s: Time per output token after the first, of streams whose chunks are shown.
-        gap_s: Time between two chunks of these streams.
-        predicted_ttft_s: Predicted time from the choice of the endpoint to the first token.
-        ttft_ratio: Actual over predicted.
-        tokens: Tokens that a response reported, by kind.
+        refused: Refused requests by HTTP status; None before there was one.
     """
 
-    __slots__ = (
-        "duration_s",
-        "gap_s",
-        "labels",
-        "predicted_ttft_s",
-        "requests",
-        "running",
-        "tokens",
-        "tpot_s",
-        "ttft_ratio",
-        "ttft_s",
-    )
-
-    def __init__(self, labels: RequestLabels) -> None:
-        self.labels = labels
-        self.requests: Counter[str] = Counter()
-        self.running = 0
-        self.duration_s: dict[str, MetricHistogram] = {}
-        self.ttft_s: dict[bool, MetricHistogram] = {}
-        self.tpot_s = MetricHistogram(TPOT_BOUNDS_S)
-        self.gap_s = MetricHistogram(GAP_BOUNDS_S)
-        self.predicted_ttft_s = MetricHistogram(TTFT_BOUNDS_S)
-        self.ttft_ratio = MetricHistogram(RATIO_BOUNDS)
-        self.tokens: dict[str, MetricHistogram] = {}
+    labels: RequestLabels
+    running: int = 0
+    refused: dict[str, int] | None = None
+    #: Sum of the values and values by bucket, up to the last one that has any, by name: durations
+    #: of routed requests have their status as name.
+    _values: dict[str, list[float]] = {}
+    #: Exemplars of histograms, by name.
+    _exemplars: dict[str, Exemplars] | None = None
 
     def record_routed(self) -> None:
         """Counts the start of a routed request."""
@@ -92,41 +91,73 @@ class RequestSeries:
         """Counts the end of the stream of a routed request."""
         self.running -= 1
 
-    def record_status(self, status: str) -> str:
-        """Counts a request, and returns the label value of its status."""
-        requests = self.requests
-        if status not in requests and len(requests) >= _MAX_STATUSES:
-            status = OTHER
-        requests[status] += 1
-        return status
+    def record_refused(self, status: int) -> None:
+        """Counts a refused request."""
+        text, refused = str(status), self.refused or {}
+        refused[text] = refused.get(text, 0) + 1
+        self.refused = refused
 
     def record_duration(self, status: str, duration_s: float, trace_id: str) -> None:
-        """Counts the duration of a routed request by a status of `record_status`."""
-        histogram = self.duration_s.get(status)
-        if histogram is None:
-            histogram = self.duration_s[status] = MetricHistogram(DURATION_BOUNDS_S)
-        histogram.add(duration_s, trace_id)
+        """Counts a routed request and its duration.
 
-    def record_ttft(self, ttft_s: float, trace_id: str, *, is_stream: bool) -> None:
-        """Counts the time to the first token."""
-        histogram = self.ttft_s.get(is_stream)
-        if histogram is None:
-            histogram = self.ttft_s[is_stream] = MetricHistogram(TTFT_BOUNDS_S)
-        histogram.add(ttft_s, trace_id)
+        Args:
+            status: HTTP status of the response, `NO_STATUS` or `UNOBSERVED_STATUS`.
+            duration_s: Seconds from the first message to the end of the stream.
+            trace_id: Its trace if that is sampled, else empty.
+        """
+        known = self._values
+        if status not in known:
+            is_valid = _STATUS.fullmatch(status) is not None
+            fits = len(known) < len(_BOUNDS) + _MAX_STATUSES
+            status = sys.intern(status) if is_valid and fits else OTHER
+        self.record(status, duration_s, trace_id)
 
-    def record_prediction(self, predicted_s: float, actual_s: float) -> None:
-        """Counts a predicted time to the first token, and how far it was off."""
-        self.predicted_ttft_s.add(predicted_s)
-        if predicted_s > 0.0:
-            self.ttft_ratio.add(actual_s / predicted_s)
+    def record(self, name: str, value: float, trace_id: str = "") -> None:
+        """Counts a value in the histogram of that name; of a sampled trace, where it has an id."""
+        bucket = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value)
+        values = self._values.get(name)
+        if values is None or len(values) < bucket + 2:
+            longer: list[float] = [0] * (bucket + 2)
+            longer[: len(values or ())] = values or ()
+            values = self._values[name] = longer
+        values[0] += value
+        values[bucket + 1] += 1
+        if trace_id:
+            if self._exemplars is None:
+                self._exemplars = {}
+            self._exemplars.setdefault(name, {})[bucket] = (trace_id, value)
 
-    def record_usage(self, usage: Mapping[str, int]) -> None:
-        """Counts the tokens that a response reported, by kind."""
-        for kind, tokens in usage.items():
-            histogram = self.tokens.get(kind)
-            if histogram is None:
-                histogram = self.tokens[kind] = MetricHistogram(TOKEN_BOUNDS)
-            histogram.add(tokens)
+    def histogram(self, name: str) -> MetricHistogram | None:
+        """The histogram of that name; None without values."""
+        values = self._values.get(name)
+        if values is None:
+            return None
+        total, *counts = values
+        exemplars = None if self._exemplars is None else self._exemplars.get(name)
+        bounds = _BOUNDS.get(name, DURATION_BOUNDS_S)
+        return MetricHistogram(bounds, [int(count) for count in counts], float(total), exemplars)
+
+    @property
+    def durations_s(self) -> Mapping[str, MetricHistogram]:
+        """Histograms of the durations of routed requests by status."""
+        return {
+            name: histogram
+            for name in self._values
+            if name not in _BOUNDS and (histogram := self.histogram(name)) is not None
+        }
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Requests that ended, by status."""
+        counts = {name: histogram.count for name, histogram in self.durations_s.items()}
+        for status, count in (self.refused or {}).items():
+            counts[status] = counts.get(status, 0) + count
+        return counts
+
+    @property
+    def count(self) -> int:
+        """Requests that ended (count)."""
+        return sum(self.requests.values())
 
 
 class RequestSeriesTable:

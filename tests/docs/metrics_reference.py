@@ -8,7 +8,7 @@ from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.metric_family import MetricFamily
-from extproc.telemetry.request_series import UNPARSED
+from extproc.telemetry.request_series import TOKEN_KINDS, UNPARSED, Timing
 from tests.docs import reference
 from tests.support.pool_fixture import PoolFixture
 
@@ -43,11 +43,8 @@ def families(*, has_llmd_names: bool = False) -> list[MetricFamily]:
     pool.record_headers("10.0.0.1:8000", 0.1)
     series = pool.series.find(UNPARSED, is_served=True)
     series.record_duration("200", 0.1, "")
-    series.record_ttft(0.1, "", is_stream=True)
-    series.record_prediction(0.1, 0.1)
-    series.record_usage({"prompt": 1})
-    series.gap_s.add(0.1)
-    series.tpot_s.add(0.1)
+    for name in (*get_args(Timing), *TOKEN_KINDS):
+        series.record(name, 0.1)
     page = exposition.Exposition(
         counters,
         lambda: {

@@ -248,8 +248,8 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             pool = counters.for_pool("")
             assert fixture.in_flight == 0
             (series,) = pool.series
-            (duration_s,) = series.duration_s.values()
-            assert (series.running, duration_s.counts[0], duration_s.count) == (0, 1, 1)
+            (duration_s,) = series.durations_s.values()
+            assert (series.running, duration_s.counts) == (0, [1])
             assert pool.responses.total() + pool.without_response.total() == 1
             assert counters.streams.total() == 1
             assert set(counters.streams) <= {"ok", "cancelled"}

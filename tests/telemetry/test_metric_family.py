@@ -93,4 +93,4 @@ def test_histograms_are_merged_unless_they_are_empty():
     first.add(0.5)
     second.add(1.5)
     merged = merge([first, second])
-    assert (merged.counts, merged.total, first.counts) == ([1, 1, 0], 2.0, [1, 0, 0])
+    assert (merged.cumulative, merged.total, first.cumulative) == ([1, 2, 2], 2.0, [1, 1, 1])
