@@ -40,6 +40,11 @@ class FrameReader:
         self._is_plain = False  # settings came, and no header block is incomplete
         self._block: PartialHeaderBlock | None = None
 
+    @property
+    def num_streams(self) -> int:
+        """Open streams."""
+        raise NotImplementedError
+
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> int:
         """Handle a DATA frame, whose head is not checked; returns the number of its messages."""
         raise NotImplementedError
@@ -87,7 +92,7 @@ class FrameReader:
                     work -= _MESSAGE_WORK * self._on_data(flags, stream_id, data[start:at])
                 else:
                     work -= at - start
-                    self._read_frame(kind, flags, stream_id, data[start:at])
+                    work -= self._read_frame(kind, flags, stream_id, data[start:at])
             except Http2Error as error:
                 if not error.stream_id:
                     raise
@@ -110,8 +115,8 @@ class FrameReader:
         self._has_preface = True
         return len(preface)
 
-    def _read_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Check a frame against those before it, and handle it."""
+    def _read_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> int:
+        """Check a frame against those before it, and handle it; returns its work beside its bytes."""
         if self._block is not None and (
             kind != frames.CONTINUATION or stream_id != self._block.stream_id
         ):
@@ -126,6 +131,9 @@ class FrameReader:
             self._read_continuation(flags, stream_id, payload)
         else:
             self._on_frame(kind, flags, stream_id, payload)
+            if kind == frames.SETTINGS:
+                return self.num_streams  # the windows of all of them may change
+        return 0
 
     def _read_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
         frames.check_head(frames.HEADERS, stream_id, len(payload))

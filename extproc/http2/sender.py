@@ -20,6 +20,9 @@ _FRAGMENT_BYTES: Final = 1024
 #: Data of one output (bytes): more waits for the transport to take it, and is not built before.
 _OUTPUT_BYTES: Final = 256 * 1024
 
+#: What a frame takes of it beside its data: thousands of streams may each have some bytes to send.
+_FRAME_ROOM_BYTES: Final = 128
+
 #: Largest payload of our frames (bytes), however large the peer allows them to be.
 _MAX_FRAME_BYTES: Final = 64 * 1024
 
@@ -139,7 +142,7 @@ class ResponseSender:
         ):
             stream.send_window_bytes -= size
             self._window_bytes -= size
-            self._room_bytes -= size
+            self._room_bytes -= size + _FRAME_ROOM_BYTES
             self._guard.writes += 1
             output = self.output
             output.append(
@@ -319,7 +322,7 @@ class ResponseSender:
                 return False
             stream.send_window_bytes -= size
             self._window_bytes -= size
-            self._room_bytes -= size
+            self._room_bytes -= size + _FRAME_ROOM_BYTES
             self.unsent_bytes -= size
             self._budget.held_bytes -= size
             if size < left and size < _FRAGMENT_BYTES:

@@ -246,6 +246,24 @@ def test_a_read_full_of_small_messages_is_handled_in_turns(data, messages_of_a_t
     assert max(turns) <= messages_of_a_turn
 
 
+def test_windows_of_many_streams_change_in_turns():
+    """A frame of settings visits every stream."""
+    client = RawClient()
+    block = client.encoder.encode([*CALL_FIELDS])
+    client.send(
+        *(frame(HEADERS, END_HEADERS, stream_id, block) for stream_id in range(1, 16_000, 2))
+    )
+    client.core.receive(
+        b"".join(frame(SETTINGS, 0, 0, setting(4, 100 + number)) for number in range(40)), 0.0
+    )
+    turns = [len(client.read())]
+    while client.core.has_unread:
+        client.core.receive(b"", 0.0)
+        turns.append(len(client.read()))
+    assert sum(turns) == 40
+    assert max(turns) <= 5
+
+
 def test_a_connection_that_ends_in_the_middle_of_a_read_leaves_nothing_unread():
     client = RawClient()
     client.call()
