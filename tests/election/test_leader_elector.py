@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.election import leader_elector
-from extproc.election.lease_state import ElectionSettings
+from extproc.election.lease_state import ElectionSettings, LeaseRecord
 from tests.election.world import Fate, Store, World
 from tests.support.seeded import examples
 
@@ -231,8 +231,7 @@ def test_a_lease_taken_by_another_program_ends_leadership():
     cluster = swift()
     first = cluster.add("a", PATIENCE)
     cluster.run(20.0)
-    taken = cluster.store.do(first.elector._state._build_write(acquired=True))
-    cluster.store.record = type(taken)("person", 15, 7, "x")
+    cluster.store.record = LeaseRecord("person", 15, 7, "x")
     cluster.run(23.0)
     assert cluster.leaders == []
     cluster.run(60.0)

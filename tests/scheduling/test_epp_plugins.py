@@ -54,10 +54,13 @@ def test_ranks_are_among_the_candidates():
 
 def test_memory_of_new_prompts_is_bounded():
     """Of too many endpoints the one longest ago is forgotten."""
-    scorer = NoHitLruScorer(lru_size=2)
-    for name in "abc":
-        send(scorer, name)
-    assert list(scorer._last) == ["b:8000", "c:8000"]
+    fleet = builders.candidates({"a": {}, "new": {}, "b": {}, "c": {}})
+    for size, order in ((2, ["a", "new", "b", "c"]), (3, ["new", "a", "b", "c"])):
+        scorer = NoHitLruScorer(lru_size=size)
+        for name in "abc":
+            send(scorer, name)
+        ranks = scores(scorer, fleet)
+        assert sorted(ranks, key=ranks.__getitem__, reverse=True) == order
 
 
 @pytest.mark.parametrize("kind", ["max-score-picker", "random-picker", "weighted-random-picker"])

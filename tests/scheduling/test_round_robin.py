@@ -12,6 +12,18 @@ def walk(picker, candidates, steps, model="m"):
     return names
 
 
+def commit(picker, candidate, model="m"):
+    """A request of a model went to a candidate."""
+    request = builders.context(model=model).request
+    picker.on_committed(Decision(request, [candidate.endpoint]), 0.0)
+
+
+def has_place(picker, candidates, model):
+    """Whether the next endpoint of a model is certain."""
+    context = builders.context(model=model)
+    return len({picker.pick(context, candidates, [], count=1)[0] for _ in range(20)}) == 1
+
+
 def test_round_robin_follows_addresses():
     """The order is that of the addresses, however the candidates are listed."""
     forth = builders.candidates({"a": {}, "b": {}, "c": {}})
@@ -23,7 +35,7 @@ def test_round_robin_follows_addresses():
 def test_round_robin_continues_when_endpoints_change():
     """Losing an endpoint skips it; a new one is met in its place."""
     picker = RoundRobin()
-    picker._last["m"] = "b:8000"
+    commit(picker, builders.candidate("b"))
     assert walk(picker, builders.candidates({"a": {}, "b": {}, "d": {}}), 2) == "da"
     assert walk(picker, builders.candidates({"b": {}, "c": {}, "d": {}}), 3) == "bcd"
 
@@ -39,7 +51,7 @@ def test_models_have_separate_round_robin():
 def test_fallbacks_do_not_advance_round_robin():
     """Naming two endpoints still advances by one."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}, "c": {}})
-    picker._last["m"] = "a:8000"
+    commit(picker, candidates[0])
     context = builders.context(model="m")
     assert picker.pick(context, candidates, [], count=2) == [1, 2]
     picker.on_committed(
@@ -50,10 +62,12 @@ def test_fallbacks_do_not_advance_round_robin():
 
 def test_unknown_models_are_forgotten():
     """Memory of walks is bounded, whatever names clients make up."""
-    picker, candidates = RoundRobin(max_models=3), builders.candidates({"a": {}})
-    for i in range(10):
-        walk(picker, candidates, 1, model=str(i))
-    assert len(picker._last) == 3
+    picker, candidates = RoundRobin(max_models=3), builders.candidates({"a": {}, "b": {}, "c": {}})
+    models = [str(number) for number in range(10)]
+    for model in models:
+        walk(picker, candidates, 1, model=model)
+    # A walk that is remembered has one next place; any other begins at a random one.
+    assert [has_place(picker, candidates, model) for model in models] == [False] * 7 + [True] * 3
 
 
 def test_a_dry_run_does_not_advance_round_robin():

@@ -26,10 +26,11 @@ TURNS = examples(60)
 
 
 class Scene:
-    """An endpoint picker that follows its configuration file."""
+    """An endpoint picker that follows its configuration file; `on_read` is called after a read."""
 
     def __init__(self, path):
         self.path = path
+        self.on_read = lambda: None
         settings = self.read()
         self.picker = app.EndpointPickerProcess(settings, clock=lambda: 1.0)
         self.parts = self.picker.pool_registry.by_name[""].parts
@@ -43,7 +44,9 @@ class Scene:
         )
 
     def read(self):
-        return loader.settings(loader.read(self.path))
+        settings = loader.settings(loader.read(self.path))
+        self.on_read()
+        return settings
 
     def routed(self):
         outcome = self.parts.director.route(RAW, 1.0)
@@ -113,15 +116,12 @@ def test_a_deleted_file_keeps_the_old_configuration(scene):
 
 def test_reloader_reads_again_a_file_that_changed_during_the_read(scene):
     """A second write that comes during the reading of the first is not lost."""
-    read = scene.read
 
-    def read_and_change():
-        scene.reloader._source = reload.ConfigSource(lambda _: [str(scene.path)], read)
-        settings = read()
+    def change():
+        scene.on_read = lambda: None
         scene.path.write_text(HEAD + "scheduling: {strategy: least-request}\n")
-        return settings
 
-    scene.reloader._source = reload.ConfigSource(lambda _: [str(scene.path)], read_and_change)
+    scene.on_read = change
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"

@@ -28,6 +28,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from extproc.autoscaling.runtime import process_actuator
 from extproc.demo import stack
 
 #: Where `make envtest` puts what it builds.
@@ -170,7 +171,7 @@ class ApiServer(Cluster):
 
     def _run(self, name: str, *flags: str) -> None:
         assert threading.current_thread() is threading.main_thread(), "children die with a thread"
-        argv = stack._leashed([str(self._binaries / name), *flags])
+        argv = process_actuator.with_parent_death_signal([str(self._binaries / name), *flags])
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 argv, env=os.environ | _LAZY, stdin=subprocess.DEVNULL, stdout=log, stderr=log
