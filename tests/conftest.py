@@ -30,6 +30,7 @@ MOST = 8
 #: What takes longest, first, so that no worker is left alone with one of them at the end; files that
 #: compute stand between files that wait.
 LONG = (
+    "monitoring/test_faults.py",
     "e2e/test_demo.py",
     "kubernetes/test_scaling.py",
     "kubernetes/test_discovery.py",

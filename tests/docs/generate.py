@@ -23,6 +23,7 @@ from tests.docs import (
     reference,
     request_walk,
 )
+from tests.monitoring import alerts, boards
 from tests.protocol import table
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +31,11 @@ DOCS = ROOT / "docs"
 
 #: Name of a block to the function that makes its text.
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "alerts": alerts.runbooks_block,
     "bad input": bad_input.block,
     "cli": cli_reference.block,
     "configuration": reference.configuration_block,
+    "dashboards": boards.block,
     "helm values": helm_reference.block,
     "http endpoints": http_reference.block,
     "layers": layers.block,
@@ -42,9 +45,11 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "plugin api": plugin_reference.api_block,
     "plugins": plugin_reference.plugins_block,
     "points": table.reference_block,
+    "recording rules": alerts.records_block,
     "reload": reference.reload_block,
     "scenario": reference.scenario_block,
     "strategies": plugin_reference.strategies_block,
+    "trouble": boards.findings_block,
     "walk": request_walk.block,
 }
 

@@ -71,10 +71,16 @@ monitoring.coreos.com/v1 ServiceMonitor:
   selector!: {matchLabels!: labels}
   namespaceSelector: {matchNames: [text]}
   endpoints!: [{port!: text, path: text, interval: duration, scrapeTimeout: duration}]
+monitoring.coreos.com/v1 PrometheusRule:
+  groups!:
+    - name!: text
+      rules!:
+        - {record: text, alert: text, expr!: text, for: duration, labels: labels, annotations: texts}
 """
 
 _WORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"type": "string"},
+    "texts": {"type": "object", "additionalProperties": {"type": "string"}},
     "flag": {"type": "boolean"},
     "envoy": {"type": "object", "required": ["@type"]},
     "number": {"type": "integer"},

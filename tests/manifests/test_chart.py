@@ -350,3 +350,27 @@ def test_helm_lint_passes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stdout
+
+
+def test_monitoring_objects_are_those_of_the_files():
+    """Rules and dashboards reach the cluster as they stand in the chart, under labels of the values."""
+    documents = tools.charted(*SETS["all on"])
+    rule = parts.only(documents, "PrometheusRule")
+    text = (tools.CHART / "files/alerts/prometheusrule.yaml").read_text()
+    assert rule["spec"] == tools.loaded(text)["spec"]
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    shown = {}
+    for item in parts.of_kind(documents, "ConfigMap"):
+        if item["metadata"]["labels"].get("grafana_board") == "yes":
+            shown |= item["data"]
+    files = {path.name: path for path in (tools.CHART / "files/dashboards").glob("*.json")}
+    assert shown.keys() == files.keys()
+    for name, path in files.items():
+        assert json.loads(shown[name]) == json.loads(path.read_text())
+    defaults = tools.charted("--set", "monitoring.dashboards.enabled=true")
+    labeled = [
+        item
+        for item in parts.of_kind(defaults, "ConfigMap")
+        if item["metadata"]["labels"].get("grafana_dashboard") == "1"
+    ]
+    assert len(labeled) == len(files)

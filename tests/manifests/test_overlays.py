@@ -301,3 +301,17 @@ def test_replicas_that_scale_share_a_headless_service():
     assert service["clusterIP"] == "None"
     assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
     assert rules.named(documents) == [[settings.autoscaling.state]]
+
+
+def test_components_of_monitoring_have_the_files_of_the_chart():
+    """Alerts and dashboards are the same objects in both installations."""
+    documents = tools.kustomized(EVERYTHING)
+    rule = parts.only(documents, "PrometheusRule")
+    text = (tools.CHART / "files/alerts/prometheusrule.yaml").read_text()
+    assert rule["spec"] == tools.loaded(text)["spec"]
+    shown = {}
+    for item in parts.of_kind(documents, "ConfigMap"):
+        if item["metadata"].get("labels", {}).get("grafana_dashboard") == "1":
+            shown |= item["data"]
+    files = {path.name: path for path in (tools.CHART / "files/dashboards").glob("*.json")}
+    assert shown == {name: path.read_text() for name, path in files.items()}

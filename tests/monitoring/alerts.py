@@ -1,0 +1,495 @@
+"""Recording rules and alerts of Prometheus, with their sections of the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+#: The page whose sections are named like the alerts.
+RUNBOOKS = "docs/operations/alerts.md"
+
+
+class RecordingRule(msgspec.Struct, frozen=True):
+    """A series that Prometheus computes.
+
+    Attributes:
+        record: Its name: level, metric and operations, separated by colons.
+        meaning: One sentence for the documentation.
+        expr: PromQL.
+    """
+
+    record: str
+    meaning: str
+    expr: str
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """An alert and its runbook.
+
+    Attributes:
+        name: Its name; also the heading of its section.
+        severity: `critical` wakes somebody up, `warning` is for the working day, `info` explains
+            other alerts.
+        for_: How long `expr` holds before it fires.
+        expr: PromQL; thresholds are starting points.
+        summary: One line with labels in double braces.
+        meaning: What it means for requests.
+        look: Where the cause shows; Markdown.
+        action: What to do; Markdown.
+    """
+
+    name: str
+    severity: Literal["critical", "warning", "info"]
+    for_: str
+    expr: str
+    summary: str
+    meaning: str
+    look: str
+    action: str
+
+
+RECORDING_RULES: Sequence[RecordingRule] = (
+    RecordingRule(
+        "pool:extproc_requests:rate5m",
+        "Requests per second that ended, routed and rejected.",
+        "sum by (namespace, pool) (rate(extproc_requests_total[5m]))",
+    ),
+    RecordingRule(
+        "pool:extproc_failed_requests:ratio_rate5m",
+        "Share of requests that ended with 429 or 5xx, of an engine or of extproc.",
+        'sum by (namespace, pool) (rate(extproc_requests_total{status=~"429|5.."}[5m]))\n'
+        "  / (pool:extproc_requests:rate5m > 0)",
+    ),
+    RecordingRule(
+        "pool:extproc_request_ttft_seconds:p95_rate5m",
+        "95th percentile of the time from the start of a request to its first token.",
+        "histogram_quantile(0.95, sum by (le, namespace, pool)"
+        " (rate(extproc_request_ttft_seconds_bucket[5m])))",
+    ),
+    RecordingRule(
+        "pool:extproc_flow_control_request_queue_duration_seconds:p95_rate5m",
+        "95th percentile of the time in the queue.",
+        "histogram_quantile(0.95, sum by (le, namespace, pool)"
+        " (rate(extproc_flow_control_request_queue_duration_seconds_bucket[5m])))",
+    ),
+    RecordingRule(
+        "pool:extproc_matched_tokens:ratio_rate5m",
+        "Share of prompt tokens predicted to be cached on the chosen endpoint.",
+        "sum by (namespace, pool) (rate(extproc_matched_tokens_total[5m]))\n"
+        "  / (sum by (namespace, pool) (rate(extproc_prompt_tokens_total[5m])) > 0)",
+    ),
+    RecordingRule(
+        "endpoint:extproc_prefix_observed_tokens:ratio_rate5m",
+        "Cached tokens that an engine reported, over those predicted; where 20 per second are.",
+        "sum by (namespace, pool, endpoint) (rate(extproc_prefix_observed_tokens_total[5m]))\n"
+        "  / (sum by (namespace, pool, endpoint)"
+        " (rate(extproc_prefix_predicted_tokens_total[5m])) > 20)",
+    ),
+    RecordingRule(
+        "endpoint:extproc_endpoint_response_headers_seconds:mean_rate5m",
+        "Mean time from the choice of the endpoint to response headers.",
+        "sum by (namespace, pool, endpoint)"
+        " (rate(extproc_endpoint_response_headers_seconds_sum[5m]))\n"
+        "  / (sum by (namespace, pool, endpoint)"
+        " (rate(extproc_endpoint_response_headers_seconds_count[5m])) > 0)",
+    ),
+    RecordingRule(
+        "endpoint:extproc_endpoint_response_headers_seconds:ratio_rate5m",
+        "The same over the quicker quarter of its pool; 1 is usual.",
+        "endpoint:extproc_endpoint_response_headers_seconds:mean_rate5m\n"
+        "  / on (namespace, pool) group_left () quantile by (namespace, pool)"
+        " (0.25, endpoint:extproc_endpoint_response_headers_seconds:mean_rate5m)",
+    ),
+)
+
+
+def _new_or_more(metric: str, window: str) -> str:
+    """An expression for a counter that rose; the first count of a series is a rise as well."""
+    return f"increase({metric}[{window}]) > 0\n  or {metric} > 0 unless {metric} offset {window}"
+
+
+ALERTS: Sequence[Alert] = (
+    Alert(
+        name="ExtprocDown",
+        severity="critical",
+        for_="2m",
+        expr=(
+            "count by (namespace, job) (max_over_time(extproc_info[1h]))\n"
+            "  unless on (namespace, job) count by (namespace, job) (extproc_info)\n"
+            "  or on () absent(extproc_info)"
+        ),
+        summary="No replica of extproc can be scraped",
+        meaning="Prometheus sees no replica of an installation. If none runs, Envoy answers requests as its `failure_mode_allow` says, which is 500 in the shipped files.",
+        look="`kubectl get pods`, the targets page of Prometheus, the NetworkPolicy (`networkPolicy.monitoring` of the chart).",
+        action="Bring a replica back; the log of the last one says why it ended. If replicas run and serve, only the scrape is broken: let Prometheus reach port 9090.",
+    ),
+    Alert(
+        name="ExtprocScrapeFails",
+        severity="warning",
+        for_="5m",
+        expr="up == 0 and on (namespace, job, instance) max_over_time(extproc_info[1h])",
+        summary="Prometheus cannot scrape {{ $labels.instance }}",
+        meaning="One replica of extproc does not answer Prometheus. Requests may be served all the same by this replica, and are by others.",
+        look="The error on the targets page of Prometheus; `/healthz` and the log of this replica; board [Overview](dashboards.md#overview), panel Replicas.",
+        action="A replica that hangs is restarted by its liveness probe. One that is gone for good leaves the targets, and the alert ends within the hour.",
+    ),
+    Alert(
+        name="ExtprocPoolWithoutEndpoints",
+        severity="critical",
+        for_="1m",
+        expr=(
+            "max by (namespace, pool) (extproc_pool_match_state)\n"
+            "  unless on (namespace, pool) max by (namespace, pool)"
+            " (extproc_endpoint_up * (1 - extproc_endpoint_ejected)) > 0\n"
+            "  unless on (namespace, pool) max by (namespace, pool)"
+            " (extproc_scaling_desired_replicas) == 0"
+        ),
+        summary="Pool {{ $labels.pool }} has no endpoint that serves",
+        meaning="The pool is empty, or every endpoint is ejected or refuses connections. Requests get 503, or wait if [flow control](../guides/queueing.md) is on. A pool that was scaled to zero does not count.",
+        look="Board [Overview](dashboards.md#overview), panel Endpoints; board [One pool](dashboards.md#one-pool), panel Ejected; `GET /debug/pool` has the cause for each endpoint; the state of discovery in `/readyz`.",
+        action="If engines run, compare their labels with the selector of the InferencePool, and their port with `targetPorts`. If not, their own logs and events say why.",
+    ),
+    Alert(
+        name="ExtprocManyEndpointsEjected",
+        severity="critical",
+        for_="1m",
+        expr=(
+            "sum by (namespace, pool) (max by (namespace, pool, endpoint) (extproc_endpoint_ejected))\n"
+            "  / count by (namespace, pool) (max by (namespace, pool, endpoint) (extproc_endpoint_ejected))\n"
+            "  > 0.25"
+        ),
+        summary="{{ $value | humanizePercentage }} of the endpoints of pool {{ $labels.pool }} are ejected",
+        meaning="More than a quarter of the engines fail at once, and the others take their load. At most half of a pool is ejected for errors, see [outlier detection](../concepts/failing-endpoints.md#limits).",
+        look="Board [One pool](dashboards.md#one-pool), panel Ejections by cause: `unreachable` is the network or dead processes, `errors` the model server, `hung` the device.",
+        action="Look for what these engines have in common: node, image, configuration, a model that was loaded lately.",
+    ),
+    Alert(
+        name="ExtprocRequestsFail",
+        severity="critical",
+        for_="5m",
+        expr="pool:extproc_failed_requests:ratio_rate5m > 0.05",
+        summary="{{ $value | humanizePercentage }} of the requests of pool {{ $labels.pool }} fail",
+        meaning="Clients get 5xx of engines, or extproc rejects their requests with 429 or 503.",
+        look="Board [Overview](dashboards.md#overview), panels Requests by status, Rejections by cause and Server errors; `extproc explain --failed`; [troubleshooting](troubleshooting.md#by-status-code).",
+        action="By cause: `busy` and `queue-full` need engines, `no-endpoints` a look at discovery, errors of one endpoint its log.",
+    ),
+    Alert(
+        name="ExtprocEndpointEjected",
+        severity="warning",
+        for_="5m",
+        expr="max by (namespace, pool, endpoint) (extproc_endpoint_ejected) > 0",
+        summary="{{ $labels.endpoint }} of pool {{ $labels.pool }} is ejected",
+        meaning="An engine died, hangs or answers errors, and gets no requests but probes. The others serve.",
+        look="`health` and `cause` in `GET /debug/pool`; board [One pool](dashboards.md#one-pool), panels Ejected and Ejections by cause; lines `endpoint ejected` of the log.",
+        action="Restart the engine if it hangs; it is probed and comes back by itself. See [outlier detection](../concepts/failing-endpoints.md).",
+    ),
+    Alert(
+        name="ExtprocEndpointScrapesFail",
+        severity="warning",
+        for_="5m",
+        expr=(
+            'sum by (namespace, pool, endpoint) (rate(extproc_scrapes_total{result!="ok"}[5m]))\n'
+            "  / sum by (namespace, pool, endpoint) (rate(extproc_scrapes_total[5m])) > 0.5"
+        ),
+        summary="extproc cannot read the metrics of {{ $labels.endpoint }}",
+        meaning="The load of this engine is estimated from extproc's own requests only, so that it gets more or less than its share.",
+        look="Board [One pool](dashboards.md#one-pool), panels Failed scrapes (by result) and Age of metrics.",
+        action="Compare `scrape.path` and `scrape.scheme` with the engine: `curl http://ENDPOINT/metrics` from the pod of extproc.",
+    ),
+    Alert(
+        name="ExtprocEndpointSlow",
+        severity="warning",
+        for_="10m",
+        expr="endpoint:extproc_endpoint_response_headers_seconds:ratio_rate5m > 3",
+        summary="{{ $labels.endpoint }} is {{ $value | humanize }} times slower than its pool",
+        meaning="Responses of an engine begin three times as late as in the quicker quarter of its pool: it is slow, has more to do, or gets longer requests than the others. Strategies that look at load send it less.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Slow engines, First byte by endpoint and Requests in flight; clocks and temperature of its device.",
+        action="With equal load it is the engine: restart or replace it. With unequal load, take a strategy that looks at load, such as `adaptive`. Where a pool mixes devices on purpose, raise the threshold.",
+    ),
+    Alert(
+        name="ExtprocFirstTokenSlow",
+        severity="warning",
+        for_="10m",
+        expr=(
+            "pool:extproc_request_ttft_seconds:p95_rate5m\n"
+            "  > 3 * avg_over_time(pool:extproc_request_ttft_seconds:p95_rate5m[6h] offset 30m)\n"
+            "  and pool:extproc_request_ttft_seconds:p95_rate5m > 1"
+        ),
+        summary="The first token of pool {{ $labels.pool }} takes {{ $value | humanizeDuration }} (p95)",
+        meaning="The first token takes three times as long as in the last six hours, and more than a second.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), from top to bottom.",
+        action="The row in which the time was spent says what to do: queue, picker, engines or caches.",
+    ),
+    Alert(
+        name="ExtprocCachePredictionsWrong",
+        severity="warning",
+        for_="2m",
+        expr="endpoint:extproc_prefix_observed_tokens:ratio_rate5m < 0.5",
+        summary="{{ $labels.endpoint }} finds {{ $value | humanizePercentage }} of the predicted prefixes in its cache",
+        meaning="The cache of an engine is colder than extproc predicts: it was reset, is filled by other clients, or prefix caching is off. Requests are sent there for a prefix that must be computed anew. extproc learns from this within some requests.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Observed over predicted and Cached tokens per response.",
+        action="If it persists: turn on prefix caching in the engine, or stop others from sending to it. A reset cache fills again by itself.",
+    ),
+    Alert(
+        name="ExtprocPrefixHitsDropped",
+        severity="info",
+        for_="10m",
+        expr=(
+            "pool:extproc_matched_tokens:ratio_rate5m\n"
+            "  < 0.5 * avg_over_time(pool:extproc_matched_tokens:ratio_rate5m[6h] offset 30m)"
+        ),
+        summary="Prefix hits of pool {{ $labels.pool }} fell to {{ $value | humanizePercentage }}",
+        meaning="Half as many prompt tokens as in the last six hours are cached where their request goes: engines restarted, or prompts begin with something else. Responses begin later, and engines do more work.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), row Prefix caches.",
+        action="Look at what changed at that time: a rollout of the engines, a prompt template that begins with a date or an id, a fleet that grew.",
+    ),
+    Alert(
+        name="ExtprocQueueFull",
+        severity="critical",
+        for_="2m",
+        expr=(
+            "sum by (namespace, pool)"
+            ' (rate(extproc_rejection_causes_total{cause=~"queue-full|displaced|queue-timeout"}[5m])) > 0'
+        ),
+        summary="Requests of pool {{ $labels.pool }} find no room in the queue, or wait in vain",
+        meaning="The fleet cannot serve what arrives: the queue is full, or waits expire. Clients get 429 with `Retry-After`.",
+        look="Board [Scaling and queue](dashboards.md#scaling-and-queue), panels Requests in the queue, Departures from the queue and Missing replicas.",
+        action="Add engines; let the [autoscaler](../guides/autoscaling/index.md) have a higher maximum; give batch traffic a priority below 0.",
+    ),
+    Alert(
+        name="ExtprocQueueWaitLong",
+        severity="warning",
+        for_="10m",
+        expr="pool:extproc_flow_control_request_queue_duration_seconds:p95_rate5m > 10",
+        summary="Requests of pool {{ $labels.pool }} wait {{ $value | humanizeDuration }} (p95)",
+        meaning="One request of twenty waits more than ten seconds for an engine.",
+        look="Board [Scaling and queue](dashboards.md#scaling-and-queue), panels Time in the queue and Requests in the queue.",
+        action="As for `ExtprocQueueFull`, before the queue is full.",
+    ),
+    Alert(
+        name="ExtprocConfigRejected",
+        severity="warning",
+        for_="1m",
+        expr="max by (namespace, instance) (extproc_config_reload_failed) > 0",
+        summary="{{ $labels.instance }} rejected its configuration",
+        meaning="A changed file is wrong, and the last good configuration stays in force. A replica that restarts now does not start.",
+        look="The log names file, field and expected value; board [Overview](dashboards.md#overview), panel Configuration.",
+        action="Correct the file: `extproc check FILE` reads it without a running extproc.",
+    ),
+    Alert(
+        name="ExtprocConfigNeedsRestart",
+        severity="info",
+        for_="1h",
+        expr="max by (namespace, instance) (extproc_config_restart_needed) > 0",
+        summary="{{ $labels.instance }} must restart to take its whole configuration",
+        meaning="The file differs from what runs in fields that only a restart changes.",
+        look="The log names the fields; [reload](../reference/configuration.md#reload) lists all.",
+        action="`kubectl rollout restart`.",
+    ),
+    Alert(
+        name="ExtprocDiscoveryOutOfStep",
+        severity="warning",
+        for_="1m",
+        expr="max by (namespace, instance, collection) (extproc_discovery_watch_unsynced_seconds) > 60",
+        summary="{{ $labels.instance }} does not follow {{ $labels.collection }}",
+        meaning="A watch of the API server has been broken for a minute. Routing continues with the last known endpoints; new pods get no requests, and gone ones are ejected when they fail.",
+        look="`/readyz` names the watch and the reason.",
+        action="Missing rights, missing definitions, a NetworkPolicy, or an API server that is away.",
+    ),
+    Alert(
+        name="ExtprocEndpointsDropped",
+        severity="warning",
+        for_="5m",
+        expr="max by (namespace, pool) (extproc_discovery_dropped_addresses) > 0",
+        summary="{{ $value }} addresses of pool {{ $labels.pool }} exceed the limit of a pool",
+        meaning="Addresses from flags, files or DNS beyond the limit get no requests.",
+        look="[Input limits](../reference/input-limits.md).",
+        action="Split the pool, or take addresses out of the source.",
+    ),
+    Alert(
+        name="ExtprocLoopFails",
+        severity="warning",
+        for_="5m",
+        expr="max by (namespace, instance, loop) (extproc_loop_degraded) > 0",
+        summary="The loop {{ $labels.loop }} of {{ $labels.instance }} fails",
+        meaning="A background task fails and is retried; requests are served from the last known state.",
+        look="The log names type, file and line; `/readyz` has a line `degraded`; [background loops](observability.md#failures-of-background-loops).",
+        action="`redis`, `kubernetes` and the like in the log point at a dependency. Otherwise report it with the log line.",
+    ),
+    Alert(
+        name="ExtprocException",
+        severity="warning",
+        for_="0m",
+        expr=_new_or_more("extproc_exceptions_total", "15m"),
+        summary="{{ $labels.type }} in {{ $labels.place }} of {{ $labels.instance }}",
+        meaning="A bug: a request met an exception that nobody expected and got 500, or was routed by a fallback.",
+        look="The log line with type, file and line.",
+        action="Report it with the log line.",
+    ),
+    Alert(
+        name="ExtprocFallbackDecisions",
+        severity="warning",
+        for_="5m",
+        expr=(
+            "sum by (namespace, pool) (rate(extproc_degraded_decisions_total[5m]))\n"
+            "  / sum by (namespace, pool) (rate(extproc_routed_requests_total[5m])) > 0.05"
+        ),
+        summary="{{ $value | humanizePercentage }} of the requests of pool {{ $labels.pool }} are routed by a fallback",
+        meaning="The profile could not decide, and an endpoint was taken without its scorers.",
+        look="`reason` of `extproc_degraded_decisions_total`; `extproc explain --last`.",
+        action="A plugin that fails is named by the log; with a bug of extproc, report the log line.",
+    ),
+    Alert(
+        name="ExtprocPluginBypassed",
+        severity="warning",
+        for_="0m",
+        expr=_new_or_more("extproc_plugin_bypasses_total", "15m"),
+        summary="The {{ $labels.role }} {{ $labels.kind }} of {{ $labels.instance }} is bypassed",
+        meaning="A plugin of your own exceeded its time or raised too often, and decisions are made without it for a while.",
+        look="`extproc_plugin_overruns_total`, `extproc_plugin_exceptions_total`; the log.",
+        action="Make it faster or correct it; see [write a scorer](../guides/write-a-scorer.md).",
+    ),
+    Alert(
+        name="ExtprocEventLoopStalls",
+        severity="warning",
+        for_="10m",
+        expr=(
+            "histogram_quantile(0.99, sum by (le, namespace, instance)"
+            " (rate(extproc_event_loop_lag_seconds_bucket[5m]))) > 0.1"
+        ),
+        summary="The event loop of {{ $labels.instance }} stalls for {{ $value | humanizeDuration }} (p99)",
+        meaning="During a stall no request of this replica is served: too little CPU, or too much work for one core.",
+        look="Board [Why is it slow](dashboards.md#why-is-it-slow), panels Stalls of the picker and Decision time: lag without CPU seconds is a machine that is busy with something else.",
+        action="Remove a CPU limit, add replicas, move large bodies elsewhere; [sizing](sizing.md).",
+    ),
+    Alert(
+        name="ExtprocStreamsFail",
+        severity="warning",
+        for_="5m",
+        expr=(
+            'sum by (namespace, instance) (rate(extproc_streams_total{result=~"error|protocol"}[5m]))\n'
+            "  / sum by (namespace, instance) (rate(extproc_streams_total[5m])) > 0.01"
+        ),
+        summary="{{ $value | humanizePercentage }} of the ext_proc streams of {{ $labels.instance }} fail",
+        meaning="Envoy and extproc do not understand each other, or extproc raised; such requests get 500.",
+        look="The log; `ext_proc` among the response flags of Envoy's access log.",
+        action="`extproc check --envoy FILE` compares the filter's settings with what extproc needs.",
+    ),
+    Alert(
+        name="ExtprocXdsRejected",
+        severity="warning",
+        for_="0m",
+        expr=_new_or_more("extproc_xds_nacks_total", "15m"),
+        summary="Envoy rejects {{ $labels.type }} of {{ $labels.instance }}",
+        meaning="An Envoy keeps its last clusters or endpoints, and does not see changes of the pool.",
+        look="The log line has Envoy's message.",
+        action="Mostly an Envoy that is too old for a field; see [choose a profile](../guides/choose-an-envoy-profile.md).",
+    ),
+    Alert(
+        name="ExtprocMatchNotInForce",
+        severity="warning",
+        for_="5m",
+        expr='max by (namespace, pool, state) (extproc_pool_match_state{state=~"overlapped|rejected"}) > 0',
+        summary="The match of pool {{ $labels.pool }} is {{ $labels.state }}",
+        meaning="Annotations of an InferencePool claim requests that another pool takes, or that no rule of `cluster.match_rules` allows.",
+        look="Events and annotations of the InferencePool; the log; [several pools](../guides/several-pools.md).",
+        action="Change the annotation, or allow it by a rule.",
+    ),
+    Alert(
+        name="ExtprocReplicasMissing",
+        severity="warning",
+        for_="15m",
+        expr=(
+            "max by (namespace, pool) (extproc_scaling_desired_replicas)\n"
+            "  - max by (namespace, pool)"
+            ' (extproc_scaling_replicas{state="available"}) > 0'
+        ),
+        summary="Pool {{ $labels.pool }} lacks {{ $value }} engines",
+        meaning="The autoscaler wants more engines than become available: no free devices, images that do not load, or engines that do not get ready.",
+        look="Board [Scaling and queue](dashboards.md#scaling-and-queue), panels Replicas and Cold start; events of the pending pods.",
+        action="Add nodes, raise quotas, or correct the engine's start.",
+    ),
+    Alert(
+        name="ExtprocScalingFails",
+        severity="warning",
+        for_="5m",
+        expr="sum by (namespace, pool) (rate(extproc_scaling_failures_total[5m])) > 0",
+        summary="extproc cannot scale pool {{ $labels.pool }}",
+        meaning="Replicas of the target can be neither read nor changed; the engines stay as they are.",
+        look="The log; events of the target; [autoscaling](../guides/autoscaling/kubernetes.md).",
+        action="Give the rights of the component `engine-autoscaling`; remove an HPA or ScaledObject on the same object.",
+    ),
+    Alert(
+        name="ExtprocScalingCountersIncomplete",
+        severity="warning",
+        for_="5m",
+        expr="min by (namespace, pool) (extproc_scaling_counters_complete) == 0",
+        summary="The autoscaler of pool {{ $labels.pool }} does not know all counters",
+        meaning="A replica of extproc cannot read the counters of another one. Until it can, no engine is taken away.",
+        look="The log names the peer; [several replicas](../guides/autoscaling/index.md#several-replicas-of-extproc).",
+        action="Let replicas reach each other on port 9090: the headless Service and the NetworkPolicy of the component.",
+    ),
+    Alert(
+        name="ExtprocNoLeader",
+        severity="critical",
+        for_="1m",
+        expr="sum by (namespace, job) (extproc_leader) == 0",
+        summary="No replica of {{ $labels.job }} holds the Lease",
+        meaning="With [leader election](../guides/leader-election.md) only the leader is ready: no replica takes requests.",
+        look="`kubectl get lease`; the log of the replicas; the state of the API server.",
+        action="Give rights for Leases; or turn leader election off, which extproc does not need.",
+    ),
+)
+
+
+def groups() -> list[dict[str, Any]]:
+    """The groups of a rule file of Prometheus, and of a PrometheusRule."""
+    records = [{"record": rule.record, "expr": rule.expr} for rule in RECORDING_RULES]
+    return [
+        {"name": "extproc.records", "rules": records},
+        {"name": "extproc.alerts", "rules": [_alert(alert) for alert in ALERTS]},
+    ]
+
+
+def _alert(alert: Alert) -> dict[str, Any]:
+    return {
+        "alert": alert.name,
+        "expr": alert.expr,
+        "for": alert.for_,
+        "labels": {"severity": alert.severity},
+        "annotations": {
+            "summary": alert.summary,
+            "description": re.sub(r"\[(.*?)\]\(.*?\)", r"\1", alert.meaning),
+            "runbook": f"{RUNBOOKS}#{alert.name.lower()}",
+        },
+    }
+
+
+def records_block() -> str:
+    """The table of recording rules of the documentation."""
+    rows = ["| series | meaning |", "|---|---|"]
+    rows += [f"| `{rule.record}` | {rule.meaning} |" for rule in RECORDING_RULES]
+    return "\n".join(rows)
+
+
+def runbooks_block() -> str:
+    """The table and the sections of alerts of the documentation."""
+    return "\n".join(_runbooks())
+
+
+def _runbooks() -> Iterator[str]:
+    yield "| alert | severity | for | meaning |"
+    yield "|---|---|---|---|"
+    for alert in ALERTS:
+        first = alert.meaning.partition(". ")[0].rstrip(".")
+        name = f"[{alert.name}](#{alert.name.lower()})"
+        yield f"| {name} | {alert.severity} | {alert.for_} | {first}. |"
+    for alert in ALERTS:
+        yield f"\n## {alert.name}\n"
+        yield f"{alert.meaning}\n"
+        yield f"```promql\n{alert.expr}\n```\n"
+        yield f"**Look at:** {alert.look}\n"
+        yield f"**Do:** {alert.action}"

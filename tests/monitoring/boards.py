@@ -1,0 +1,1068 @@
+"""The dashboards: questions of operators, and the queries that answer them.
+
+Queries use the metrics themselves and no recorded series, so that a board works without the rules.
+`<model>`, `<pool>` and `<process>` are the matchers of the board's variables, `<rate>` is Grafana's interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tests.monitoring.grafana import Board, Panel, Query, Row
+
+#: Colors by bound: fine, look, act.
+_RATIO_BAD = ((0.0, "green"), (0.01, "yellow"), (0.05, "red"))
+_COUNT_BAD = ((0.0, "green"), (1.0, "red"))
+_COUNT_LOOK = ((0.0, "green"), (1.0, "yellow"))
+_RATIO_GOOD = ((0.0, "red"), (0.2, "yellow"), (0.5, "green"))
+
+_FAILED = 'sum(rate(extproc_requests_total{<model>,status=~"429|5.."}[<rate>]))'
+_ARRIVED = "sum(rate(extproc_requests_total{<model>}[<rate>]))"
+_HITS = (
+    "sum by (pool) (rate(extproc_matched_tokens_total{<pool>}[<rate>]))"
+    " / (sum by (pool) (rate(extproc_prompt_tokens_total{<pool>}[<rate>])) > 0)"
+)
+_SPEED = (
+    "(1000 * max by (namespace, pool, endpoint)"
+    " (extproc_endpoint_prefill_seconds_per_token{<pool>})"
+    " + 100 * max by (namespace, pool, endpoint) (extproc_endpoint_step_seconds{<pool>}"
+    " + extproc_endpoint_decode_seconds_per_sequence{<pool>}))"
+)
+
+
+#: 0 for a pool, also for one without endpoints.
+_NONE = "0 * max by (namespace, pool) (extproc_pool_match_state{<pool>})"
+_FIRST_BYTE = (
+    "(sum by (namespace, pool, endpoint)"
+    " (rate(extproc_endpoint_response_headers_seconds_sum{<pool>}[<rate>]))"
+    " / (sum by (namespace, pool, endpoint)"
+    " (rate(extproc_endpoint_response_headers_seconds_count{<pool>}[<rate>])) > 0))"
+)
+
+
+def _quantiles(
+    metric: str, *shares: float, by: str = "", matcher: str = "<pool>", staged: str = ""
+) -> list[Query]:
+    """Quantiles of a histogram over time."""
+    labels = f"le, {by}" if by else "le"
+    suffix = f" {{{{{by}}}}}" if by else ""
+    return [
+        Query(
+            f"histogram_quantile({share:g}, sum by ({labels})"
+            f" (rate({metric}_bucket{{{matcher}}}[<rate>])))",
+            f"p{100 * share:g}{suffix}",
+            staged,
+        )
+        for share in shares
+    ]
+
+
+def _rates(metric: str, *labels: str, staged: str = "", matcher: str = "<pool>") -> list[Query]:
+    """Increase per second of a counter, by labels."""
+    by = ", ".join(labels)
+    legend = " ".join(f"{{{{{label}}}}}" for label in labels)
+    return [Query(f"sum by ({by}) (rate({metric}{{{matcher}}}[<rate>]))", legend, staged)]
+
+
+def _gauge(metric: str, *labels: str, fold: str = "sum", staged: str = "") -> list[Query]:
+    """A gauge over the replicas of extproc, by labels."""
+    by = ", ".join(labels)
+    legend = " ".join(f"{{{{{label}}}}}" for label in labels)
+    return [Query(f"{fold} by ({by}) ({metric}{{<pool>}})", legend, staged)]
+
+
+_EJECTED = Panel(
+    "Ejected",
+    "1 while an endpoint gets no requests because it fails, hangs or cannot be reached.",
+    "short",
+    _gauge("extproc_endpoint_ejected", "pool", "endpoint", fold="max"),
+    kind="state-timeline",
+    width=12,
+    steps=_COUNT_BAD,
+)
+_EJECTIONS = Panel(
+    "Ejections by cause",
+    "errors: 5xx in a row; hung: no progress for 15 s; unreachable: connections refused;"
+    " passed-over: Envoy served by another endpoint.",
+    "cps",
+    _rates("extproc_ejections_total", "pool", "cause", staged="engine killed"),
+)
+_REJECTIONS = Panel(
+    "Rejections by cause",
+    "Requests that extproc refuses, by HTTP status and cause. None is normal without overload.",
+    "reqps",
+    _rates("extproc_rejection_causes_total", "pool", "status", "cause", staged="no endpoint"),
+    stacked=True,
+)
+_SERVER_ERRORS = Panel(
+    "Server errors by endpoint",
+    "Share of an engine's responses that are 5xx.",
+    "percentunit",
+    [
+        Query(
+            'sum by (pool, endpoint) (rate(extproc_responses_total{<pool>,status=~"5.."}[<rate>]))'
+            " / sum by (pool, endpoint) (rate(extproc_responses_total{<pool>}[<rate>]))",
+            "{{endpoint}}",
+            "engine errors",
+        )
+    ],
+    steps=_RATIO_BAD,
+)
+_QUEUE_SIZE = Panel(
+    "Requests in the queue",
+    "Requests that wait in extproc for an engine. Above 0 for minutes: engines are missing.",
+    "short",
+    _gauge("extproc_flow_control_queue_size", "pool", staged="flow control"),
+)
+_QUEUE_WAIT = Panel(
+    "Time in the queue",
+    "Seconds that dispatched requests waited in extproc, by priority.",
+    "s",
+    _quantiles(
+        "extproc_flow_control_request_queue_duration_seconds",
+        0.5,
+        0.95,
+        by="priority",
+        staged="requests wait",
+    ),
+)
+_HIT_RATIO = Panel(
+    "Prompt tokens in the cache",
+    "Share of prompt tokens that are predicted to be cached on the chosen endpoint."
+    " A fall means engines that restarted, or other prompts.",
+    "percentunit",
+    [Query(_HITS, "{{pool}}")],
+)
+_TOKENS = Panel(
+    "Tokens by kind",
+    "Tokens per second that engines reported: prompt, of these cached, and completion."
+    " Only where the data plane shows responses.",
+    "short",
+    _rates(
+        "extproc_usage_tokens_total",
+        "pool",
+        "kind",
+        staged="bodies of responses",
+        matcher="<model>",
+    ),
+)
+_FIRST_BYTE_BY_ENDPOINT = Panel(
+    "First byte by endpoint",
+    "Mean time from the choice of the endpoint to response headers."
+    " Streams of most engines begin with the first token, other responses when they are complete.",
+    "s",
+    [Query(_FIRST_BYTE, "{{endpoint}}")],
+)
+
+OVERVIEW = Board(
+    uid="extproc-overview",
+    title="extproc / Overview",
+    answers="Is anything wrong, and in which pool? Traffic, failures, latency and health of all pools.",
+    has_models=True,
+    rows=[
+        Row(
+            "Now",
+            [
+                Panel(
+                    "Requests",
+                    "Requests per second, routed and rejected.",
+                    "reqps",
+                    [Query(_ARRIVED, "requests")],
+                    kind="stat",
+                    width=4,
+                ),
+                Panel(
+                    "Failed",
+                    "Share of requests that ended with 429 or 5xx, of an engine or of extproc.",
+                    "percentunit",
+                    [Query(f"({_FAILED} or vector(0)) / ({_ARRIVED} > 0)", "failed")],
+                    kind="stat",
+                    width=4,
+                    steps=_RATIO_BAD,
+                ),
+                Panel(
+                    "First token, p95",
+                    "95th percentile of the time from the start of a request to its first token,"
+                    " or to response headers where chunks are not shown.",
+                    "s",
+                    _quantiles("extproc_request_ttft_seconds", 0.95, matcher="<model>"),
+                    kind="stat",
+                    width=4,
+                ),
+                Panel(
+                    "Cached prompt tokens",
+                    "Share of prompt tokens predicted to be cached on the chosen endpoint.",
+                    "percentunit",
+                    [
+                        Query(
+                            "sum(rate(extproc_matched_tokens_total{<pool>}[<rate>]))"
+                            " / (sum(rate(extproc_prompt_tokens_total{<pool>}[<rate>])) > 0)",
+                            "cached",
+                        )
+                    ],
+                    kind="stat",
+                    width=4,
+                    steps=_RATIO_GOOD,
+                ),
+                Panel(
+                    "Ejected endpoints",
+                    "Endpoints that get no requests because they fail.",
+                    "short",
+                    [
+                        Query(
+                            "sum(max by (namespace, pool, endpoint)"
+                            " (extproc_endpoint_ejected{<pool>}))",
+                            "ejected",
+                        )
+                    ],
+                    kind="stat",
+                    width=4,
+                    steps=_COUNT_BAD,
+                ),
+                Panel(
+                    "Queue",
+                    "Requests that wait for an engine, with flow control.",
+                    "short",
+                    [
+                        Query(
+                            "sum(extproc_flow_control_queue_size{<pool>})",
+                            "waiting",
+                            "flow control",
+                        )
+                    ],
+                    kind="stat",
+                    width=4,
+                    steps=_COUNT_LOOK,
+                ),
+                Panel(
+                    "Firing alerts",
+                    "Alerts of the rules of extproc that fire now; the documentation has a section for each.",
+                    "short",
+                    [
+                        Query(
+                            "count by (alertname, severity, pool, endpoint)"
+                            ' (ALERTS{alertname=~"Extproc.*",alertstate="firing",<process>})',
+                            "{{alertname}}",
+                            "engine killed",
+                        )
+                    ],
+                    kind="table",
+                    width=24,
+                ),
+            ],
+        ),
+        Row(
+            "Pools",
+            [
+                Panel(
+                    "Requests by model",
+                    "Requests per second that ended, routed and rejected.",
+                    "reqps",
+                    _rates("extproc_requests_total", "pool", "model", matcher="<model>"),
+                ),
+                Panel(
+                    "Requests by status",
+                    "HTTP status of the response or of the rejection; none: the client left, or the engine died.",
+                    "reqps",
+                    _rates("extproc_requests_total", "status", matcher="<model>"),
+                    stacked=True,
+                ),
+                _REJECTIONS,
+                Panel(
+                    "Server errors",
+                    "Responses per second by status class 5xx and endpoint; 502 to 504 may be Envoy's own.",
+                    "reqps",
+                    [
+                        Query(
+                            "sum by (pool, endpoint, status)"
+                            ' (rate(extproc_responses_total{<pool>,status=~"5.."}[<rate>]))',
+                            "{{pool}} {{endpoint}} {{status}}",
+                            "engine errors",
+                        )
+                    ],
+                ),
+                Panel(
+                    "First token by model",
+                    "Time from the start of a request to its first token, or to response headers where chunks"
+                    " are not shown.",
+                    "s",
+                    _quantiles(
+                        "extproc_request_ttft_seconds", 0.5, 0.95, by="model", matcher="<model>"
+                    ),
+                ),
+                Panel(
+                    "Duration by model",
+                    "Time from the start of a request to the end of its response.",
+                    "s",
+                    _quantiles(
+                        "extproc_request_duration_seconds", 0.5, 0.95, by="model", matcher="<model>"
+                    ),
+                ),
+                _TOKENS,
+                _HIT_RATIO,
+                Panel(
+                    "Running requests",
+                    "Requests that were routed and whose response has not ended.",
+                    "short",
+                    [
+                        Query(
+                            "sum by (pool, model) (extproc_requests_running{<model>})",
+                            "{{pool}} {{model}}",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Endpoints",
+                    "Endpoints of the pool, and those that serve: reachable and not ejected.",
+                    "short",
+                    [
+                        Query(
+                            "count by (namespace, pool)"
+                            " (max by (namespace, pool, endpoint) (extproc_endpoint_up{<pool>}))"
+                            f" or {_NONE}",
+                            "{{pool}} all",
+                        ),
+                        Query(
+                            "sum by (namespace, pool) (max by (namespace, pool, endpoint)"
+                            " (extproc_endpoint_up{<pool>} * (1 - extproc_endpoint_ejected{<pool>})))"
+                            f" or {_NONE}",
+                            "{{pool}} serving",
+                        ),
+                    ],
+                ),
+                _QUEUE_SIZE,
+            ],
+        ),
+        Row(
+            "Picker",
+            [
+                Panel(
+                    "Replicas",
+                    "Replicas of extproc that Prometheus can scrape; 0 for an hour after the last one.",
+                    "short",
+                    [
+                        Query(
+                            "count by (namespace, job) (extproc_info{<process>})"
+                            " or 0 * count by (namespace, job)"
+                            " (max_over_time(extproc_info{<process>}[1h]))",
+                            "{{job}}",
+                        )
+                    ],
+                    width=6,
+                ),
+                Panel(
+                    "Decision time",
+                    "Time to choose an endpoint, without the queue.",
+                    "s",
+                    _quantiles("extproc_routing_duration_seconds", 0.5, 0.99, matcher="<process>"),
+                    width=6,
+                ),
+                Panel(
+                    "Configuration",
+                    "1 while a replica has rejected its file (an older one is in force), or needs a"
+                    " restart to take all of it.",
+                    "short",
+                    [
+                        Query(
+                            "max by (instance) (extproc_config_reload_failed{<process>})",
+                            "{{instance}} rejected",
+                        ),
+                        Query(
+                            "max by (instance) (extproc_config_restart_needed{<process>})",
+                            "{{instance}} needs restart",
+                        ),
+                    ],
+                    width=6,
+                    steps=_COUNT_BAD,
+                ),
+                Panel(
+                    "Failing loops",
+                    "Background loops that fail and are retried: discovery, scraping, reloading and others.",
+                    "short",
+                    [
+                        Query(
+                            "sum by (loop) (extproc_loop_degraded{<process>})",
+                            "{{loop}}",
+                        )
+                    ],
+                    width=6,
+                    steps=_COUNT_BAD,
+                ),
+            ],
+        ),
+    ],
+)
+
+ONE_POOL = Board(
+    uid="extproc-pool",
+    title="extproc / One pool",
+    answers="Which engines of this pool serve, how is the load spread, and which one is different?",
+    one_pool=True,
+    has_models=True,
+    rows=[
+        Row(
+            "Traffic",
+            [
+                Panel(
+                    "Requests by endpoint",
+                    "Requests routed per second.",
+                    "reqps",
+                    _rates("extproc_routed_requests_total", "endpoint"),
+                    stacked=True,
+                ),
+                Panel(
+                    "Responses by status",
+                    "Responses per second, by HTTP status.",
+                    "reqps",
+                    _rates("extproc_responses_total", "status"),
+                    stacked=True,
+                ),
+                _SERVER_ERRORS,
+                _REJECTIONS,
+                Panel(
+                    "No response",
+                    "Requests per second whose client left, or whose connection broke, before response headers.",
+                    "reqps",
+                    _rates(
+                        "extproc_requests_without_response_total",
+                        "endpoint",
+                        staged="client leaves",
+                    ),
+                ),
+                _TOKENS,
+            ],
+        ),
+        Row(
+            "Health",
+            [
+                _EJECTED,
+                Panel(
+                    "Reachable",
+                    "1 unless scrapes cannot connect to the endpoint.",
+                    "short",
+                    _gauge("extproc_endpoint_up", "endpoint", fold="min"),
+                    kind="state-timeline",
+                    width=12,
+                    steps=((0.0, "red"), (1.0, "green")),
+                ),
+                _EJECTIONS,
+                Panel(
+                    "Ejections by endpoint",
+                    "How often an endpoint is ejected: one that comes and goes is not well.",
+                    "cps",
+                    _rates("extproc_endpoint_ejections_total", "endpoint"),
+                ),
+                Panel(
+                    "Probes",
+                    "Requests that try an ejected endpoint, by result.",
+                    "cps",
+                    _rates("extproc_probes_total", "result", staged="engine errors"),
+                ),
+                Panel(
+                    "Failed scrapes",
+                    "Scrapes of the metrics of an engine that failed, by result.",
+                    "cps",
+                    [
+                        Query(
+                            "sum by (endpoint, result)"
+                            ' (rate(extproc_scrapes_total{<pool>,result!="ok"}[<rate>]))',
+                            "{{endpoint}} {{result}}",
+                            "scrapes fail",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Age of metrics",
+                    "Seconds since the last successful scrape. Idle engines are scraped seldom.",
+                    "s",
+                    _gauge("extproc_endpoint_metrics_age_seconds", "endpoint", fold="max"),
+                ),
+            ],
+        ),
+        Row(
+            "Load",
+            [
+                Panel(
+                    "Requests in flight",
+                    "Requests that extproc routed to the endpoint and that have not ended.",
+                    "short",
+                    _gauge("extproc_endpoint_inflight_requests", "endpoint"),
+                ),
+                Panel(
+                    "Requests of others",
+                    "Requests of other clients on the endpoint, as estimated from its page.",
+                    "short",
+                    _gauge("extproc_endpoint_foreign_requests", "endpoint", fold="min"),
+                ),
+                Panel(
+                    "Running in the engine",
+                    "Requests in the running batch of the engine at the last scrape.",
+                    "short",
+                    _gauge("extproc_endpoint_running_requests", "endpoint", fold="max"),
+                ),
+                Panel(
+                    "Waiting in the engine",
+                    "Requests that the engine queues. Above 0 for long: it is saturated.",
+                    "short",
+                    _gauge("extproc_endpoint_waiting_requests", "endpoint", fold="max"),
+                ),
+                Panel(
+                    "KV cache",
+                    "Share of KV cache blocks that running requests hold. Near 1 the engine preempts requests.",
+                    "percentunit",
+                    _gauge("extproc_endpoint_kv_cache_usage_ratio", "endpoint", fold="max"),
+                    steps=((0.0, "green"), (0.85, "yellow"), (0.95, "red")),
+                ),
+                _FIRST_BYTE_BY_ENDPOINT,
+                Panel(
+                    "Prompt tokens to compute",
+                    "Uncached prompt tokens that were routed to the endpoint and are not computed yet.",
+                    "short",
+                    _gauge("extproc_endpoint_queued_tokens", "endpoint"),
+                ),
+            ],
+        ),
+        Row(
+            "Models and caches",
+            [
+                Panel(
+                    "Models",
+                    "Models and adapters that the endpoint lists.",
+                    "short",
+                    _gauge("extproc_endpoint_models", "endpoint", fold="max"),
+                ),
+                Panel(
+                    "Bytes per token",
+                    "Bytes of a prompt per token, learned by model; what prompts are measured with.",
+                    "short",
+                    [
+                        Query("avg by (model) (extproc_bytes_per_token{<model>})", "{{model}}"),
+                    ],
+                ),
+                Panel(
+                    "Tokens of a request, p95",
+                    "Tokens of requests as their responses reported them, by kind.",
+                    "short",
+                    [
+                        Query(
+                            "histogram_quantile(0.95, sum by (le, kind)"
+                            " (rate(extproc_request_tokens_bucket{<model>}[<rate>])))",
+                            "{{kind}}",
+                            "bodies of responses",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Tenants, requests",
+                    "Requests per second of the ten tenants with most.",
+                    "reqps",
+                    [
+                        Query(
+                            "topk(10, sum by (tenant)"
+                            " (rate(extproc_tenant_requests_total{<model>}[<rate>])))",
+                            "{{tenant}}",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Tenants, tokens",
+                    "Tokens per second of the ten tenants with most, as responses reported them.",
+                    "short",
+                    [
+                        Query(
+                            "topk(10, sum by (tenant)"
+                            " (rate(extproc_tenant_tokens_total{<model>}[<rate>])))",
+                            "{{tenant}}",
+                            "bodies of responses",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Capacity of caches",
+                    "Tokens that the prefix cache of the endpoint holds, estimated.",
+                    "short",
+                    _gauge("extproc_prefix_capacity_tokens", "endpoint", fold="max"),
+                ),
+            ],
+        ),
+    ],
+)
+
+SLOW = Board(
+    uid="extproc-slow",
+    title="extproc / Why is it slow",
+    answers="Where does the time of a request go: queue, picker, engines or caches? Read it from top to bottom.",
+    has_models=True,
+    rows=[
+        Row(
+            "What clients see",
+            [
+                Panel(
+                    "First token",
+                    "Time from the start of a request to its first token, or to response headers where chunks"
+                    " are not shown.",
+                    "s",
+                    _quantiles("extproc_request_ttft_seconds", 0.5, 0.95, 0.99, matcher="<model>"),
+                ),
+                Panel(
+                    "Duration",
+                    "Time from the start of a request to the end of its response.",
+                    "s",
+                    _quantiles(
+                        "extproc_request_duration_seconds", 0.5, 0.95, 0.99, matcher="<model>"
+                    ),
+                ),
+                Panel(
+                    "First token, distribution",
+                    "How many requests had their first token within which time. Two bands are two kinds of"
+                    " requests, or of engines.",
+                    "s",
+                    [
+                        Query(
+                            "sum by (le) (increase(extproc_request_ttft_seconds_bucket{<model>}[<rate>]))",
+                            "{{le}}",
+                        )
+                    ],
+                    kind="heatmap",
+                ),
+                Panel(
+                    "Time per output token",
+                    "Seconds per output token after the first, of streams whose chunks are shown.",
+                    "s",
+                    _quantiles(
+                        "extproc_request_tpot_seconds",
+                        0.5,
+                        0.95,
+                        matcher="<model>",
+                        staged="chunks of streams",
+                    ),
+                ),
+                Panel(
+                    "Gaps between chunks",
+                    "Seconds between two chunks of a stream; long gaps are iterations with large prompts.",
+                    "s",
+                    _quantiles(
+                        "extproc_request_itl_seconds",
+                        0.5,
+                        0.99,
+                        matcher="<model>",
+                        staged="chunks of streams",
+                    ),
+                ),
+                Panel(
+                    "First token over prediction",
+                    "Actual over predicted time to the first token of streams, with strategies that predict"
+                    " seconds. Far above 1: something slows engines that extproc does not know of.",
+                    "short",
+                    _quantiles(
+                        "extproc_request_ttft_ratio",
+                        0.5,
+                        0.95,
+                        matcher="<model>",
+                        staged="chunks of streams",
+                    ),
+                ),
+            ],
+        ),
+        Row(
+            "1. The queue and the picker",
+            [
+                _QUEUE_WAIT,
+                Panel(
+                    "Decision time",
+                    "Time to choose an endpoint, without the queue. Usually below a millisecond.",
+                    "s",
+                    _quantiles("extproc_routing_duration_seconds", 0.5, 0.99, matcher="<process>"),
+                ),
+                Panel(
+                    "Stalls of the picker",
+                    "Share of time in which the event loop was held up and no request was served; cpu is the part"
+                    " in which it computed, the rest is a busy machine.",
+                    "percentunit",
+                    [
+                        Query(
+                            "sum by (instance) (rate(extproc_event_loop_lag_seconds_sum{<process>}[<rate>]))",
+                            "{{instance}}",
+                        ),
+                        Query(
+                            "sum by (instance)"
+                            " (rate(extproc_event_loop_lag_cpu_seconds_sum{<process>}[<rate>]))",
+                            "{{instance}} cpu",
+                        ),
+                    ],
+                    steps=_RATIO_BAD,
+                ),
+                Panel(
+                    "Large bodies",
+                    "Time that large request bodies waited and were parsed.",
+                    "s",
+                    [
+                        Query(
+                            "histogram_quantile(0.95, sum by (le)"
+                            " (rate(extproc_large_body_parse_duration_seconds_bucket{<process>}[<rate>])))",
+                            "p95",
+                            "large body",
+                        )
+                    ],
+                ),
+            ],
+        ),
+        Row(
+            "2. Engines",
+            [
+                Panel(
+                    "Slow engines",
+                    "Time to the first byte of an engine over that of the quicker quarter of its pool."
+                    " 1 is usual; above 3 an alert fires.",
+                    "short",
+                    [
+                        Query(
+                            f"{_FIRST_BYTE} / on (namespace, pool) group_left ()"
+                            f" quantile by (namespace, pool) (0.25, {_FIRST_BYTE})",
+                            "{{endpoint}}",
+                        )
+                    ],
+                    steps=((0.0, "green"), (3.0, "red")),
+                ),
+                _FIRST_BYTE_BY_ENDPOINT,
+                Panel(
+                    "Speed of engines",
+                    "Seconds that an engine alone takes for 1,000 uncached prompt tokens and 100 output tokens, learned.",
+                    "s",
+                    [Query(_SPEED, "{{endpoint}}")],
+                ),
+                Panel(
+                    "Seconds of prompts ahead",
+                    "Uncached prompt tokens on the endpoint, times its seconds per token: what a new request waits for.",
+                    "s",
+                    [
+                        Query(
+                            "sum by (endpoint) (extproc_endpoint_queued_tokens{<pool>}"
+                            " * extproc_endpoint_prefill_seconds_per_token{<pool>})",
+                            "{{endpoint}}",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Requests in flight",
+                    "Requests on each endpoint: a long iteration slows all of them.",
+                    "short",
+                    _gauge("extproc_endpoint_inflight_requests", "endpoint"),
+                ),
+                Panel(
+                    "Uneven load",
+                    "Requests of the busiest endpoint over the mean; 1 is even. Prefix affinity makes it uneven on purpose.",
+                    "short",
+                    [
+                        Query(
+                            "max by (pool, instance) (extproc_endpoint_inflight_requests{<pool>})"
+                            " / (avg by (pool, instance) (extproc_endpoint_inflight_requests{<pool>}) > 0)",
+                            "{{pool}} {{instance}}",
+                        )
+                    ],
+                ),
+                _EJECTED,
+            ],
+        ),
+        Row(
+            "3. Prefix caches",
+            [
+                _HIT_RATIO,
+                Panel(
+                    "Observed over predicted",
+                    "Cached tokens that engines reported, over those predicted. 1 is exact; far below, the cache of"
+                    " this engine is colder than extproc thinks.",
+                    "percentunit",
+                    [
+                        Query(
+                            "sum by (endpoint) (rate(extproc_prefix_observed_tokens_total{<pool>}[<rate>]))"
+                            " / (sum by (endpoint)"
+                            " (rate(extproc_prefix_predicted_tokens_total{<pool>}[<rate>])) > 0)",
+                            "{{endpoint}}",
+                            "bodies of responses",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Cached tokens per response",
+                    "Cached prompt tokens per response, by endpoint: an engine with a cold cache is at the bottom.",
+                    "short",
+                    [
+                        Query(
+                            "sum by (endpoint) (rate(extproc_prefix_observed_tokens_total{<pool>}[<rate>]))"
+                            " / (sum by (endpoint) (rate(extproc_responses_total{<pool>}[<rate>])) > 0)",
+                            "{{endpoint}}",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Cached share, distribution",
+                    "Share of the prompt that is predicted to be cached: conversations are near 1, new prompts at 0.",
+                    "percentunit",
+                    [
+                        Query(
+                            "sum by (le) (increase(extproc_prefix_hit_ratio_bucket{<pool>}[<rate>]))",
+                            "{{le}}",
+                        )
+                    ],
+                    kind="heatmap",
+                ),
+                Panel(
+                    "Size of the prefix index",
+                    "Prefix blocks in the prefix index of each replica.",
+                    "short",
+                    [
+                        Query(
+                            "sum by (instance) (extproc_prefix_index_blocks{<process>})",
+                            "{{instance}}",
+                        )
+                    ],
+                ),
+            ],
+        ),
+    ],
+)
+
+
+def _scaling(name: str) -> list[Query]:
+    return _gauge(f"extproc_scaling_{name}", "pool", fold="max", staged="autoscaling")
+
+
+SCALING = Board(
+    uid="extproc-scaling",
+    title="extproc / Scaling and queue",
+    answers="Are there enough engines? What waits, what is refused, what the autoscaler wants and what it gets.",
+    rows=[
+        Row(
+            "Queue",
+            [
+                _QUEUE_SIZE,
+                _QUEUE_WAIT,
+                Panel(
+                    "Departures from the queue",
+                    "Queued requests that were dispatched, expired, displaced by others, or left.",
+                    "reqps",
+                    _rates(
+                        "extproc_flow_control_requests_total",
+                        "pool",
+                        "outcome",
+                        staged="flow control",
+                    ),
+                    stacked=True,
+                ),
+                Panel(
+                    "Bytes in the queue",
+                    "Bytes of the bodies of queued requests.",
+                    "bytes",
+                    _gauge("extproc_flow_control_queue_bytes", "pool", staged="flow control"),
+                ),
+                _REJECTIONS,
+                Panel(
+                    "Requests in flight per endpoint",
+                    "Requests that run, over endpoints that serve.",
+                    "short",
+                    [
+                        Query(
+                            "sum by (pool) (extproc_endpoint_inflight_requests{<pool>})"
+                            " / (sum by (pool) (max by (pool, endpoint) (extproc_endpoint_up{<pool>})) > 0)",
+                            "{{pool}}",
+                        )
+                    ],
+                ),
+            ],
+        ),
+        Row(
+            "Autoscaling",
+            [
+                Panel(
+                    "Replicas",
+                    "Engines that the policy wants, that the target asks for, that start and that are available.",
+                    "short",
+                    [
+                        Query(
+                            "max by (pool) (extproc_scaling_desired_replicas{<pool>})",
+                            "{{pool}} desired",
+                            "autoscaling",
+                        ),
+                        Query(
+                            "max by (pool, state) (extproc_scaling_replicas{<pool>})",
+                            "{{pool}} {{state}}",
+                            "autoscaling",
+                        ),
+                    ],
+                ),
+                Panel(
+                    "Missing replicas",
+                    "Engines that the policy wants and that are not available.",
+                    "short",
+                    [
+                        Query(
+                            "max by (pool) (extproc_scaling_desired_replicas{<pool>})"
+                            ' - max by (pool) (extproc_scaling_replicas{<pool>,state="available"})',
+                            "{{pool}}",
+                            "autoscaling",
+                        )
+                    ],
+                    steps=_COUNT_LOOK,
+                ),
+                Panel(
+                    "Queue depth",
+                    "Requests that wait or run per available engine, now and as the mean over the window of the policy.",
+                    "short",
+                    [
+                        Query(
+                            "max by (pool) (extproc_scaling_queue_depth{<pool>})",
+                            "{{pool}} now",
+                            "autoscaling",
+                        ),
+                        Query(
+                            "max by (pool) (extproc_scaling_queue_depth_mean{<pool>})",
+                            "{{pool}} mean",
+                            "autoscaling",
+                        ),
+                    ],
+                ),
+                Panel(
+                    "Arrivals",
+                    "Requests per second at all replicas of extproc, mean over three minutes.",
+                    "reqps",
+                    _scaling("requests_per_second"),
+                ),
+                Panel(
+                    "Work over capacity",
+                    "Work that arrives over what the available engines do, by learned rates; above 1 the queue grows.",
+                    "percentunit",
+                    [
+                        Query(
+                            "max by (pool) (extproc_scaling_work_per_second{<pool>})"
+                            " / (max by (pool) (extproc_scaling_replica_work_per_second{<pool>})"
+                            ' * max by (pool) (extproc_scaling_replicas{<pool>,state="available"}))',
+                            "{{pool}}",
+                            "autoscaling",
+                        )
+                    ],
+                    steps=((0.0, "green"), (1.0, "red")),
+                ),
+                Panel(
+                    "Cold start",
+                    "Seconds from the request for an engine to its first response, learned.",
+                    "s",
+                    _scaling("cold_start_seconds"),
+                ),
+                Panel(
+                    "Changes by reason",
+                    "Changes of the desired replicas per second, by reason.",
+                    "cps",
+                    _rates("extproc_scaling_changes_total", "pool", "reason", staged="autoscaling"),
+                ),
+                Panel(
+                    "Failures to scale",
+                    "Failures to read or change the target per second, and rejected annotations.",
+                    "cps",
+                    [
+                        *_rates("extproc_scaling_failures_total", "pool", staged="autoscaling"),
+                        Query(
+                            "sum by (pool)"
+                            " (rate(extproc_scaling_invalid_annotations_total{<pool>}[<rate>]))",
+                            "{{pool}} annotations",
+                            "autoscaling",
+                        ),
+                    ],
+                    steps=_COUNT_BAD,
+                ),
+                Panel(
+                    "Counters complete",
+                    "1 if the counters of all replicas of extproc are known, else 0, which keeps engines.",
+                    "short",
+                    [
+                        Query(
+                            "min by (pool) (extproc_scaling_counters_complete{<pool>})",
+                            "{{pool}}",
+                            "autoscaling",
+                        )
+                    ],
+                    steps=((0.0, "red"), (1.0, "green")),
+                ),
+            ],
+        ),
+    ],
+)
+
+BOARDS: Sequence[Board] = (OVERVIEW, ONE_POOL, SLOW, SCALING)
+
+
+def block() -> str:
+    """The table of panels of the documentation, board by board."""
+    parts = []
+    for board in BOARDS:
+        heading = board.title.partition(" / ")[2]
+        parts.append(f"## {heading}\n\n{board.answers}\n")
+        parts.append("| panel | shows |\n|---|---|")
+        parts += [f"| {panel.title} | {panel.description} |" for panel in board.panels()]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Trouble, and where it shows in one look.
+
+    Attributes:
+        trouble: What happened.
+        board: The board that shows it.
+        panel: Title of the panel.
+        alert: The alert that fires.
+    """
+
+    trouble: str
+    board: Board
+    panel: str
+    alert: str
+
+    def queries(self) -> Sequence[Query]:
+        """The queries of the panel."""
+        (panel,) = [panel for panel in self.board.panels() if panel.title == self.panel]
+        return panel.queries
+
+
+SLOW_ENGINE = Finding("An engine is 5 times slower", SLOW, "Slow engines", "ExtprocEndpointSlow")
+HUNG_ENGINE = Finding("An engine hangs", ONE_POOL, "Ejected", "ExtprocEndpointEjected")
+DEAD_ENGINE = Finding("An engine dies", ONE_POOL, "Reachable", "ExtprocEndpointEjected")
+COLD_CACHE = Finding(
+    "A cache is cold", SLOW, "Observed over predicted", "ExtprocCachePredictionsWrong"
+)
+FULL_QUEUE = Finding("The queue is full", SCALING, "Rejections by cause", "ExtprocQueueFull")
+NO_ENDPOINT = Finding(
+    "Every endpoint is gone", OVERVIEW, "Endpoints", "ExtprocPoolWithoutEndpoints"
+)
+FAILED_SCRAPES = Finding(
+    "Metrics of an engine cannot be read", ONE_POOL, "Failed scrapes", "ExtprocEndpointScrapesFail"
+)
+WRONG_CONFIG = Finding(
+    "An edit broke the configuration", OVERVIEW, "Configuration", "ExtprocConfigRejected"
+)
+STOPPED_PICKER = Finding("A replica of extproc hangs", OVERVIEW, "Replicas", "ExtprocScrapeFails")
+
+FINDINGS: Sequence[Finding] = (
+    SLOW_ENGINE,
+    HUNG_ENGINE,
+    DEAD_ENGINE,
+    COLD_CACHE,
+    FULL_QUEUE,
+    NO_ENDPOINT,
+    FAILED_SCRAPES,
+    WRONG_CONFIG,
+    STOPPED_PICKER,
+)
+
+
+def findings_block() -> str:
+    """The table of trouble of the documentation."""
+    rows = ["| trouble | board and panel | alert |", "|---|---|---|"]
+    for finding in FINDINGS:
+        title = finding.board.title.partition(" / ")[2]
+        board = f"[{title}](#{title.lower().replace(' ', '-')})"
+        alert = f"[{finding.alert}](alerts.md#{finding.alert.lower()})"
+        rows.append(f"| {finding.trouble} | {board}, {finding.panel} | {alert} |")
+    return "\n".join(rows)

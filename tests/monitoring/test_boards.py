@@ -1,0 +1,139 @@
+"""Dashboards as files: what Grafana needs of them, and names that exist."""
+
+import itertools
+import re
+
+import pytest
+
+from tests.docs import metrics_reference
+from tests.monitoring import alerts, boards, files, grafana
+
+#: Metrics that no board and no alert shows: details for somebody who looks at one of them on purpose.
+NOT_CHARTED = {
+    "extproc_body_buffer_bytes": "part of the memory of the process",
+    "extproc_config_reloads": "the gauge of a failed reload is charted",
+    "extproc_continuation_ratio": "explains a cost of `adaptive`",
+    "extproc_direct_responses": "requests that need no engine",
+    "extproc_discovery_watch_state": "the seconds out of step are charted",
+    "extproc_endpoint_adapter_load_seconds": "explains a cost of `adaptive`",
+    "extproc_endpoint_context_seconds_per_token": "explains a cost of `adaptive`",
+    "extproc_endpoint_output_tokens": "explains a cost of `adaptive`",
+    "extproc_http2_connections_open": "of the native transport only",
+    "extproc_http2_limits": "of the native transport only",
+    "extproc_http2_unsent_bytes": "of the native transport only",
+    "extproc_idle_conversations_per_request": "explains a cost of `adaptive`",
+    "extproc_large_bodies": "the time that they take is charted",
+    "extproc_loop_failures": "the gauge of failing loops is charted",
+    "extproc_model_list_polls": "scrapes show the same failures",
+    "extproc_model_rewrites": "a matter of configuration",
+    "extproc_peer_sync_inflight_requests": "only with Redis",
+    "extproc_peer_sync_peers": "only with Redis",
+    "extproc_plugin_exceptions": "bypasses, which follow, have an alert",
+    "extproc_plugin_overruns": "bypasses, which follow, have an alert",
+    "extproc_prefix_index_bytes": "the number of blocks is charted",
+    "extproc_rejections": "the same by cause is charted",
+    "extproc_request_predicted_ttft_seconds": "the ratio to what it was is charted",
+    "extproc_scaling_from_zero_seconds": "learned; the cold start is charted",
+    "extproc_scrape_duration_seconds": "the age of metrics is charted",
+    "extproc_streams_open": "requests in flight are charted",
+    "extproc_time_to_response_headers_seconds": "charted by endpoint",
+    "extproc_trace_spans": "only with traces",
+    "extproc_unknown_model_requests": "rejections have the cause `unknown-model`",
+    "extproc_xds_responses": "rejected ones have an alert",
+    "extproc_xds_streams_open": "rejected responses have an alert",
+}
+
+#: Labels that Prometheus adds, and those of series that it makes itself.
+_TARGET_LABELS = {"namespace", "instance", "job", "le"}
+
+PANELS = [
+    pytest.param(board, panel, id=f"{board.uid}: {panel.title}")
+    for board in boards.BOARDS
+    for panel in board.panels()
+]
+EXPRESSIONS = [
+    *(
+        query.promql()
+        for board in boards.BOARDS
+        for panel in board.panels()
+        for query in panel.queries
+    ),
+    *(rule.expr for rule in alerts.RECORDING_RULES),
+    *(alert.expr for alert in alerts.ALERTS),
+]
+
+
+def labels_by_series():
+    """Labels of each series of the page, by its name."""
+    result = {}
+    for family in metrics_reference.families():
+        result |= {key: set(family.labels) for key in family.sample_names}
+    return result
+
+
+def test_files_are_up_to_date():
+    """`python -m tests.monitoring.files` would change nothing, and nothing else is there."""
+    texts = files.texts()
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, path
+    present = {path for path in files.FOLDER.rglob("*") if path.is_file()}
+    assert {path for path in present if path.name != "kustomization.yaml"} == set(texts)
+
+
+@pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.uid)
+def test_a_board_imports_without_edits(board):
+    """Its data source and its scope are variables, and no panel covers another."""
+    model = grafana.model(board)
+    assert model["schemaVersion"] == grafana.SCHEMA_VERSION
+    assert model["id"] is None
+    names = [variable["name"] for variable in model["templating"]["list"]]
+    assert names == ["datasource", "namespace", "pool", *(["model"] if board.has_models else [])]
+    numbers = [panel["id"] for panel in model["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    for panel in model["panels"]:
+        if panel["type"] != "row":
+            for target in (panel, *panel["targets"]):
+                assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    places = [panel["gridPos"] for panel in model["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for first, second in itertools.combinations(places, 2):
+        beside = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
+        above = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
+        assert beside or above, (first, second)
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS)
+def test_a_panel_explains_itself(board, panel):
+    """It has a sentence, a unit and legends; its variables are those of the board."""
+    assert panel.description.endswith(".")
+    assert panel.unit
+    for query in panel.queries:
+        assert query.legend
+        variables = set(re.findall(r"\$(\w+)", query.promql())) - {"__rate_interval"}
+        assert variables <= {"namespace", "pool", *(["model"] if board.has_models else [])}
+        assert "$namespace" in query.promql()
+
+
+@pytest.mark.parametrize("expr", EXPRESSIONS)
+def test_labels_of_queries_exist(expr):
+    """A matcher or a grouping by a label that a metric lacks would select or merge nothing."""
+    known = labels_by_series()
+    names = re.findall(r"(?<![:\w])extproc_\w+", expr)
+    recorded = {rule.record for rule in alerts.RECORDING_RULES}
+    for name, matchers in re.findall(r"(?<![:\w])(extproc_\w+)\{(.*?)\}", expr):
+        assert set(re.findall(r"(\w+)[=!]", matchers)) <= known[name] | _TARGET_LABELS, name
+    for record in re.findall(r"\w+:extproc_\w+:\w+", expr):
+        assert record in recorded
+    if names:
+        known_labels = set().union(*(known[name] for name in names)) | _TARGET_LABELS
+        grouped = ", ".join(re.findall(r"\b(?:by|on) \((.*?)\)", expr))
+        grouped = set(re.findall(r"\w+", grouped)) - {"alertname", "severity"}
+        assert grouped <= known_labels | ({"pool", "endpoint"} if ":" in expr else set())
+
+
+def test_every_metric_is_charted_or_listed():
+    """A new metric goes onto a board or into an alert, or says why not."""
+    shown = set(re.findall(r"(?<![:\w])extproc_\w+", "\n".join(EXPRESSIONS)))
+    families = metrics_reference.families()
+    hidden = {family.name for family in families if shown.isdisjoint(family.sample_names)}
+    assert hidden == set(NOT_CHARTED)

@@ -1,0 +1,491 @@
+"""A real Prometheus beside two installations: every panel has data, and what goes wrong is seen.
+
+Simulated engines stage the faults. Windows of rules are `prometheus.SPEEDUP` times shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import signal
+import sys
+
+import aiohttp
+import pytest
+
+from extproc.demo import stack
+from tests.e2e import http1, installation
+from tests.monitoring import alerts, boards, prometheus
+
+pytestmark = pytest.mark.slow
+
+PATH = "/v1/chat/completions"
+
+#: Engines of the fleet; three of four are a quicker quarter that one slow engine does not move.
+ENGINES = 4
+
+CONFIG = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+flow_control: {enabled: true, max_requests: 4, timeout_s: 20}
+health: {base_s: 1}
+responses: {stream_sample_ratio: 1.0}
+server: {llmd_metrics: true}
+pool: {endpoints_file: FILE}
+"""
+
+SCALED = {
+    "apiVersion": "extproc/v1alpha1",
+    "kind": "ExtProcConfig",
+    "flow_control": {"enabled": True},
+    "pool": {
+        "autoscaling": {
+            "policy": "adaptive",
+            "params": {"interval_s": 0.5},
+            "meter": {"concurrency": 4},
+            "min": 0,
+            "max": 1,
+            "launch": {
+                "command": [sys.executable, "-m", "extproc", "engine", "--port", "{port}"],
+            },
+        }
+    },
+}
+
+#: Clients, and characters of the prompt that each begins all its requests with.
+CLIENTS, PREFIX_CHARS = 8, 6000
+
+#: Seconds between two requests of a client.
+PAUSE_S = 0.1
+
+
+def body(number, turn, *, tokens=24):
+    """A request of a client: its own long prompt, and something new; every other one is a stream."""
+    words = f"client {number} " * (PREFIX_CHARS // 10)
+    stream = {"stream": True, "stream_options": {"include_usage": True}} if turn % 2 else {}
+    message = {"role": "user", "content": f"{words} turn {turn}"}
+    request = {"model": "demo", "messages": [message], "max_tokens": tokens}
+    return json.dumps({**request, **stream}).encode()
+
+
+class Fleet:
+    """Two installations, the clients of the first one, and the Prometheus that watches both.
+
+    Attributes:
+        place: The installation whose engines fail.
+        engines: Its engines, by address.
+        listed: Its endpoints file.
+        config: Its configuration file.
+        prometheus: Scrapes both pickers, with all rules.
+    """
+
+    def __init__(self, place, children, engines, listed, config):
+        self.place = place
+        self.children = children
+        self.engines = engines
+        self.listed = listed
+        self.config = config
+        self.prometheus = None
+        self.statuses = []
+        self._is_over = False
+
+    async def ask_again_and_again(self, number):
+        """One client, until the end."""
+        turn = 0
+        while not self._is_over:
+            turn += 1
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                answer = await http1.ask(self.place.port, PATH, body(number, turn))
+                self.statuses.append(answer.status)
+            await asyncio.sleep(PAUSE_S)
+
+    async def crowd(self, count, *, tokens):
+        """So many further clients ask once, all at the same time."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(count):
+                message = body(CLIENTS + number, 0, tokens=tokens)
+                tasks.create_task(http1.ask(self.place.port, PATH, message))
+
+    def end(self):
+        """Let the clients end after their next answer."""
+        self._is_over = True
+
+    def list_engines(self, *addresses):
+        """Write the endpoints file."""
+        installation.replace_file(self.listed, json.dumps({"endpoints": list(addresses)}))
+
+    async def arm(self, address, *faults):
+        """Replace the faults of an engine; none disarms all."""
+        url = f"http://{address}/admin/faults"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.put(url, json={"faults": faults}) as answer,
+        ):
+            assert answer.status == 200
+
+    async def shows(self, query):
+        """The series of a query of a board, for all pools: value by labels."""
+        promql = query.promql().replace("$__rate_interval", "10s")
+        promql = re.sub(r"\$(namespace|pool|model)", ".*", promql)
+        return {
+            tuple(sorted(series["metric"].items())): float(series["value"][1])
+            for series in await self.prometheus.query(promql)
+        }
+
+    async def returns(self, staged):
+        """Wait until each query of a board that this was staged for returns a series."""
+        missing = [
+            query
+            for board in boards.BOARDS
+            for panel in board.panels()
+            for query in panel.queries
+            if query.staged == staged
+        ]
+
+        async def are_complete():
+            for query in missing[:]:
+                if any(map(math.isfinite, (await self.shows(query)).values())):
+                    missing.remove(query)
+            return not missing
+
+        await prometheus.until(are_complete, lambda: [query.promql() for query in missing])
+
+    async def fires(self, name, endpoint=""):
+        """Wait until an alert fires."""
+        firing = set()
+
+        async def is_firing():
+            firing.clear()
+            firing.update(await self.prometheus.firing())
+            return (name, endpoint) in firing
+
+        await prometheus.until(is_firing, lambda: (name, endpoint, firing))
+
+    async def is_silent(self):
+        """Wait until no alert fires."""
+        firing = set()
+
+        async def is_silent():
+            firing.clear()
+            firing.update(await self.prometheus.firing())
+            return not firing
+
+        await prometheus.until(is_silent, lambda: firing)
+
+    async def panel_shows(self, finding, holds, **labels):
+        """Wait until a query of the panel has a series with these labels and such a value."""
+        wanted, shown = set(labels.items()), {}
+
+        async def is_shown():
+            for query in finding.queries():
+                shown[query.legend] = await self.shows(query)
+                for series, value in shown[query.legend].items():
+                    if wanted <= set(series) and holds(value):
+                        return True
+            return False
+
+        await prometheus.until(is_shown, lambda: shown)
+
+
+@pytest.fixture(scope="module")
+def fleet(live, tmp_path_factory):
+    """Both installations under load, with rules that know some time of it."""
+    prometheus.need("prometheus")
+    with live.holding(_fleet(tmp_path_factory.mktemp("prometheus"))) as item:
+        yield item
+
+
+@contextlib.asynccontextmanager
+async def _fleet(folder):
+    listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
+    config.write_text(CONFIG.replace("FILE", str(listed)))
+    async with contextlib.AsyncExitStack() as items:
+        children = await items.enter_async_context(stack.stack())
+        started = await asyncio.gather(*(children.engine(*ENGINE) for _ in range(ENGINES)))
+        engines = {address: child for child, address in started}
+        listed.write_text(json.dumps({"endpoints": list(engines)}))
+        place = await items.enter_async_context(
+            installation.installed(
+                template="original-dst-buffered.yaml",
+                arguments=["--config-file", str(config)],
+            )
+        )
+        scaled = await items.enter_async_context(
+            installation.installed(arguments=["--config-text", json.dumps(SCALED)])
+        )
+        scaled.alarms.append("engine 1 ended")
+        assert (await http1.ask(scaled.port, PATH, body(0, 0))).status == 200
+        fleet = Fleet(place, children, engines, listed, config)
+        fleet.prometheus = await prometheus.Prometheus.start(
+            children,
+            folder,
+            {"extproc": place.pages, "scaled": scaled.pages},
+            prometheus.shortened_groups(alerts.groups()),
+        )
+        async with asyncio.TaskGroup() as clients:
+            for number in range(CLIENTS):
+                clients.create_task(fleet.ask_again_and_again(number))
+            try:
+                await fleet.returns("")
+                await fleet.is_silent()
+                yield fleet
+            finally:
+                fleet.end()
+
+
+#: A simulated engine. One that stood still longer than it keeps connections closes them when it goes on.
+ENGINE = ("--keepalive-s", "600")
+
+
+@contextlib.asynccontextmanager
+async def again_and_again(action):
+    """Call a coroutine function without a pause while the block runs."""
+
+    async def repeat():
+        while True:
+            await action()
+
+    task = asyncio.get_running_loop().create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+def victim(fleet, live):
+    """An engine that is as the others before and after the test."""
+    address = next(iter(fleet.engines))
+    yield address
+    live.run(fleet.arm(address))
+    live.run(fleet.is_silent())
+
+
+def test_every_staged_query_has_a_test():
+    """A query that needs more than traffic names what a test of this file stages."""
+    staged = {
+        query.staged
+        for board in boards.BOARDS
+        for panel in board.panels()
+        for query in panel.queries
+    }
+    assert staged == {*USUAL, *STAGED}
+
+
+#: What is there as soon as there is traffic.
+USUAL = ("", "autoscaling", "bodies of responses", "chunks of streams", "flow control")
+
+#: What tests of this file stage.
+STAGED = (
+    "client leaves",
+    "engine errors",
+    "engine killed",
+    "large body",
+    "no endpoint",
+    "requests wait",
+    "scrapes fail",
+)
+
+
+async def test_queries_return_series(fleet):
+    """After some traffic, every query of every panel does, but for those of failures."""
+    for staged in USUAL:
+        await fleet.returns(staged)
+    assert not await fleet.prometheus.rule_errors()
+
+
+async def test_rules_return_series(fleet):
+    """So does every recording rule, once something failed."""
+    for rule in alerts.RECORDING_RULES:
+        if "failed" not in rule.record:
+            await prometheus.until(
+                lambda rule=rule: fleet.prometheus.query(rule.record), lambda rule=rule: rule.record
+            )
+
+
+#: Queries of the failure and saturation board of llm-d's guides, as far as they are of its endpoint
+#: picker: ratio of errors, duration, rate, scheduler, plugins.
+LLMD_QUERIES = (
+    "sum(rate(llm_d_epp_request_error_total[10s])) / sum(rate(llm_d_epp_request_total[10s]))",
+    (
+        "sum by (model_name) (rate(llm_d_epp_request_error_total[10s]))"
+        " / sum by (model_name) (rate(llm_d_epp_request_total[10s]))"
+    ),
+    *(
+        f"histogram_quantile({share}, sum by (le)"
+        ' (rate(llm_d_epp_request_duration_seconds_bucket{model_name=~".*"}[10s])))'
+        for share in (0.5, 0.9, 0.99)
+    ),
+    "sum by (model_name, target_model_name) (rate(llm_d_epp_request_total[10s]))",
+    (
+        "histogram_quantile(0.99, sum by (le)"
+        " (rate(llm_d_epp_scheduler_e2e_duration_seconds_bucket[10s])))"
+    ),
+    (
+        "histogram_quantile(0.99, sum by (le, plugin_type)"
+        " (rate(llm_d_epp_plugin_duration_seconds_bucket[10s])))"
+    ),
+)
+
+
+async def test_the_failure_board_of_llmd_has_data(fleet, victim):
+    """With metrics under its names, each of its queries returns a number once requests failed."""
+    await fleet.arm(victim, "status=500")
+    for promql in LLMD_QUERIES:
+
+        async def has_number(promql=promql):
+            values = [float(item["value"][1]) for item in await fleet.prometheus.query(promql)]
+            return any(map(math.isfinite, values))
+
+        await prometheus.until(has_number, lambda promql=promql: promql)
+
+
+async def test_large_bodies(fleet):
+    """Their panel has a series."""
+    large = json.dumps({"model": "demo", "prompt": "word " * 300_000, "max_tokens": 1}).encode()
+
+    async def ask():
+        await http1.ask(fleet.place.port, "/v1/completions", large)
+
+    async with again_and_again(ask):
+        await fleet.returns("large body")
+
+
+async def test_clients_that_leave(fleet):
+    """Those that do not wait for an answer are shown."""
+
+    async def leave():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await http1.ask(fleet.place.port, PATH, body(0, 0, tokens=4000))
+
+    async with again_and_again(leave):
+        await fleet.returns("client leaves")
+
+
+async def test_a_slow_engine(fleet, victim):
+    """Five times slower, it is far above the others."""
+
+    async def crowd():
+        await fleet.crowd(32, tokens=60)
+
+    # With little load, `adaptive` leaves it alone, and nothing shows.
+    async with again_and_again(crowd):
+        await fleet.arm(victim, "slow=5")
+        await fleet.panel_shows(boards.SLOW_ENGINE, lambda ratio: ratio > 3, endpoint=victim)
+        await fleet.fires(boards.SLOW_ENGINE.alert, victim)
+        await fleet.arm(victim)
+        await fleet.panel_shows(boards.SLOW_ENGINE, lambda ratio: ratio < 2, endpoint=victim)
+
+
+async def test_an_engine_that_hangs(fleet, victim):
+    """Stopped in the middle of its requests, it is ejected."""
+    process = fleet.engines[victim].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await fleet.panel_shows(boards.HUNG_ENGINE, lambda value: value == 1, endpoint=victim)
+        await fleet.fires(boards.HUNG_ENGINE.alert, victim)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+async def test_an_engine_that_answers_errors(fleet, victim):
+    """Its share of errors, its ejections and probes are there."""
+    await fleet.arm(victim, "status=500")
+    await fleet.returns("engine errors")
+
+
+async def test_a_cold_cache(fleet, victim):
+    """The engine reports fewer cached tokens than predicted."""
+    url = f"http://{victim}/reset_prefix_cache"
+
+    async def reset():
+        async with aiohttp.ClientSession() as http, http.post(url) as answer:
+            assert answer.status == 200
+
+    async with again_and_again(reset):
+        await fleet.panel_shows(boards.COLD_CACHE, lambda ratio: ratio < 0.5, endpoint=victim)
+        await fleet.fires(boards.COLD_CACHE.alert, victim)
+
+
+async def test_a_full_queue(fleet, victim):
+    """With slow engines and more clients than the queue takes, requests are rejected."""
+    for address in fleet.engines:
+        await fleet.arm(address, "slow=50")
+
+    async def crowd():
+        await fleet.crowd(60, tokens=400)
+
+    try:
+        async with again_and_again(crowd):
+            await fleet.panel_shows(
+                boards.FULL_QUEUE, lambda value: value > 0, status="429", cause="queue-full"
+            )
+            await fleet.returns("requests wait")
+            await fleet.fires(boards.FULL_QUEUE.alert)
+    finally:
+        for address in fleet.engines:
+            await fleet.arm(address)
+
+
+async def test_no_endpoint_is_left(fleet, victim):
+    """The pool has none that serves."""
+    fleet.list_engines()
+    try:
+        await fleet.panel_shows(boards.NO_ENDPOINT, lambda value: value == 0, namespace="extproc")
+        await fleet.fires(boards.NO_ENDPOINT.alert)
+        await fleet.returns("no endpoint")
+    finally:
+        fleet.list_engines(*fleet.engines)
+
+
+async def test_metrics_that_cannot_be_read(fleet, victim):
+    """The result of scrapes says why."""
+    await fleet.arm(victim, "metrics-status=500")
+    await fleet.returns("scrapes fail")
+    await fleet.panel_shows(boards.FAILED_SCRAPES, lambda value: value > 0, endpoint=victim)
+    await fleet.fires(boards.FAILED_SCRAPES.alert, victim)
+
+
+async def test_a_broken_configuration(fleet, victim):
+    """The file that replaces a good one is not taken."""
+    fleet.place.alarms.append("extproc.yaml")
+    text = fleet.config.read_text()
+    installation.replace_file(fleet.config, text.replace("max_requests", "most_requests"))
+    try:
+        await fleet.panel_shows(boards.WRONG_CONFIG, lambda value: value == 1)
+        await fleet.fires(boards.WRONG_CONFIG.alert)
+    finally:
+        installation.replace_file(fleet.config, text)
+
+
+async def test_a_picker_that_hangs(fleet, victim):
+    """Prometheus misses it, and as the last one of its job the installation is down."""
+    process = fleet.place.extproc.process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await fleet.panel_shows(
+            boards.STOPPED_PICKER, lambda value: value == 0, namespace="extproc"
+        )
+        await fleet.fires(boards.STOPPED_PICKER.alert)
+        await fleet.fires("ExtprocDown")
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+async def test_an_engine_that_dies(fleet):
+    """It cannot be reached, is ejected, and is back when it runs again."""
+    victim = list(fleet.engines)[1]
+    fleet.engines[victim].process.kill()
+    await fleet.engines[victim].process.wait()
+    await fleet.panel_shows(boards.DEAD_ENGINE, lambda value: value == 0, endpoint=victim)
+    await fleet.fires(boards.DEAD_ENGINE.alert, victim)
+    await fleet.returns("engine killed")
+    port = victim.rpartition(":")[2]
+    fleet.engines[victim], _ = await fleet.children.engine(*ENGINE, "--port", port)
+    await fleet.is_silent()
