@@ -22,8 +22,7 @@ from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.histogram import TOKEN_BOUNDS, MetricHistogram, merge, rebucket
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 from extproc.telemetry.pool_metrics import PoolView
-from extproc.telemetry.request_metrics import merge_named
-from extproc.telemetry.request_series import RequestSeries
+from extproc.telemetry.request_series import RequestSeries, merge_histogram
 
 #: Fairness id of requests without one.
 _DEFAULT_FLOW: Final = "default-flow"
@@ -66,34 +65,34 @@ _REQUEST_HISTOGRAMS: Final[
     (
         "llm_d_epp_request_duration_seconds",
         "Seconds from the start of a request to the end of its response.",
-        lambda members: merge(
-            histogram for series in members for histogram in series.durations_s.values()
+        lambda members: merge_histogram(
+            members, *dict.fromkeys(status for series in members for status in series.statuses)
         ),
     ),
     (
         "llm_d_epp_request_streaming_tpot_seconds",
         "Seconds per output token after the first, of streams whose chunks are shown.",
-        lambda members: merge_named(members, "tpot"),
+        lambda members: merge_histogram(members, "tpot"),
     ),
     (
         "llm_d_epp_request_streaming_itl_seconds",
         "Seconds between two chunks of a stream, where they are shown.",
-        lambda members: merge_named(members, "itl"),
+        lambda members: merge_histogram(members, "itl"),
     ),
     (
         "llm_d_epp_request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
-        lambda members: merge_named(members, "prompt"),
+        lambda members: merge_histogram(members, "prompt"),
     ),
     (
         "llm_d_epp_request_output_tokens",
         "Output tokens of a request, as its response reported them.",
-        lambda members: rebucket(merge_named(members, "completion"), _OUTPUT_BOUNDS),
+        lambda members: rebucket(merge_histogram(members, "completion"), _OUTPUT_BOUNDS),
     ),
     (
         "llm_d_epp_request_cached_tokens",
         "Prompt tokens of a request that the engine found in its cache, as its response reported them.",
-        lambda members: merge_named(members, "cached"),
+        lambda members: merge_histogram(members, "cached"),
     ),
 )
 
@@ -162,7 +161,7 @@ def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamil
     )
     for values, members in by_labels.items():
         for streaming, name in (("true", "stream_ttft"), ("false", "complete_ttft")):
-            family.add_histogram((*values, streaming), merge_named(members, name))
+            family.add_histogram((*values, streaming), merge_histogram(members, name))
     yield family
     yield _family(
         "gauge",

@@ -26,7 +26,7 @@ _SPECIAL: Final = re.compile(r'[\\"\n]')
 _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 #: Histograms that are rendered at a time (count); each has some 25 lines.
-_HISTOGRAMS_PER_PIECE: Final = 64
+_HISTOGRAMS_PER_PIECE: Final = 16
 
 
 class MetricFamily:

@@ -6,9 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from extproc.telemetry.counters import PoolCounters
-from extproc.telemetry.histogram import MetricHistogram, merge
 from extproc.telemetry.metric_family import MetricFamily
-from extproc.telemetry.request_series import TOKEN_KINDS, RequestSeries, Timing
+from extproc.telemetry.request_series import (
+    TOKEN_KINDS,
+    RequestSeries,
+    Timing,
+    merge_histogram,
+)
 
 #: Series with the same values of some labels, by these values.
 GroupedSeries = Mapping[tuple[str, ...], Sequence[RequestSeries]]
@@ -61,23 +65,6 @@ _LABELED_HISTOGRAMS: tuple[tuple[str, str, str, Mapping[str, str] | None], ...] 
 )
 
 
-def merge_named(series: Iterable[RequestSeries], name: str) -> MetricHistogram | None:
-    """The sum of the histograms of that name; None where all are empty."""
-    return merge(member.histogram(name) for member in series)
-
-
-def merge_durations(series: Iterable[RequestSeries]) -> Iterator[tuple[str, MetricHistogram]]:
-    """The sums of the histograms of durations, by status."""
-    by_status: defaultdict[str, list[MetricHistogram]] = defaultdict(list)
-    for member in series:
-        for status, histogram in member.durations_s.items():
-            by_status[status].append(histogram)
-    for status, histograms in by_status.items():
-        merged = merge(histograms)
-        if merged is not None:
-            yield status, merged
-
-
 def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily]:
     """Yield the families of requests by model, tenant and status, by name of the pool."""
     by_model: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
@@ -91,17 +78,14 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
     for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
         for values, members in by_model.items():
-            family.add_histogram(values, merge_named(members, histogram_name))
+            family.add_histogram(values, merge_histogram(members, histogram_name))
         yield family
     for name, text, label, names in _LABELED_HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model", label))
         for values, members in by_model.items():
-            if names is None:
-                for status, histogram in merge_durations(members):
-                    family.add_histogram((*values, status), histogram)
-            else:
-                for value, named in names.items():
-                    family.add_histogram((*values, value), merge_named(members, named))
+            statuses = dict.fromkeys(status for series in members for status in series.statuses)
+            for value, named in (names or {status: status for status in statuses}).items():
+                family.add_histogram((*values, value), merge_histogram(members, named))
         yield family
     yield from _tenant_families(by_tenant)
 
@@ -162,9 +146,9 @@ def _tenant_families(by_tenant: GroupedSeries) -> Iterator[MetricFamily]:
 def _usage_samples(grouped: GroupedSeries) -> Iterator[tuple[Sequence[str], float]]:
     for values, members in grouped.items():
         for kind in TOKEN_KINDS:
-            histogram = merge_named(members, kind)
-            if histogram is not None:
-                yield (*values, kind), histogram.total
+            tokens = sum(series.total(kind) for series in members)
+            if tokens:
+                yield (*values, kind), tokens
 
 
 def _sum_counts(counters: Iterable[Mapping[str, int]]) -> Counter[str]:

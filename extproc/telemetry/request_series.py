@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -115,49 +115,65 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
     def record(self, name: str, value: float, trace_id: str = "") -> None:
         """Counts a value in the histogram of that name; of a sampled trace, where it has an id."""
         bucket = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value)
-        values = self._values.get(name)
-        if values is None or len(values) < bucket + 2:
-            longer: list[float] = [0] * (bucket + 2)
-            longer[: len(values or ())] = values or ()
-            values = self._values[name] = longer
+        try:
+            values = self._values[name]
+            values[bucket + 1] += 1
+        except (KeyError, IndexError):
+            shorter = self._values.get(name, ())
+            values = self._values[name] = [0] * (bucket + 2)
+            values[: len(shorter)] = shorter
+            values[bucket + 1] = 1
         values[0] += value
-        values[bucket + 1] += 1
         if trace_id:
             if self._exemplars is None:
                 self._exemplars = {}
             self._exemplars.setdefault(name, {})[bucket] = (trace_id, value)
 
-    def histogram(self, name: str) -> MetricHistogram | None:
-        """The histogram of that name; None without values."""
+    def total(self, name: str) -> float:
+        """Sum of the values of a histogram."""
         values = self._values.get(name)
-        if values is None:
-            return None
-        total, *counts = values
-        exemplars = None if self._exemplars is None else self._exemplars.get(name)
-        bounds = _BOUNDS.get(name, DURATION_BOUNDS_S)
-        return MetricHistogram(bounds, [int(count) for count in counts], float(total), exemplars)
-
-    @property
-    def durations_s(self) -> Mapping[str, MetricHistogram]:
-        """Histograms of the durations of routed requests by status."""
-        return {
-            name: histogram
-            for name in self._values
-            if name not in _BOUNDS and (histogram := self.histogram(name)) is not None
-        }
+        return values[0] if values else 0.0
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Requests that ended, by status."""
-        counts = {name: histogram.count for name, histogram in self.durations_s.items()}
-        for status, count in (self.refused or {}).items():
-            counts[status] = counts.get(status, 0) + count
+        """Requests that ended, by status (count)."""
+        counts = dict(self.refused or {})
+        for name, (_, *counted) in self._values.items():
+            if name not in _BOUNDS:
+                counts[name] = counts.get(name, 0) + int(sum(counted))
         return counts
 
     @property
     def count(self) -> int:
         """Requests that ended (count)."""
         return sum(self.requests.values())
+
+    @property
+    def statuses(self) -> Sequence[str]:
+        """Statuses of the routed requests that ended."""
+        return [name for name in self._values if name not in _BOUNDS]
+
+    def add_to(self, counts: list[float], name: str) -> Exemplars | None:
+        """Add the sum and the counts of a histogram to others, and return its exemplars."""
+        for at, count in enumerate(self._values.get(name, ())):
+            counts[at] += count
+        return None if self._exemplars is None else self._exemplars.get(name)
+
+
+def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHistogram | None:
+    """The sum of histograms of the same bounds over series; None where all are empty."""
+    if not names:
+        return None
+    bounds = _BOUNDS.get(names[0], DURATION_BOUNDS_S)
+    merged: list[float] = [0] * (len(bounds) + 2)
+    exemplars: Exemplars = {}
+    for member in series:
+        for name in names:
+            exemplars.update(member.add_to(merged, name) or {})
+    total, *counts = merged
+    if not any(counts):
+        return None
+    return MetricHistogram(bounds, list(map(int, counts)), float(total), exemplars or None)
 
 
 class RequestSeriesTable:

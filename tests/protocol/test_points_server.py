@@ -9,6 +9,7 @@ from extproc.decision import Outcome
 from extproc.protocol.messages import MessageKind, RouteResponse
 from extproc.routing.director import Director
 from extproc.routing.request_preparer import PreparedRequest
+from extproc.telemetry.request_series import merge_histogram
 from tests.support import ext_proc_script, peer, serving
 from tests.support.pool_fixture import PoolFixture
 
@@ -248,8 +249,8 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             pool = counters.for_pool("")
             assert fixture.in_flight == 0
             (series,) = pool.series
-            (duration_s,) = series.durations_s.values()
-            assert (series.running, duration_s.counts) == (0, [1])
+            duration_s = merge_histogram([series], *series.statuses)
+            assert (series.running, duration_s.count, duration_s.counts[0]) == (0, 1, 1)
             assert pool.responses.total() + pool.without_response.total() == 1
             assert counters.streams.total() == 1
             assert set(counters.streams) <= {"ok", "cancelled"}
