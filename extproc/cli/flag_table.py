@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -160,11 +161,18 @@ def choices(flag: Flag) -> Sequence[str]:
     """The words that a flag takes; empty where it takes any."""
     if flag.path == ("scheduling", "strategy"):
         return tuple(presets.profiles())
+    if flag.read is not _text:
+        return ()
     kind: Any = Settings
     for name in flag.path:
-        kind = next(it.type for it in msgspec.structs.fields(kind) if it.name == name)
-    is_named = get_origin(kind) is Literal and flag.read is _text
-    return tuple(map(str, get_args(kind))) if is_named else ()
+        kind = _field_types(kind)[name]
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
+
+
+@cache
+def _field_types(section: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """Types of fields by name; to evaluate them takes a part of what a start takes."""
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 _SERVER = ("server",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -67,9 +67,9 @@ def check(texts: Sequence[tuple[str, str]]) -> list[str]:
     problems: list[str] = []
     classes: dict[str, list[str]] = defaultdict(list)
     for path, text in texts:
-        tree = ast.parse(text)
-        foreign = _foreign_names(tree)
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(text)))
+        foreign = _foreign_names(nodes)
+        for node in nodes:
             location = f"{path}:{getattr(node, 'lineno', 1)}"
             problems += [
                 f"{location}: `{name}` does not say what it names"
@@ -102,9 +102,9 @@ def _identifiers(node: ast.AST) -> list[str]:
     return []
 
 
-def _foreign_names(tree: ast.Module) -> set[str]:
+def _foreign_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that other projects gave, such as `given` of hypothesis."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     own = ("extproc", "bench", "tests")
     return {
         alias.name
