@@ -80,6 +80,11 @@ _REQUEST_HISTOGRAMS: Final[
         lambda members: merge_histogram(members, "itl"),
     ),
     (
+        "llm_d_epp_request_predicted_ttft_seconds",
+        "Predicted seconds from the choice of the endpoint to the first token of a stream.",
+        lambda members: merge_histogram(members, "predicted_ttft"),
+    ),
+    (
         "llm_d_epp_request_input_tokens",
         "Prompt tokens of a request, as its response reported them.",
         lambda members: merge_histogram(members, "prompt"),
