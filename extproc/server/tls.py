@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import fcntl
 import logging
 import os
 import ssl
@@ -76,14 +78,23 @@ def build_context(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
     private, public = pair
-    # The ssl module reads files only, and no folder may be writable.
-    descriptor = os.memfd_create("extproc-certificate")
-    try:
-        os.write(descriptor, private.rstrip() + b"\n" + public)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        context.load_cert_chain(_open_pipe(stack, public), _open_pipe(stack, private))
     return context
+
+
+def _open_pipe(stack: contextlib.ExitStack, data: bytes) -> str:
+    """Path from which bytes can be read once, while the stack is open.
+
+    The ssl module reads files only, and no folder may be writable.
+    """
+    reader, writer = os.pipe()
+    stack.callback(os.close, reader)
+    with os.fdopen(writer, "wb") as file:
+        # All of it must fit, as nothing is read before it is written.
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, max(len(data), 1))
+        file.write(data)
+    return f"/proc/self/fd/{reader}"
 
 
 def load_context(folder: str, *, reload: bool) -> ssl.SSLContext:

@@ -20,6 +20,7 @@ FOREIGN = frozenset(
         "Gateway",
         "HTTPRoute",
         "HealthCheckPolicy",
+        "PrometheusRule",
         "ServiceMonitor",
     }
 )

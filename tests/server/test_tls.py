@@ -22,3 +22,10 @@ def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
     assert tls.KeyPair(tmp_path).changed(results.append) is None
     assert len(results) == 1
     assert type(raised).__name__ in results[0]
+
+
+def test_a_chain_larger_than_a_usual_pipe_is_read():
+    """A context is built of it as of a short one."""
+    private, public = tls.self_signed_pair()
+    chain = public * (1 + (1 << 16) // len(public))
+    assert tls.build_context((private, chain)).get_ciphers()
