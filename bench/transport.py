@@ -104,7 +104,7 @@ def _envoy_config(ports: Mapping[str, stack.EnvoyPorts]) -> dict[str, Any]:
     return config
 
 
-def messages(body: bytes) -> tuple[bytes, bytes]:
+def messages(body: bytes, headers: Mapping[str, str] = {}) -> tuple[bytes, bytes]:
     """Framed messages of a request, and of the response headers, as Envoy sends them."""
     head = pb.ProcessingRequest()
     fields = {
@@ -114,6 +114,7 @@ def messages(body: bytes) -> tuple[bytes, bytes]:
         "content-type": "application/json",
         "content-length": str(len(body)),
         "x-request-id": "b8e1c1e2-0000-4000-8000-1234567890ab",
+        **headers,
     }
     for name, value in fields.items():
         head.request_headers.headers.headers.add(key=name, raw_value=value.encode())

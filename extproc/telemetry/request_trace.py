@@ -6,7 +6,7 @@ Prompts, bodies and header values have no place in them, except the request id.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -19,11 +19,9 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry.request_recorder import RequestRecorder, model_of
 
-#: Candidates in the decision table of a trace (count), best first.
-MAX_CANDIDATES: Final = 8
-
-#: Endpoints in `llm_d.epp.picker.top_endpoints`, as upstream.
-_MAX_TOP: Final = 5
+#: Candidates in the decision table of a trace and in `llm_d.epp.picker.top_endpoints` (count), best
+#: first. Upstream has as many, and each costs the exporter 5 % of a trace.
+MAX_CANDIDATES: Final = 5
 
 #: Spans of scorers in a trace (count).
 _MAX_SCORERS: Final = 16
@@ -208,7 +206,7 @@ class TracedRequest:
         }
         self._sink.add(
             self._trace,
-            [self._root_record(now, attributes, (), error=f"refused: {rejection.cause}")],
+            [self._root_record(now, attributes, error=f"refused: {rejection.cause}")],
         )
 
     def _root(self, decision: Decision, endpoint: str, status: str, end_s: float) -> SpanRecord:
@@ -233,18 +231,10 @@ class TracedRequest:
             "extproc.degraded": decision.degraded or None,
         }
         attributes |= {name: value for name, value in optional.items() if value is not None}
-        events = []
-        if self._headers_s is not None:
-            events.append(SpanEvent("response headers", self._routed_s + self._headers_s, {}))
-        return self._root_record(end_s, attributes, events, error=error)
+        return self._root_record(end_s, attributes, error=error)
 
     def _root_record(
-        self,
-        end_s: float,
-        attributes: Mapping[str, AttributeValue],
-        events: Sequence[SpanEvent],
-        *,
-        error: str,
+        self, end_s: float, attributes: Mapping[str, AttributeValue], *, error: str
     ) -> SpanRecord:
         trace = self._trace
         return SpanRecord(
@@ -254,7 +244,6 @@ class TracedRequest:
             self._started_s,
             end_s,
             attributes,
-            events,
             is_server=True,
             error=error,
         )
@@ -310,83 +299,70 @@ class TracedRequest:
         )
         common = self._common_attributes(request.target)
         common.pop("extproc.pool", None)
+        best = _best(decision)
+        table = [SpanEvent("candidate", end_s, _describe_candidate(decision, at)) for at in best]
         steps = [
-            ("filter_endpoints", _describe_filters(decision), ()),
+            ("filter_endpoints", _describe_filters(decision) | common, ()),
             *_describe_scorers(decision),
-            (
-                "pick_endpoints",
-                _describe_picks(decision),
-                [
-                    SpanEvent("candidate", end_s, attributes)
-                    for attributes in describe_candidates(decision)
-                ],
-            ),
+            ("pick_endpoints", _describe_picks(decision, best) | common, table),
         ]
         for name, attributes, events in steps:
-            yield SpanRecord(name, make(), scheduling, start_s, end_s, attributes | common, events)
+            yield SpanRecord(name, make(), scheduling, start_s, end_s, attributes, events)
 
 
-def describe_candidates(decision: Decision) -> list[Attributes]:
-    """Decision table as attributes: the chosen endpoint, then the best of the others."""
-    ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
-    return [
-        _describe_candidate(
-            decision, at, ranks.get(decision.scored_candidates[at].endpoint.address)
-        )
-        for at in _best(decision, ranks, MAX_CANDIDATES)
-    ]
-
-
-def _best(decision: Decision, ranks: Mapping[str, int], count: int) -> list[int]:
+def _best(decision: Decision) -> list[int]:
     """Positions in `scored_candidates`: chosen endpoints, then others by descending total."""
     totals, candidates = decision.totals, decision.scored_candidates
+    ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints)}
+    chosen = [at for at, known in enumerate(candidates) if known.endpoint.address in ranks]
+    chosen.sort(key=lambda at: ranks[candidates[at].endpoint.address])
+    by_total = list(range(len(candidates)))
+    if totals:
+        by_total.sort(key=totals.__getitem__, reverse=True)
+    others = (at for at in by_total if candidates[at].endpoint.address not in ranks)
+    return list(itertools.islice(itertools.chain(chosen, others), MAX_CANDIDATES))
 
-    def order(at: int) -> tuple[float, float]:
-        rank = ranks.get(candidates[at].endpoint.address)
-        return (len(candidates) + 1 if rank is None else rank, -totals[at] if totals else 0.0)
 
-    return heapq.nsmallest(count, range(len(candidates)), key=order)
-
-
-def _describe_candidate(decision: Decision, at: int, rank: int | None) -> Attributes:
-    candidate = decision.scored_candidates[at]
-    load = candidate.load
-    optional: dict[str, AttributeValue | None] = {
-        "extproc.candidate.name": candidate.endpoint.name or None,
-        "extproc.candidate.rank": rank,
-        "extproc.candidate.waiting": load.waiting,
-        "extproc.candidate.running": load.running,
-        "extproc.candidate.kv_usage": load.kv_usage,
-    }
-    attributes: Attributes = {
-        "extproc.candidate.endpoint": candidate.endpoint.address,
-        "extproc.candidate.in_flight": candidate.in_flight,
-        "extproc.candidate.queued_tokens": round(candidate.queued_tokens),
-        "extproc.candidate.cached_tokens": candidate.matched_tokens,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
-    cost = decision.cost
+def _describe_candidate(decision: Decision, at: int) -> Attributes:
+    """A row of the table; its numbers are one text, because attributes are what costs."""
+    candidate, cost = decision.scored_candidates[at], decision.cost
+    attributes: Attributes = {"extproc.candidate.endpoint": candidate.endpoint.address}
     if cost is not None:
-        unit = f"_{cost.unit}" if cost.unit else ""
-        attributes[f"extproc.candidate.cost{unit}"] = cost.costs[at]
-        for name, values in cost.terms:
-            attributes[f"extproc.candidate.cost.{name}{unit}"] = values[at]
-    elif decision.totals:
-        attributes["extproc.candidate.score"] = decision.totals[at]
-        for scored in decision.scores:
-            attributes[f"extproc.candidate.score.{scored.name}"] = scored.scores[at]
+        factor, unit = (1000.0, "ms") if cost.unit == "s" else (1.0, cost.unit)
+        attributes[f"extproc.candidate.cost{unit and '_'}{unit}"] = factor * cost.costs[at]
+        terms = [f"{name}={factor * values[at]:.1f}{unit}" for name, values in cost.terms]
+    else:
+        if decision.totals:
+            attributes["extproc.candidate.score"] = decision.totals[at]
+        terms = [f"{scored.name}={scored.scores[at]:.3f}" for scored in decision.scores]
+    load, name = candidate.load, candidate.endpoint.name
+    if name:
+        terms.insert(0, f"name={name}")
+    terms.append(
+        f"waiting={_show(load.waiting)} running={_show(load.running)} "
+        f"kv_usage={_show(load.kv_usage)} in_flight={candidate.in_flight} "
+        f"queued_tokens={candidate.queued_tokens:.0f} cached_tokens={candidate.matched_tokens}"
+    )
+    attributes["extproc.candidate.terms"] = " ".join(terms)
     return attributes
 
 
+def _show(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"
+
+
 def _describe_filters(decision: Decision) -> Attributes:
-    return {
+    attributes: Attributes = {
         "llm_d.epp.filter.candidate_endpoints": len(decision.candidates),
         "llm_d.epp.filter.filtered_endpoints": len(decision.scored_candidates),
-        "extproc.filter.excluded_by_model": len(decision.excluded_by_model),
-        "extproc.filter.excluded_by_health": sum(
-            len(endpoints) for _, endpoints in decision.excluded_by_health
-        ),
     }
+    if decision.excluded_by_model:
+        attributes["extproc.filter.excluded_by_model"] = len(decision.excluded_by_model)
+    if decision.excluded_by_health:
+        attributes["extproc.filter.excluded_by_health"] = sum(
+            len(endpoints) for _, endpoints in decision.excluded_by_health
+        )
+    return attributes
 
 
 def _describe_scorers(
@@ -400,8 +376,6 @@ def _describe_scorers(
                 "llm_d.epp.scorer.type": scored.name,
                 "llm_d.epp.scorer.name": scored.name,
                 "llm_d.epp.scorer.weight": scored.weight,
-                "llm_d.epp.scorer.candidate_endpoints": len(scores),
-                "llm_d.epp.scorer.endpoints_scored": len(scores),
                 "llm_d.epp.scorer.score.max": max(scores, default=0.0),
                 "llm_d.epp.scorer.score.avg": sum(scores) / len(scores) if scores else 0.0,
             },
@@ -409,15 +383,13 @@ def _describe_scorers(
         )
 
 
-def _describe_picks(decision: Decision) -> Attributes:
-    ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
-    top = _best(decision, ranks, _MAX_TOP)
+def _describe_picks(decision: Decision, top: Sequence[int]) -> Attributes:
     candidates = decision.scored_candidates
     attributes: Attributes = {
         "extproc.picker": decision.picker,
         "llm_d.epp.picker.candidate_endpoints": len(candidates),
         "llm_d.epp.picker.top_endpoints": [_title(candidates[at]) for at in top]
-        or [endpoint.name or endpoint.address for endpoint in decision.endpoints[:_MAX_TOP]],
+        or [endpoint.name or endpoint.address for endpoint in decision.endpoints[:MAX_CANDIDATES]],
     }
     if decision.totals:
         attributes["llm_d.epp.picker.top_scores"] = [decision.totals[at] for at in top]

@@ -163,8 +163,6 @@ def test_spans_have_the_times_of_the_request():
     spans = TraceFixture().serve(timed(), wait_s=0.3)
     root = spans["gateway.request"]
     assert (root.start_s, root.end_s) == (10.0, 12.0)
-    (event,) = root.events
-    assert (event.name, event.at_s) == ("response headers", pytest.approx(10.751))
     orchestration = spans["gateway.request_orchestration"]
     assert (orchestration.start_s, orchestration.end_s) == pytest.approx((10.2, 10.501))
     assert root.attributes["extproc.queue_s"] == 0.3
@@ -215,8 +213,6 @@ def test_decision_has_the_attributes_of_upstream():
     assert spans["filter_endpoints"].attributes == common | {
         "llm_d.epp.filter.candidate_endpoints": 3,
         "llm_d.epp.filter.filtered_endpoints": 3,
-        "extproc.filter.excluded_by_model": 0,
-        "extproc.filter.excluded_by_health": 0,
     }
     assert spans["pick_endpoints"].attributes == common | {
         "extproc.picker": "rendezvous",
@@ -232,21 +228,11 @@ def test_decision_table_is_events_of_the_pick():
     assert (chosen.name, chosen.at_s) == ("candidate", 10.501)
     assert chosen.attributes == {
         "extproc.candidate.endpoint": "10.0.0.2:8000",
-        "extproc.candidate.name": "pod-1",
-        "extproc.candidate.rank": 1,
-        "extproc.candidate.waiting": 1,
-        "extproc.candidate.running": 2,
-        "extproc.candidate.kv_usage": 0.5,
-        "extproc.candidate.in_flight": 1,
-        "extproc.candidate.queued_tokens": 0,
-        "extproc.candidate.cached_tokens": 4,
-        "extproc.candidate.cost_s": 0.1,
-        "extproc.candidate.cost.queue_s": 0.1,
-        "extproc.candidate.cost.prefill_s": 0.05,
-        "extproc.candidate.cost.slowdown_s": 9.0,
+        "extproc.candidate.cost_ms": 100.0,
+        "extproc.candidate.terms": "name=pod-1 queue=100.0ms prefill=50.0ms "
+        "slowdown=9000.0ms waiting=1 running=2 kv_usage=0.5 in_flight=1 queued_tokens=0 cached_tokens=4",
     }
     assert other.attributes["extproc.candidate.endpoint"] == "10.0.0.1:8000"
-    assert "extproc.candidate.rank" not in other.attributes
 
 
 def test_decision_table_is_bounded():
@@ -254,7 +240,7 @@ def test_decision_table_is_bounded():
     spans = TraceFixture().serve(timed(100))
     events = spans["pick_endpoints"].events
     assert len(events) == MAX_CANDIDATES
-    costs = [event.attributes["extproc.candidate.cost_s"] for event in events]
+    costs = [event.attributes["extproc.candidate.cost_ms"] for event in events]
     assert costs == sorted(costs)
     assert len(spans["pick_endpoints"].attributes["llm_d.epp.picker.top_endpoints"]) == 5
 
@@ -267,13 +253,13 @@ def test_scorers_have_spans():
     assert {
         "llm_d.epp.scorer.type": "queue-scorer",
         "llm_d.epp.scorer.weight": 2.0,
-        "llm_d.epp.scorer.candidate_endpoints": 2,
         "llm_d.epp.scorer.score.max": 1.0,
         "llm_d.epp.scorer.score.avg": 0.75,
     }.items() <= span.attributes.items()
     chosen = spans["pick_endpoints"].events[0].attributes
     assert chosen["extproc.candidate.score"] == 2.75
-    assert chosen["extproc.candidate.score.queue-scorer"] == 1.0
+    terms = chosen["extproc.candidate.terms"]
+    assert terms.startswith("name=pod-0 queue-scorer=1.000 prefix-cache-scorer=0.250 waiting=0 ")
     assert "extproc.predicted.ttft_s" not in spans["gateway.request"].attributes
 
 
@@ -301,7 +287,6 @@ def test_failures_of_engines_are_errors(status, error):
     root = spans["gateway.request"]
     assert root.error == error
     assert root.attributes.get("error.type", "") == error
-    assert not root.events
 
 
 def test_refused_request_is_an_error_with_its_cause():

@@ -1,0 +1,123 @@
+"""Measures what traces cost: CPU per request without them, unsampled, at 1 % and of every request.
+
+    python -m bench.traces [--transport native] [--rounds 12] [--seconds 1.0] [--write]
+
+A picker process for each row is loaded in turns by streams of `bench.stream_load`, each round in
+another order, and spans go to a receiver in this process. Ratios are taken to the picker without
+traces, within a round: the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import uvloop
+
+from bench import rig
+from bench.stream_load import load_streams
+from bench.transport import messages
+from extproc.demo import stack
+from tests.support import otlp_receiver
+
+ENDPOINTS = ",".join(f"127.0.0.{at}:9" for at in range(2, 10))
+
+#: Two scorers over eight endpoints, which need not be there: nobody scrapes them.
+CONFIG = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, scheduling: "
+    "{profile: {name: bench, scorers: [{kind: in-flight, weight: 4}, "
+    "{kind: prefix-cache-scorer, weight: 3}], picker: {kind: max-score-picker}}}}"
+)
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CONNECTIONS = 16
+
+#: Environment of a picker, and flags of the client's trace; none sends no `traceparent`.
+ROWS: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "off": ({}, ""),
+    "on, the client's trace is not sampled": ({"OTEL_TRACES_SAMPLER_ARG": "1"}, "00"),
+    "on, no trace, none by chance": ({"OTEL_TRACES_SAMPLER_ARG": "0"}, ""),
+    "on, 1 % by chance": ({"OTEL_TRACES_SAMPLER_ARG": "0.01"}, ""),
+    "on, 10 % by chance": ({"OTEL_TRACES_SAMPLER_ARG": "0.1"}, ""),
+    "on, every request": ({"OTEL_TRACES_SAMPLER_ARG": "1"}, ""),
+}
+
+
+async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each way to trace: CPU of a request (µs), and its ratio to that without traces."""
+    with otlp_receiver.receiving() as receiver:
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{receiver.grpc_port}"}
+        async with stack.stack() as children:
+            running = {}
+            for name, (environment, _) in ROWS.items():
+                os.environ.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
+                os.environ.update({**endpoint, **environment} if environment else {})
+                port = stack.free_port()
+                child = await children.extproc(
+                    *("--endpoints", ENDPOINTS, "--host", "127.0.0.1", "--secure-serving=false"),
+                    *("--transport", transport, "--grpc-port", str(port), "--metrics-port", "0"),
+                    *("--grpc-health-port", "0", "--drain-timeout", "0s", "--config-text", CONFIG),
+                )
+                running[name] = rig.Rig(port, 0, child.process.pid, children)
+            used: dict[str, list[float]] = {name: [] for name in ROWS}
+            rng = random.Random(1)
+            for number in range(-1, rounds):
+                for name in rng.sample(list(ROWS), len(ROWS)):
+                    cpu_us = await _load(running[name], ROWS[name][1], seconds)
+                    if number >= 0:
+                        used[name].append(cpu_us)
+    rows = []
+    for name, values in used.items():
+        ratios = [value / plain for value, plain in zip(values, used["off"], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "cpu_us": round(statistics.median(values), 1),
+                "ratio": round(statistics.median(ratios), 3),
+                "ratio_quartiles": [round(it, 3) for it in statistics.quantiles(ratios)[::2]],
+            }
+        )
+    return rows
+
+
+async def _load(picker: rig.Rig, flags: str, seconds: float) -> float:
+    """CPU of a request (µs) in a slice of time."""
+    body = rig.chat(2_000)
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flags}"} if flags else {}
+    request, response = messages(body, headers)
+    before = picker.cpu_s()
+    stats = await load_streams(
+        picker.port,
+        request,
+        response,
+        body_bytes=len(body),
+        connections=CONNECTIONS,
+        seconds=seconds,
+    )
+    return (picker.cpu_s() - before) / stats["requests"] * 1e6
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", default="native")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--write", action="store_true", help="write bench/results/traces.json")
+    args = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    figures = uvloop.run(compare(args.transport, args.rounds, args.seconds))
+    for row in figures:
+        least, most = row["ratio_quartiles"]
+        print(
+            f"{row['cpu_us']:7.1f} us  {row['ratio']:.3f} [{least:.3f} to {most:.3f}]  {row['name']}"
+        )
+    if args.write:
+        loads = {"load_before": load_before, "load_after": os.getloadavg()[0]}
+        rig.write(
+            "traces",
+            f"python -m bench.traces --transport {args.transport} --rounds {args.rounds}",
+            {"transport": args.transport, "rows": figures, **loads},
+        )
