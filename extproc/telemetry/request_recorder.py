@@ -322,12 +322,11 @@ class RequestRecorder(msgspec.Struct, eq=False):
         counters = self._pool_counters
         counters.record_routed(decision)
         self._labels, self._trace_id = labels, trace_id
-        series = counters.series.find(labels, is_served=not decision.model_unlisted)
-        series.record_routed()
-        self._series = series
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
-        if self._trace_id:
-            self._record.trace_id = self._trace_id
+        if trace_id:
+            self._record.trace_id = trace_id
+        self._series = counters.series.find(labels, is_served=not decision.model_unlisted)
+        self._series.record_routed()
         return self._record.decision
 
     def on_model_rewritten(self, *, edited: bool) -> None:
