@@ -286,7 +286,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         counters.record_rejection(rejection)
         self._refusal_status = str(rejection.status)
         if self._series is None:
-            series = counters.series.find(labels or UNPARSED, is_served=False)
+            series = counters.series.find(labels or UNPARSED)
             series.record_refused(rejection.status)
         if request_id:
             record = RejectionRecord(
@@ -325,7 +325,9 @@ class RequestRecorder(msgspec.Struct, eq=False):
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
         if trace_id:
             self._record.trace_id = trace_id
-        self._series = counters.series.find(labels, is_served=not decision.model_unlisted)
+        self._series = counters.series.find(
+            labels, may_be_served=not decision.model_unlisted
+        )
         self._series.record_routed()
         return self._record.decision
 

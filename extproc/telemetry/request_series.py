@@ -22,8 +22,7 @@ from extproc.telemetry.histogram import (
     MetricHistogram,
 )
 
-#: Label value of everything beyond the bound of the table, and of models that no engine is known
-#: to serve: clients can name any number of them.
+#: Label value of everything beyond the bounds of the table: clients can name any number of models.
 OTHER: Final = "other"
 
 #: Statuses of requests without one: the stream ended before response headers, and requests whose
@@ -56,6 +55,10 @@ _MAX_STATUSES: Final = 24
 #: Combinations of labels in one pool (count), 1 to 2 kB each. The EPP of llm-d bounds each of its
 #: labels by as much.
 MAX_SERIES: Final = 1000
+
+#: Models in one pool that have series before an engine answered a request for them (count). Where
+#: no engine lists its models, clients can name any, and a long name is on some 80 lines of the page.
+MAX_UNANSWERED_MODELS: Final = 32
 
 #: Combinations for what does not fit (count).
 _MAX_OVERFLOW: Final = 100
@@ -179,7 +182,8 @@ def merge_histogram(series: Iterable[RequestSeries], *names: str) -> MetricHisto
 class RequestSeriesTable:
     """Series of the requests of one pool, by labels; their number is bounded.
 
-    A model has series of its own once an engine is known to serve it; others count as `other`.
+    A model has series of its own once an engine answered a request for it, and a few have from
+    their first request on if an engine may serve them; others count as `other`.
     Where the table is full, new tenants of a model in it do, and then everything else.
     """
 
@@ -187,24 +191,32 @@ class RequestSeriesTable:
         self._by_labels: dict[RequestLabels, RequestSeries] = {}
         self._overflow: dict[RequestLabels, RequestSeries] = {}
         self._models = {UNNAMED}
+        self._num_unanswered = 0
 
     def __iter__(self) -> Iterator[RequestSeries]:
         yield from self._by_labels.values()
         yield from self._overflow.values()
 
-    def find(self, labels: RequestLabels, *, is_served: bool) -> RequestSeries:
+    def find(
+        self, labels: RequestLabels, *, is_served: bool = False, may_be_served: bool = False
+    ) -> RequestSeries:
         """The series of a request, created where there is room.
 
         Args:
             labels: Labels of the request.
-            is_served: Whether an engine is known to serve its model.
+            is_served: Whether an engine answered a request for its model.
+            may_be_served: Whether an engine lists it, or some list none.
         """
         by_labels = self._by_labels
         series = by_labels.get(labels)
         if series is not None:
             return series
         model = labels.target_model
-        if len(by_labels) < MAX_SERIES and (is_served or model in self._models):
+        is_known = is_served or model in self._models
+        if not is_known and may_be_served and self._num_unanswered < MAX_UNANSWERED_MODELS:
+            self._num_unanswered += 1
+            is_known = True
+        if is_known and len(by_labels) < MAX_SERIES:
             self._models.add(model)
             series = by_labels[labels] = RequestSeries(labels)
             return series

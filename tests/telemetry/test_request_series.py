@@ -13,7 +13,7 @@ from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
-from extproc.telemetry.request_series import MAX_SERIES
+from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
 
 ADDRESS = "10.0.0.1:8000"
 
@@ -192,6 +192,19 @@ def test_a_model_has_series_of_its_own_once_an_engine_serves_it():
     assert sum(traffic.page("extproc_requests_running").values()) == 0
 
 
+def test_few_models_have_series_before_an_engine_answers_for_them():
+    """While no engine lists its models, any name may be a model; answers tell."""
+    traffic = TrafficFixture()
+    for number in range(100):
+        traffic.serve(labels_of(f"m{number}"), status="503")
+    traffic.serve(labels_of("m99"))
+    page = traffic.page("extproc_requests_total")
+    assert page['model="other",status="503"'] == 100 - MAX_UNANSWERED_MODELS
+    assert page['model="m0",status="503"'] == 1
+    assert page['model="m99",status="200"'] == 1
+    assert len(page) == MAX_UNANSWERED_MODELS + 2
+
+
 def test_durations_and_first_tokens_of_sampled_traces_are_exemplars():
     """The last one of each bucket, in OpenMetrics, which has room for them."""
     traffic = TrafficFixture()
@@ -248,8 +261,9 @@ def test_memory_and_series_are_bounded_whatever_clients_name():
     for number in range(2_000):
         traffic.serve(name(number), status=str(100 + number % 900), usage={"prompt": number})
         traffic.refuse(name(number))
+    flood(range(2_000, 4_000))
     before = render()
-    flood(range(2_000, 98_000))
+    flood(range(4_000, 98_000))
     tracemalloc.start()
     flood(range(98_000, 100_000))
     held_bytes, _ = tracemalloc.get_traced_memory()
