@@ -22,7 +22,7 @@ from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.histogram import TOKEN_BOUNDS, MetricHistogram, merge, rebucket
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 from extproc.telemetry.pool_metrics import PoolView
-from extproc.telemetry.request_series import RequestSeries, merge_histogram
+from extproc.telemetry.request_series import OTHER, RequestSeries, merge_histogram
 
 #: Fairness id of requests without one.
 _DEFAULT_FLOW: Final = "default-flow"
@@ -54,6 +54,11 @@ _OUTCOMES: Final = {
     "failed": "RejectedOther",
     "shutdown": "RejectedOther",
 }
+
+#: Labels that have histograms, the first ones; those of all others are added up (count). Each takes
+#: up to 200 lines of the page.
+_MAX_HISTOGRAMS: Final = 64
+_ALL_OTHER: Final = (OTHER, OTHER, OTHER, "0")
 
 #: Series by the values of `_REQUEST_LABELS`.
 _SeriesByLabels = Mapping[tuple[str, ...], Sequence[RequestSeries]]
@@ -153,6 +158,7 @@ def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamil
             by_labels[_request_values(series.labels)].append(series)
             running[series.labels.client_model] += series.running
     yield from _count_families(by_labels)
+    by_labels = _merge_later_labels(by_labels)
     for name, text, read in _REQUEST_HISTOGRAMS:
         family = MetricFamily("histogram", name, text, _REQUEST_LABELS)
         for values, members in by_labels.items():
@@ -175,6 +181,16 @@ def _request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamil
         ("model_name",),
         (((model,), count) for model, count in running.items()),
     )
+
+
+def _merge_later_labels(
+    by_labels: Mapping[tuple[str, ...], list[RequestSeries]],
+) -> defaultdict[tuple[str, ...], list[RequestSeries]]:
+    """The series of the first labels by label, and of all others as `other`."""
+    merged: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
+    for number, (values, series) in enumerate(by_labels.items()):
+        merged[values if number < _MAX_HISTOGRAMS else _ALL_OTHER] += series
+    return merged
 
 
 def _count_families(by_labels: _SeriesByLabels) -> Iterator[MetricFamily]:

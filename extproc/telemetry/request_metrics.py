@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.metric_family import MetricFamily
 from extproc.telemetry.request_series import (
+    OTHER,
     TOKEN_KINDS,
     RequestSeries,
     Timing,
     merge_histogram,
 )
+
+#: Models of a pool that have histograms, the first ones; those of all others are added up (count).
+#: Names may have 512 bytes, and the histograms of a model take 50 lines of the page.
+MAX_HISTOGRAM_MODELS: Final = 64
 
 #: Series with the same values of some labels, by these values.
 GroupedSeries = Mapping[tuple[str, ...], Sequence[RequestSeries]]
@@ -75,6 +81,7 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
             by_model[pool, labels.target_model].append(series)
             by_tenant[pool, labels.tenant, labels.target_model].append(series)
     yield from _count_families(by_model)
+    by_model = _merge_later_models(by_model)
     for name, text, histogram_name in _HISTOGRAMS:
         family = MetricFamily("histogram", name, text, ("pool", "model"))
         for values, members in by_model.items():
@@ -88,6 +95,19 @@ def request_families(pools: Mapping[str, PoolCounters]) -> Iterator[MetricFamily
                 family.add_histogram((*values, value), merge_histogram(members, named))
         yield family
     yield from _tenant_families(by_tenant)
+
+
+def _merge_later_models(
+    by_model: Mapping[tuple[str, ...], list[RequestSeries]],
+) -> defaultdict[tuple[str, ...], list[RequestSeries]]:
+    """The series of the first models of each pool by model, and of all others as `other`."""
+    merged: defaultdict[tuple[str, ...], list[RequestSeries]] = defaultdict(list)
+    num_models: Counter[str] = Counter()
+    for (pool, model), series in by_model.items():
+        num_models[pool] += model != OTHER
+        is_early = num_models[pool] <= MAX_HISTOGRAM_MODELS
+        merged[pool, model if is_early else OTHER] += series
+    return merged
 
 
 def _count_families(by_model: GroupedSeries) -> Iterator[MetricFamily]:

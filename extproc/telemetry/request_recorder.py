@@ -325,9 +325,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
         if trace_id:
             self._record.trace_id = trace_id
-        self._series = counters.series.find(
-            labels, may_be_served=not decision.model_unlisted
-        )
+        self._series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
         self._series.record_routed()
         return self._record.decision
 

@@ -12,6 +12,7 @@ from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.request_metrics import MAX_HISTOGRAM_MODELS
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
 
@@ -237,6 +238,17 @@ def test_new_tenants_of_a_full_table_are_other():
     assert tenants['model="a",tenant="other"'] == 50
     assert tenants['model="other",tenant="other"'] == 1
     assert traffic.page("extproc_requests_total")['model="a",status="200"'] == MAX_SERIES + 50
+
+
+def test_the_first_models_have_histograms():
+    """Those of later models are added up: each takes dozens of lines of the page."""
+    traffic = TrafficFixture()
+    for number in range(MAX_HISTOGRAM_MODELS + 10):
+        traffic.serve(labels_of(f"m{number}"))
+    counts = traffic.page("extproc_request_duration_seconds_count")
+    assert len(counts) == MAX_HISTOGRAM_MODELS + 1
+    assert counts['model="other",status="200"'] == 10
+    assert len(traffic.page("extproc_requests_total")) == MAX_HISTOGRAM_MODELS + 10
 
 
 def test_memory_and_series_are_bounded_whatever_clients_name():
