@@ -389,6 +389,19 @@ ALERTS: Sequence[Alert] = (
         action="Mostly an Envoy that is too old for a field; see [choose a profile](../guides/choose-an-envoy-profile.md).",
     ),
     Alert(
+        name="ExtprocTracesLost",
+        severity="info",
+        for_="10m",
+        expr=(
+            "sum by (namespace, instance, result)"
+            ' (rate(extproc_trace_spans_total{result=~"failed|dropped"}[5m])) > 0'
+        ),
+        summary="Spans of {{ $labels.instance }} are {{ $labels.result }}",
+        meaning="The collector does not take spans, or not as fast as they come. Requests are not affected.",
+        look="The log; the collector; [traces](traces.md).",
+        action="Let extproc reach the collector, or sample less.",
+    ),
+    Alert(
         name="ExtprocMatchNotInForce",
         severity="warning",
         for_="5m",

@@ -262,6 +262,7 @@ def _targets(panel: Panel) -> Iterator[Mapping[str, Any]]:
             "expr": query.promql(),
             "legendFormat": query.legend,
             "format": formats.get(panel.kind, "time_series"),
+            "exemplar": panel.kind == "timeseries" and "_seconds_bucket" in query.expr,
             "instant": is_instant,
             "range": not is_instant,
         }

@@ -47,7 +47,7 @@ def need(name: str) -> str:
 
 
 def promtool(*words: str | Path) -> str:
-    """What promtool prints; fails where it does."""
+    """Output of promtool; fails where it does."""
     command = [need("promtool"), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

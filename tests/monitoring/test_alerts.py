@@ -183,6 +183,9 @@ FAULTS = {
     "ExtprocXdsRejected": {
         f'extproc_xds_nacks_total{{{_WHERE},instance="a",type="clusters"}}': f"_x90 1x{_END - 91}"
     },
+    "ExtprocTracesLost": {
+        f'extproc_trace_spans_total{{{_WHERE},instance="a",result="dropped"}}': counter(0, 5)
+    },
     "ExtprocMatchNotInForce": {f'extproc_pool_match_state{{{_POOL},state="rejected"}}': gauge(1)},
     "ExtprocReplicasMissing": {f"extproc_scaling_desired_replicas{{{_POOL}}}": gauge(4, 6)},
     "ExtprocScalingFails": {f"extproc_scaling_failures_total{{{_POOL}}}": counter(0, 4)},
@@ -227,7 +230,7 @@ def test_a_healthy_hour_is_silent(tmp_path):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_alert_fires(name, tmp_path):
-    """What it is for makes it fire, once."""
+    """It does in the fault that it is for, once."""
     expr = f'count by (alertname) (ALERTS{{alertname="{name}",alertstate="firing"}})'
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1}]
     run_rules(
@@ -254,7 +257,7 @@ def test_recorded_series_are_used():
 
 @pytest.mark.parametrize("alert", alerts.ALERTS, ids=lambda alert: alert.name)
 def test_a_runbook_names_panels_that_exist(alert):
-    """Where a runbook says to look at a board, the board has these panels."""
+    """Boards have the panels that runbooks look at."""
     panels = {
         board.title.partition(" / ")[2]: {panel.title for panel in board.panels()}
         for board in boards.BOARDS

@@ -37,7 +37,6 @@ NOT_CHARTED = {
     "extproc_scrape_duration_seconds": "the age of metrics is charted",
     "extproc_streams_open": "requests in flight are charted",
     "extproc_time_to_response_headers_seconds": "charted by endpoint",
-    "extproc_trace_spans": "only with traces",
     "extproc_unknown_model_requests": "rejections have the cause `unknown-model`",
     "extproc_xds_responses": "rejected ones have an alert",
     "extproc_xds_streams_open": "rejected responses have an alert",
@@ -129,6 +128,21 @@ def test_labels_of_queries_exist(expr):
         grouped = ", ".join(re.findall(r"\b(?:by|on) \((.*?)\)", expr))
         grouped = set(re.findall(r"\w+", grouped)) - {"alertname", "severity"}
         assert grouped <= known_labels | ({"pool", "endpoint"} if ":" in expr else set())
+
+
+@pytest.mark.parametrize("alert", alerts.ALERTS, ids=lambda alert: alert.name)
+def test_labels_of_summaries_exist(alert):
+    """Labels that a summary names are those of the series that fires."""
+    records = {rule.record: rule.expr for rule in alerts.RECORDING_RULES}
+    expr = alert.expr
+    for record in reversed(records):
+        expr += records[record] if record in expr else ""
+    labels = set(re.findall(r"\w+", ", ".join(re.findall(r"\bby \((.*?)\)", expr))))
+    if not labels:
+        known = labels_by_series()
+        names = re.findall(r"extproc_\w+", expr)
+        labels = _TARGET_LABELS.union(*(known[name] for name in names))
+    assert set(re.findall(r"\$labels\.(\w+)", alert.summary)) <= labels
 
 
 def test_every_metric_is_charted_or_listed():

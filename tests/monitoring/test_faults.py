@@ -162,7 +162,7 @@ class Fleet:
             firing.update(await self.prometheus.firing())
             return (name, endpoint) in firing
 
-        await prometheus.until(is_firing, lambda: (name, endpoint, firing))
+        await prometheus.until(is_firing, lambda: (name, endpoint, firing, self.place.lines[-20:]))
 
     async def is_silent(self):
         """Wait until no alert fires."""

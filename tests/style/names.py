@@ -15,7 +15,14 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[2]
 
 #: Folders that are checked. Class names are unique within each.
-FOLDERS: Final = ("extproc", "bench", "tests/bench", "tests/demo", "tests/simulator")
+FOLDERS: Final = (
+    "extproc",
+    "bench",
+    "tests/bench",
+    "tests/demo",
+    "tests/monitoring",
+    "tests/simulator",
+)
 
 #: Words that name nothing: as an identifier they hide what a value is.
 BANNED: Final = frozenset(
