@@ -138,15 +138,23 @@ def build_traces(
         return Traces()
     # Not the seed of the configuration: replicas that share one would make equal ids.
     rng = random.Random()
-    tracer = otlp.OtlpTracer(
-        exporter=plan.exporter,
-        protocol=plan.protocol,
-        max_queued_spans=plan.max_queued_spans,
-        max_batch_spans=plan.max_batch_spans,
-        clock=clock,
-        rng=rng,
-        counts=counts,
-    )
+    try:
+        tracer = otlp.OtlpTracer(
+            exporter=plan.exporter,
+            protocol=plan.protocol,
+            max_queued_spans=plan.max_queued_spans,
+            max_batch_spans=plan.max_batch_spans,
+            clock=clock,
+            rng=rng,
+            counts=counts,
+        )
+    except Exception as error:
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_*",
+            wanted="values that the exporter of OpenTelemetry takes",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the variable, or set OTEL_SDK_DISABLED=true",
+        ) from error
     return Traces(TraceSampler(plan.ratio, is_parent_based=plan.is_parent_based, rng=rng), tracer)
 
 

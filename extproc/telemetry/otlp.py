@@ -50,15 +50,25 @@ _UNSET: Final = Status(StatusCode.UNSET)
 
 
 class _LastMessage(logging.Filter):
-    """Keeps the last message of the SDK out of the log: it would repeat with every batch."""
+    """Keeps the last message of the SDK out of the log: it would repeat with every batch.
+
+    Attributes:
+        text: The message.
+        template: The same without its values, which may be a header with a secret.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.text = ""
+        self.text = self.template = ""
+
+    def clear(self) -> None:
+        """Forget the message."""
+        self.text = self.template = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep the message without line breaks."""
         self.text = " ".join(record.getMessage().split())[:_MAX_CAUSE]
+        self.template = " ".join(str(record.msg).split())[:_MAX_CAUSE]
         return False
 
 
@@ -85,7 +95,7 @@ class _CountedExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; a failure costs them and nothing else."""
-        self._messages.text = ""
+        self._messages.clear()
         try:
             result = self._exporter.export(spans)
             cause = self._messages.text
@@ -149,12 +159,16 @@ class OtlpTracer:
         version = distribution.installed_version()
         self._resource = _build_resource(version)
         self._scope = InstrumentationScope("extproc", version)
-        span_exporter = _build_exporter(exporter, protocol)
+        build_exporter = _load_exporter(exporter, protocol)
+        messages = _capture_log()
+        messages.clear()
         self._processor = BatchSpanProcessor(
-            _CountedExporter(span_exporter, counts, _capture_log()),
+            _CountedExporter(build_exporter(), counts, messages),
             max_queue_size=max_queued_spans,
             max_export_batch_size=max_batch_spans,
         )
+        if messages.template:
+            log_event(_log, logging.WARNING, "a variable is ignored", cause=messages.template)
 
     def observe(
         self, recorder: RequestRecorder, trace: TraceContext, *, started_s: float
@@ -261,16 +275,16 @@ def _capture_log() -> _LastMessage:
     return _MESSAGES
 
 
-def _build_exporter(
+def _load_exporter(
     exporter: Literal["otlp", "console"], protocol: Literal["grpc", "http/protobuf"]
-) -> SpanExporter:
-    # Each loads its own transport.
+) -> Callable[[], SpanExporter]:
+    """Load what builds the exporter; each loads a transport of its own."""
     if exporter == "console":
-        return ConsoleSpanExporter(out=sys.stdout)
+        return functools.partial(ConsoleSpanExporter, out=sys.stdout)
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc  # noqa: PLC0415
 
-        return over_grpc.OTLPSpanExporter()
+        return over_grpc.OTLPSpanExporter
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http  # noqa: PLC0415
 
-    return over_http.OTLPSpanExporter()
+    return over_http.OTLPSpanExporter

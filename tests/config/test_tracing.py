@@ -1,8 +1,10 @@
 """The environment variables of OpenTelemetry, and what they turn on."""
 
+from collections import Counter
+
 import pytest
 
-from extproc.config.tracing import TracePlan, TracingSection, plan_traces
+from extproc.config.tracing import TracePlan, TracingSection, build_traces, plan_traces
 from extproc.errors import ConfigError
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
@@ -103,3 +105,10 @@ def test_unsupported_values_are_refused(name, value):
     """A value that would be ignored is an error that names its variable."""
     with pytest.raises(ConfigError, match=name):
         plan(**{**ENDPOINT, name: value})
+
+
+def test_value_that_the_exporter_refuses_is_an_error(monkeypatch):
+    """Variables that only the exporter reads are errors of the configuration as well."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "squeeze")
+    with pytest.raises(ConfigError, match="squeeze"):
+        build_traces(TracingSection(), ENDPOINT, clock=lambda: 0.0, counts=Counter())

@@ -12,6 +12,7 @@ from extproc.protocol.trace_context import TraceContext
 from extproc.telemetry import otlp
 from extproc.telemetry.request_trace import SpanEvent, SpanRecord
 from tests.support import otlp_receiver
+from tests.support.canary import CANARY
 
 TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1, "c" * 16, "a=1")
 NOW_S = 100.0
@@ -164,7 +165,7 @@ class HeldExporter:
 def test_queue_is_bounded(build_tracer, monkeypatch):
     """Spans beyond the bound are dropped and counted, those being sent included."""
     exporter = HeldExporter()
-    monkeypatch.setattr(otlp, "_build_exporter", lambda *_: exporter)
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: lambda: exporter)
     tracer = build_tracer(max_queued_spans=10)
     for _ in range(7):
         tracer.add(TRACE, spans())
@@ -176,7 +177,7 @@ def test_queue_is_bounded(build_tracer, monkeypatch):
 def test_exporter_that_raises_costs_its_spans(build_tracer, monkeypatch, caplog):
     """A bug of an exporter is a failure like any other."""
     exporter = HeldExporter()
-    monkeypatch.setattr(otlp, "_build_exporter", lambda *_: exporter)
+    monkeypatch.setattr(otlp, "_load_exporter", lambda *_: lambda: exporter)
 
     def broken(_):
         exporter.began.set()
@@ -190,6 +191,16 @@ def test_exporter_that_raises_costs_its_spans(build_tracer, monkeypatch, caplog)
     assert build_tracer.counts["failed"] == 2
     (record,) = caplog.records
     assert record.fields == {"cause": "KeyError"}
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_wrong_header_is_named_without_its_value(build_tracer, protocol, caplog):
+    """What the SDK says of a header may hold a key, so that only its own words are logged."""
+    build_tracer(protocol, OTEL_EXPORTER_OTLP_HEADERS=CANARY)
+    (record,) = caplog.records
+    assert record.message == "a variable is ignored"
+    assert "Header format invalid" in record.fields["cause"]
+    assert CANARY not in caplog.text
 
 
 def test_console_prints_spans(build_tracer, capsys):
