@@ -20,6 +20,7 @@ from extproc.config import (
     autoscaling,
     discovery_sources,
     envoy_lint,
+    finding,
     kubernetes_plan,
     lint,
     loader,
@@ -165,15 +166,23 @@ class EnvoyReport(msgspec.Struct, frozen=True):
 
     file: str
     longest_wait_s: float
-    findings: tuple[envoy_lint.Finding, ...]
+    findings: tuple[finding.Finding, ...]
 
     def to_lines(self) -> Iterator[str]:
         """Findings, one in a line."""
         wait_s = self.longest_wait_s
         wait_text = f"requests may wait {wait_s:g} s" if wait_s else "requests do not wait"
         yield f"{self.file}, where {wait_text}"
-        for finding in self.findings:
-            yield f"{finding.severity:<8}{finding.place}: {finding.text}"
+        for result in self.findings:
+            yield f"{result.severity:<8}{result.place}: {result.text}"
+
+    def to_json(self) -> Mapping[str, object]:
+        """The report for programs."""
+        return {
+            "file": self.file,
+            "longest_wait_s": self.longest_wait_s,
+            "findings": [result.to_json() for result in self.findings],
+        }
 
 
 class CheckReport(msgspec.Struct, frozen=True):
@@ -204,7 +213,9 @@ class CheckReport(msgspec.Struct, frozen=True):
         """The exit status."""
         if self.errors:
             return 2
-        is_cut = self.envoy and any(finding.severity == "cut" for finding in self.envoy.findings)
+        is_cut = self.envoy and any(
+            result.severity in finding.FAILURES for result in self.envoy.findings
+        )
         is_refused = self.diff and self.diff.refusal
         return 1 if is_cut or is_refused or (strict_warnings and self.warnings) else 0
 
@@ -243,7 +254,7 @@ class CheckReport(msgspec.Struct, frozen=True):
             ],
             "profile": profile.name if profile else None,
             "signals": sorted(signal.value for signal in profile.needs) if profile else [],
-            "envoy": msgspec.to_builtins(self.envoy),
+            "envoy": self.envoy.to_json() if self.envoy else None,
             "diff": msgspec.to_builtins(self.diff),
         }
 

@@ -27,6 +27,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "run Envoy and extproc, and engines from zero and back",
     ),
     "check": ("extproc.cli.check", "read a configuration and say what it means"),
+    "doctor": (
+        "extproc.cli.doctor",
+        "look at a running Envoy, extproc and engines, and say what is wrong",
+    ),
     "explain": ("extproc.cli.explain", "say which endpoint a request would get, and why"),
     "simulate": ("extproc.simulator.simulate_command", "compare strategies on a simulated fleet"),
     "envoy-config": (

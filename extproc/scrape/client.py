@@ -28,6 +28,20 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
     request: bytes
 
 
+class FetchedPage(msgspec.Struct, frozen=True):
+    """A page with what else its response says.
+
+    Attributes:
+        body: The page; empty after a failure.
+        failure: Reason of a `FetchFailed`; empty for none.
+        date: Header `date`; empty where there is none.
+    """
+
+    body: bytes = b""
+    failure: str = ""
+    date: str = ""
+
+
 class FetchFailed(msgspec.Struct, frozen=True):
     """A fetch that returned no page.
 
@@ -140,6 +154,17 @@ class ScrapeClient:
         When the server closed a kept connection before a byte of the answer came, the request is
         sent once more at once on a fresh one.
         """
+        answer = await self._fetch(where)
+        return answer if isinstance(answer, FetchFailed) else _page(answer)
+
+    async def get_page(self, where: ScrapeTarget) -> FetchedPage:
+        """Fetches a page as `get` does, with the date of its response."""
+        answer = await self._fetch(where)
+        if isinstance(answer, FetchFailed):
+            return FetchedPage(failure=answer.reason)
+        return FetchedPage(answer.body, answer.failure, answer.date)
+
+    async def _fetch(self, where: ScrapeTarget) -> http_response.HttpResponseParser | FetchFailed:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._get(where)
@@ -163,13 +188,13 @@ class ScrapeClient:
         while self._idle_connections:
             self._idle_connections.popitem()[1].drop()
 
-    async def _get(self, where: ScrapeTarget) -> bytes | FetchFailed:
+    async def _get(self, where: ScrapeTarget) -> http_response.HttpResponseParser:
         idle = self._idle_connections.pop((where.host, where.port), None)
         if idle is not None:
             answer = await self._ask(idle, where)
             if answer.started or answer.failure != "closed":
-                return _page(answer)
-        return _page(await self._ask(await self._connect(where), where))
+                return answer
+        return await self._ask(await self._connect(where), where)
 
     async def _ask(
         self, connection: _Connection, where: ScrapeTarget

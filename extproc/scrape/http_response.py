@@ -59,6 +59,11 @@ class HttpResponseParser:
         """Response body; complete once `done` is set without `failure`."""
         return b"".join(self._body)
 
+    @property
+    def date(self) -> str:
+        """Header `date` of the response; empty where there is none."""
+        return self._headers.get(b"date", b"").decode("latin-1")
+
     def feed(self, received: bytes) -> None:
         """Parses the next bytes; bytes after the end make the connection not reusable."""
         self.started = True

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from extproc.cli import main
-from extproc.config import envoy_lint, settings
+from extproc.config import envoy_lint, envoy_tree, settings
 from extproc.config.settings import FlowControlSection
 from extproc.errors import ConfigError
 from tests.manifests import tools
@@ -54,8 +54,13 @@ def findings(tree, configured=HOLDING):
     return [
         finding
         for finding in envoy_lint.read(tree, configured, where="envoy.yaml")
-        if finding.severity != "fine"
+        if finding.severity not in ("fine", "note")
     ]
+
+
+def notes(tree):
+    read = envoy_lint.read(tree, HOLDING, where="envoy.yaml")
+    return {finding.check for finding in read if finding.severity == "note"}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
@@ -63,6 +68,12 @@ def findings(tree, configured=HOLDING):
 def test_shipped_files_have_no_findings_that_cut(path, configured):
     """Whatever is shipped lets requests wait as long as they may, and answers take their time."""
     assert findings(load(path.name), configured) == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+def test_shipped_files_have_few_notes(path):
+    """Only the profile with two replicas looks for a replica that hangs."""
+    assert notes(load(path.name)) <= {"http2_keepalive"}
 
 
 def without(owner, key):
@@ -121,7 +132,154 @@ def test_a_limit_that_cuts_is_reported(name):
     assert finding.severity == "cut"
 
 
+ERRORS = {
+    "observability": (
+        lambda tree: processor(tree).update(observability_mode=True),
+        "observability_mode",
+    ),
+    "headers": (
+        lambda tree: processor(tree)["processing_mode"].update(request_header_mode="SKIP"),
+        "request_header_mode",
+    ),
+    "mutations disallowed": (
+        lambda tree: processor(tree).update(mutation_rules={"disallow_all": True}),
+        "mutation_rules",
+    ),
+    "header disallowed": (
+        lambda tree: processor(tree).update(
+            mutation_rules={"disallow_expression": {"regex": "x-gateway-.*"}}
+        ),
+        "mutation_rules",
+    ),
+    "destination ignored": (
+        lambda tree: (
+            without(cluster(tree, "engines"), "original_dst_lb_config"),
+            cluster(tree, "engines").update(type="STATIC", lb_policy="ROUND_ROBIN"),
+        ),
+        "destination",
+    ),
+    "destination in another header": (
+        lambda tree: cluster(tree, "engines")["original_dst_lb_config"].update(
+            http_header_name="x-other"
+        ),
+        "destination",
+    ),
+    "no HTTP/2": (
+        lambda tree: without(cluster(tree, "extproc"), "typed_extension_protocol_options"),
+        "http2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_setting_that_cannot_work_is_an_error(name):
+    """Nothing that extproc says reaches the request."""
+    change, check = ERRORS[name]
+    tree = load()
+    change(tree)
+    assert [(result.severity, result.check) for result in findings(tree)] == [("error", check)]
+
+
+NOTES = {
+    "local_replies": lambda tree: without(manager(tree), "local_reply_config"),
+    "access_log": lambda tree: without(manager(tree), "access_log"),
+    "allow_mode_override": lambda tree: without(processor(tree), "allow_mode_override"),
+    "picker_health": lambda tree: without(cluster(tree, "extproc"), "health_checks"),
+}
+
+
+@pytest.mark.parametrize("check", NOTES)
+def test_facts_to_know_are_notes(check):
+    """They work as they are."""
+    tree = load()
+    NOTES[check](tree)
+    assert check in notes(tree)
+
+
+def test_failing_closed_where_envoy_could_choose_is_a_note():
+    """The override-host profile goes on by least request without extproc."""
+    tree = load("override-host.yaml")
+    assert "picker_down" not in notes(tree)
+    processor(tree)["failure_mode_allow"] = False
+    assert "picker_down" in notes(tree)
+
+
+def test_each_finding_has_the_expected_value_and_a_fix():
+    """Of all faults in the tables of this module."""
+    for change, _ in (*CUTS.values(), *WARNINGS.values(), *ERRORS.values()):
+        tree = load()
+        change(tree)
+        for result in findings(tree):
+            assert result.wanted, result
+            assert result.fix, result
+
+
+def test_mutation_rules_that_allow_the_destination_are_fine():
+    """Envoy tries the allowed expression before `disallow_all`."""
+    tree = load()
+    allowed = {"disallow_all": True, "allow_expression": {"regex": "x-gateway-.*"}}
+    processor(tree)["mutation_rules"] = allowed
+    assert findings(tree) == []
+
+
+def test_other_clusters_of_a_gateway_are_notes():
+    """A route that extproc sees may go elsewhere, if others go where it says."""
+    tree = load()
+    host = manager(tree)["route_config"]["virtual_hosts"][0]
+    other = copy.deepcopy(cluster(tree, "extproc"))
+    other["name"] = "other"
+    tree["static_resources"]["clusters"].append(other)
+    extra = copy.deepcopy(host["routes"][0])
+    extra["route"]["cluster"] = "other"
+    host["routes"].insert(0, extra)
+    assert "destination" in notes(tree)
+
+
+def test_routes_without_ext_proc_are_left_alone():
+    """Their limits cut no answer of an engine."""
+    tree = load()
+    routes = manager(tree)["route_config"]["virtual_hosts"][0]["routes"]
+    extra = copy.deepcopy(routes[0])
+    extra["route"]["timeout"] = "1s"
+    routes.insert(0, extra)
+    assert [result.check for result in findings(tree)] == ["route_timeout"]
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    off = {"@type": kind, "disabled": True}
+    extra["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": off}
+    assert findings(tree) == []
+
+
+def test_overrides_of_routes_are_read():
+    """Gateways add a filter that sees nothing, and let routes say what it is for."""
+    tree = load()
+    config = processor(tree)
+    wanted = {**config["processing_mode"], "request_body_mode": "NONE"}
+    config["processing_mode"] = {
+        "request_header_mode": "SKIP",
+        "response_header_mode": "SKIP",
+        "response_trailer_mode": "SKIP",
+    }
+    route_entry = manager(tree)["route_config"]["virtual_hosts"][0]["routes"][0]
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    override = {"@type": kind, "overrides": {"processing_mode": wanted}}
+    route_entry["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": override}
+    assert [result.check for result in findings(tree)] == ["request_body_mode"]
+
+
 WARNINGS = {
+    "buffer filter": (
+        lambda tree: manager(tree)["http_filters"].insert(
+            0,
+            {
+                "name": "buffer",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer",
+                    "max_request_bytes": 1000,
+                },
+            },
+        ),
+        "max_request_bytes of a buffer filter is 1000",
+    ),
     "headers timeout": (
         lambda tree: without(manager(tree), "request_headers_timeout"),
         "request_headers_timeout is off",
@@ -259,6 +417,43 @@ def test_a_file_that_is_no_envoy_configuration_is_an_error(change, wanted):
     with pytest.raises(ConfigError) as refused:
         findings(tree)
     assert wanted in refused.value.wanted
+
+
+def test_retries_in_full_duplex_are_named():
+    """Envoy may send such a body twice."""
+    tree = load("original-dst.yaml")
+    route(tree)["retry_policy"] = {"retry_on": "reset"}
+    assert [result.check for result in findings(tree)] == ["duplex_retries"]
+
+
+def test_references_of_a_dump_are_followed():
+    """Routes of RDS and filters of ECDS stand apart; what waits to be in force does not count."""
+    tree = load()
+    static = tree["static_resources"]
+    own = manager(tree)
+    table = own.pop("route_config")
+    own["rds"] = {"route_config_name": table["name"]}
+    table["virtual_hosts"][0]["routes"][0]["route"]["timeout"] = "15s"
+    entry = next(item for item in own["http_filters"] if item["name"].endswith("ext_proc"))
+    config = entry.pop("typed_config")
+    entry["config_discovery"] = {}
+    broken = copy.deepcopy(static["listeners"])
+    dump = {
+        "configs": [
+            {"@type": "x/envoy.admin.v3.BootstrapConfigDump", "bootstrap": tree},
+            {
+                "dynamic_listeners": [
+                    {"active_state": {"listener": part}} for part in static["listeners"]
+                ]
+            },
+            {"dynamic_listeners": [{"warming_state": {"listener": part}} for part in broken]},
+            {"static_clusters": [{"cluster": part} for part in static["clusters"]]},
+            {"dynamic_route_configs": [{"route_config": table}]},
+            {"ecds_filters": [{"ecds_filter": {"name": entry["name"], "typed_config": config}}]},
+        ]
+    }
+    running = envoy_tree.find_running_configuration(dump)
+    assert [result.check for result in findings(running)] == ["route_timeout"]
 
 
 def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):

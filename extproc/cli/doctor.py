@@ -1,0 +1,114 @@
+"""`extproc doctor`: look at a running Envoy, extproc and engines, and say what is wrong.
+
+It reads admin and metrics pages only: no request is sent to a model, and nothing is changed. The
+engines are those that a running extproc lists (--server), or those of a configuration or of flags,
+which are the flags of `serve`.
+
+    extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090
+    extproc doctor --endpoints 10.0.0.1:8000,10.0.0.2:8000
+    extproc doctor --envoy 127.0.0.1:9901 --config-file extproc.yaml --format json
+
+Exit status: 0 no errors, 1 errors, 2 wrong flags or files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+from typing import Any
+
+from extproc.cli import flags, main
+from extproc.config import pools
+from extproc.errors import ConfigError
+
+#: Ports where none is written: Envoy's in the shipped files, and --metrics-port.
+_ENVOY_PORT = 9901
+_PICKER_PORT = 9090
+
+_PAGE_S = 5.0
+_MAX_PAGE_S = 30.0
+
+_STYLES = {"error": "red", "warning": "yellow", "note": "bold"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look at a running Envoy, extproc and engines, and say what is wrong",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--envoy", metavar="URL", help="admin port of an Envoy, such as 127.0.0.1:9901")
+    add("--server", metavar="URL", help="metrics port of a running extproc, which lists engines")
+    add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
+    add(
+        "--timeout",
+        type=_page_s,
+        default=_PAGE_S,
+        metavar="SECONDS",
+        help="time limit of one page (default: %(default)g); all together have a minute",
+    )
+    add("--format", choices=("table", "json"), default="table", help="(default: %(default)s)")
+    flags.add(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look and report; returns the exit status, see the head of this module.
+
+    Raises:
+        ConfigError: A file or flag is wrong, or nothing is named.
+    """
+    from extproc.diagnostics import collector, report
+    from extproc.server import admin_access
+
+    resolved = flags.resolve(args)
+    settings = resolved.settings
+    for warning in resolved.warnings:
+        print(f"extproc: warning: {warning}", file=sys.stderr)
+    envoy = _parse_url(args.envoy, "--envoy", _ENVOY_PORT)
+    picker = _parse_url(args.server, "--server", _PICKER_PORT)
+    plans = pools.pool_plans(settings)
+    if not (envoy or picker or any(pools.has_source(plan.settings.pool) for plan in plans)):
+        raise ConfigError(
+            "--envoy, --server, --endpoints",
+            wanted="a server to look at",
+            got="none",
+            fix="write extproc doctor --envoy 127.0.0.1:9901 --server 127.0.0.1:9090",
+        )
+    token = admin_access.read_token(args.token_file or "", where="--token-file")
+    pages = asyncio.run(
+        collector.Collector(settings, timeout_s=args.timeout).collect(
+            envoy=envoy, picker=picker, token=token
+        )
+    )
+    result = report.diagnose(pages, settings)
+    if args.format == "json":
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        for line in result.to_lines():
+            word = line.partition(" ")[0]
+            print(main.paint(line, _STYLES[word], sys.stdout) if word in _STYLES else line)
+    return result.status
+
+
+def _parse_url(text: str | None, where: str, port: int) -> Any:
+    from extproc.diagnostics import collector
+
+    return collector.parse_url(text, where=where, port=port) if text else None
+
+
+def _page_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= _MAX_PAGE_S:
+        raise argparse.ArgumentTypeError(f"expected 0 to {_MAX_PAGE_S:g} seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,244 @@
+"""Lints listeners and clusters of an Envoy configuration.
+
+The clusters are those of extproc, and those that routes name (docs/spec/envoy.md#clusters).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+from extproc.config.envoy_tree import (
+    REQUESTS,
+    YamlTree,
+    effective_processors,
+    find_managers,
+    is_a,
+    mode,
+    open_requests,
+    seconds,
+    walk,
+)
+from extproc.config.finding import Finding
+from extproc.config.settings import Settings
+from extproc.protocol import headers
+
+_OVERRIDE_HOST = "override_host.v3.OverrideHost"
+
+#: Envoy's default of `per_connection_buffer_limit_bytes`.
+_BUFFER_BYTES = 1024 * 1024
+
+#: Room for headers and attributes in a gRPC message beside the body.
+_MESSAGE_HEAD_BYTES = 4 * 1024 * 1024
+
+#: vLLM (uvicorn) closes idle connections after this many seconds.
+_ENGINE_KEEPS_S = 5.0
+
+#: Body modes that buffer the request.
+_BUFFERED = frozenset({"BUFFERED", "BUFFERED_PARTIAL"})
+
+#: Circuit breakers that suit a fleet of engines.
+BREAKERS = (
+    "{thresholds: [{max_connections: 40000, max_pending_requests: 40000, max_requests: 40000}]}"
+)
+
+_cut = functools.partial(Finding, "cut")
+_error = functools.partial(Finding, "error")
+_warning = functools.partial(Finding, "warning")
+_note = functools.partial(Finding, "note")
+
+
+def missing(names: Sequence[str]) -> Iterator[Finding]:
+    """Report clusters that are named and not there."""
+    for name in names:
+        yield _cut(
+            "missing_cluster",
+            f"cluster {name}",
+            "no cluster has this name, and there is no cds_config that could bring it: what goes "
+            "there is answered with 503",
+            wanted="a cluster of this name",
+            fix="add it",
+        )
+
+
+def picker(cluster: YamlTree, settings: Settings) -> Iterator[Finding]:
+    """Check a cluster by which ext_proc filters reach extproc."""
+    place = f"cluster {cluster['name']}"
+    yield from _breakers(cluster, settings, place=place)
+    options = next(
+        (part["http2_protocol_options"] for part in walk(cluster) if _is_http2(part)), None
+    )
+    if options is None:
+        yield _error(
+            "http2",
+            place,
+            "the cluster has no http2_protocol_options: gRPC needs HTTP/2, so no stream opens",
+            wanted="HTTP/2",
+            fix="write explicit_http_config: {http2_protocol_options: {}} in HttpProtocolOptions of "
+            "typed_extension_protocol_options",
+        )
+    elif not options.get("connection_keepalive"):
+        yield _note(
+            "http2_keepalive",
+            place,
+            "the cluster has no connection_keepalive: when a replica of extproc or its machine "
+            "hangs, streams wait for it until message_timeout or an idle limit",
+            wanted="a keepalive",
+            fix="write http2_protocol_options: {connection_keepalive: {interval: 5s, timeout: 2s}}",
+        )
+    if not cluster.get("health_checks"):
+        yield _note(
+            "picker_health",
+            place,
+            "the cluster has no health_checks: requests still go to a replica of extproc that "
+            "drains or is gone",
+            wanted="a gRPC health check",
+            fix="write health_checks: [{timeout: 1s, interval: 1s, unhealthy_threshold: 2, "
+            "healthy_threshold: 1, grpc_health_check: {service_name: "
+            "envoy.service.ext_proc.v3.ExternalProcessor}}]",
+        )
+
+
+def _is_http2(message: YamlTree) -> bool:
+    return isinstance(message.get("http2_protocol_options"), Mapping)
+
+
+def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    """Check circuit breakers: every open request has a stream to extproc, queued ones too."""
+    held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
+    required = max(held, REQUESTS + 1)
+    num_allowed = open_requests(cluster)
+    if num_allowed < required:
+        yield Finding(
+            "cut" if num_allowed <= held else "warning",
+            "picker_breakers",
+            place,
+            f"circuit_breakers let {num_allowed} requests be open at once, one for every request under "
+            f"way; {held} may wait alone",
+            wanted=f"{required} or more",
+            fix=f"write circuit_breakers: {BREAKERS}",
+        )
+
+
+def engines(clusters: Sequence[YamlTree], *, where: str) -> Iterator[Finding]:
+    """Check the clusters that routes name."""
+    following = [cluster for cluster in clusters if _follows_destination(cluster)]
+    for cluster in clusters:
+        place = f"cluster {cluster['name']}"
+        if not _follows_destination(cluster):
+            yield Finding(
+                "note" if following else "error",
+                "destination",
+                place,
+                f"the cluster does not read {headers.DESTINATION}: Envoy chooses the endpoint "
+                "itself",
+                wanted="ORIGINAL_DST by that header, or the policy override_host",
+                fix="write type: ORIGINAL_DST, lb_policy: CLUSTER_PROVIDED, original_dst_lb_config: "
+                f"{{use_http_header: true, http_header_name: {headers.DESTINATION}}}",
+            )
+        if open_requests(cluster) <= REQUESTS:
+            yield _warning(
+                "engine_breakers",
+                place,
+                f"circuit_breakers let {open_requests(cluster)} requests be open at once",
+                wanted=f"more than {REQUESTS}",
+                fix=f"write circuit_breakers: {BREAKERS}",
+            )
+        options: YamlTree = next(
+            (
+                message["common_http_protocol_options"]
+                for message in walk(cluster)
+                if isinstance(message.get("common_http_protocol_options"), Mapping)
+            ),
+            {},
+        )
+        idle_s = seconds(options, "idle_timeout", 3600.0, where=where)
+        if idle_s >= _ENGINE_KEEPS_S or not idle_s:
+            limit = f"{idle_s:g} s" if idle_s else "off"
+            yield _warning(
+                "upstream_idle_timeout",
+                place,
+                f"idle_timeout of upstream connections is {limit}: vLLM closes them after "
+                f"{_ENGINE_KEEPS_S:g} s, and a request on its way then is a 503",
+                wanted=f"less than {_ENGINE_KEEPS_S:g} s",
+                fix="write common_http_protocol_options: {idle_timeout: 2s} in HttpProtocolOptions",
+            )
+
+
+def _follows_destination(cluster: YamlTree) -> bool:
+    """Return True if a cluster sends a request to the endpoint that extproc names."""
+    if cluster.get("type") == "ORIGINAL_DST":
+        original = cluster.get("original_dst_lb_config") or {}
+        by_header = original.get("http_header_name", "") == headers.DESTINATION
+        return (bool(original.get("use_http_header")) and by_header) or "metadata_key" in original
+    return any(
+        source.get("header", "") == headers.DESTINATION or "metadata" in source
+        for policy in walk(cluster)
+        if is_a(policy, _OVERRIDE_HOST)
+        for source in policy.get("override_host_sources") or []
+    )
+
+
+def is_override_host(cluster: YamlTree) -> bool:
+    """Return True if a cluster lists endpoints, and prefers those that extproc names."""
+    return any(is_a(part, _OVERRIDE_HOST) for part in walk(cluster))
+
+
+def buffers(tree: object, settings: Settings) -> Iterator[Finding]:
+    """Check what bounds request bodies.
+
+    Args:
+        tree: The configuration.
+        settings: Settings of the extproc that Envoy calls.
+    """
+    for listener in (part for part in walk(tree) if "filter_chains" in part):
+        managers = find_managers(listener)
+        place = f"listener {listener.get('name', '')}".rstrip()
+        yield from _buffer_filters(managers, settings, place=place)
+        modes = {
+            mode(processor, "request_body_mode")
+            for manager in managers
+            for processor in effective_processors(manager)
+        }
+        if modes & _BUFFERED:
+            yield from _buffer_limit(listener, settings, place=place)
+
+
+def _buffer_filters(
+    managers: Sequence[YamlTree], settings: Settings, *, place: str
+) -> Iterator[Finding]:
+    wanted = settings.limits.max_body_bytes
+    for message in (part for part in walk(list(managers)) if is_a(part, "buffer.v3.Buffer")):
+        size = int(message.get("max_request_bytes", wanted))
+        if size < wanted:
+            yield _warning(
+                "max_request_bytes",
+                place,
+                f"max_request_bytes of a buffer filter is {size}: larger bodies are 413, and extproc "
+                f"would take {wanted}",
+                wanted=f"{wanted} or more",
+                fix=f"write max_request_bytes: {wanted}, or remove the filter",
+            )
+
+
+def _buffer_limit(listener: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
+    wanted, longest = settings.limits.max_body_bytes, settings.limits.max_message_bytes
+    size = int(listener.get("per_connection_buffer_limit_bytes", _BUFFER_BYTES))
+    if size < wanted:
+        yield _warning(
+            "buffer_limit",
+            place,
+            f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and extproc "
+            f"would take {wanted}",
+            wanted=f"{wanted}",
+            fix=f"write per_connection_buffer_limit_bytes: {wanted}",
+        )
+    if size > longest:
+        yield _cut(
+            "message_bytes",
+            place,
+            f"per_connection_buffer_limit_bytes is {size}, above limits.max_message_bytes "
+            f"({longest}): a larger body breaks the stream",
+            wanted=f"{longest} or less",
+            fix=f"write limits: {{max_message_bytes: {size + _MESSAGE_HEAD_BYTES}}} for extproc",
+        )

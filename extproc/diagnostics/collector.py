@@ -1,0 +1,274 @@
+"""Reads the pages of Envoy, extproc and engines, within limits of time and size.
+
+A shell. Connections go where the operator points: to the addresses on the command line, in the
+configuration, and those that the extproc named there lists. Redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from extproc.config import factory, pools
+from extproc.config.settings import Settings
+from extproc.diagnostics import envoy_diagnosis, picker_diagnosis
+from extproc.diagnostics.pages import (
+    NO_PAGE,
+    EnginePages,
+    EnvoyPages,
+    InstallationPages,
+    PickerPages,
+)
+from extproc.endpoint import METRICS_PORT, Endpoint
+from extproc.errors import ConfigError
+from extproc.scrape import client, models_page
+from extproc.scrape.client import FetchedPage, ScrapeClient
+from extproc.supervision import Supervisor
+
+#: Time limit of everything (seconds), and engines read at once (count).
+TOTAL_S: Final = 60.0
+_AT_ONCE: Final = 16
+
+#: Engines that are read (count); pools that large have the same mistake everywhere.
+MAX_ENGINES: Final = 1000
+
+#: Longest pages (bytes): a config dump of thousands of clusters, lists of hosts, pools.
+_ENVOY_BYTES: Final = 64 * 1024 * 1024
+_PICKER_BYTES: Final = 32 * 1024 * 1024
+
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+#: Failures after which no other page of a server is read.
+_GONE: Final = frozenset({"timeout", "refused", "unreachable", "tls", "closed", "not HTTP"})
+
+_JSON: Final = "application/json"
+
+
+class AdminUrl(msgspec.Struct, frozen=True):
+    """Address of an admin port.
+
+    Attributes:
+        host: Host name or IP address, without brackets.
+        port: TCP port.
+        is_tls: Whether it is read with https.
+    """
+
+    host: str
+    port: int
+    is_tls: bool = False
+
+    @property
+    def text(self) -> str:
+        """The address for people."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+
+def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
+    """Parse `host`, `host:port` or a URL of these.
+
+    Args:
+        text: The words of a flag.
+        where: The flag, for errors.
+        port: Port where none is written.
+
+    Raises:
+        ConfigError: It is no such address, or holds a user or a path.
+    """
+    url = text if "//" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        number = parts.port or port
+    except ValueError:
+        parts, number = urlsplit(""), port
+    has_more = parts.path.strip("/") or parts.query or "@" in parts.netloc
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_more:
+        raise ConfigError(
+            where,
+            wanted="host:port, or a URL without user and path",
+            got="something else",
+            fix=f"write 127.0.0.1:{port}",
+        )
+    return AdminUrl(parts.hostname, number, is_tls=parts.scheme == "https")
+
+
+class Collector:
+    """Reads pages.
+
+    Args:
+        settings: Settings of the extproc whose installation is looked at.
+        timeout_s: Time limit of one page (seconds).
+        clock: Monotonic seconds.
+        wall_clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,  # noqa: TID251 - compared with clocks of engines
+    ) -> None:
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    async def collect(
+        self, *, envoy: AdminUrl | None, picker: AdminUrl | None, token: str = ""
+    ) -> InstallationPages:
+        """Read all pages; what is not there in `TOTAL_S` is left out.
+
+        Args:
+            envoy: Admin port of Envoy; None for none.
+            picker: Metrics port of extproc; None for none.
+            token: Bearer token for the pages of extproc; empty for none.
+
+        Raises:
+            ConfigError: An endpoints file cannot be read.
+        """
+        deadline = self._clock() + TOTAL_S
+        envoy_pages = await self._read_envoy(envoy) if envoy else None
+        picker_pages = await self._read_picker(picker, token) if picker else None
+        endpoints = await self._find_endpoints(picker_pages)
+        listed = [(pool, member) for pool, members in endpoints.items() for member in members]
+        return InstallationPages(
+            envoy=envoy_pages,
+            picker=picker_pages,
+            engines=await self._read_engines(listed[:MAX_ENGINES], deadline),
+            endpoints=endpoints,
+        )
+
+    async def _read_envoy(self, url: AdminUrl) -> EnvoyPages:
+        get = self._open(url, cap_bytes=_ENVOY_BYTES)
+        pages = EnvoyPages(url=url.text, server_info=await get("/server_info", accept=_JSON))
+        if pages.server_info.failure:
+            return pages
+        stats = f"/stats?filter={quote(envoy_diagnosis.STATS_FILTER)}"
+        return msgspec.structs.replace(
+            pages,
+            config_dump=await get("/config_dump", accept=_JSON),
+            clusters=await get("/clusters?format=json", accept=_JSON),
+            stats=await get(stats),
+        )
+
+    async def _read_picker(self, url: AdminUrl, token: str) -> PickerPages:
+        more = f"authorization: Bearer {token}\r\n" if token else ""
+        get = self._open(url, cap_bytes=_PICKER_BYTES, more=more)
+        pages = PickerPages(url=url.text, ready=await get("/readyz"))
+        if pages.ready.failure in _GONE:
+            return pages
+        return msgspec.structs.replace(pages, pools=await get("/debug/pools", accept=_JSON))
+
+    def _open(
+        self, url: AdminUrl, *, cap_bytes: int, more: str = ""
+    ) -> Callable[..., Awaitable[FetchedPage]]:
+        tls = ssl.create_default_context() if url.is_tls else None
+        http = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=cap_bytes, tls=tls)
+
+        async def get(path: str, *, accept: str = client.PROMETHEUS) -> FetchedPage:
+            where = client.target(url.host, url.port, path=path, accept=accept, more=more)
+            try:
+                return await http.get_page(where)
+            finally:
+                http.close()
+
+        return get
+
+    async def _find_endpoints(self, pages: PickerPages | None) -> Mapping[str, Sequence[Endpoint]]:
+        """Endpoints by pool: those of a running extproc, else those of the configuration."""
+        if pages is not None:
+            rows = picker_diagnosis.read_pools(pages.pools)
+            return {
+                name: [
+                    endpoint
+                    for row in members
+                    if (endpoint := picker_diagnosis.to_endpoint(row)) is not None
+                ]
+                for name, members in rows.items()
+            }
+        endpoints: dict[str, Sequence[Endpoint]] = {}
+        for plan in pools.pool_plans(self._settings):
+            parts = factory.build(plan.settings)
+            discovery = factory.build_discovery(
+                parts,
+                clock=self._clock,
+                on_event=lambda _: None,
+                supervisor=Supervisor(clock=self._clock),
+            )
+            if discovery is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._timeout_s):
+                        await discovery.start()
+                endpoints[plan.name] = [member.endpoint for member in parts.store.pool.members]
+        return endpoints
+
+    async def _read_engines(
+        self, listed: Sequence[tuple[str, Endpoint]], deadline: float
+    ) -> Sequence[EnginePages]:
+        """Read engines, `_AT_ONCE` at a time; those that are not done by the deadline are left out."""
+        scrape = self._settings.scrape
+        http = ScrapeClient(
+            timeout_s=self._timeout_s,
+            cap_bytes=max(scrape.max_page_bytes, models_page.MAX_BYTES),
+            tls=factory.build_scrape_tls(scrape),
+        )
+        results: dict[int, EnginePages] = {}
+        queue = iter(enumerate(listed))
+
+        async def work() -> None:
+            for index, (pool, endpoint) in queue:
+                results[index] = await self._read_engine(http, pool, endpoint)
+
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(max(0.0, deadline - self._clock())),
+                asyncio.TaskGroup() as group,
+            ):
+                for _ in range(min(_AT_ONCE, len(listed))):
+                    group.create_task(work())
+        http.close()
+        return [results[index] for index in sorted(results)]
+
+    async def _read_engine(self, http: ScrapeClient, pool: str, endpoint: Endpoint) -> EnginePages:
+        port = int(endpoint.address.rpartition(":")[2])
+        other = endpoint.labels.get(METRICS_PORT, "")
+        metrics_port = int(other) if _PORT.fullmatch(other) and int(other) <= 65535 else port
+
+        async def get(path: str) -> FetchedPage:
+            return await http.get_page(client.target(endpoint.ip, port, path=path, accept=_JSON))
+
+        began = self._clock()
+        metrics = await http.get_page(
+            client.target(endpoint.ip, metrics_port, path=self._settings.scrape.path)
+        )
+        pages = EnginePages(
+            pool=pool,
+            endpoint=endpoint,
+            metrics=metrics,
+            metrics_s=self._clock() - began,
+            received_at=self._wall_clock(),
+        )
+        if metrics.failure in _GONE:
+            return pages
+        is_vllm = b"\nvllm:" in metrics.body
+        server_info = NO_PAGE if is_vllm else await get("/server_info")
+        if server_info.failure.startswith("status "):
+            server_info = await get("/get_server_info")
+        return msgspec.structs.replace(
+            pages,
+            health=await get("/health"),
+            models=await get(models_page.PATH),
+            version=await get("/version"),
+            server_info=server_info,
+            kv_events=await get("/kv_event_sources") if is_vllm else NO_PAGE,
+        )

@@ -1,0 +1,89 @@
+"""Pages that diagnostics read, before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.scrape.client import FetchedPage
+
+#: A page that was not requested.
+NO_PAGE = FetchedPage(failure="not requested")
+
+
+class EnvoyPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of the admin port of an Envoy.
+
+    Attributes:
+        url: Address of the admin port.
+        server_info: Page `/server_info`.
+        config_dump: Page `/config_dump`.
+        clusters: Page `/clusters?format=json`.
+        stats: Counters and gauges of ext_proc filters and circuit breakers, as text.
+    """
+
+    url: str
+    server_info: FetchedPage
+    config_dump: FetchedPage = NO_PAGE
+    clusters: FetchedPage = NO_PAGE
+    stats: FetchedPage = NO_PAGE
+
+
+class PickerPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of the metrics port of an extproc.
+
+    Attributes:
+        url: Address of the port.
+        ready: Page `/readyz`.
+        pools: Page `/debug/pools`.
+    """
+
+    url: str
+    ready: FetchedPage
+    pools: FetchedPage = NO_PAGE
+
+
+class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of an engine.
+
+    Attributes:
+        pool: Name of its pool; empty for a pool without a name.
+        endpoint: The engine.
+        metrics: Its metrics page.
+        metrics_s: Duration of the request for that page (seconds).
+        received_at: Unix seconds at which that page was complete, by our clock.
+        health: Page `/health`.
+        models: Page `/v1/models`.
+        version: Page `/version`.
+        server_info: Page `/server_info` of SGLang, under its present or its former path.
+        kv_events: Page `/kv_event_sources` of vLLM.
+    """
+
+    pool: str
+    endpoint: Endpoint
+    metrics: FetchedPage
+    metrics_s: float = 0.0
+    received_at: float = 0.0
+    health: FetchedPage = NO_PAGE
+    models: FetchedPage = NO_PAGE
+    version: FetchedPage = NO_PAGE
+    server_info: FetchedPage = NO_PAGE
+    kv_events: FetchedPage = NO_PAGE
+
+
+class InstallationPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of everything that was looked at.
+
+    Attributes:
+        envoy: Pages of Envoy; None if none was named.
+        picker: Pages of extproc; None if none was named.
+        engines: Pages of engines.
+        endpoints: Endpoints by the name of their pool, whether looked at or not.
+    """
+
+    envoy: EnvoyPages | None = None
+    picker: PickerPages | None = None
+    engines: Sequence[EnginePages] = ()
+    endpoints: Mapping[str, Sequence[Endpoint]] = {}

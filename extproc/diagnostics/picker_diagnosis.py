@@ -1,0 +1,136 @@
+"""Findings about a running extproc: ready, endpoints, what it makes of them."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from extproc.config.finding import Finding
+from extproc.diagnostics.pages import PickerPages
+from extproc.endpoint import Endpoint
+from extproc.scrape.client import FetchedPage
+
+#: Advice for the reasons for which an endpoint is left out; others come from its answers.
+_HEALTH_FIX = "see the log of the engine, and `extproc explain --failed`"
+
+_error = functools.partial(Finding, "error")
+_warning = functools.partial(Finding, "warning")
+_fine = functools.partial(Finding, "fine")
+
+
+class EndpointRow(msgspec.Struct, frozen=True):
+    """Fields of an endpoint on `/debug/pools` that are judged; see `pool_state.EndpointState`."""
+
+    address: str
+    name: str = ""
+    labels: Mapping[str, str] = {}
+    health: str = "healthy"
+    cause: str = ""
+    failure: str = ""
+    distrusted: str = ""
+
+
+class _PoolRow(msgspec.Struct, frozen=True):
+    endpoints: tuple[EndpointRow, ...] = ()
+
+
+class _PoolsPage(msgspec.Struct, frozen=True):
+    pools: Mapping[str, _PoolRow]
+
+
+_POOLS = msgspec.json.Decoder(_PoolsPage)
+
+
+def read_pools(page: FetchedPage) -> Mapping[str, Sequence[EndpointRow]]:
+    """Return the endpoints on `/debug/pools` by the name of their pool; none if unreadable."""
+    if page.failure:
+        return {}
+    try:
+        pools = _POOLS.decode(page.body).pools
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return {name: pool.endpoints for name, pool in pools.items()}
+
+
+def to_endpoint(row: EndpointRow) -> Endpoint | None:
+    """Return the endpoint of a row; None where the address is no `ip:port`."""
+    host, _, port = row.address.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535):
+        return None
+    return Endpoint(row.address, name=row.name or row.address, labels=row.labels)
+
+
+def diagnose(pages: PickerPages) -> Iterator[Finding]:
+    """Judge an extproc by the pages of its metrics port."""
+    place = f"extproc {pages.url}"
+    failure = pages.ready.failure
+    if failure and not failure.startswith("status "):
+        yield _error(
+            "picker_reachable",
+            place,
+            f"its metrics port does not answer: {failure}",
+            wanted="the metrics port of a running extproc",
+            fix="give host and --metrics-port of `extproc serve`",
+        )
+        return
+    if failure:
+        yield _error(
+            "picker_ready",
+            place,
+            f"/readyz answers with {failure}: gateways leave it out",
+            wanted="status 200",
+            fix="read /readyz: it names the pool without endpoints, or that it drains",
+        )
+    else:
+        yield _fine("picker_ready", place, "it is ready")
+    pools = read_pools(pages.pools)
+    if not pools:
+        is_locked = pages.pools.failure in ("status 401", "status 403")
+        yield _warning(
+            "picker_pools",
+            place,
+            f"/debug/pools cannot be read: {pages.pools.failure or 'no pools'}",
+            wanted="its pools",
+            fix="name the file of its server.admin_token_file with --token-file, or run this on its "
+            "machine"
+            if is_locked
+            else "give it a source of endpoints",
+        )
+    for name, endpoints in pools.items():
+        yield from _pool(f"pool {name}" if name else "pool", endpoints)
+
+
+def _pool(place: str, endpoints: Sequence[EndpointRow]) -> Iterator[Finding]:
+    if not endpoints:
+        yield _error(
+            "pool_empty",
+            place,
+            "it has no endpoints: requests get 503, or wait",
+            wanted="an endpoint",
+            fix="correct pool.endpoints, the selector of the InferencePool, or start engines",
+        )
+    for row in endpoints:
+        if row.health != "healthy":
+            reason = row.cause or row.failure or "no reason"
+            yield _warning(
+                "endpoint_health",
+                f"engine {row.address}",
+                f"extproc regards it as {row.health}: {reason}",
+                wanted="healthy",
+                fix=_HEALTH_FIX,
+            )
+        if row.distrusted:
+            yield _warning(
+                "endpoint_distrusted",
+                f"engine {row.address}",
+                f"extproc ignores its metrics page: {row.distrusted}",
+                wanted="a page that follows the load",
+                fix="restart the engine; remove caches between it and extproc",
+            )

@@ -1,0 +1,196 @@
+"""Pages of simulated engines and of servers that do what they like."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from extproc.cli import main
+from extproc.config.pool_schema import PoolSource
+from extproc.config.settings import ScrapeSection, Settings
+from extproc.diagnostics import collector, report
+from extproc.errors import ConfigError
+from extproc.simulator import profiles
+from extproc.simulator.http import server
+
+
+@contextlib.asynccontextmanager
+async def serving(respond):
+    """A server that answers what `respond` writes for a path; yields its address."""
+    writers = []
+
+    async def handle(reader, writer):
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await respond(head.split()[1].decode(), writer)
+        writer.close()
+
+    listener = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield "{}:{}".format(*listener.sockets[0].getsockname())
+    finally:
+        listener.close()
+        for writer in writers:
+            writer.transport.abort()
+        await listener.wait_closed()
+        # One turn for the aborted handlers to end.
+        await asyncio.sleep(0)
+
+
+async def collect(*addresses, timeout_s=30.0, scrape=None):
+    settings = Settings(
+        scrape=scrape or ScrapeSection(), pool=PoolSource(endpoints=tuple(addresses))
+    )
+    reader = collector.Collector(settings, timeout_s=timeout_s)
+    pages = await reader.collect(envoy=None, picker=None)
+    return pages, report.diagnose(pages, settings)
+
+
+def test_simulated_engines_have_no_errors():
+    """All pages are read; a simulated vLLM is as it should be."""
+
+    async def scene():
+        engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"])
+        async with server.serving(engine) as first, server.serving(engine) as second:
+            return await collect(f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}")
+
+    pages, result = asyncio.run(scene())
+    assert len(pages.engines) == 2
+    (read, _) = pages.engines
+    for page in (read.metrics, read.health, read.models, read.version):
+        assert not page.failure
+    assert read.metrics.date
+    # A page of metrics of a busy machine may be slow.
+    checks = {finding.check for finding in result.findings if finding.severity != "fine"}
+    assert checks <= {"metrics_time"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("metrics-status=500", "metrics_page"),
+        ("metrics-empty", "metrics_page"),
+        ("not-ready", "engine_health"),
+    ],
+)
+def test_a_simulated_fault_is_an_error(fault, check):
+    """The exit status is 1."""
+
+    async def scene():
+        engine = server.EngineServerSettings(profile=profiles.PROFILES["demo"], faults=(fault,))
+        async with server.serving(engine) as running:
+            return await collect(f"127.0.0.1:{running.port}")
+
+    _, result = asyncio.run(scene())
+    errors = [finding.check for finding in result.findings if finding.severity == "error"]
+    assert check in errors
+    assert result.status == 1
+
+
+async def endless(_, writer):
+    """A body without end."""
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"vllm:num_requests_running 1.0\n" * 1000)
+            await writer.drain()
+
+
+async def endless_head(_, writer):
+    """Header fields without end."""
+    writer.write(b"HTTP/1.1 200 OK\r\n")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"x: " + b"y" * 1000 + b"\r\n")
+            await writer.drain()
+
+
+async def redirecting(_, writer):
+    """A redirect to somewhere else."""
+    writer.write(
+        b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n"
+    )
+
+
+async def escaping(path, writer):
+    """Escape sequences in a version."""
+    body = json.dumps({"version": "\x1b[31m" + "9" * 10_000}).encode()
+    if path == "/metrics":
+        body = b"vllm:num_requests_running 1.0\n"
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize("respond", [endless, endless_head, redirecting, escaping])
+def test_hostile_engines_are_bounded(respond):
+    """Neither memory nor time without limit, nothing followed, nothing raw on a terminal."""
+
+    async def scene():
+        async with serving(respond) as address:
+            return await collect(address, scrape=ScrapeSection(max_page_bytes=100_000))
+
+    _, result = asyncio.run(scene())
+    assert [finding for finding in result.findings if finding.severity in ("error", "warning")]
+    assert all(line.isprintable() and len(line) < 500 for line in result.to_lines())
+
+
+def test_an_engine_that_hangs_is_left_after_the_time_limit():
+    """Its other pages are not tried."""
+    paths = []
+
+    async def hang(path, writer):
+        paths.append(path)
+        await writer.wait_closed()
+
+    async def scene():
+        async with serving(hang) as address:
+            return await collect(address, timeout_s=0.05)
+
+    _, result = asyncio.run(scene())
+    assert paths == ["/metrics"]
+    assert [finding.check for finding in result.findings] == ["engine_reachable"]
+
+
+def test_engines_beyond_the_deadline_are_counted(monkeypatch):
+    """A pool of engines that hang does not hold the report up."""
+    monkeypatch.setattr(collector, "TOTAL_S", 0.0)
+    pages, result = asyncio.run(collect("127.0.0.1:1", "127.0.0.1:2"))
+    assert not pages.engines
+    assert [finding.got for finding in result.findings] == ["2 of 2 engines were not read"]
+
+
+@pytest.mark.parametrize(
+    "text", ["http://user:secret@127.0.0.1", "ftp://127.0.0.1", "127.0.0.1:99999", "host/path", ""]
+)
+def test_addresses_of_admin_ports_are_checked(text):
+    """The error does not repeat what may hold a password."""
+    with pytest.raises(ConfigError) as refused:
+        collector.parse_url(text, where="--envoy", port=9901)
+    assert "secret" not in str(refused.value)
+
+
+def test_addresses_of_admin_ports_are_parsed():
+    """With and without scheme and port."""
+    parse = collector.parse_url
+    assert parse("localhost", where="--envoy", port=9901).text == "http://localhost:9901"
+    assert parse("https://[::1]:1", where="--envoy", port=9901).text == "https://[::1]:1"
+
+
+def test_the_command_prints_tables_and_json(capsys):
+    """Exit status 1 with an error, 2 where nothing is named."""
+    words = ["doctor", "--endpoints", "127.0.0.1:1"]
+    assert main.main(words) == 1
+    output = capsys.readouterr().out
+    assert "error    engine_reachable          engine 127.0.0.1:1" in output
+    assert "fix      start the engine" in output
+    assert output.endswith("1 error, 0 warnings, 0 notes, 0 checks passed\n")
+    assert main.main([*words, "--format", "json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert result["findings"][0]["check"] == "engine_reachable"
+    assert set(result["findings"][0]) >= {"severity", "place", "expected", "got", "fix"}
+    assert main.main(["doctor"]) == 2
+    assert main.main([*words, "--envoy", "http://a:b@c"]) == 2

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.config.settings import Settings
+from extproc.diagnostics import envoy_diagnosis
+from extproc.diagnostics.pages import EnvoyPages
+from extproc.scrape.client import FetchedPage
+from tests.manifests import tools
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(value):
+    return FetchedPage(value.encode() if isinstance(value, str) else json.dumps(value).encode())
+
+
+def info(version="1.40.0", state="LIVE"):
+    return page({"version": f"1a2b/{version}/Clean/RELEASE/BoringSSL", "state": state})
+
+
+def dump(name="override-host.yaml", change=lambda static: None):
+    """A config dump of a shipped file."""
+    static = tools.loaded((ROOT / "envoy" / name).read_text())["static_resources"]
+    change(static)
+    return page(
+        {
+            "configs": [
+                {"static_listeners": [{"listener": part} for part in static["listeners"]]},
+                {"static_clusters": [{"cluster": part} for part in static["clusters"]]},
+            ]
+        }
+    )
+
+
+def host(port, **health):
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    return {"address": address, "health_status": {"eds_health_status": "HEALTHY", **health}}
+
+
+def clusters(pickers=(9002,), failing=(), engines=(8001, 8002)):
+    return page(
+        {
+            "cluster_statuses": [
+                {
+                    "name": "extproc",
+                    "host_statuses": [
+                        *(host(port) for port in pickers),
+                        *(host(port, failed_active_health_check=True) for port in failing),
+                    ],
+                },
+                {"name": "engines", "host_statuses": [host(port) for port in engines]},
+            ]
+        }
+    )
+
+
+GOOD = EnvoyPages(
+    url="http://127.0.0.1:9901",
+    server_info=info(),
+    config_dump=dump(),
+    clusters=clusters(),
+    stats=page("http.inference.ext_proc.streams_started: 5\n"),
+)
+ENDPOINTS = ("127.0.0.1:8001", "127.0.0.1:8002")
+
+
+def findings(pages):
+    read = envoy_diagnosis.diagnose(pages, Settings(), endpoints=ENDPOINTS)
+    return [
+        (result.severity, result.check, result.place)
+        for result in read
+        if result.severity != "fine" and result.check != "http2_keepalive"
+    ]
+
+
+def test_an_envoy_in_order_has_no_findings():
+    """Its configuration is a shipped file."""
+    assert findings(GOOD) == []
+
+
+ENVOY = "Envoy http://127.0.0.1:9901"
+MANAGER = "connection manager inference"
+FAULTS = {
+    "gone": ({"server_info": FetchedPage(failure="refused")}, ("error", "envoy_reachable", ENVOY)),
+    "draining": ({"server_info": info(state="DRAINING")}, ("error", "envoy_state", ENVOY)),
+    "old": ({"server_info": info("1.35.9")}, ("error", "envoy_version", ENVOY)),
+    "new": ({"server_info": info("1.55.0")}, ("note", "envoy_version", ENVOY)),
+    "unknown": (
+        {"server_info": page({"state": "LIVE"})},
+        ("note", "envoy_version", ENVOY),
+    ),
+    "locked": ({"config_dump": FetchedPage(failure="status 403")}, ("error", "config_dump", ENVOY)),
+    "another server": ({"config_dump": page({"configs": "many"})}, ("error", "ext_proc", ENVOY)),
+    "no filter": (
+        {"config_dump": dump(change=lambda static: static.update(listeners=[]))},
+        ("error", "ext_proc", ENVOY),
+    ),
+    "no replica": (
+        {"clusters": clusters(pickers=())},
+        ("error", "picker_hosts", "cluster extproc"),
+    ),
+    "failing replica": (
+        {"clusters": clusters(pickers=(), failing=(9002,))},
+        ("error", "picker_hosts", "cluster extproc"),
+    ),
+    "half of the replicas": (
+        {"clusters": clusters(failing=(9003,))},
+        ("warning", "picker_hosts", "cluster extproc"),
+    ),
+    "endpoint missing": (
+        {"clusters": clusters(engines=(8001,))},
+        ("warning", "endpoints_listed", "cluster engines"),
+    ),
+    "endpoints missing": (
+        {"clusters": clusters(engines=(1, 2))},
+        ("error", "endpoints_listed", "cluster engines"),
+    ),
+    "no selected host": (
+        {
+            "config_dump": dump(
+                change=lambda static: static["clusters"][0]["load_balancing_policy"]["policies"][0][
+                    "typed_extension_config"
+                ]["typed_config"].pop("selected_host_key")
+            )
+        },
+        ("warning", "selected_host", ENVOY),
+    ),
+    **{
+        counter: (
+            {"stats": page(f"http.inference.ext_proc.{counter}: 3\n")},
+            (row[0], counter, MANAGER),
+        )
+        for counter, row in envoy_diagnosis._FILTER_COUNTERS.items()
+    },
+    "open": (
+        {"stats": page("cluster.extproc.circuit_breakers.default.rq_open: 1\n")},
+        ("error", "breakers_open", "cluster extproc"),
+    ),
+    "tripped": (
+        {"stats": page("cluster.engines.upstream_rq_pending_overflow: 7\n")},
+        ("warning", "breakers_tripped", "cluster engines"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_running_envoy_is_a_finding(name):
+    """And nothing else."""
+    fields, expected = FAULTS[name]
+    assert findings(msgspec.structs.replace(GOOD, **fields)) == [expected]
+
+
+def test_other_clusters_are_left_alone():
+    """Their circuit breakers are none of ours."""
+    stats = page("cluster.web.circuit_breakers.default.rq_open: 1\n")
+    assert findings(msgspec.structs.replace(GOOD, stats=stats)) == []
+
+
+def test_the_versions_are_those_of_the_tests():
+    """`make versions` runs the end-to-end tests with each of them."""
+    line = re.search(r"^ENVOY_VERSIONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    versions = [tuple(map(int, version.split(".")[:2])) for version in line[1].split()]
+    assert min(versions) == envoy_diagnosis.OLDEST_VERSION
+    assert max(versions) == envoy_diagnosis.NEWEST_VERSION
+
+
+def mutated(tree, path, value):
+    """A tree with another value somewhere."""
+    tree = copy.deepcopy(tree)
+    node = tree
+    for step in path[:-1]:
+        keys = sorted(node) if isinstance(node, dict) else range(len(node))
+        key = list(keys)[step % len(keys)] if keys else None
+        if key is None or not isinstance(node[key], (dict, list)) or not node[key]:
+            break
+        node = node[key]
+    keys = sorted(node) if isinstance(node, dict) else range(len(node))
+    node[list(keys)[path[-1] % len(keys)]] = value
+    return tree
+
+
+DUMP = json.loads(GOOD.config_dump.body)
+CLUSTERS = json.loads(GOOD.clusters.body)
+VALUES = st.sampled_from([None, 0, True, "", "x", [], {}, [[]], [None], {"a": None}, "9" * 5000])
+
+
+@given(path=st.lists(st.integers(0, 50), min_size=1, max_size=14), value=VALUES)
+def test_any_form_is_judged(path, value):
+    """What is no Envoy, or one of another version, is a finding and no traceback."""
+    for pages in (
+        {"config_dump": page(mutated(DUMP, path, value))},
+        {"clusters": page(mutated(CLUSTERS, path, value))},
+    ):
+        findings(msgspec.structs.replace(GOOD, **pages))

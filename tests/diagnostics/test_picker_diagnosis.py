@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.diagnostics import picker_diagnosis
+from extproc.diagnostics.pages import PickerPages
+from extproc.scrape.client import FetchedPage
+
+READY = FetchedPage(b"ok\n")
+
+
+def pools(*endpoints):
+    return FetchedPage(json.dumps({"pools": {"": {"endpoints": endpoints}}}).encode())
+
+
+GOOD = {"address": "10.0.0.1:8000", "health": "healthy"}
+
+
+def findings(ready=READY, page=None):
+    page = page or pools(GOOD)
+    pages = PickerPages(url="http://127.0.0.1:9090", ready=ready, pools=page)
+    return [result for result in picker_diagnosis.diagnose(pages) if result.severity != "fine"]
+
+
+def test_a_picker_in_order_has_no_findings():
+    """It is ready and has a healthy endpoint."""
+    assert findings() == []
+
+
+FAULTS = {
+    "gone": ((FetchedPage(failure="refused"), None), "error", "picker_reachable"),
+    "not ready": ((FetchedPage(failure="status 503"), None), "error", "picker_ready"),
+    "locked": ((READY, FetchedPage(failure="status 403")), "warning", "picker_pools"),
+    "garbage": ((READY, FetchedPage(b"<html>")), "warning", "picker_pools"),
+    "empty": ((READY, pools()), "error", "pool_empty"),
+    "ejected": (
+        (READY, pools({**GOOD, "health": "ejected", "cause": "5 failures"})),
+        "warning",
+        "endpoint_health",
+    ),
+    "distrusted": (
+        (READY, pools({**GOOD, "distrusted": "frozen"})),
+        "warning",
+        "endpoint_distrusted",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_picker_is_a_finding(name):
+    """With a fix."""
+    (ready, page), severity, check = FAULTS[name]
+    (result,) = findings(ready, page)
+    assert (result.severity, result.check) == (severity, check)
+    assert result.fix
+
+
+@pytest.mark.parametrize(
+    "address", ["", "8000", ":8000", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:70000", "a\r\nb:80"]
+)
+def test_an_address_that_is_none_is_left_out(address):
+    """It goes into the head of a request."""
+    assert picker_diagnosis.to_endpoint(picker_diagnosis.EndpointRow(address)) is None
+
+
+@given(st.binary(max_size=100))
+def test_any_page_of_pools_is_read(body):
+    """It may be of another version, or of something else."""
+    picker_diagnosis.read_pools(FetchedPage(body))
