@@ -306,6 +306,10 @@ def _describe_scheduling(settings: Settings, profile: SchedulerProfile) -> Itera
     yield f"  picker    {_describe_plugin(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
+    shadow = settings.scheduling.shadow
+    if shadow is not None:
+        name = shadow.strategy if shadow.profile is None else shadow.profile.name
+        yield f"shadow      {name} looks at {shadow.sample_ratio:.0%} of routed requests"
     yield from _describe_models(settings)
     yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
     scrape = settings.scrape

@@ -22,6 +22,7 @@ from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.shadow import ShadowScheduler
 from extproc.scrape import engines, model_list_poller, schedule, scraper
 from extproc.supervision import Supervisor
 
@@ -70,6 +71,10 @@ def _ignore_change(before: Pool, after: Pool) -> None:
     """Default `on_changed`: changes of endpoints have no other listener."""
 
 
+def _ignore_pending() -> None:
+    """Default `on_shadow_pending`: a shadow runs when its owner calls it."""
+
+
 def _untimed() -> plugin_guard.GuardFactory:
     """Return guards with a constant clock, so that no plugin exceeds its budget."""
     return plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
@@ -83,6 +88,7 @@ def build(
     on_changed: Callable[[Pool, Pool], None] = _ignore_change,
     guards: plugin_guard.GuardFactory | None = None,
     prefix_budget: IndexBudget | None = None,
+    on_shadow_pending: Callable[[], None] = _ignore_pending,
 ) -> PoolParts:
     """Build the parts of a picker.
 
@@ -93,6 +99,7 @@ def build(
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
             is bypassed.
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
+        on_shadow_pending: Called when the shadow has a first request to decide on.
 
     Raises:
         ConfigError: The profile cannot be built, see `profile_builder.build_profile`.
@@ -128,7 +135,12 @@ def build(
         profiles=resolved,
         director=director.Director(
             store=store,
-            routing=build_routing_config(settings, resolved.profile, resolved.by_model),
+            routing=build_routing_config(
+                settings,
+                resolved.profile,
+                resolved.by_model,
+                shadow=build_shadow(settings, resolved, guards, on_shadow_pending),
+            ),
             index=index,
             cache_model=model,
             schedule=settings.prefix.schedule,
@@ -153,6 +165,8 @@ def rebuild_routing(
     where: str,
     guards: plugin_guard.GuardFactory,
     before: profile_builder.ResolvedProfiles | None = None,
+    running: ShadowScheduler | None = None,
+    on_shadow_pending: Callable[[], None] = _ignore_pending,
 ) -> tuple[scheduler.RoutingConfig, profile_builder.ResolvedProfiles]:
     """Build the routing of new settings for a running director.
 
@@ -162,12 +176,45 @@ def rebuild_routing(
         guards: Guards of the running picker: times and counts of external plugins continue.
         before: Profiles of the running picker; those with unchanged rules are reused with their
             state.
+        running: Shadow of the running picker; it goes on with its counts if neither its rules nor
+            those that it is compared with changed.
+        on_shadow_pending: Called when the shadow has a first request to decide on.
 
     Raises:
         ConfigError: A profile cannot be built, see `profile_builder.build_profile`.
     """
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards, before=before)
-    return build_routing_config(settings, resolved.profile, resolved.by_model), resolved
+    built = build_shadow(settings, resolved, guards, on_shadow_pending)
+    is_compared_alike = before is not None and before.profile is resolved.profile
+    if (
+        is_compared_alike
+        and built is not None
+        and running is not None
+        and running.profile is built.profile
+        and running.sample_ratio == built.sample_ratio
+    ):
+        built = running
+    routing = build_routing_config(settings, resolved.profile, resolved.by_model, shadow=built)
+    return routing, resolved
+
+
+def build_shadow(
+    settings: Settings,
+    resolved: profile_builder.ResolvedProfiles,
+    guards: plugin_guard.GuardFactory,
+    on_pending: Callable[[], None],
+) -> ShadowScheduler | None:
+    """Build the shadow of a pool; None without one."""
+    rules = settings.scheduling.shadow
+    if rules is None or resolved.shadow is None:
+        return None
+    return ShadowScheduler(
+        resolved.shadow,
+        sample_ratio=rules.sample_ratio,
+        rng=random.Random(settings.seed),
+        stopwatch=guards.stopwatch,
+        on_pending=on_pending,
+    )
 
 
 def build_exchange_settings(settings: Settings) -> ExchangeSettings:
@@ -184,12 +231,17 @@ def build_exchange_settings(settings: Settings) -> ExchangeSettings:
 
 
 def build_routing_config(
-    settings: Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
+    settings: Settings,
+    profile: SchedulerProfile,
+    by_model: Mapping[str, SchedulerProfile],
+    *,
+    shadow: ShadowScheduler | None = None,
 ) -> scheduler.RoutingConfig:
     """Return the routing configuration of a director."""
     return scheduler.RoutingConfig(
         profile=profile,
         by_model=by_model,
+        shadow=shadow,
         settings=scheduler.RoutingSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,

@@ -47,11 +47,15 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
         profile: Profile of models without rules of their own.
         by_model: Profiles by model name.
         origins: Inputs of the profiles by model name; None is the key of `profile`.
+        shadow: Profile of the shadow; None without one.
+        shadow_origin: Inputs of that profile.
     """
 
     profile: SchedulerProfile
     by_model: Mapping[str, SchedulerProfile]
     origins: Mapping[str | None, ProfileOrigin]
+    shadow: SchedulerProfile | None = None
+    shadow_origin: ProfileOrigin | None = None
 
 
 class ProfileOrigin(msgspec.Struct, frozen=True):
@@ -113,12 +117,18 @@ def resolve_all(
 
     origins: dict[str | None, ProfileOrigin] = {}
 
-    def ruled(
-        rules: scheduling_schema.SchedulingRules, model: str | None, *path: validation.Step
+    def checked(
+        rules: scheduling_schema.SchedulingRules, *path: validation.Step
     ) -> SchedulerProfile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
         _require_metrics(profile, settings.scrape.extra_metrics, where=where, path=path)
+        return profile
+
+    def ruled(
+        rules: scheduling_schema.SchedulingRules, model: str | None, *path: validation.Step
+    ) -> SchedulerProfile:
+        profile = checked(rules, *path)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
         if before is not None and before.origins.get(model) == origin:
             return before.profile if model is None else before.by_model[model]
@@ -130,7 +140,14 @@ def resolve_all(
         name: ruled(rules, name, *_SCHEDULING, "models", name)
         for name, rules in scheduling.models.items()
     }
-    return ResolvedProfiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
+    shadow = shadow_origin = None
+    if scheduling.shadow is not None:
+        shadow = checked(scheduling.shadow, *_SCHEDULING, "shadow")
+        shadow_origin = _origin(scheduling.shadow, tables, scheduling.plugin_budget_ms)
+        if before is not None and before.shadow_origin == shadow_origin:
+            shadow = before.shadow
+    profile = ruled(scheduling, None, *_SCHEDULING)
+    return ResolvedProfiles(profile, by_model, origins, shadow, shadow_origin)
 
 
 def _origin(

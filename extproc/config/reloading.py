@@ -125,6 +125,7 @@ TABLE: Final = (
             "profile",
             "epp",
             "models",
+            "shadow",
             "fallbacks",
             "respect_subset",
             "unknown_model",

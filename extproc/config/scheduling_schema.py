@@ -128,12 +128,26 @@ class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     profile: ProfileEntry | None = None
 
 
+class ShadowRules(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Scheduling rules of a shadow: its choices are compared with those that count, and dropped.
+
+    Attributes:
+        sample_ratio: Share of routed requests that it looks at (0..1). 0.1: a decision of the shadow
+            costs as much CPU as one that counts.
+    """
+
+    sample_ratio: validation.Share = 0.1
+
+
 class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Choice of the endpoint for a request.
 
     Attributes:
         models: Rules for single models, by the model name in the request; for `model_adapter`, by
             the model. None: all models have the same rules.
+        shadow: Second strategy or profile that decides on a sample of the routed requests, after they
+            were answered, for comparison only; requests of models with rules of their own are not
+            looked at. Null: none.
         allow_unsupported: Accept plugins of an EndpointPickerConfig that split requests over
             several engines, such as separate prefill engines. False: the deployment would seem to
             work while those engines are idle.
@@ -158,6 +172,7 @@ class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True
     """
 
     models: Mapping[str, SchedulingRules] = {}
+    shadow: ShadowRules | None = None
     allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     respect_subset: bool = True

@@ -237,6 +237,8 @@ class Director:
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         self._remember(decision, now)
+        if self._routing.shadow is not None:
+            self._routing.shadow.on_routed(decision)
         request = decision.request
         reservation = self.charge(
             member,
@@ -301,7 +303,7 @@ class Director:
         reservation = account.open(
             target,
             prompt_tokens,
-            cached_tokens=cached_tokens,
+            cached_tokens=cached_tokens if self._routing.credits_prefixes else 0,
             now=now,
             prompt_bytes=prompt_bytes,
             blocks=chain,

@@ -29,6 +29,7 @@ from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import admission, eligibility
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
+from extproc.scheduling.shadow import ShadowScheduler
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
@@ -62,9 +63,13 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         by_model: Profiles of single models.
         settings: Routing settings.
         policy: Objectives and rewrites that the configuration has.
-        hashes_prompts: Whether any profile reads prefixes; worked out, as are the next ones.
-        tracks_conversations: Whether any profile reads conversations.
-        reads_first_message: Whether any profile reads the first user message.
+        shadow: Second profile that looks at routed requests; None for none.
+        hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
+            the next ones.
+        credits_prefixes: Whether endpoints are charged for uncached tokens only: not where the shadow
+            alone reads prefixes.
+        tracks_conversations: Whether any profile that routes reads conversations.
+        reads_first_message: Whether any profile reads the first user message, the shadow included.
         observers: Stateful plugins by name of the profile.
     """
 
@@ -72,22 +77,26 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     by_model: Mapping[str, SchedulerProfile]
     settings: RoutingSettings
     policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
+    shadow: ShadowScheduler | None = None
     hashes_prompts: bool = False
+    credits_prefixes: bool = False
     tracks_conversations: bool = False
     reads_first_message: bool = False
     observers: Mapping[str, Sequence[Observer]] = {}
 
     def __post_init__(self) -> None:
         needs, force = self.needs, msgspec.structs.force_setattr
-        force(self, "hashes_prompts", Signal.PREFIX in needs)
+        read = needs if self.shadow is None else needs | self.shadow.needs
+        force(self, "hashes_prompts", Signal.PREFIX in read)
+        force(self, "credits_prefixes", self.shadow is None or Signal.PREFIX in needs)
         force(self, "tracks_conversations", Signal.CONVERSATIONS in needs)
-        force(self, "reads_first_message", Signal.FIRST_USER_MESSAGE in needs)
+        force(self, "reads_first_message", Signal.FIRST_USER_MESSAGE in read)
         profiles = (self.profile, *self.by_model.values())
         force(self, "observers", {profile.name: profile.observers for profile in profiles})
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Every signal any profile reads."""
+        """Every signal any profile reads that routes."""
         profiles = (self.profile, *self.by_model.values())
         return frozenset().union(*(profile.needs for profile in profiles))
 
@@ -335,6 +344,8 @@ class Scheduler:
             adapter,
             *conversation_stats,
         )
+        if routing.shadow is not None and profile is routing.profile:
+            routing.shadow.note_context(context)
         outcome = self._run(profile, context, candidates, may_defer=may_defer)
         if not isinstance(outcome, Decision) or eligible.nothing_excluded:
             return outcome

@@ -2,7 +2,8 @@
 
 `/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
 pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
-`/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id.
+`/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id;
+`/debug/shadow` what shadows would have done.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Reject
 from extproc.pool.snapshot import Pool
 from extproc.protocol import messages
 from extproc.request import HttpRequest
+from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
@@ -47,9 +49,10 @@ class AdminPages:
         decisions: The last decisions.
         access: Authorizes requests.
         max_body_bytes: Returns the largest body that `/debug/explain` accepts.
+        shadows: Returns the shadows by name of their pool.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each page shows another part of the process
         self,
         *,
         exposition: Exposition,
@@ -60,6 +63,7 @@ class AdminPages:
         clock: Callable[[], float],
         access: AdminAccess,
         max_body_bytes: Callable[[], int],
+        shadows: Callable[[], Mapping[str, ShadowScheduler]] = dict,
     ) -> None:
         self._exposition = exposition
         self._readiness = readiness
@@ -69,6 +73,7 @@ class AdminPages:
         self._clock = clock
         self._access = access
         self._max_body_bytes = max_body_bytes
+        self._shadows = shadows
 
     def application(self) -> web.Application:
         """Build the web application with all routes."""
@@ -83,6 +88,7 @@ class AdminPages:
                 web.post("/debug/explain", self.explain),
                 web.get("/debug/decisions", self.decisions),
                 web.get("/debug/decisions/{id}", self.decision),
+                web.get("/debug/shadow", self.shadow),
             ]
         )
         return application
@@ -157,6 +163,15 @@ class AdminPages:
             )
             return _refused(missing)
         return web.json_response(explanation.explain_record(record, self._clock()))
+
+    async def shadow(self, _: web.Request) -> web.Response:
+        """Shadows by name of their pool: agreement, expected seconds, their cost, last differences."""
+        now = self._clock()
+        shadows = {
+            name: explanation.describe_shadow(shadow, now)
+            for name, shadow in self._shadows().items()
+        }
+        return web.json_response({"pools": shadows})
 
     async def explain(self, request: web.Request) -> web.Response:
         """Decision a request would get now, with reasons; nothing is reserved."""

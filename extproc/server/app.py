@@ -410,6 +410,7 @@ class EndpointPickerProcess:
             clock=self._clock,
             access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
             max_body_bytes=lambda: self._max_body_bytes,
+            shadows=self.pool_registry.shadows,
         )
         application = pages.application()
         application.add_routes(self._autoscaler.peers.routes())

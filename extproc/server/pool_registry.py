@@ -16,6 +16,7 @@ from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.routing import pool_match
 from extproc.routing.pool_selector import PoolSelector
+from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.server.health import H2C, SUPPORTED_APP_PROTOCOLS
 from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
@@ -128,6 +129,14 @@ class PoolRegistry:
     def views(self) -> Mapping[str, PoolView]:
         """Views of all pools for the metrics page."""
         return {name: runtime.view for name, runtime in self.by_name.items()}
+
+    def shadows(self) -> Mapping[str, ShadowScheduler]:
+        """Shadows by name of their pool; pools without one are left out."""
+        return {
+            name: shadow
+            for name, runtime in self.by_name.items()
+            if (shadow := runtime.parts.director.routing.shadow) is not None
+        }
 
     async def sync(self) -> None:
         """Load the endpoints of configured pools.

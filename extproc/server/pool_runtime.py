@@ -29,6 +29,10 @@ _log = logging.getLogger("extproc.server")
 #: Tenants and priorities whose queued requests are told apart (count).
 _MAX_FLOWS = 200
 
+#: Seconds after which the shadow looks at routed requests, and those of its turn.
+_SHADOW_DELAY_S = 0.005
+_SHADOW_TURN_S = 0.002
+
 #: Facts of discovery that are as they should be.
 _INFO_EVENTS = frozenset({"list-replaced", "complete"})
 
@@ -99,6 +103,7 @@ class PoolRuntime:
             on_changed=self._pool_log.on_changed,
             guards=shared.guards,
             prefix_budget=shared.prefix_budget,
+            on_shadow_pending=self._schedule_shadow,
         )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
@@ -159,6 +164,7 @@ class PoolRuntime:
             count_ejections=store.outlier_detector.count_ejections,
             queue_capacity=0 if queue is None else queue.settings.max_requests,
             queued_by_flow=dict if queue is None else partial(queue.count_by_flow, _MAX_FLOWS),
+            shadow=self.parts.director.routing.shadow,
         )
 
     def grant_match(self, granted: pool_annotations.MatchGrant) -> None:
@@ -230,6 +236,8 @@ class PoolRuntime:
             where="the configuration",
             guards=self._shared.guards,
             before=self._profiles,
+            running=self.parts.director.routing.shadow,
+            on_shadow_pending=self._schedule_shadow,
         )
 
         def adopt() -> None:
@@ -242,6 +250,15 @@ class PoolRuntime:
             self.profile = routing.profile.name
 
         return adopt
+
+    def _schedule_shadow(self) -> None:
+        """Run the shadow once Envoy has the answers of this turn."""
+        asyncio.get_running_loop().call_later(_SHADOW_DELAY_S, self._run_shadow)
+
+    def _run_shadow(self) -> None:
+        shadow = self.parts.director.routing.shadow
+        if shadow is not None and shadow.run_pending(_SHADOW_TURN_S):
+            self._schedule_shadow()
 
     def close(self) -> None:
         """Reject queued requests, and drop the metrics of the pool."""

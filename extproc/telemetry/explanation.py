@@ -23,6 +23,7 @@ from extproc.decision import (
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import InferenceRequest
+from extproc.scheduling.shadow import ShadowScheduler
 from extproc.telemetry import pool_state
 from extproc.telemetry.request_recorder import DecisionRecord, RejectionRecord
 
@@ -62,6 +63,45 @@ def health(pool: pool_state.PoolState) -> Json:
         }
         for endpoint in pool.endpoints
     }
+
+
+def describe_shadow(shadow: ShadowScheduler, now: float) -> Json:
+    """Comparison of a shadow with what was routed, as JSON.
+
+    Args:
+        shadow: The shadow of a pool.
+        now: Monotonic seconds, for ages.
+
+    Returns:
+        `agreement` is the share of compared requests with the same endpoint; `expected_saving_s`
+        the mean seconds that a judge expects of the shadow's choices, negative for a loss. Both are
+        absent while there is nothing to compare.
+    """
+    counts = shadow.counts
+    compared = counts.results["agreed"] + counts.results["differed"] + counts.results["rejected"]
+    description: Json = {
+        "profile": shadow.profile.name,
+        "sample_ratio": shadow.sample_ratio,
+        "results": dict(counts.results),
+        "expected_saving_s": {
+            judge: (counts.seconds[judge, "routed"] - counts.seconds[judge, "preferred"]) / num
+            for judge, num in counts.judged.items()
+        },
+        "seconds": counts.cpu_s,
+        "differences": [
+            {
+                "age_s": now - difference.at,
+                "model": difference.model,
+                "routed": difference.routed,
+                "preferred": difference.preferred,
+                "saved_s": dict(difference.saved_s),
+            }
+            for difference in reversed(counts.differences)
+        ],
+    }
+    if compared:
+        description["agreement"] = counts.results["agreed"] / compared
+    return description
 
 
 def explain(outcome: Outcome, *, health: Json | None = None) -> Json:

@@ -10,6 +10,7 @@ import msgspec
 
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.scheduling.shadow import ShadowCounts, ShadowScheduler
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 
@@ -52,6 +53,7 @@ class PoolView(msgspec.Struct, frozen=True):
         queue_capacity: Requests that may be queued (count); 0 without flow control.
         queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
             priority.
+        shadow: Second profile that looks at routed requests; None without one.
     """
 
     pool: Pool
@@ -67,6 +69,7 @@ class PoolView(msgspec.Struct, frozen=True):
     count_ejections: Callable[[int], int] = lambda _: 0
     queue_capacity: int = 0
     queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
+    shadow: ShadowScheduler | None = None
 
 
 def labeled(counts: Mapping[str, float]) -> list[Sample]:
@@ -249,6 +252,11 @@ _ENDPOINT_GAUGES: tuple[_EndpointGauge, ...] = (
 )
 
 
+def _shadow_counts(view: PoolView) -> list[tuple[str, ShadowCounts]]:
+    """Name of the profile and totals of the shadow; empty without one."""
+    return [] if view.shadow is None else [(view.shadow.profile.name, view.shadow.counts)]
+
+
 #: A family of a pool's state: type, name, help text, labels after `pool`, samples in one pool.
 _PoolRow = tuple[FamilyType, str, str, tuple[str, ...], Callable[[PoolView], Iterable[Sample]]]
 
@@ -322,6 +330,35 @@ _POOL_ROWS: tuple[_PoolRow, ...] = (
         "Prompt bytes per token of a model that engines answered for, learned.",
         ("model",),
         lambda view: labeled(view.bytes_per_token),
+    ),
+    (
+        "counter",
+        "extproc_shadow_decisions",
+        "Routed requests of the sample of the shadow, by what it preferred; absent without a shadow.",
+        ("shadow", "result"),
+        lambda view: [
+            ([name, result], count)
+            for name, counts in _shadow_counts(view)
+            for result, count in counts.results.items()
+        ],
+    ),
+    (
+        "counter",
+        "extproc_shadow_expected_seconds",
+        "Seconds expected of the routed and of the preferred endpoint, by the profile that expects them.",
+        ("shadow", "judge", "choice"),
+        lambda view: [
+            ([name, judge, choice], seconds)
+            for name, counts in _shadow_counts(view)
+            for (judge, choice), seconds in counts.seconds.items()
+        ],
+    ),
+    (
+        "counter",
+        "extproc_shadow_seconds",
+        "Seconds that the shadow took to decide.",
+        ("shadow",),
+        lambda view: [([name], counts.cpu_s) for name, counts in _shadow_counts(view)],
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from extproc.scheduling import shadow
 from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import ProcessCounters
@@ -20,6 +21,9 @@ VALUES = {
     "extproc_pool_match_state/state": get_args(pool_metrics.MatchState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("spec", "available", "starting"),
+    "extproc_shadow_decisions/result": get_args(shadow.ShadowResult),
+    "extproc_shadow_expected_seconds/choice": get_args(shadow.ShadowChoice),
+    "extproc_shadow_expected_seconds/judge": get_args(shadow.Judge),
     "extproc_streams/result": ("ok", "cancelled", "protocol", "error"),
     "extproc_trace_spans/result": ("exported", "failed", "dropped"),
     "extproc_flow_control_requests/outcome": (

@@ -177,6 +177,11 @@ LIVE = {
         "scheduling: {strategy: random, models: {m: {strategy: round-robin}}}",
         picker_of,
     ),
+    "scheduling.shadow": (
+        "scheduling: {strategy: random}",
+        "scheduling: {strategy: random, shadow: {strategy: round-robin}}",
+        lambda scene: sorted(scene.picker.pool_registry.shadows()),
+    ),
     "scheduling.fallbacks": (
         "scheduling: {fallbacks: 0}",
         "scheduling: {fallbacks: 2}",
