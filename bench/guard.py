@@ -15,7 +15,7 @@ from time import perf_counter
 
 from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
-from extproc.scheduling.scorers.open_requests import InFlight
+from extproc.scheduling.scorers.load import InFlight
 from extproc.testing import builders, probes
 
 _BLOCK = 100

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from extproc.autoscaling import policies
 from extproc.autoscaling.interface import (
     Demand,
     ReplicaBounds,
@@ -14,7 +15,6 @@ from extproc.autoscaling.interface import (
     ScalingPolicy,
     ScalingReason,
 )
-from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
 from extproc.errors import ConfigError
 
 #: Time between two steps after which the time between counts as unwatched: as a share of what a
@@ -124,9 +124,9 @@ class PolicyRunner:
 
 
 POLICIES: Mapping[str, type[ScalingPolicy]] = {
-    "adaptive": adaptive.AdaptivePolicy,
-    "kubeai": kubeai.KubeAIPolicy,
-    "queue-depth": queue_depth.QueueDepthPolicy,
+    "adaptive": policies.AdaptivePolicy,
+    "kubeai": policies.KubeAIPolicy,
+    "queue-depth": policies.QueueDepthPolicy,
 }
 
 #: The policy where none is named.

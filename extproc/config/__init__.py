@@ -4,8 +4,8 @@
 - `validation` has the ranges of fields, and converts plain trees to structs, with errors that name
   the path; `loader` reads files
   and flags; `lint` warns of settings that are allowed and probably a mistake.
-- `epp_config` reads the file of the upstream EPP; `epp_plugin_types` is the table of its plugins.
-  Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling
+- `epp_config` reads the file of the upstream EPP, and `epp_sections` converts its sections without a
+  profile. Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling
   profile; `filter_tree_syntax` converts filter trees, `plugin_loader` adds plugins from files and
   installed packages.
 - `factory` builds the parts of an endpoint picker from settings.

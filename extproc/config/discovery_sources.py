@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from extproc.config import pool_schema
-from extproc.discovery import dns, endpoint_list, file, static_discovery
+from extproc.discovery import dns, endpoint_list, static_discovery
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.supervision import Supervisor
@@ -133,7 +133,7 @@ class EndpointsFileSource(EndpointListSource):
     def describe(self, pool: pool_schema.PoolSource) -> Iterator[str]:
         """See `DiscoverySource`."""
         limit_bytes = static_discovery.StaticDiscoverySettings().limit_bytes
-        listed = file.load(Path(pool.endpoints_file), limit_bytes=limit_bytes)
+        listed = static_discovery.load_file(Path(pool.endpoints_file), limit_bytes=limit_bytes)
         yield f"{len(listed)} in {pool.endpoints_file}, watched{_owner(pool)}"
         yield from map(_describe_entry, listed)
 

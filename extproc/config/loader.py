@@ -19,7 +19,7 @@ import yaml
 
 from extproc.config import discovery_sources, epp_config, pools, validation
 from extproc.config.settings import API_VERSION, KIND, Settings
-from extproc.discovery.file import YAML_FAILURES
+from extproc.discovery.static_discovery import YAML_FAILURES
 from extproc.errors import ConfigError
 from extproc.protocol import body_buffer
 

@@ -1,19 +1,99 @@
-"""Discovery loop that merges endpoints of flags, file and DNS into the endpoint list."""
+"""Discovery loop that merges endpoints of flags, file and DNS into the endpoint list.
+
+The file is loaded when its stat stamp changes. The stamp follows symbolic links, so the swap by which
+Kubernetes updates a mounted ConfigMap is a change like any other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import random
 from collections.abc import Callable, Sequence
 
 import msgspec
+import yaml
 
-from extproc.discovery import dns, endpoint_list, file
+from extproc.discovery import dns, endpoint_list
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.supervision import Supervisor
+
+#: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
+YAML_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+#: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`) and
+#: dates that cannot be. The loader of the configuration goes by the same list.
+YAML_FAILURES = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class FileStamp(msgspec.Struct, frozen=True):
+    """Stat fields that change with the file; all zero for a missing file."""
+
+    modified_ns: int = 0
+    size: int = 0
+    inode: int = 0
+
+
+def file_stamp(path: pathlib.Path) -> FileStamp:
+    """Returns the current stamp of a file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
+    except OSError:
+        return FileStamp()
+    return FileStamp(status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def load_file(
+    path: pathlib.Path, *, limit_bytes: int
+) -> tuple[endpoint_list.EndpointListEntry, ...]:
+    """Loads a YAML or JSON file.
+
+    Args:
+        limit_bytes: Longest file taken.
+
+    Raises:
+        ConfigError: If it cannot be read, is too long, is no YAML or no list of endpoints.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise ConfigError(
+            where,
+            wanted="an endpoints file",
+            got=error.strerror or type(error).__name__,
+            fix="check the path and its permissions",
+        ) from error
+    if len(text) > limit_bytes:
+        raise ConfigError(
+            where,
+            wanted=f"at most {limit_bytes} bytes",
+            got="more",
+            fix="split the pool or raise the limit",
+        )
+    try:
+        # Safe loaders only, so the rule against yaml.load does not apply.
+        document = yaml.load(text, Loader=YAML_LOADER)  # noqa: S506
+    except YAML_FAILURES as error:
+        raise ConfigError(
+            where,
+            wanted="YAML or JSON",
+            got=" ".join(str(error).split())[:200] or type(error).__name__,
+            fix="correct the syntax",
+        ) from error
+    return endpoint_list.from_document(document, where=where)
 
 
 class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +171,7 @@ class StaticDiscovery:
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._pool_name = settings.pool
         self._file_entries: tuple[endpoint_list.EndpointListEntry, ...] = ()
-        self._stamp: file.Stamp | None = None
+        self._stamp: FileStamp | None = None
         self._refresh_at = float("-inf")
         #: Whether the file has another list that the store does not have yet.
         self._unresolved = False
@@ -113,7 +193,7 @@ class StaticDiscovery:
                 start without any is better refused.
         """
         if self._path is not None:
-            self._stamp = file.stamp(self._path)
+            self._stamp = file_stamp(self._path)
             self._file_entries = await self._load(self._path)
         # Without endpoints the replica is not ready; the loop resolves them as soon as it can.
         self._unresolved = not await self._supervisor.attempt(
@@ -143,7 +223,7 @@ class StaticDiscovery:
     async def _reload_file(self) -> bool:
         if self._path is None:
             return False
-        stamp = file.stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return False
         # Taken before reading: what is written during the read makes another change.
@@ -157,7 +237,7 @@ class StaticDiscovery:
 
     async def _load(self, path: pathlib.Path) -> tuple[endpoint_list.EndpointListEntry, ...]:
         # In a thread: a long file takes longer than a routing decision may wait.
-        return await asyncio.to_thread(file.load, path, limit_bytes=self._settings.limit_bytes)
+        return await asyncio.to_thread(load_file, path, limit_bytes=self._settings.limit_bytes)
 
     async def _resolve(self) -> None:
         entries = self._all_entries()

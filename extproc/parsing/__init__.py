@@ -2,8 +2,8 @@
 
 The package contains the table of surfaces (`surfaces`), a module with a partial typed decode per
 family of surfaces, the framing of a prompt into stable bytes (`canonical_prompt`), the fields that
-all of them share with the session hint (`envelope`), the gRPC frame and the multipart form, and the place of the model in a body
-(`model_edit`). It neither chooses endpoints nor keeps state between requests.
+all of them share with the session hint (`envelope`), the gRPC frame, the multipart form, and the place of the model in
+a body (`model_edit`). It neither chooses endpoints nor keeps state between requests.
 
 `routing` calls `surfaces.parse(raw)` once per request whose body is complete. The result is an
 `InferenceRequest`, or a `Rejection` with status 400 and a text of

@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.decision import Decision, Deferral, Outcome, Rejection, sheddable_dropped
 from extproc.endpoint import Candidate
-from extproc.parsing import first_user_message
+from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.foreign_traffic import ForeignTraffic
@@ -289,9 +289,9 @@ class Scheduler:
         pool = self._store.pool
         routing = self._routing
         settings = routing.settings
-        read_first_message: Callable[[InferenceRequest], str] = first_user_message.no_message
+        read_first_message: Callable[[InferenceRequest], str] = surfaces.no_user_message
         if routing.reads_first_message:
-            read_first_message = first_user_message.first_user_message
+            read_first_message = surfaces.first_user_message
             if with_prompt is not None and not request.prompt:
                 read_first_message = _lazy_first_user_message(read_first_message, with_prompt)
         eligible = self._find_eligible(pool, request, now)

@@ -1,4 +1,4 @@
-"""Numbers of an endpoint that a configuration may name.
+"""Numbers of an endpoint that a configuration may name, and the filter and the scorer of one.
 
 The upstream picker's names for what it scrapes, the names of the engine's own metrics, and ours.
 `extra.NAME` is the metric NAME of `scrape.extra_metrics`.
@@ -7,13 +7,16 @@ The upstream picker's names for what it scrapes, the names of the engine's own m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import ClassVar, Literal
 
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.framework import Signal
+from extproc.scheduling import normalization
+from extproc.scheduling.framework import SchedulingContext, Signal
 
 
 class Attribute(msgspec.Struct, frozen=True):
@@ -82,3 +85,229 @@ def find(name: str) -> Attribute:
 @functools.cache
 def _extra_attribute(metric: str) -> Attribute:
     return Attribute(Signal.EXTRA, lambda c: c.load.extra.get(metric), metric)
+
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "LessThan": operator.lt,
+    "LessThanOrEqual": operator.le,
+    "GreaterThan": operator.gt,
+    "GreaterThanOrEqual": operator.ge,
+    "Equal": operator.eq,
+    "NotEqual": operator.ne,
+}
+
+
+class Threshold(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Bound of an endpoint attribute.
+
+    Attributes:
+        operator: Comparison of the attribute with `value`.
+        value: The bound, in the unit of the attribute.
+    """
+
+    operator: Literal[
+        "LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"
+    ]
+    value: float
+
+
+class AttributeFilterAlgorithm(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Comparison by which candidates are kept.
+
+    Attributes:
+        type: Algorithm: a comparison with a threshold.
+        threshold: The bound.
+    """
+
+    type: Literal["threshold"]
+    threshold: Threshold
+
+
+class EndpointAttributeFilter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Keeps a candidate when its number is on the right side of the threshold.
+
+    Numbers there are: see the scorer `endpoint-attribute-scorer`. Upstream:
+    `filter/endpointattribute/filter.go`.
+
+    Attributes:
+        attribute: Name of the attribute.
+        algorithm: The threshold.
+        on_missing: Whether a candidate whose own page lacks the number passes. `Pass` is the upstream
+            default.
+        fallback_on_empty: Keep all when none passes. False, the upstream default, refuses the
+            request.
+    """
+
+    kind: ClassVar[str] = "endpoint-attribute-filter"
+
+    attribute: str
+    algorithm: AttributeFilterAlgorithm
+    on_missing: Literal["Pass", "Fail"] = "Pass"
+    fallback_on_empty: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown attribute.
+
+        Raises:
+            ValueError: See `attributes.find`.
+        """
+        find(self.attribute)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals from which the attribute is read."""
+        return frozenset({find(self.attribute).signal})
+
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """See `framework.ExtraMetricReader`."""
+        metric = find(self.attribute).extra_metric
+        return frozenset({metric}) if metric else frozenset()
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        read = find(self.attribute).read
+        threshold, unknown_passes = self.algorithm.threshold, self.on_missing == "Pass"
+        compare, bound = _COMPARE[threshold.operator], threshold.value
+        passing = [
+            c
+            for c in candidates
+            if (
+                unknown_passes if (value := read(_as_scraped(c))) is None else compare(value, bound)
+            )
+        ]
+        return candidates if not passing and self.fallback_on_empty else passing
+
+
+def _as_scraped(c: Candidate) -> Candidate:
+    """A candidate with nothing but its own page: a missing value is the subject of `on_missing`."""
+    return c if c.page is None else msgspec.structs.replace(c, load=c.page)
+
+
+class FixedRange(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Values that score 0 and 1.
+
+    Attributes:
+        min: The one end.
+        max: The other, greater than `min`.
+    """
+
+    min: float
+    max: float
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range.
+
+        Raises:
+            ValueError: `min` is not below `max`.
+        """
+        if not self.min < self.max:
+            raise ValueError(f"expected min below max, got {self.min} and {self.max}")
+
+
+class AdaptiveRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The range from the least to the greatest value among the candidates."""
+
+
+class Normalization(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Range for normalization; the adaptive one when neither is set.
+
+    Attributes:
+        adaptive_range: Range of the candidates' values.
+        fixed_range: Range of the configuration.
+    """
+
+    adaptive_range: AdaptiveRange | None = None
+    fixed_range: FixedRange | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse two ranges.
+
+        Raises:
+            ValueError: Both are set.
+        """
+        if self.adaptive_range is not None and self.fixed_range is not None:
+            raise ValueError("expected at most one of adaptiveRange and fixedRange, got both")
+
+
+class AttributeScorerAlgorithm(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Conversion of a value into a score.
+
+    Attributes:
+        type: Direction: the end of the range that scores best.
+        normalization: The range.
+    """
+
+    type: Literal["linear_lower_is_better", "linear_higher_is_better"]
+    normalization: Normalization = Normalization()
+
+
+class EndpointAttributeScorer(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """`score = (v - min) / (max - min)` cut to 0..1, or 1 minus that where lower is better.
+
+    In an adaptive range of one value all score 1. Unknown v counts as the mean of the known
+    ones, none known scores 0.5; the upstream picker gives 0 for unknown. Upstream:
+    `scorer/endpointattribute/endpointattribute.go`. Numbers there are:
+    `WaitingQueueSize`, `RunningRequestsSize`, `KVCacheUsagePercent`, the engine's own names of
+    these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`,
+    `matched_tokens`, and `extra.NAME` for the metric NAME of `scrape.extra_metrics`.
+
+    Attributes:
+        attribute_key: Name of the attribute.
+        algorithm: Its conversion into a score.
+    """
+
+    kind: ClassVar[str] = "endpoint-attribute-scorer"
+
+    attribute_key: str
+    algorithm: AttributeScorerAlgorithm
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown attribute.
+
+        Raises:
+            ValueError: See `attributes.find`.
+        """
+        find(self.attribute_key)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals from which the attribute is read."""
+        return frozenset({find(self.attribute_key).signal})
+
+    @property
+    def extra_metrics(self) -> frozenset[str]:
+        """See `framework.ExtraMetricReader`."""
+        metric = find(self.attribute_key).extra_metric
+        return frozenset({metric}) if metric else frozenset()
+
+    def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
+        """See the class."""
+        attribute = find(self.attribute_key)
+        values = normalization.impute_mean([attribute.read(c) for c in candidates])
+        if not values:
+            return [normalization.NEUTRAL] * len(candidates)
+        fixed = self.algorithm.normalization.fixed_range
+        low, high = (min(values), max(values)) if fixed is None else (fixed.min, fixed.max)
+        if low == high:
+            return [1.0] * len(values)
+        rising = [normalization.share(value - low, high - low) for value in values]
+        if self.algorithm.type == "linear_higher_is_better":
+            return rising
+        return [1.0 - score for score in rising]

@@ -1,6 +1,7 @@
 """Decision trees of filters: the next filter depends on the success of the filter before it.
 
-Filters that run others stand here and not among the filters, which do not know each other.
+Filters that run others, and those for the root and the ends of trees, stand here and not among the
+filters, which do not know each other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from extproc.scheduling.filters.load_bounds import (
     QueueRange,
     SheddableCapacity,
 )
-from extproc.scheduling.filters.request_filters import CriticalRequest, DropRequest
 from extproc.scheduling.framework import (
     ExtraMetricReader,
     Filter,
@@ -35,6 +35,51 @@ from extproc.scheduling.framework import (
     SchedulingContext,
     Signal,
 )
+
+
+class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps all candidates of a critical request and none of a sheddable one.
+
+    A question for the root of a tree. A request that names an objective of the pool is sheddable
+    when its priority is below 0. Another one is sheddable when it says so in a header; without the
+    header it is critical, because a request is refused only if its client allows that.
+
+    Attributes:
+        header: The header, in lower case. The default is the one by which clients of the upstream
+            picker name their objective.
+        sheddable: Its value on sheddable requests, in any case of letters.
+    """
+
+    kind: ClassVar[str] = "critical-request"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
+
+    header: str = "x-llm-d-inference-objective"
+    sheddable: str = "sheddable"
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        if context.request.objective:
+            return () if context.request.priority < 0 else candidates
+        value = context.headers.get(self.header.lower(), "").strip()
+        return () if value.lower() == self.sheddable.lower() else candidates
+
+
+class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps no candidate, so that the client gets 429: the end of a tree's branch.
+
+    In the middle of a branch it is a failure like any other, and the walk goes on.
+    """
+
+    kind: ClassVar[str] = "drop-request"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        return ()
 
 
 class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

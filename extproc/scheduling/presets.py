@@ -38,9 +38,8 @@ from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker, RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.engine_load import KvCacheUtilizationScorer, QueueScorer
+from extproc.scheduling.scorers.load import InFlight, KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.scorers.lora_affinity import LoraAffinityTiers
-from extproc.scheduling.scorers.open_requests import InFlight
 from extproc.scheduling.scorers.prefix_cache import PrefixCacheScorer
 
 

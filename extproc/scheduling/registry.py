@@ -17,28 +17,19 @@ from typing import TypeVar, cast
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.scheduling import context_length, filter_tree, plugin_guard, session_affinity
-from extproc.scheduling.costs import estimated_time, lmetric
-from extproc.scheduling.filters import (
-    adapters,
-    endpoint_attribute_filter,
-    endpoint_labels,
-    load_bounds,
-    prefix_affinity,
-    request_filters,
-    utilization,
+from extproc.scheduling import (
+    attributes,
+    context_length,
+    filter_tree,
+    labels,
+    plugin_guard,
+    session_affinity,
 )
+from extproc.scheduling.costs import estimated_time, lmetric
+from extproc.scheduling.filters import adapters, load_bounds, prefix_affinity
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous, upstream_pickers
-from extproc.scheduling.scorers import (
-    endpoint_attribute_scorer,
-    engine_load,
-    label_affinity,
-    latency_scorer,
-    lora_affinity,
-    open_requests,
-    prefix_cache,
-)
+from extproc.scheduling.scorers import load, lora_affinity, prefix_cache
 
 PluginT = TypeVar("PluginT")
 
@@ -70,55 +61,55 @@ FILTERS: Mapping[str, type[Filter]] = {
     "adapter-active": adapters.AdapterActive,
     "adapter-capable": adapters.AdapterCapable,
     "adapter-soft-affinity": adapters.AdapterSoftAffinity,
-    "by-label": endpoint_labels.ByLabel,
+    "by-label": labels.ByLabel,
     "can-accept-adapter": adapters.CanAcceptAdapter,
-    "concurrency-detector": utilization.ConcurrencyDetector,
+    "concurrency-detector": load_bounds.ConcurrencyDetector,
     "context-length-aware": context_length.ContextLengthAware,
     "conversation-affinity": prefix_affinity.ConversationAffinity,
-    "critical-request": request_filters.CriticalRequest,
-    "decode-filter": endpoint_labels.DecodeFilter,
-    "drop-request": request_filters.DropRequest,
-    "encode-filter": endpoint_labels.EncodeFilter,
-    "endpoint-attribute-filter": endpoint_attribute_filter.EndpointAttributeFilter,
+    "critical-request": filter_tree.CriticalRequest,
+    "decode-filter": labels.DecodeFilter,
+    "drop-request": filter_tree.DropRequest,
+    "encode-filter": labels.EncodeFilter,
+    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
     "filter-chain": filter_tree.FilterChain,
-    "header-based-testing-filter": request_filters.HeaderBasedTestingFilter,
+    "header-based-testing-filter": session_affinity.HeaderBasedTestingFilter,
     "kv-range": load_bounds.KvRange,
-    "label-selector-filter": endpoint_labels.LabelSelectorFilter,
+    "label-selector-filter": labels.LabelSelectorFilter,
     "lora-affinity": adapters.LoraAffinityFilter,
     "low-cost-adapter": adapters.LowCostAdapter,
     "low-latency": load_bounds.LowLatency,
     "max-waiting": load_bounds.MaxWaiting,
-    "prefill-filter": endpoint_labels.PrefillFilter,
+    "prefill-filter": labels.PrefillFilter,
     "prefix-cache-affinity-filter": prefix_affinity.PrefixCacheAffinityFilter,
     "queue-range": load_bounds.QueueRange,
     "session-affinity-filter": session_affinity.SessionAffinityFilter,
     "sheddable-capacity": load_bounds.SheddableCapacity,
     "top-k": load_bounds.TopK,
-    "topology-affinity-filter": endpoint_labels.TopologyAffinityFilter,
+    "topology-affinity-filter": labels.TopologyAffinityFilter,
     "tree": filter_tree.FilterTree,
-    "utilization-detector": utilization.UtilizationDetector,
-    "utilization-filter": utilization.UtilizationFilter,
+    "utilization-detector": load_bounds.UtilizationDetector,
+    "utilization-filter": load_bounds.UtilizationFilter,
 }
 
 SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
     {
-        "active-request-scorer": open_requests.ActiveRequestScorer,
+        "active-request-scorer": load.ActiveRequestScorer,
         "context-length-aware": context_length.ContextLengthAware,
-        "endpoint-attribute-scorer": endpoint_attribute_scorer.EndpointAttributeScorer,
-        "header-label-affinity-scorer": label_affinity.HeaderLabelAffinityScorer,
-        "in-flight": open_requests.InFlight,
-        "kv-cache-utilization-scorer": engine_load.KvCacheUtilizationScorer,
-        "latency-scorer": latency_scorer.LatencyScorer,
-        "load-aware-scorer": engine_load.LoadAwareScorer,
+        "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
+        "header-label-affinity-scorer": labels.HeaderLabelAffinityScorer,
+        "in-flight": load.InFlight,
+        "kv-cache-utilization-scorer": load.KvCacheUtilizationScorer,
+        "latency-scorer": load.LatencyScorer,
+        "load-aware-scorer": load.LoadAwareScorer,
         "lora-affinity": lora_affinity.LoraAffinityTiers,
         "lora-affinity-scorer": lora_affinity.LoraAffinityScorer,
         "no-hit-lru-scorer": prefix_cache.NoHitLruScorer,
         "prefix-cache-scorer": prefix_cache.PrefixCacheScorer,
-        "queue-scorer": engine_load.QueueScorer,
-        "running-requests-size-scorer": engine_load.RunningRequestsSizeScorer,
+        "queue-scorer": load.QueueScorer,
+        "running-requests-size-scorer": load.RunningRequestsSizeScorer,
         "session-affinity-scorer": session_affinity.SessionAffinityScorer,
-        "token-load-scorer": open_requests.TokenLoadScorer,
-        "topology-affinity-scorer": label_affinity.TopologyAffinityScorer,
+        "token-load-scorer": load.TokenLoadScorer,
+        "topology-affinity-scorer": labels.TopologyAffinityScorer,
     }
 )
 

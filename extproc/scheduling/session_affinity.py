@@ -1,8 +1,9 @@
 """Session affinity: a filter, a scorer and what they share, parameters and session table.
 
-It stands here and not among the filters and scorers, which do not know each other. Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
-endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
-name was sent to last.
+It stands here and not among the filters and scorers, which do not know each other. Two strategies.
+`encoded_endpoint_header` keeps no memory: the answer carries a token that names
+the endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
+name was sent to last. For tests, a client names its endpoint outright (`header-based-testing-filter`).
 """
 
 from __future__ import annotations
@@ -271,3 +272,26 @@ def _key(sources: Sequence[SessionSource]) -> str:
 
 def _qualified(endpoint: Endpoint) -> str:
     return f"{endpoint.labels.get('namespace', '')}/{endpoint.name}"
+
+
+class HeaderBasedTestingFilter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Keeps candidates that the header `test-epp-endpoint-selection` names; none without it.
+
+    Tokens are `ip:port` or a bare `ip`, separated by commas. Any client can choose its endpoint
+    with it, so it has no place in production. Upstream: `test/filter/request_header_based_filter.go`. The candidates stay in their order, where the
+    upstream filter takes that of the header; the setting `conformance` keeps it.
+    """
+
+    kind: ClassVar[str] = "header-based-testing-filter"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        tokens = context.headers.get("test-epp-endpoint-selection", "").split(",")
+        named = {token.strip() for token in tokens} - {""}
+        bare = {token.strip("[]") for token in named}
+        return [c for c in candidates if c.endpoint.address in named or c.endpoint.ip in bare]

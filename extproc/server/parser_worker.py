@@ -25,7 +25,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
+from extproc.parsing import envelope, model_edit, preparsed, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 
 #: Lengths of a job and of its body; length of a result.
@@ -92,10 +92,7 @@ def _cut_prompt(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRe
         return request
     cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])
     return (
-        cut
-        if first_user_message.first_user_message(cut)
-        == first_user_message.first_user_message(request)
-        else request
+        cut if surfaces.first_user_message(cut) == surfaces.first_user_message(request) else request
     )
 
 

@@ -1,7 +1,7 @@
 """The default policy: token work against what engines do, and what is on its way."""
 
 from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
-from extproc.autoscaling.policies.adaptive import AdaptivePolicy
+from extproc.autoscaling.policies import AdaptivePolicy
 from tests.autoscaling.demands import TargetFixture
 
 WIDE = ReplicaBounds(max=100)

@@ -3,7 +3,7 @@
 import pytest
 
 from extproc.autoscaling.interface import ReplicaBounds
-from extproc.autoscaling.policies.kubeai import KubeAIPolicy
+from extproc.autoscaling.policies import KubeAIPolicy
 from tests.autoscaling.demands import TargetFixture
 
 

@@ -1,8 +1,7 @@
 """What the scaler adds to a policy."""
 
 from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
-from extproc.autoscaling.policies.kubeai import KubeAIPolicy
-from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
+from extproc.autoscaling.policies import KubeAIPolicy, QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner
 from tests.autoscaling.demands import TargetFixture, demand
 

@@ -6,7 +6,7 @@ Source: docs/spec/prior-systems.md#queue-depth-trigger.
 import pytest
 
 from extproc.autoscaling.interface import ReplicaBounds, ScalingReason
-from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
+from extproc.autoscaling.policies import QueueDepthPolicy
 from tests.autoscaling.demands import TargetFixture
 
 

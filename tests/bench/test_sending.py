@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench import sending
-from extproc.parsing import first_user_message, surfaces
+from extproc.parsing import surfaces
 from extproc.request import HttpRequest
 from extproc.simulator import prompt
 from extproc.simulator.fleet import workloads
@@ -83,7 +83,7 @@ def test_openings_are_those_a_picker_reads(workload):
         body = {"model": "m", "prompt": texts.render(work)}
         headers = {":method": "POST", ":path": "/v1/completions"}
         read = surfaces.parse(HttpRequest(headers, msgspec.json.encode(body)))
-        assert first_user_message.first_user_message(read)[:100] == work.opening[:100]
+        assert surfaces.first_user_message(read)[:100] == work.opening[:100]
         assert read.prompt_tokens == work.prompt_tokens
 
 

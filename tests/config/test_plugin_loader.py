@@ -66,7 +66,7 @@ def test_every_class_with_a_kind_and_a_method_is_a_plugin(write):
     path = write(
         SCORER
         + """
-from extproc.scheduling.scorers.open_requests import InFlight
+from extproc.scheduling.scorers.load import InFlight
 
 class Base(msgspec.Struct, frozen=True):
     def filter(self, turn, candidates):

@@ -2,12 +2,12 @@ import pathlib
 
 import pytest
 
-from extproc.discovery import file
+from extproc.discovery import static_discovery
 from extproc.errors import ConfigError
 
 
 def load(path, limit_bytes=10_000):
-    return file.load(path, limit_bytes=limit_bytes)
+    return static_discovery.load_file(path, limit_bytes=limit_bytes)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_the_stamp_follows_a_symlink_swap(tmp_path):
         (tmp_path / version / "pool.yaml").write_text("endpoints: []")
     link = tmp_path / "data"
     link.symlink_to("one")
-    before = file.stamp(link / "pool.yaml")
+    before = static_discovery.file_stamp(link / "pool.yaml")
     (tmp_path / "next").symlink_to("two")
     (tmp_path / "next").rename(link)
-    assert file.stamp(link / "pool.yaml") != before
-    assert file.stamp(tmp_path / "nowhere") == file.Stamp()
+    assert static_discovery.file_stamp(link / "pool.yaml") != before
+    assert static_discovery.file_stamp(tmp_path / "nowhere") == static_discovery.FileStamp()

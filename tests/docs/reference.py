@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.autoscaling import demand_estimator
-from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
+from extproc.autoscaling import demand_estimator, policies
 from extproc.config import (
     autoscaling,
     pool_annotations,
@@ -52,9 +51,9 @@ SECTIONS = (
     ("autoscaling.keda", autoscaling.KedaSection),
     ("pool.autoscaling", autoscaling.ScalingSection),
     ("pool.autoscaling.meter", demand_estimator.EstimatorSettings),
-    ("pool.autoscaling.params, policy: adaptive", adaptive.AdaptivePolicy),
-    ("pool.autoscaling.params, policy: kubeai", kubeai.KubeAIPolicy),
-    ("pool.autoscaling.params, policy: queue-depth", queue_depth.QueueDepthPolicy),
+    ("pool.autoscaling.params, policy: adaptive", policies.AdaptivePolicy),
+    ("pool.autoscaling.params, policy: kubeai", policies.KubeAIPolicy),
+    ("pool.autoscaling.params, policy: queue-depth", policies.QueueDepthPolicy),
     ("pool.autoscaling.target", autoscaling.ScaleTarget),
     ("pool.autoscaling.launch", autoscaling.LaunchSection),
     ("responses", settings.ResponsesSection),

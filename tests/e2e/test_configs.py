@@ -10,7 +10,7 @@ import pytest
 
 from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
-from extproc.xds import encoder
+from extproc.xds import snapshot_cache
 from extproc.xds.resources import ClusterOptions
 from tests.e2e import installation
 from tests.manifests import tools
@@ -58,7 +58,7 @@ def engines(config):
     if "dynamic_resources" not in config:
         return installation.cluster(config, "engines")
     served = xds_peer.clusters.Cluster.parse(
-        encoder.encode_cluster("engines", ClusterOptions(), h2c=False)
+        snapshot_cache.encode_cluster("engines", ClusterOptions(), h2c=False)
     )
     return served.to_dict(casing=betterproto2.Casing.SNAKE)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.parsing import first_user_message, surfaces
+from extproc.parsing import surfaces
 from extproc.request import HttpRequest, InferenceRequest
 
 
@@ -18,12 +18,8 @@ def plain(prompt, api):
     else:
         message = re.search(rb"\xffuser[^\xff]*", prompt)
         texts = re.findall(rb"\xfe([^\xfe]*)", message[0]) if message else []
-    texts = [
-        re.split(rb"[\xf8-\xff]", text[: first_user_message.LONGEST_BYTES])[0] for text in texts
-    ]
-    return "".join(text.decode("utf-8", "ignore") for text in texts)[
-        : first_user_message.LONGEST_BYTES
-    ]
+    texts = [re.split(rb"[\xf8-\xff]", text[: surfaces.USER_MESSAGE_BYTES])[0] for text in texts]
+    return "".join(text.decode("utf-8", "ignore") for text in texts)[: surfaces.USER_MESSAGE_BYTES]
 
 
 pieces = st.sampled_from(
@@ -38,26 +34,21 @@ pieces = st.sampled_from(
 )
 def test_first_user_message_follows_the_rule(prompt, api):
     """Any mixture of fields reads as a plain statement of the rule reads it."""
-    assert first_user_message.first_user_message(InferenceRequest(api=api, prompt=prompt)) == plain(
+    assert surfaces.first_user_message(InferenceRequest(api=api, prompt=prompt)) == plain(
         prompt, api
     )
 
 
 def test_a_cut_character_is_dropped():
     """A text that is cut inside a character keeps the characters before it."""
-    prompt = b"\xffuser\xfe" + "é".encode() * first_user_message.LONGEST_BYTES
-    assert set(
-        first_user_message.first_user_message(InferenceRequest(api="chat", prompt=prompt))
-    ) == {"é"}
+    prompt = b"\xffuser\xfe" + "é".encode() * surfaces.USER_MESSAGE_BYTES
+    assert set(surfaces.first_user_message(InferenceRequest(api="chat", prompt=prompt))) == {"é"}
 
 
 def test_system_prompts_and_images_are_no_first_user_message():
     """Only the text parts of the first user message count."""
     prompt = b"\xffsystem\xfebe kind\xffuser\xfd{image}\xfewhat\xfe is it\xffuser\xfelater"
-    assert (
-        first_user_message.first_user_message(InferenceRequest(api="chat", prompt=prompt))
-        == "what is it"
-    )
+    assert surfaces.first_user_message(InferenceRequest(api="chat", prompt=prompt)) == "what is it"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,4 @@ def test_the_first_user_message_of_a_completion_is_its_prompt(body, expected):
     """As the parser reads it: alone, salted, the first of a batch; none without a text."""
     headers = {":method": "POST", ":path": "/v1/completions"}
     encoded = msgspec.json.encode({"model": "m", **body})
-    assert (
-        first_user_message.first_user_message(surfaces.parse(HttpRequest(headers, encoded)))
-        == expected
-    )
+    assert surfaces.first_user_message(surfaces.parse(HttpRequest(headers, encoded))) == expected

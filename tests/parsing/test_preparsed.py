@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
+from extproc.parsing import envelope, model_edit, preparsed, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.server import parser_worker
 from tests.parsing import builders
@@ -100,8 +100,6 @@ def test_a_queued_request_keeps_its_first_user_message(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = InferenceRequest(api=api, prompt=prompt)
     raw = preparsed.attach(HttpRequest({}), preparsed.ParseResult(request, "", None, None))
-    rested = surfaces.parse(first_user_message.reduce_preparsed(raw))
-    assert first_user_message.first_user_message(rested) == first_user_message.first_user_message(
-        request
-    )
-    assert len(rested.prompt) <= 5 * first_user_message.LONGEST_BYTES
+    rested = surfaces.parse(surfaces.reduce_preparsed(raw))
+    assert surfaces.first_user_message(rested) == surfaces.first_user_message(request)
+    assert len(rested.prompt) <= 5 * surfaces.USER_MESSAGE_BYTES

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, canonical_prompt, multipart, surfaces
+from extproc.parsing import bounded_decoder, opaque, surfaces, vllm_grpc
 from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
@@ -107,7 +107,7 @@ def test_any_form(pieces):
     if body:
         content_type = "multipart/form-data; boundary=b"
         builders.parsed("/v1/audio/transcriptions", body, content_type=content_type)
-    multipart.read(body, b"")
+    opaque.read(body, b"")
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -130,7 +130,7 @@ def test_varints_round_trip(ids):
     for token in ids:
         groups = [token >> shift & 127 for shift in range(0, max(token.bit_length(), 1), 7)]
         run += bytes([group | 128 for group in groups[:-1]] + groups[-1:])
-    assert canonical_prompt.unpack_varints(bytes(run)) == ids
+    assert vllm_grpc.unpack_varints(bytes(run)) == ids
 
 
 texts = st.text(st.sampled_from('ab\x00\x1e\u00e9\U0001f600{}[]",:'), max_size=4)

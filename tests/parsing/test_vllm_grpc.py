@@ -38,8 +38,8 @@ def packed(*ids):
 def pack_varints(run):
     """Packed ids; None where they are refused."""
     rows = io.BytesIO()
-    canonical_prompt.reserve(rows, canonical_prompt.count_varints(run))
-    return rows.getvalue() if canonical_prompt.pack_varints(run, rows) else None
+    vllm_grpc.reserve(rows, vllm_grpc.count_varints(run))
+    return rows.getvalue() if vllm_grpc.pack_varints(run, rows) else None
 
 
 IDS = (5, 300, 70_000, 3_000_000, 2**32 - 2)
@@ -143,20 +143,20 @@ def test_only_the_first_message_is_read():
 def test_varints(value):
     """Every width of a varint reads back, alone and between others."""
     run = varint(3) + varint(value) + varint(4)
-    assert canonical_prompt.unpack_varints(run) == [3, value, 4]
+    assert vllm_grpc.unpack_varints(run) == [3, value, 4]
 
 
 def test_varints_of_64_bits():
     """A value above 32 bits is cut, as protobuf parsers do."""
-    assert canonical_prompt.unpack_varints(varint(2**40 + 5)) == [5]
-    assert canonical_prompt.unpack_varints(varint(2**64 - 1)) == [2**32 - 1]
+    assert vllm_grpc.unpack_varints(varint(2**40 + 5)) == [5]
+    assert vllm_grpc.unpack_varints(varint(2**64 - 1)) == [2**32 - 1]
 
 
 @given(st.lists(st.one_of(*(st.integers(0, 2**bits) for bits in (7, 14, 21, 32, 63))), max_size=40))
 def test_packed_varints_equal_single_decoding(ids):
     """Whatever the lengths of varints beside one another, each value is cut to four bytes."""
     run = b"".join(map(varint, ids))
-    assert pack_varints(run) == canonical_prompt.pack(canonical_prompt.unpack_varints(run))
+    assert pack_varints(run) == canonical_prompt.pack(vllm_grpc.unpack_varints(run))
 
 
 @pytest.mark.parametrize("value", [1, 2**14 - 1, 2**21 - 1, 2**32 - 1])

@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision
-from extproc.scheduling.filter_tree import FilterChain, FilterTree, FilterTreeNode
+from extproc.scheduling.filter_tree import DropRequest, FilterChain, FilterTree, FilterTreeNode
 from extproc.scheduling.filters.adapters import AdapterActive
 from extproc.scheduling.filters.load_bounds import KvRange, LowLatency, QueueRange
-from extproc.scheduling.filters.request_filters import DropRequest
 from extproc.scheduling.framework import Signal
 from tests.scheduling import builders
 

@@ -6,7 +6,7 @@ from extproc.scheduling.framework import BypassedError, Observer
 from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits, PluginCounters
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.engine_load import QueueScorer
+from extproc.scheduling.scorers.load import QueueScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates(

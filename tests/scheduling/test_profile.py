@@ -7,8 +7,7 @@ from extproc.scheduling import registry
 from extproc.scheduling.filters.load_bounds import MaxWaiting
 from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.engine_load import QueueScorer
-from extproc.scheduling.scorers.open_requests import InFlight
+from extproc.scheduling.scorers.load import InFlight, QueueScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates(

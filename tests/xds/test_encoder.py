@@ -6,7 +6,7 @@ import datetime as dt
 
 import pytest
 
-from extproc.xds import encoder
+from extproc.xds import snapshot_cache
 from extproc.xds.resources import (
     ClusterOptions,
     HealthCheck,
@@ -20,12 +20,14 @@ HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def cluster(traits=None):
-    data = encoder.encode_cluster("engines", traits or ClusterOptions(), h2c=False)
+    data = snapshot_cache.encode_cluster("engines", traits or ClusterOptions(), h2c=False)
     return clusters.Cluster.parse(data)
 
 
 def assigned(*lb_endpoints):
-    return endpoints.ClusterLoadAssignment.parse(encoder.encode_assignment("engines", lb_endpoints))
+    return endpoints.ClusterLoadAssignment.parse(
+        snapshot_cache.encode_assignment("engines", lb_endpoints)
+    )
 
 
 def only(policy, kind):
@@ -68,7 +70,9 @@ def test_idle_timeout_is_below_that_of_engines():
 
 def test_h2c_pools_have_http2_clusters():
     """Nobody knows what they answer health checks, so there are none; the rest is the same."""
-    decoded = clusters.Cluster.parse(encoder.encode_cluster("engines", ClusterOptions(), h2c=True))
+    decoded = clusters.Cluster.parse(
+        snapshot_cache.encode_cluster("engines", ClusterOptions(), h2c=True)
+    )
     options = upstreams.HttpProtocolOptions.parse(
         decoded.typed_extension_protocol_options[HTTP].value
     )
@@ -169,14 +173,14 @@ def test_assignments_are_reproducible(count):
     lb_endpoints = [
         LbEndpoint(f"10.0.{at // 250}.{at % 250}:8000", zone=f"z{at % 3}") for at in range(count)
     ]
-    data = encoder.encode_assignment("engines", lb_endpoints)
+    data = snapshot_cache.encode_assignment("engines", lb_endpoints)
     decoded = endpoints.ClusterLoadAssignment.parse(data)
     assert bytes(decoded) == data
     assert sum(len(group.lb_endpoints) for group in decoded.endpoints) == count
-    assert encoder.encode_assignment("engines", lb_endpoints) == data
+    assert snapshot_cache.encode_assignment("engines", lb_endpoints) == data
 
 
 def test_an_address_that_is_no_ip_is_refused():
     """Envoy would refuse the whole assignment."""
     with pytest.raises(ValueError, match="does not appear to be an IPv4 or IPv6 address"):
-        encoder.encode_assignment("engines", [LbEndpoint("engine.local:8000")])
+        snapshot_cache.encode_assignment("engines", [LbEndpoint("engine.local:8000")])

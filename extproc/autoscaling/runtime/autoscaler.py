@@ -24,7 +24,7 @@ from extproc.autoscaling.runtime.control_loop import (
     LoopState,
     ScaledPool,
 )
-from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
+from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.config import kubernetes_plan, pool_annotations, pools
 from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings

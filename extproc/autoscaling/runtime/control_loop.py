@@ -15,7 +15,7 @@ from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState
 from extproc.autoscaling.interface import Demand, ScalingDecision
 from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.runtime import actuator, demand_counters, scale_subresource
-from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
+from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.autoscaling.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScalingSection, actuator_type
 from extproc.server.pool_runtime import PoolRuntime

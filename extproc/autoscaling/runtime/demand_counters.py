@@ -1,12 +1,28 @@
-"""Counters of this process for a pool, as input of the demand estimation."""
+"""Counters of this process and of its replicas for a pool, as input of the demand estimation.
+
+Replicas exchange theirs: read at every step, pushed when a request waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ipaddress
+import logging
 import math
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
+from extproc.errors import ConfigError
 from extproc.pool import step_time_estimator
 from extproc.pool.snapshot import Pool
+from extproc.scrape import client
+from extproc.server.admin_access import normalize_address
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.telemetry.counters import PoolCounters
 
@@ -107,3 +123,267 @@ def available(pool: Pool) -> int:
     return len(
         {member.endpoint.uid or member.endpoint.address for member in pool.members if member.is_up}
     )
+
+
+_log = logging.getLogger("extproc.server")
+
+#: Path by which replicas exchange counters.
+PATH = "/internal/load"
+
+#: Longest page (bytes): a thousand pools.
+_MAX_BYTES = 1 << 20
+
+#: Seconds that the system's resolver may take for one name; its own limit is 5 s per server.
+_RESOLVE_TIMEOUT_S = 5.0
+
+#: Seconds between two looks for an address that is not known yet.
+_RESOLVE_PAUSE_S = 1.0
+
+#: Most addresses of a name that are read, far more than an endpoint picker has replicas.
+_MAX_ADDRESSES = 256
+
+#: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that
+#: is no UTF-8, and nesting without end.
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """Counters of a replica of the endpoint picker; JSON.
+
+    Attributes:
+        picker: Identity of the process.
+        pools: Counters by name of the pool.
+    """
+
+    picker: Annotated[str, msgspec.Meta(max_length=256)]
+    pools: Annotated[
+        Mapping[Annotated[str, msgspec.Meta(max_length=512)], PickerCounters],
+        msgspec.Meta(max_length=4096),
+    ]
+
+
+_REPORT_DECODER = msgspec.json.Decoder(PeerReport)
+
+
+def read_report(page: bytes) -> PeerReport | None:
+    """Decode a report; None for malformed bytes or a number out of its range."""
+    try:
+        return _REPORT_DECODER.decode(page)
+    except _DECODE_ERRORS:
+        return None
+
+
+class _PolledPeer:
+    """Address of a peer, and its last report.
+
+    Attributes:
+        name: Identity of the peer; its address before the first answer.
+        report: Last report; None if the last read failed.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.name = address
+        self.report: PeerReport | None = None
+
+
+class PeerCounterClient:
+    """Client of the other replicas of the endpoint picker.
+
+    Args:
+        identity: Identity of this process.
+        configured: `host:port` of their pages; a name stands for every address it resolves to.
+        timeout_s: Time limit of a request.
+        own_counters: Returns the counters of this process by pool.
+        token: Returns the bearer token for peers; empty sends none.
+        on_waiting: Called with the names of pools in which a request waits elsewhere.
+
+    Raises:
+        ConfigError: An address cannot be read.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        configured: Sequence[str],
+        *,
+        timeout_s: float,
+        own_counters: Callable[[], Mapping[str, PickerCounters]],
+        token: Callable[[], str] = str,
+        on_waiting: Callable[[Iterable[str]], None] = lambda _: None,
+    ) -> None:
+        self.identity = identity
+        self._token = token
+        self._on_waiting = on_waiting
+        self._configured = [_split_address(address) for address in configured]
+        self._own_counters = own_counters
+        self._poll_client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
+        self._push_client = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MAX_BYTES)
+        self._peers: dict[str, _PolledPeer] = {}
+        self._own_addresses: set[str] = set()
+        self._unresolved: frozenset[str] = frozenset()
+        #: IP addresses of each written name, and when they were looked up for a client.
+        self._hosts = [frozenset[str]() for _ in configured]
+        self._hosts_at = -math.inf
+
+    def last(self, pool: str) -> dict[str, PickerCounters | None]:
+        """Last counters of all peers for a pool, without a request; None where a read failed."""
+        counters: dict[str, PickerCounters | None] = dict.fromkeys(self._unresolved)
+        for peer in self._peers.values():
+            counters[peer.name] = None if peer.report is None else peer.report.pools.get(pool)
+        return counters
+
+    async def read(self, pool: str) -> dict[str, PickerCounters | None]:
+        """Read the counters of all peers at once; None for a peer that cannot be read."""
+        if self._configured:
+            await self._resolve()
+            await asyncio.gather(*map(self._poll, list(self._peers)))
+        return self.last(pool)
+
+    async def is_peer(self, host: str) -> bool:
+        """Check if a peer has this address; names are resolved again for a new address.
+
+        Args:
+            host: IP address, as `admin_access.normalize_address` writes it.
+        """
+        now = asyncio.get_running_loop().time()
+        if not self._is_known_host(host) and now - self._hosts_at >= _RESOLVE_PAUSE_S:
+            # Before the first await, so that a burst of strangers costs one look.
+            self._hosts_at = now
+            self._update_hosts([await _addresses(*host_port) for host_port in self._configured])
+        return self._is_known_host(host)
+
+    async def push(self) -> None:
+        """Send our counters to all peers, so that the leader can act at once."""
+        addresses = list(self._peers)
+        if not addresses:
+            return
+        body = msgspec.json.encode(PeerReport(self.identity, self._own_counters()))
+        authorization = self._authorization
+        await asyncio.gather(
+            *(
+                self._push_client.get(_post_request(address, body, authorization))
+                for address in addresses
+            ),
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._poll_client.close()
+        self._push_client.close()
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """HTTP routes by which peers read and push counters."""
+        return (web.get(PATH, self._serve), web.post(PATH, self._on_pushed))
+
+    async def _serve(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode(PeerReport(self.identity, self._own_counters()))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _on_pushed(self, request: web.Request) -> web.Response:
+        report = read_report(await request.read())
+        if report is None:
+            return web.Response(status=400, text="not what pickers tell each other\n")
+        peers = [peer for peer in self._peers.values() if peer.name == report.picker]
+        for peer in peers:
+            peer.report = report
+        # The report of an unknown sender has no effect but to wake the loops.
+        self._on_waiting([name for name, counters in report.pools.items() if counters.held])
+        return web.Response(text="ok\n")
+
+    async def _resolve(self) -> None:
+        peers: dict[str, _PolledPeer] = {}
+        unresolved = set()
+        resolved = []
+        for host, port in self._configured:
+            addresses = await _addresses(host, port)
+            resolved.append(addresses)
+            if not addresses:
+                unresolved.add(f"{host}:{port}")
+            for address in addresses:
+                if address not in self._own_addresses:
+                    peers[address] = self._peers.get(address) or _PolledPeer(address)
+        for name in unresolved - self._unresolved:
+            _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
+        for address in self._peers.keys() - peers.keys():
+            self._poll_client.forget(_get_request(address, ""))
+            self._push_client.forget(_get_request(address, ""))
+        self._peers, self._unresolved = peers, frozenset(unresolved)
+        self._update_hosts(resolved)
+
+    @property
+    def _authorization(self) -> str:
+        """The header with the token, as a line; empty without one."""
+        token = self._token()
+        return f"authorization: Bearer {token}\r\n" if token else ""
+
+    def _is_known_host(self, host: str) -> bool:
+        return any(host in hosts for hosts in self._hosts)
+
+    def _update_hosts(self, resolved: Sequence[Sequence[str]]) -> None:
+        """Replace the known addresses of peers; a name that resolves to none keeps its last."""
+        hosts = [
+            frozenset(normalize_address(_split_address(address)[0]) for address in addresses)
+            for addresses in resolved
+        ]
+        self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
+
+    async def _poll(self, address: str) -> None:
+        answer = await self._poll_client.get(_get_request(address, self._authorization))
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        reason = answer.reason if isinstance(answer, client.FetchFailed) else ""
+        report: PeerReport | None = None
+        if isinstance(answer, bytes):
+            report = read_report(answer)
+            reason = "" if report else "unreadable"
+        if report is not None and report.picker == self.identity:
+            self._own_addresses.add(address)
+            del self._peers[address]
+            return
+        if reason and (peer.report is not None or peer.name == address):
+            _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, reason)
+        peer.report = report
+        if report is not None:
+            peer.name = report.picker
+
+
+def _get_request(address: str, authorization: str) -> client.ScrapeTarget:
+    host, port = _split_address(address)
+    return client.target(host, port, path=PATH, accept="application/json", more=authorization)
+
+
+def _post_request(address: str, body: bytes, authorization: str) -> client.ScrapeTarget:
+    host, port = _split_address(address)
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n{authorization}"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return client.ScrapeTarget(host, port, head.encode() + body)
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            "autoscaling.peers",
+            wanted="host:port, the port being that of the other pickers' pages",
+            got=repr(address),
+            fix="write it like extproc-peers:9090",
+        )
+    return host.strip("[]"), int(port)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """Every `ip:port` of a host; none where it cannot be resolved within `_RESOLVE_TIMEOUT_S`."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+        return [f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"]
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+            results = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError):
+        return []
+    hosts = dict.fromkeys(str(answer[4][0]) for answer in results[:_MAX_ADDRESSES])
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]

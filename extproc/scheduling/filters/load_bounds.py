@@ -1,14 +1,14 @@
-"""Filters of scraped engine load: waiting requests and KV cache usage."""
+"""Filters of bounds on load: of the engine's page or this picker's own account."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import normalization
+from extproc.scheduling import attributes, normalization
 from extproc.scheduling.framework import SchedulingContext, Signal
 
 
@@ -180,3 +180,160 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             return candidates
         limit = min(values) if self.k == 1 else sorted(values)[self.k - 1]
         return [c for c, value in zip(candidates, values, strict=True) if value <= limit]
+
+
+_READ: Mapping[str, attributes.Attribute] = {
+    "active-requests": attributes.find("in_flight"),
+    "running-requests": attributes.find("running"),
+    "waiting-queue": attributes.find("waiting"),
+    "kv-cache-utilization": attributes.find("kv_usage"),
+}
+
+
+class UtilizationCondition(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """One bound.
+
+    Attributes:
+        metric: What is bounded: our own open requests, the engine's running or waiting ones, or
+            the share of KV blocks held by live requests.
+        max_value: Greatest value that passes; a share of at most 1 for the last.
+    """
+
+    metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
+    max_value: Annotated[float, msgspec.Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        """Refuse a percentage.
+
+        Raises:
+            ValueError: A share above 1.
+        """
+        if self.metric == "kv-cache-utilization" and self.max_value > 1.0:
+            raise ValueError(
+                f"expected a maxValue of at most 1 for kv-cache-utilization, got {self.max_value}"
+            )
+
+
+class UtilizationFilter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Keeps a candidate when `value <= maxValue` in every condition.
+
+    An unknown value counts as the mean of the known ones, and passes where none is known. Upstream:
+    `filter/utilization/filter.go`.
+
+    Attributes:
+        conditions: The bounds, at least one.
+        fallback_on_empty: Keep all when none passes. False, the upstream default, refuses the
+            request.
+    """
+
+    kind: ClassVar[str] = "utilization-filter"
+
+    conditions: Annotated[tuple[UtilizationCondition, ...], msgspec.Meta(min_length=1)]
+    fallback_on_empty: bool = False
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals that the conditions read."""
+        return frozenset(_READ[condition.metric].signal for condition in self.conditions)
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        bounds = [
+            (_READ[condition.metric].read, condition.max_value) for condition in self.conditions
+        ]
+        passing = [
+            c
+            for c in candidates
+            if all((value := read(c)) is None or value <= bound for read, bound in bounds)
+        ]
+        return candidates if not passing and self.fallback_on_empty else passing
+
+
+class UtilizationDetector(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Keeps candidates with `w < Q * (1 + h)` and `u < min(1, K * (1 + h))`; all if none passes.
+
+    w is the engine's waiting requests and u the share of KV blocks held by live requests. Unknown
+    values count as the mean of the known ones, and pass where none is known; the upstream detector
+    takes them for full, so that a late scrape stops an endpoint. Upstream:
+    `../flowcontrol/saturationdetector/utilization/detector.go`.
+
+    Attributes:
+        queue_depth_threshold: Q, waiting requests. 5 is the upstream default.
+        kv_cache_util_threshold: K, used share of the KV cache, 0 to 1. 0.8 is the upstream default.
+        headroom: h, share by which both thresholds may be exceeded, 0 or more.
+    """
+
+    kind: ClassVar[str] = "utilization-detector"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING, Signal.KV_USAGE})
+
+    queue_depth_threshold: Annotated[int, msgspec.Meta(gt=0)] = 5
+    kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        return [c for c in candidates if not self.is_saturated(c)] or candidates
+
+    def is_saturated(self, candidate: Candidate) -> bool:
+        """See `framework.SaturationDetector`."""
+        load = candidate.load
+        if load.waiting is not None:
+            queue = self.queue_depth_threshold * (1.0 + self.headroom)
+            if load.waiting >= queue:
+                return True
+        if load.kv_usage is None:
+            return False
+        return load.kv_usage >= min(1.0, self.kv_cache_util_threshold * (1.0 + self.headroom))
+
+
+class ConcurrencyDetector(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Keeps a candidate when `n < maxConcurrency * (1 + headroom)`; none left refuses with 429.
+
+    n is the requests this picker has open there. In tokens mode it is the uncached prompt tokens
+    not yet computed, held against `maxTokenConcurrency`; hybrid wants both. Bounds are whole
+    numbers, rounded down. Both counts are always known. Upstream:
+    `../flowcontrol/saturationdetector/concurrency/detector.go`.
+
+    Attributes:
+        concurrency_mode: `requests`, `tokens` or `hybrid`.
+        max_concurrency: Requests. 100 is the upstream default.
+        max_token_concurrency: Tokens. 1000000 is the upstream default.
+        headroom: Share by which the bound may be exceeded, 0 or more.
+    """
+
+    kind: ClassVar[str] = "concurrency-detector"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.IN_FLIGHT, Signal.QUEUED})
+
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_concurrency: Annotated[int, msgspec.Meta(gt=0)] = 100
+    max_token_concurrency: Annotated[int, msgspec.Meta(gt=0)] = 1_000_000
+    headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    def filter(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
+        """See the class."""
+        return [c for c in candidates if not self.is_saturated(c)]
+
+    def is_saturated(self, candidate: Candidate) -> bool:
+        """See `framework.SaturationDetector`."""
+        mode = self.concurrency_mode
+        if mode != "tokens":
+            requests = int(self.max_concurrency * (1.0 + self.headroom))
+            if candidate.in_flight >= requests:
+                return True
+        if mode == "requests":
+            return False
+        return candidate.queued_tokens >= int(self.max_token_concurrency * (1.0 + self.headroom))

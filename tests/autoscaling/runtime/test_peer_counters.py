@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from extproc.autoscaling.demand_estimator import PickerCounters
-from extproc.autoscaling.runtime import peer_counters
-from extproc.autoscaling.runtime.peer_counters import (
+from extproc.autoscaling.runtime import demand_counters
+from extproc.autoscaling.runtime.demand_counters import (
     PATH,
     PeerCounterClient,
     PeerReport,
@@ -151,7 +151,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
     async def silent(*_, **__):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(demand_counters, "_RESOLVE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
     subject = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=300.0, own_counters=dict)
     async with asyncio.timeout(300):
@@ -173,7 +173,7 @@ async def test_connections_to_removed_peers_are_closed(monkeypatch):
         async def resolved(host, port):
             return list(addresses)
 
-        monkeypatch.setattr(peer_counters, "_addresses", resolved)
+        monkeypatch.setattr(demand_counters, "_addresses", resolved)
         subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
         await subject.read("p")
         assert len(subject._poll_client._idle_connections) == 1
@@ -192,7 +192,7 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         looks.append((host, port))
         return answers[0]
 
-    monkeypatch.setattr(peer_counters, "_addresses", addresses)
+    monkeypatch.setattr(demand_counters, "_addresses", addresses)
     subject = PeerCounterClient("a", ["others:9090"], timeout_s=300.0, own_counters=dict)
     assert await subject.is_peer("10.0.0.1")
     assert await subject.is_peer("fd00::2")

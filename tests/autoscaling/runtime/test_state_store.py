@@ -7,7 +7,7 @@ from extproc.autoscaling.demand_estimator import (
     TargetObservation,
 )
 from extproc.autoscaling.interface import ReplicaBounds
-from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
+from extproc.autoscaling.policies import QueueDepthPolicy
 from extproc.autoscaling.policy_runner import PolicyRunner
 from extproc.autoscaling.runtime import state_store
 from extproc.autoscaling.runtime.control_loop import LoopState

@@ -1,8 +1,11 @@
-"""Converts the section `flowControl` of an upstream file to our section `flow_control`.
+"""Converts sections of an EndpointPickerConfig: flow control, and custom metrics.
 
-Upstream queues requests while its saturation detector reports saturation, in bands of priority, and
+`flowControl` becomes our section `flow_control`. Upstream queues requests while its saturation detector reports saturation, in bands of priority, and
 within a band by flow; here requests wait per pool under a single bound, strictly by priority, and
 within a priority by tenant. Common settings are converted; a warning names every other one.
+
+`customMetrics` become our `scrape.extra_metrics`. Upstream, a metrics extractor stores them as attributes
+of endpoints, by engine type. Here each is looked for on every page, and plugins read it as `extra.NAME`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from extproc.config import validation
+from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
 from extproc.errors import ConfigError
+from extproc.scrape import engines
 
 #: The feature gate without which upstream ignores the section.
 GATE: Final = "flowControl"
@@ -49,8 +56,6 @@ _BAND_KEYS: Final = (
     "orderingPolicyRef",
 )
 
-_UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION_PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _QUANTITY: Final = re.compile(
     r"\+?(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:(m|k|M|G|T|P|E|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?"
 )
@@ -118,11 +123,11 @@ class _Section:
         written = self._tree.get(key)
         if written in (None, 0, "0"):
             return 0.0
-        parts = _DURATION_PART.findall(written) if isinstance(written, str) else []
-        if not parts or "".join(number + unit for number, unit in parts) != written:
+        duration_s = validation.parse_duration(written) if isinstance(written, str) else None
+        if duration_s is None:
             fix = "write 30s, 1m30s or 500ms"
             raise self.wrong(key, wanted="a duration of 0 or more", got=written, fix=fix)
-        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+        return duration_s
 
     def wrong(self, key: str, *, wanted: str, got: object, fix: str) -> ConfigError:
         """Return an error about a key; an empty key means the section."""
@@ -131,7 +136,7 @@ class _Section:
         return ConfigError(place, wanted=wanted, got=validation.show(got), fix=fix)
 
 
-def section_of(
+def convert_flow_control(
     tree: Mapping[str, object], *, where: str
 ) -> tuple[dict[str, object] | None, list[str]]:
     """Convert `flowControl` of an upstream file, and warn of settings without a counterpart.
@@ -270,3 +275,135 @@ def _unmapped(
             f"flowControl.usageLimitPolicyPluginRef: {policy_type(str(limit))} is not acted on: "
             "priorities above 0 find an endpoint free for longer than others, as flow_control.busy_s says"
         )
+
+
+#: Upstream plugin types whose parameters name metrics.
+_EXTRACTORS: Final = frozenset({"core-metrics-extractor", "model-server-protocol-metrics"})
+
+#: Plugin types that read an attribute, and the parameter that names it.
+_READERS: Final = {
+    "endpoint-attribute-filter": "attribute",
+    "endpoint-attribute-scorer": "attributeKey",
+}
+
+#: Engine types that upstream knows without configuration.
+_BUILT_IN: Final = frozenset({"vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm", "triton"})
+
+
+class CustomMetric(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Metric that upstream stores as an attribute.
+
+    Attributes:
+        attribute_key: Name of the attribute.
+        metric_spec: Selector of its samples.
+    """
+
+    attribute_key: validation.MetricName
+    metric_spec: validation.Name
+
+
+class EngineMetrics(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Metrics of one engine type; only the custom ones are acted on.
+
+    Attributes:
+        name: The engine type.
+        custom_metrics: Metrics to read as attributes.
+    """
+
+    name: str
+    custom_metrics: tuple[CustomMetric, ...] = ()
+    queued_requests_spec: str = ""
+    running_requests_spec: str = ""
+    kv_usage_spec: str = ""
+    lora_spec: str = ""
+    cache_info_spec: str = ""
+    cache_block_size_label_name: str = ""
+    cache_num_blocks_label_name: str = ""
+    cache_block_size_spec: str = ""
+    cache_num_blocks_spec: str = ""
+
+    @property
+    def has_own_load(self) -> bool:
+        """True if it names the load metrics of an engine that is not built in."""
+        return self.name not in _BUILT_IN and any(
+            (self.queued_requests_spec, self.running_requests_spec, self.kv_usage_spec)
+        )
+
+
+class _ExtractorParameters(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    engine_configs: tuple[EngineMetrics, ...] = ()
+
+
+def convert_metrics(
+    plugins: EppPlugins, *, where: str
+) -> tuple[EppPlugins, Mapping[str, str], list[str]]:
+    """Convert custom metrics, and the names by which plugins read them.
+
+    Args:
+        plugins: Plugins and profiles of the file.
+        where: The file, for errors.
+
+    Returns:
+        The plugins as they name our extra metrics, the extra metrics by name, and warnings.
+
+    Raises:
+        ConfigError: A metric has no valid name or selector.
+    """
+    selectors: dict[str, str] = {}
+    warnings: list[str] = []
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type in _EXTRACTORS:
+            path = ("plugins", index, "parameters")
+            _read(plugin, selectors, warnings, where=where, path=path)
+    if selectors:
+        renamed = tuple(_rename(plugin, selectors) for plugin in plugins.plugins)
+        plugins = msgspec.structs.replace(plugins, plugins=renamed)
+    return plugins, selectors, warnings
+
+
+def _read(
+    plugin: NamedPlugin,
+    selectors: dict[str, str],
+    warnings: list[str],
+    *,
+    where: str,
+    path: validation.Path,
+) -> None:
+    """Add the custom metrics of an extractor."""
+    written = plugin.parameters.get("engineConfigs")
+    if not written:
+        return
+    parameters = validation.to_struct(
+        {"engineConfigs": written}, _ExtractorParameters, where=where, path=path
+    )
+    for at, engine in enumerate(parameters.engine_configs):
+        if engine.has_own_load:
+            warnings.append(
+                f"engine {engine.name}: its load is not read from the metrics that the file names: "
+                "engines are recognized by their own metrics"
+            )
+        for n, metric in enumerate(engine.custom_metrics):
+            spot = (*path, "engineConfigs", at, "customMetrics", n, "metricSpec")
+            name, selector = metric.attribute_key, metric.metric_spec
+            engines.series(selector, where=validation.location(where, spot))
+            if selectors.setdefault(name, selector) != selector:
+                warnings.append(
+                    f"engine {engine.name}: {selector} is not read: {name} is "
+                    f"{selectors[name]} for engines of all types"
+                )
+
+
+def _rename(plugin: NamedPlugin, selectors: Mapping[str, str]) -> NamedPlugin:
+    """The plugin as it names the extra metric that it reads."""
+    key = _READERS.get(plugin.type, "")
+    attribute = plugin.parameters.get(key)
+    if not isinstance(attribute, str) or attribute not in selectors:
+        return plugin
+    parameters = {**plugin.parameters, key: f"extra.{attribute}"}
+    return msgspec.structs.replace(plugin, parameters=parameters)

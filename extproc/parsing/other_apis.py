@@ -1,9 +1,10 @@
-"""Rerank and score: one query against many documents.
+"""JSON APIs other than OpenAI's: Anthropic messages, ranking, and generation without a template.
 
-The engine makes one prompt per pair. The query comes first in each of them, so it is the shared
-prefix. Which fields make a valid request differs between engine versions: the engine judges.
+Rerank and score are one query against many documents. The engine makes one prompt per pair. The query
+comes first in each of them, so it is the shared prefix. Which fields make a valid request differs
+between engine versions: the engine judges.
 
-Generation without a chat template: vLLM's tokens-in surface and SGLang's native one.
+Generation without a chat template is vLLM's tokens-in surface and SGLang's native one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,47 @@ from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, narrow_types
 from extproc.request import HttpRequest, InferenceRequest
 
-_WANTED: Final = "invalid ranking request: must be a JSON object"
+_WANTED_MESSAGES: Final = "invalid messages request: must have at least one message"
+
+
+class AnthropicMessage(msgspec.Struct, gc=False):
+    """One message; only an object can be one."""
+
+    role: narrow_types.Role = None
+    content: narrow_types.Content = None
+
+
+class MessagesBody(envelope.Envelope, gc=False):
+    """Fields that are read from a messages body."""
+
+    messages: list[AnthropicMessage] | None = None
+    system: narrow_types.Content = None
+    tools: msgspec.Raw = canonical_prompt.ABSENT
+
+
+_MESSAGES_DECODER = msgspec.json.Decoder(MessagesBody)
+
+
+def parse_messages(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
+    """Read a messages request; 400 without a model or without at least one message."""
+    body = envelope.decode(_MESSAGES_DECODER, raw, wanted=_WANTED_MESSAGES)
+    if isinstance(body, Rejection):
+        return body
+    if not body.messages:
+        return decision.bad_request(_WANTED_MESSAGES)
+    fields = [canonical_prompt.salt(body.cache_salt), canonical_prompt.option(b"t", body.tools)]
+    if body.system is not None:
+        fields.append(canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.system))
+    for message in body.messages:
+        fields += (
+            canonical_prompt.MESSAGE,
+            canonical_prompt.as_bytes(message.role),
+            canonical_prompt.content(message.content),
+        )
+    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
+
+
+_WANTED_RANKING: Final = "invalid ranking request: must be a JSON object"
 
 
 class RankingBody(envelope.Envelope, gc=False):
@@ -34,12 +75,12 @@ class RankingBody(envelope.Envelope, gc=False):
     data_2: Any = None
 
 
-_DECODER = msgspec.json.Decoder(RankingBody)
+_RANKING_DECODER = msgspec.json.Decoder(RankingBody)
 
 
 def parse_ranking(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     """Read a rerank or score request; 400 without a model."""
-    body = envelope.decode(_DECODER, raw, wanted=_WANTED)
+    body = envelope.decode(_RANKING_DECODER, raw, wanted=_WANTED_RANKING)
     if isinstance(body, Rejection):
         return body
     sides = (
