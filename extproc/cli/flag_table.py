@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from extproc.config import validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import presets
@@ -22,8 +23,6 @@ _DEBUG_VERBOSITY = 4
 _ZAP_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 
 
-_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
 _SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
 _POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}
@@ -44,12 +43,12 @@ def seconds(flag: str, value: str) -> float:
     """
     if _PLAIN.fullmatch(value):
         return float(value)
-    parts = _DURATION_PART.findall(value)
-    if not parts or "".join(number + unit for number, unit in parts) != value:
+    duration_s = validation.parse_duration(value)
+    if duration_s is None:
         raise ConfigError(
             flag, wanted="a duration", got=repr(value), fix="write 30s, 1m30s, 50ms or seconds"
         )
-    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    return duration_s
 
 
 def size_bytes(flag: str, value: str) -> int:

@@ -37,6 +37,17 @@ _AT = re.compile(r"^(?P<message>.*?)(?: - at `(?P<at>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P<got>.*)`)?$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of a Go duration such as `1m30s`; None for any other text."""
+    parts = _DURATION_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+
 
 def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ()) -> StructT:
     """Convert a tree to a struct.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import assert_never
 
 import msgspec
 
@@ -17,7 +16,7 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange, ExchangeSettings
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.trace_context import TraceSampler, sampled_trace_id
+from extproc.protocol.trace_context import TRACEPARENT, TraceSampler, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
@@ -142,7 +141,6 @@ class StreamHandler(msgspec.Struct, eq=False):
     _rate_reservation: RateReservation | None = None
     _reservation: Reservation | None = None
     _decision: Decision | None = None
-    _usage: Mapping[str, int] | None = None
     _failed: bool = False
     #: Header for the engine; empty leaves the one that came, and None is before the trace began.
     _traceparent: str | None = None
@@ -322,13 +320,8 @@ class StreamHandler(msgspec.Struct, eq=False):
             return self._send_route(outcome, raw, now, reservation=None)
         prepared = result.prepared
         labels = None if prepared is None else self._label(prepared.request, raw.headers)
-        match outcome:
-            case Deferral():
-                return (self._reject(outcome.rejection, labels=labels),)
-            case Rejection():
-                return (self._reject(outcome, labels=labels),)
-            case _:
-                assert_never(outcome)
+        rejection = outcome.rejection if isinstance(outcome, Deferral) else outcome
+        return (self._reject(rejection, labels=labels),)
 
     def _admit(
         self,
@@ -399,11 +392,16 @@ class StreamHandler(msgspec.Struct, eq=False):
         self._reservation = reservation or director.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._routed_s = context.clock()
+        trace_id = ""
+        if self._traceparent:
+            trace_id = self._traceparent[3:35]
+        elif TRACEPARENT in headers:
+            trace_id = sampled_trace_id(headers)
         self._decision = self._observer.on_routed(
             decision,
             request_id=request_id,
             labels=self._label(decision.request, headers, client_model=decision.client_model),
-            trace_id=self._traceparent[3:35] if self._traceparent else sampled_trace_id(headers),
+            trace_id=trace_id,
             now=now,
             duration_s=self._routed_s - now,
         )
@@ -453,9 +451,8 @@ class StreamHandler(msgspec.Struct, eq=False):
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
         if exchange.tail is not None:
-            self._attempt(self._read_usage)
-            self._attempt(self._learn)
-            self._attempt(self._charge)
+            tail = exchange.tail.joined()
+            self._attempt(lambda: self._record_usage(tail, director, reservation))
         try:
             self._observer.on_finished(
                 endpoint=self.address if director.has_endpoint(self.address) else None,
@@ -472,26 +469,17 @@ class StreamHandler(msgspec.Struct, eq=False):
         except Exception as error:  # noqa: BLE001 - counted and logged
             self._context.observer.on_exception(error)
 
-    def _read_usage(self) -> None:
-        """Read the usage of the response, where its end was received."""
-        tail = self.exchange.tail
-        if self._reservation is None or tail is None:
-            return
-        self._usage = usage.read(tail.joined())
-        self._observer.on_usage(self._usage)
-
-    def _learn(self) -> None:
-        """Report the usage of the response to the director."""
-        director, decision, reservation = self._director, self._decision, self._reservation
-        if director is None or decision is None or reservation is None or self._usage is None:
-            return
-        director.on_usage(decision, self._usage, served=reservation.endpoint)
-
-    def _charge(self) -> None:
-        """Charge the usage of the response to the tenant."""
-        flow_controller, reservation = self._flow_controller, self._rate_reservation
-        if self._usage is not None and flow_controller is not None and reservation is not None:
-            flow_controller.record_usage(reservation, self._usage, self._context.clock())
+    def _record_usage(self, tail: bytes, director: Director, reservation: Reservation) -> None:
+        """Record the usage that the end of the response reports, and charge it to the tenant."""
+        tokens = usage.read(tail)
+        self._attempt(lambda: self._observer.on_usage(tokens))
+        decision, flow_controller = self._decision, self._flow_controller
+        rate_reservation = self._rate_reservation
+        if decision is not None:
+            self._attempt(lambda: director.on_usage(decision, tokens, served=reservation.endpoint))
+        if flow_controller is not None and rate_reservation is not None:
+            now = self._context.clock()
+            self._attempt(lambda: flow_controller.record_usage(rate_reservation, tokens, now))
 
 
 def open_stream(
