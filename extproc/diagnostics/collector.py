@@ -19,14 +19,14 @@ import msgspec
 
 from extproc.config import factory, pools
 from extproc.config.settings import Settings
-from extproc.diagnostics import envoy_diagnosis, picker_diagnosis
+from extproc.diagnostics import engine_diagnosis, envoy_diagnosis, picker_diagnosis
 from extproc.diagnostics.pages import (
     NO_PAGE,
     EnginePages,
     EnvoyPages,
-    InstallationPages,
     PickerPages,
 )
+from extproc.diagnostics.report import InstallationPages
 from extproc.endpoint import METRICS_PORT, Endpoint
 from extproc.errors import ConfigError
 from extproc.scrape import client, models_page
@@ -35,7 +35,7 @@ from extproc.supervision import Supervisor
 
 #: Time limit of everything (seconds), and engines read at once (count).
 TOTAL_S: Final = 60.0
-_AT_ONCE: Final = 16
+_AT_ONCE: Final = 32
 
 #: Engines that are read (count); pools that large have the same mistake everywhere.
 MAX_ENGINES: Final = 1000
@@ -186,8 +186,8 @@ class Collector:
 
     async def _find_endpoints(self, pages: PickerPages | None) -> Mapping[str, Sequence[Endpoint]]:
         """Endpoints by pool: those of a running extproc, else those of the configuration."""
-        if pages is not None:
-            rows = picker_diagnosis.read_pools(pages.pools)
+        rows = {} if pages is None else picker_diagnosis.read_pools(pages.pools)
+        if rows:
             return {
                 name: [
                     endpoint
@@ -214,20 +214,19 @@ class Collector:
 
     async def _read_engines(
         self, listed: Sequence[tuple[str, Endpoint]], deadline: float
-    ) -> Sequence[EnginePages]:
-        """Read engines, `_AT_ONCE` at a time; those that are not done by the deadline are left out."""
+    ) -> Sequence[engine_diagnosis.EngineExamination]:
+        """Examine engines, `_AT_ONCE` at a time; what is not done by the deadline is left out."""
         scrape = self._settings.scrape
-        http = ScrapeClient(
-            timeout_s=self._timeout_s,
-            cap_bytes=max(scrape.max_page_bytes, models_page.MAX_BYTES),
-            tls=factory.build_scrape_tls(scrape),
-        )
-        results: dict[int, EnginePages] = {}
+        tls = factory.build_scrape_tls(scrape)
+        metrics = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=scrape.max_page_bytes, tls=tls)
+        others = ScrapeClient(timeout_s=self._timeout_s, cap_bytes=models_page.MAX_BYTES, tls=tls)
+        results: dict[int, engine_diagnosis.EngineExamination] = {}
         queue = iter(enumerate(listed))
 
         async def work() -> None:
             for index, (pool, endpoint) in queue:
-                results[index] = await self._read_engine(http, pool, endpoint)
+                pages = await self._read_engine(metrics, others, pool, endpoint)
+                results[index] = engine_diagnosis.examine(pages, self._settings)
 
         with contextlib.suppress(TimeoutError):
             async with (
@@ -236,31 +235,35 @@ class Collector:
             ):
                 for _ in range(min(_AT_ONCE, len(listed))):
                     group.create_task(work())
-        http.close()
+        metrics.close()
+        others.close()
         return [results[index] for index in sorted(results)]
 
-    async def _read_engine(self, http: ScrapeClient, pool: str, endpoint: Endpoint) -> EnginePages:
+    async def _read_engine(
+        self, metrics: ScrapeClient, others: ScrapeClient, pool: str, endpoint: Endpoint
+    ) -> EnginePages:
         port = int(endpoint.address.rpartition(":")[2])
-        other = endpoint.labels.get(METRICS_PORT, "")
-        metrics_port = int(other) if _PORT.fullmatch(other) and int(other) <= 65535 else port
+        label = endpoint.labels.get(METRICS_PORT, "")
+        metrics_port = int(label) if _PORT.fullmatch(label) and int(label) <= 65535 else port
 
         async def get(path: str) -> FetchedPage:
-            return await http.get_page(client.target(endpoint.ip, port, path=path, accept=_JSON))
+            where = client.target(endpoint.ip, port, path=path, accept=_JSON)
+            return await others.get_page(where)
 
         began = self._clock()
-        metrics = await http.get_page(
+        page = await metrics.get_page(
             client.target(endpoint.ip, metrics_port, path=self._settings.scrape.path)
         )
         pages = EnginePages(
             pool=pool,
             endpoint=endpoint,
-            metrics=metrics,
+            metrics=page,
             metrics_s=self._clock() - began,
             received_at=self._wall_clock(),
         )
-        if metrics.failure in _GONE:
+        if page.failure in _GONE:
             return pages
-        is_vllm = b"\nvllm:" in metrics.body
+        is_vllm = b"\nvllm:" in page.body
         server_info = NO_PAGE if is_vllm else await get("/server_info")
         if server_info.failure.startswith("status "):
             server_info = await get("/get_server_info")

@@ -18,7 +18,7 @@ import msgspec
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
 from extproc.diagnostics.pages import EnginePages
-from extproc.endpoint import Load, ServedModels
+from extproc.endpoint import Load
 from extproc.request import is_long_name
 from extproc.scrape import engines, metrics_page, models_page
 from extproc.scrape.client import FetchedPage
@@ -28,6 +28,12 @@ _SLOW_SHARE = 0.5
 
 #: Difference of clocks that logs and traces bear (seconds); the header has whole seconds.
 _MAX_SKEW_S = 2.5
+
+#: Longest text of a page that is kept (characters).
+_MAX_TEXT = 200
+
+#: Models whose longest prompt is compared (count).
+_MAX_LENGTHS = 64
 
 #: Values of a pool that are named when they differ (count).
 _MAX_VALUES = 4
@@ -60,8 +66,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         pool: Name of its pool.
         address: `ip:port`.
         load: Its metrics.
-        models: Names it serves.
-        max_model_len: Longest prompt and answer by model (tokens).
+        models: Names that it serves, the first of them and how many others.
+        models_hash: Hash of all these names; 0 where they are unknown.
+        max_model_len: Longest prompt and answer of its first models (tokens).
         version: Its version.
         prefix_caching: Whether it keeps KV blocks of past prompts.
         kv_events: Whether it publishes what it caches.
@@ -70,28 +77,49 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     address: str
     load: Load | None = None
-    models: ServedModels | None = None
+    models: str = ""
+    models_hash: int = 0
     max_model_len: Mapping[str, int] = {}
     version: str | None = None
     prefix_caching: bool | None = None
     kv_events: bool | None = None
 
 
-def diagnose(pages: Sequence[EnginePages], settings: Settings) -> Iterator[Finding]:
-    """Judge engines, each by itself and the engines of a pool against each other.
+class EngineExamination(msgspec.Struct, frozen=True):
+    """Result of an engine, without its pages: thousands of engines may send as much as they may.
+
+    Attributes:
+        findings: Findings about the engine by itself.
+        facts: Facts to compare it with the others of its pool by.
+    """
+
+    findings: tuple[Finding, ...]
+    facts: EngineFacts
+
+
+def examine(pages: EnginePages, settings: Settings) -> EngineExamination:
+    """Judge an engine by itself.
 
     Args:
-        pages: Pages of the engines.
-        settings: Settings of the extproc that routes to them.
+        pages: Pages of the engine.
+        settings: Settings of the extproc that routes to it.
     """
+    facts = read_facts(pages)
+    findings = (
+        *_answers(pages, settings),
+        *_metrics(pages, facts, settings),
+        *_flags(facts),
+        *_clock(pages),
+    )
+    return EngineExamination(findings, facts)
+
+
+def compare(engines: Sequence[EngineExamination], settings: Settings) -> Iterator[Finding]:
+    """Yield the findings of engines, and those of the engines of a pool against each other."""
     by_pool: dict[str, list[EngineFacts]] = defaultdict(list)
-    for page in pages:
-        facts = read_facts(page)
-        by_pool[page.pool].append(facts)
-        yield from _answers(page, settings)
-        yield from _metrics(page, facts, settings)
-        yield from _flags(facts)
-        yield from _clock(page)
+    for engine in engines:
+        yield from engine.findings
+        by_pool[engine.facts.pool].append(engine.facts)
     for pool, members in by_pool.items():
         yield from _differences(f"pool {pool}" if pool else "pool", members, settings)
 
@@ -103,11 +131,13 @@ def read_facts(pages: EnginePages) -> EngineFacts:
     sglang = _read_json(pages.server_info)
     # SGLang has its flags at the top of the page, or below `server_args`.
     flags = sglang.get("server_args") if isinstance(sglang.get("server_args"), dict) else sglang
+    models = None if pages.models.failure else models_page.read(pages.models.body)
     return EngineFacts(
         pool=pages.pool,
         address=pages.endpoint.address,
         load=load if isinstance(load, Load) else None,
-        models=None if pages.models.failure else models_page.read(pages.models.body),
+        models="" if models is None else _names(models.bases),
+        models_hash=0 if models is None else hash(models.bases),
         max_model_len=_read_lengths(pages.models),
         version=_text(_read_json(pages.version).get("version")) or _text(sglang.get("version")),
         prefix_caching=_read_caching(page, flags or {}),
@@ -139,7 +169,7 @@ def _read_lengths(page: FetchedPage) -> Mapping[str, int]:
         return {}
     return {
         card.id: card.max_model_len
-        for card in cards[: models_page.MAX_NAMES]
+        for card in cards[:_MAX_LENGTHS]
         if card.max_model_len is not None and not is_long_name(card.id)
     }
 
@@ -156,7 +186,7 @@ def _read_json(page: FetchedPage) -> Mapping[str, Any]:
 
 
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value[:_MAX_TEXT] if isinstance(value, str) and value else None
 
 
 def _read_caching(metrics: FetchedPage, flags: Mapping[str, Any]) -> bool | None:
@@ -390,8 +420,9 @@ def _differences(
 def _model_differences(
     place: str, members: Sequence[EngineFacts], settings: Settings
 ) -> Iterator[Finding]:
-    models = _values(members, lambda facts: facts.models and _names(facts.models.bases))
-    if len(models) > 1:
+    hashes = _values(members, lambda facts: facts.models_hash or None)
+    if len(hashes) > 1:
+        models = _values(members, lambda facts: facts.models or None)
         yield Finding(
             "note" if settings.scrape.models else "error",
             "models_differ",
@@ -430,7 +461,8 @@ def _values(
 
 def _names(names: frozenset[str]) -> str:
     ordered = sorted(names)
-    return ", ".join(ordered[:_MAX_VALUES]) + (" and more" if len(ordered) > _MAX_VALUES else "")
+    more = len(ordered) - _MAX_VALUES
+    return ", ".join(ordered[:_MAX_VALUES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _counts(values: Mapping[object, int]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import msgspec
 
 from extproc.endpoint import Endpoint
@@ -71,19 +69,3 @@ class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
     version: FetchedPage = NO_PAGE
     server_info: FetchedPage = NO_PAGE
     kv_events: FetchedPage = NO_PAGE
-
-
-class InstallationPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of everything that was looked at.
-
-    Attributes:
-        envoy: Pages of Envoy; None if none was named.
-        picker: Pages of extproc; None if none was named.
-        engines: Pages of engines.
-        endpoints: Endpoints by the name of their pool, whether looked at or not.
-    """
-
-    envoy: EnvoyPages | None = None
-    picker: PickerPages | None = None
-    engines: Sequence[EnginePages] = ()
-    endpoints: Mapping[str, Sequence[Endpoint]] = {}

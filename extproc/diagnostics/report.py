@@ -11,7 +11,8 @@ import msgspec
 from extproc.config.finding import FAILURES, Finding, Severity, clean, merge_places
 from extproc.config.settings import Settings
 from extproc.diagnostics import engine_diagnosis, envoy_diagnosis, picker_diagnosis
-from extproc.diagnostics.pages import InstallationPages
+from extproc.diagnostics.pages import EnvoyPages, PickerPages
+from extproc.endpoint import Endpoint
 
 #: Severities in the order of the summary, with the words for one and several.
 _COUNTED: Final[Sequence[tuple[Severity, str, str]]] = (
@@ -20,6 +21,22 @@ _COUNTED: Final[Sequence[tuple[Severity, str, str]]] = (
     ("note", "note", "notes"),
     ("fine", "check passed", "checks passed"),
 )
+
+
+class InstallationPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was looked at.
+
+    Attributes:
+        envoy: Pages of Envoy; None if none was named.
+        picker: Pages of extproc; None if none was named.
+        engines: Results of engines.
+        endpoints: Endpoints by the name of their pool, whether looked at or not.
+    """
+
+    envoy: EnvoyPages | None = None
+    picker: PickerPages | None = None
+    engines: Sequence[engine_diagnosis.EngineExamination] = ()
+    endpoints: Mapping[str, Sequence[Endpoint]] = {}
 
 
 class InstallationReport(msgspec.Struct, frozen=True):
@@ -81,7 +98,7 @@ def _diagnose_all(pages: InstallationPages, settings: Settings) -> Iterator[Find
         yield from envoy_diagnosis.diagnose(pages.envoy, settings, endpoints=addresses)
     if pages.picker is not None:
         yield from picker_diagnosis.diagnose(pages.picker)
-    yield from engine_diagnosis.diagnose(pages.engines, settings)
+    yield from engine_diagnosis.compare(pages.engines, settings)
     num_left = len(listed) - len(pages.engines)
     if num_left or not listed:
         yield Finding(

@@ -67,9 +67,14 @@ def sglang(**flags):
 def findings(*engines, settings=None):
     return [
         result
-        for result in engine_diagnosis.diagnose(engines, settings or Settings())
+        for result in diagnose(*engines, settings=settings or Settings())
         if result.severity != "fine"
     ]
+
+
+def diagnose(*engines, settings):
+    examined = [engine_diagnosis.examine(pages, settings) for pages in engines]
+    return list(engine_diagnosis.compare(examined, settings))
 
 
 @pytest.mark.parametrize("pages", [engine(), sglang()], ids=["vllm", "sglang"])
@@ -214,7 +219,7 @@ def test_different_models_are_an_error_where_models_are_not_read():
 
 def test_secrets_of_an_engine_are_not_printed():
     """SGLang shows its API key among its flags."""
-    results = list(engine_diagnosis.diagnose([sglang(disable_radix_cache=True)], Settings()))
+    results = diagnose(sglang(disable_radix_cache=True), settings=Settings())
     assert results
     assert CANARY not in str([result.to_json() for result in results])
 
@@ -242,7 +247,7 @@ def test_any_bytes_are_judged(bodies, date):
     """Engines are not trusted: no page makes the diagnosis fail, and none reaches a terminal raw."""
     names = ("metrics", "health", "models", "version", "server_info", "kv_events")
     pages = {name: FetchedPage(body, date=date) for name, body in zip(names, bodies, strict=True)}
-    for result in engine_diagnosis.diagnose([engine(**pages)], Settings()):
+    for result in diagnose(engine(**pages), settings=Settings()):
         assert all(text.isprintable() for text in result.to_json().values())
 
 
