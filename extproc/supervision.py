@@ -31,6 +31,7 @@ LoopName = Literal[
     "discovery",
     "drain",
     "election",
+    "history",
     "keda",
     "kubernetes",
     "log",

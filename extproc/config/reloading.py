@@ -207,6 +207,9 @@ _POOLS = next(row for row in TABLE if row.section == "pools")
 #: Fields whose values may hold a password.
 _SECRET = frozenset({"peer_sync.url"})
 
+#: Parts of paths whose values may hold a command line, which may hold a password.
+_COMMANDS = frozenset({"autoscaling", "launch", "exec", "command"})
+
 _HIDDEN = "(not shown)"
 
 
@@ -264,6 +267,16 @@ def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
             yield from _section((field.name,), rows[field.name], old, new)
         else:
             yield from _leaves((field.encode_name,), old, new, field.name in rows[""].live)
+
+
+def find_differences_from_defaults(settings: Settings) -> Iterator[Change]:
+    """Yield every field that differs from its default, without passwords and command lines."""
+    pools = tuple(pool_schema.PoolSection(name=pool.name) for pool in settings.pools)
+    for change in find_changes(msgspec.structs.replace(Settings(), pools=pools), settings):
+        if _COMMANDS.isdisjoint(change.path.split(".")):
+            yield change
+        else:
+            yield msgspec.structs.replace(change, after=_HIDDEN)
 
 
 def find_restart_fields(started: Settings, wanted: Settings) -> Iterator[str]:

@@ -317,7 +317,7 @@ def _hints(place: DemoInstallation, *, keep: bool) -> str:
     return "\n".join(
         [
             "",
-            "Running until Ctrl-C.",
+            f"Running until Ctrl-C. Console: http://127.0.0.1:{place.metrics}/console/",
             f"  curl 127.0.0.1:{place.envoy}/v1/chat/completions -d '{body}'",
             f"  {extproc} explain --last{server}",
             f"  echo '{body}' | {extproc} explain{server}",

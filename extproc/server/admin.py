@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, assert_never
@@ -25,7 +26,7 @@ from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.request_recorder import DecisionLog
+from extproc.telemetry.request_recorder import DecisionLog, DecisionRecord, RejectionRecord
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"
@@ -135,21 +136,24 @@ class AdminPages:
         return web.json_response({"pools": states})
 
     async def decisions(self, request: web.Request) -> web.Response:
-        """The last decisions, newest first; `?limit=` of them, 50 by default."""
+        """The last decisions, newest first; `?limit=` of them, 50 by default.
+
+        `?pool=`, `?model=` and `?endpoint=` select by these, `?result=` those that are `ok`, `failed`,
+        `refused` or `open`, `?id=` those whose request id contains it.
+        """
         limit_text = request.query.get("limit", "50")
         limit = (
             int(limit_text)
             if limit_text.isascii() and limit_text.isdigit() and len(limit_text) < 10
             else 50
         )
-        now = self._clock()
+        now, selected = (
+            self._clock(),
+            filter(_build_filter(request.query), self._decisions.latest()),
+        )
+        records = itertools.islice(selected, limit)
         return web.json_response(
-            {
-                "decisions": [
-                    explanation.summarize_record(record, now)
-                    for record in self._decisions.latest(limit)
-                ]
-            }
+            {"decisions": [explanation.summarize_record(record, now) for record in records]}
         )
 
     async def decision(self, request: web.Request) -> web.Response:
@@ -222,6 +226,26 @@ def hide_software(runner: web.AppRunner) -> None:
     if runner.server is not None:
         make = runner.app._make_request  # noqa: SLF001 - aiohttp has no public hook for all answers
         runner.server.request_factory = functools.partial(make, _cls=_Request)
+
+
+def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | RejectionRecord], bool]:
+    """Build the filter of `/debug/decisions` from the query of its address."""
+    wanted = {name: query.get(name, "").lower() for name in ("id", "pool", "model", "endpoint")}
+    result = query.get("result", "")
+
+    def is_wanted(record: DecisionRecord | RejectionRecord) -> bool:
+        if result and record.result != result:
+            return False
+        if isinstance(record, RejectionRecord):
+            pool, model, endpoint = record.pool, record.model, ""
+        else:
+            decision = record.decision
+            pool, model = decision.pool, decision.request.target
+            endpoint = decision.endpoints[0].address
+        texts = (record.id, pool, model, endpoint)
+        return all(part in text.lower() for part, text in zip(wanted.values(), texts, strict=True))
+
+    return is_wanted
 
 
 def _refused(rejection: Rejection) -> web.Response:

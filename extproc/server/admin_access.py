@@ -22,6 +22,9 @@ _OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 #: Beginning of the paths by which pickers exchange what they count.
 _INTERNAL = "/internal/"
 
+#: Beginning of the paths of the console's files.
+_CONSOLE = "/console"
+
 
 def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     """Read the token or password of a file, without surrounding blanks; empty for no file.
@@ -121,7 +124,7 @@ class AdminAccess:
         self._is_peer = is_peer
 
     async def refusal(
-        self, path: str, *, remote: str, authorization: str
+        self, path: str, *, remote: str, authorization: str, host: str = ""
     ) -> tuple[int, str] | None:
         """Status and reason for which a page is refused; None where it is not.
 
@@ -129,18 +132,23 @@ class AdminAccess:
             path: Decoded path of the page.
             remote: IP address of the client.
             authorization: Header of that name; empty where there is none.
+            host: The same.
         """
         if path in _OPEN:
             return None
         token = self._token()
         if token:
+            if path.startswith(_CONSOLE):
+                return None  # no data; the page sends the token when it reads some
             sent, wanted = authorization.encode(errors="replace"), f"Bearer {token}".encode()
             if hmac.compare_digest(sent, wanted):
                 return None
             return 401, "expected the token of server.admin_token_file"
         address = normalize_address(remote)
         if _is_loopback(address):
-            return None
+            if path.startswith(_INTERNAL) or _is_literal(host):
+                return None
+            return 403, "without server.admin_token_file use 127.0.0.1 or localhost as the host"
         if path.startswith(_INTERNAL) and await self._is_peer(address):
             return None
         return 403, (
@@ -159,6 +167,7 @@ class AdminAccess:
                 request.path,
                 remote=request.remote or "",
                 authorization=request.headers.get("authorization", ""),
+                host=request.headers.get("host", ""),
             )
             if refused is None:
                 return await handler(request)
@@ -167,6 +176,22 @@ class AdminAccess:
             return web.Response(status=status, text=f"{reason}\n", headers=headers)
 
         return check
+
+
+def _is_literal(host: str) -> bool:
+    """True for the Host header of an IP address or of localhost, and for none.
+
+    A page of another site that a browser of this machine shows can let its own name resolve to this
+    machine (DNS rebinding), but it cannot change the name that the browser then sends.
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if name.lower() in {"", "localhost"}:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(address: str) -> bool:

@@ -27,6 +27,7 @@ from extproc.scrape import client, scraper
 from extproc.server import (
     admin,
     admin_access,
+    console,
     health,
     lease_client,
     listeners,
@@ -46,6 +47,7 @@ from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_log import RejectionLog
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
+from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
 if TYPE_CHECKING:
     from extproc.server.control_plane_servers import ControlPlaneServers
@@ -88,6 +90,8 @@ class EndpointPickerProcess:
             self._traces.tracer,
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
+        self._reloads = reload.ReloadHistory(settings, clock)
+        self._history = TrafficHistory()
         self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = BufferBudget(settings.limits.max_assembly_bytes)
         self._http = client.ScrapeClient(
@@ -293,6 +297,7 @@ class EndpointPickerProcess:
             "autoscaling": self._autoscaler.run,
             "uploads": self.servicer.follow_uploads,
             "log": self._log_rejections,
+            "history": self._sample_traffic,
         }
         if self._kubernetes_discovery is not None:
             loops["kubernetes"] = self._kubernetes_discovery.run
@@ -308,6 +313,11 @@ class EndpointPickerProcess:
         while True:
             await asyncio.sleep(_REJECTION_LOG_S)
             self._rejection_log.step(self._clock())
+
+    async def _sample_traffic(self) -> None:
+        while True:
+            self._history.sample(self.counters, self.pool_registry.views(), self._clock())
+            await asyncio.sleep(INTERVAL_S)
 
     def apply_settings(self, settings: Settings) -> None:
         """Apply other settings.
@@ -335,7 +345,8 @@ class EndpointPickerProcess:
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
     def log_reload(self, reloaded: reload.ReloadResult) -> None:
-        """Count and log an attempt to reload the configuration."""
+        """Count, remember and log an attempt to reload the configuration."""
+        self._reloads.add(reloaded)
         self.counters.record_reload(ok=not reloaded.error, restart=bool(reloaded.restart))
         if reloaded.error:
             _log.error("the configuration stays as it was: %s", reloaded.error)
@@ -414,6 +425,7 @@ class EndpointPickerProcess:
         )
         application = pages.application()
         application.add_routes(self._autoscaler.peers.routes())
+        application.add_routes(self._build_console().routes())
         self._admin_runner = web.AppRunner(application, access_log=None)
         await self._admin_runner.setup()
         admin.hide_software(self._admin_runner)
@@ -425,6 +437,18 @@ class EndpointPickerProcess:
                 "--metrics-port", server.metrics_port, why=why
             ) from error
         return int(self._admin_runner.addresses[0][1])
+
+    def _build_console(self) -> console.ConsolePages:
+        return console.ConsolePages(
+            counters=self.counters,
+            views=self.pool_registry.views,
+            history=self._history,
+            decisions=self.decisions,
+            reloads=self._reloads,
+            readiness=self.readiness,
+            about=self._info_labels,
+            clock=self._clock,
+        )
 
     def _current_token(self) -> str:
         """Bearer token for debug pages; empty for none."""

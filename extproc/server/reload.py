@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -22,6 +24,9 @@ from extproc.supervision import place_of
 #: Seconds between two looks at the files. A stat costs microseconds, and a mounted ConfigMap takes
 #: a minute to arrive.
 _POLL_S = 1.0
+
+#: Reloads that are remembered (count).
+_MAX_REMEMBERED: Final = 50
 
 #: What identifies the content of a file without reading it; None when it is not there.
 _Stamp = tuple[int, int, int] | None
@@ -44,13 +49,67 @@ class ReloadResult(msgspec.Struct, frozen=True):
 
     Attributes:
         error: Reason why the old configuration stays; empty if the new one is in force.
-        changed: Fields that are other than before from now on.
+        changes: Fields that are other than before from now on.
         restart: Fields that differ from what is in force, and take effect after a restart.
+        settings: Settings in force from now on; None where the old ones stay.
     """
 
     error: str = ""
-    changed: tuple[str, ...] = ()
+    changes: tuple[reloading.Change, ...] = ()
     restart: tuple[str, ...] = ()
+    settings: Settings | None = None
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Paths of the changes."""
+        return tuple(change.path for change in self.changes)
+
+
+class ReloadHistory:
+    """The settings in force, and the last reloads.
+
+    Args:
+        settings: Settings at the start.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._started_at = clock()
+        self._results: deque[tuple[float, ReloadResult]] = deque(maxlen=_MAX_REMEMBERED)
+
+    @property
+    def error(self) -> str:
+        """Reason why the last reload was refused; empty where it was not."""
+        return self._results[-1][1].error if self._results else ""
+
+    @property
+    def needs_restart(self) -> tuple[str, ...]:
+        """Fields that wait for a restart since the last reload that was accepted."""
+        accepted = (result for _, result in reversed(self._results) if not result.error)
+        return next((result.restart for result in accepted), ())
+
+    def add(self, result: ReloadResult) -> None:
+        """Add the result of a reload."""
+        self._results.append((self._clock(), result))
+        if result.settings is not None:
+            self._settings = result.settings
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Settings that differ from their defaults, and reloads, newest first; without secrets."""
+        return {
+            "started_s_ago": now - self._started_at,
+            "settings": list(reloading.find_differences_from_defaults(self._settings)),
+            "reloads": [
+                {
+                    "seconds_ago": now - at,
+                    "error": result.error,
+                    "changes": result.changes,
+                    "restart": result.restart,
+                }
+                for at, result in reversed(self._results)
+            ],
+        }
 
 
 class Reloader:
@@ -107,8 +166,7 @@ class Reloader:
             restart = tuple(reloading.find_restart_fields(self._initial, written))
             in_force = reloading.apply_live_fields(self._initial, written)
             loader.check_compatible(in_force, where="the configuration")
-            changes = reloading.find_changes(self._applied, in_force)
-            changed = tuple(change.path for change in changes)
+            changes = tuple(reloading.find_changes(self._applied, in_force))
             self._apply_settings(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.
@@ -121,7 +179,7 @@ class Reloader:
         self._stamps = {
             name: self._stamps.get(name, stamp) for name, stamp in self._read_stamps().items()
         }
-        return ReloadResult(changed=changed, restart=restart)
+        return ReloadResult(changes=changes, restart=restart, settings=in_force)
 
     def _read_stamps(self) -> dict[str, _Stamp]:
         return {name: _stamp(name) for name in self._source.files(self._file_settings)}

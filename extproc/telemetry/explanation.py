@@ -182,13 +182,18 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
             "pool": record.pool,
             "model": record.model,
             "cause": record.rejection.cause,
+            "result": record.result,
             **explain(record.rejection),
         }
     return {
         "id": record.id,
         "seconds_ago": now - record.at,
+        "result": record.result,
         "status": record.status or None,
         "seconds": record.seconds,
+        "headers_s": record.headers_s,
+        "first_token_s": record.first_token_s,
+        "predicted_first_token_s": record.decision.predicted_ttft_s,
         "usage": record.usage,
         "trace_id": record.trace_id or None,
         **explain(record.decision),
@@ -209,8 +214,11 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
             "model": record.model,
             "endpoint": None,
             "why": f"refused: {record.rejection.cause}",
+            "result": record.result,
             "status": str(record.rejection.status),
             "seconds": None,
+            "headers_s": None,
+            "first_token_s": None,
         }
     decision = record.decision
     return {
@@ -220,8 +228,11 @@ def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Js
         "model": decision.request.target,
         "endpoint": decision.endpoints[0].address,
         "why": format_short(decision),
+        "result": record.result,
         "status": record.status or None,
         "seconds": record.seconds,
+        "headers_s": record.headers_s,
+        "first_token_s": record.first_token_s,
     }
 
 

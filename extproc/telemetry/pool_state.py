@@ -113,10 +113,11 @@ def describe_pool_state(pool: Pool, now: float) -> PoolState:
     Args:
         now: Monotonic seconds, for ages.
     """
-    return PoolState(endpoints=tuple(_describe_member(member, now) for member in pool.members))
+    return PoolState(endpoints=tuple(describe_endpoint(member, now) for member in pool.members))
 
 
-def _describe_member(member: EndpointSnapshot, now: float) -> EndpointState:
+def describe_endpoint(member: EndpointSnapshot, now: float) -> EndpointState:
+    """Converts one endpoint of a pool snapshot."""
     endpoint, load, account, models = member.endpoint, member.load, member.account, member.models
     scraped = math.isfinite(load.at)
     known = member.condition

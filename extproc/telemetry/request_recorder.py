@@ -9,7 +9,7 @@ import re
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -80,6 +80,11 @@ _CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 NO_USAGE: Mapping[str, int] = {}
 
 
+#: Results of recorded requests: `refused` is the picker's, `failed` has a status of 400 or more, or
+#: none at its end.
+RequestResult = Literal["open", "ok", "failed", "refused"]
+
+
 class DecisionRecord(msgspec.Struct, eq=False):
     """One decision and the result of its request.
 
@@ -91,6 +96,9 @@ class DecisionRecord(msgspec.Struct, eq=False):
         seconds: Seconds from the first event to the end of the stream; None while it is open.
         usage: Tokens the engine reported, by kind.
         trace_id: Sampled trace that it belongs to; empty without one.
+        headers_s: Seconds from the choice of the endpoint to response headers; None without any.
+        first_token_s: Seconds from the choice of the endpoint to the first chunk of a stream, or to
+            the headers of another response; None where chunks are not shown.
     """
 
     id: str
@@ -100,6 +108,17 @@ class DecisionRecord(msgspec.Struct, eq=False):
     seconds: float | None = None
     usage: Mapping[str, int] = NO_USAGE
     trace_id: str = ""
+    headers_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def result(self) -> RequestResult:
+        """Result of the request; `ok` also where its response is not observed."""
+        if self.seconds is None:
+            return "open"
+        if not self.status:
+            return "ok" if self.decision.request.api in surfaces.UNOBSERVED else "failed"
+        return "ok" if "200" <= self.status < "400" else "failed"
 
 
 class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
@@ -120,6 +139,11 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     model: str
     rejection: Rejection
     trace_id: str = ""
+
+    @property
+    def result(self) -> RequestResult:
+        """Result of the request."""
+        return "refused"
 
 
 class DecisionLog:
@@ -339,6 +363,8 @@ class RequestRecorder(msgspec.Struct, eq=False):
         """Count the time to response headers, which is that to the first token without chunks."""
         self._pool_counters.response_headers_s.add(duration_s)
         self._routed_s, self._headers_s = elapsed_s - duration_s, elapsed_s
+        if self._record is not None:
+            self._record.headers_s = duration_s
         self._is_stream = is_stream
         if status >= "4":
             return
@@ -365,6 +391,9 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series, record = self._series, self._record
         if series is None or record is None:
             return
+        routed_ttft_s = ttft_s - self._routed_s
+        if not self._is_stream or self._first_chunk_s >= 0.0:
+            record.first_token_s = routed_ttft_s
         if not self._is_stream:
             series.record("complete_ttft", ttft_s, self._trace_id)
             return
@@ -372,7 +401,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         predicted_s = record.decision.predicted_ttft_s
         if predicted_s:
             series.record("predicted_ttft", predicted_s)
-            series.record("ttft_ratio", (ttft_s - self._routed_s) / predicted_s)
+            series.record("ttft_ratio", routed_ttft_s / predicted_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count the end of a routed request, and note it in the decision log."""

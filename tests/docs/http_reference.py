@@ -6,22 +6,27 @@ import inspect
 import re
 from pathlib import Path
 
-from extproc.server import admin
+from extproc.server import admin, console
 
 ROOT = Path(__file__).parents[2]
 
 #: Folders whose code runs beside the picker and not in it.
 _ASIDE = ("sim", "simulator", "cli", "demo", "testing")
+_ROUTE = re.compile(r'web\.(get|post)\("([^"]+)", self\.(\w+)\)')
 _HEADER = re.compile(r"""["'](x-[a-z][a-z0-9-]*[a-z0-9])["']""")
 
 
 def block() -> str:
     """One row for each route of the picker's own pages."""
     rows = ["| method | path | what it answers |", "|---|---|---|"]
-    source = inspect.getsource(admin.AdminPages.application)
-    for method, path, handler in re.findall(r'web\.(get|post)\("([^"]+)", self\.(\w+)\)', source):
-        text = inspect.getdoc(getattr(admin.AdminPages, handler)) or ""
-        rows.append(f"| {method.upper()} | `{path}` | {' '.join(text.split())} |")
+    for pages, routes in (
+        (admin.AdminPages, admin.AdminPages.application),
+        (console.ConsolePages, console.ConsolePages.routes),
+    ):
+        source = inspect.getsource(routes)
+        for method, path, handler in re.findall(_ROUTE, source):
+            text = inspect.getdoc(getattr(pages, handler)) or ""
+            rows.append(f"| {method.upper()} | `{path}` | {' '.join(text.split())} |")
     return "\n".join(rows)
 
 

@@ -123,7 +123,7 @@ class Call:
     ) -> None:
         """Send the head."""
         self._method = method
-        lines = [f"{method} {path} HTTP/1.1", "host: engines.test"]
+        lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1"]
         lines += [f"{name}: {value}" for name, value in headers]
         lines += ["transfer-encoding: chunked"] if chunked else []
         await self.send(("\r\n".join(lines) + "\r\n\r\n").encode())

@@ -168,12 +168,14 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
 PAGES = ["/debug/pools", "/debug/explain", "/debug/decisions/x", "/internal/load", "/else"]
 
 
-def refusal(path, *, remote, token="", authorization=""):
+def refusal(path, *, remote, token="", authorization="", host=""):
     async def is_peer(address):
         return address == "10.0.0.7"
 
     access = admin_access.AdminAccess(lambda: token, is_peer)
-    refused = asyncio.run(access.refusal(path, remote=remote, authorization=authorization))
+    refused = asyncio.run(
+        access.refusal(path, remote=remote, authorization=authorization, host=host)
+    )
     return None if refused is None else refused[0]
 
 
@@ -198,3 +200,33 @@ def test_access_with_a_token_requires_it_from_any_address(remote):
         assert refusal(path, remote=remote, token="s3cret", authorization="Bearer \udcff") == 401
         bearer = "Bearer s3cret"
         assert refusal(path, remote=remote, token="s3cret", authorization=bearer) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9090", None),
+        ("[::1]:9090", None),
+        ("localhost:9090", None),
+        ("LocalHost", None),
+        ("10.0.0.5:9090", None),
+        ("rebound.example:9090", 403),
+        ("rebound.example", 403),
+        ("localhost.rebound.example:9090", 403),
+        ("127.0.0.1.rebound.example", 403),
+    ],
+)
+def test_names_of_other_sites_do_not_reach_debug_pages(host, status):
+    """A page of another site whose name resolves to this machine reads nothing in its browser."""
+    for path in ("/debug/pools", "/debug/overview", "/console/"):
+        assert refusal(path, remote="127.0.0.1", host=host) == status
+    for path in ("/metrics", "/internal/load"):
+        assert refusal(path, remote="127.0.0.1", host=host) is None
+
+
+def test_files_of_the_console_are_open_where_there_is_a_token():
+    """A browser cannot send the token for a page; the files have no data, which it is for."""
+    assert refusal("/console/", remote="10.0.0.8", token="s3cret") is None
+    assert refusal("/console/app.js", remote="10.0.0.8", token="s3cret") is None
+    assert refusal("/debug/overview", remote="10.0.0.8", token="s3cret") == 401
+    assert refusal("/console/", remote="10.0.0.8") == 403

@@ -50,7 +50,7 @@ ALLOWED = (
     ),
     (
         "extproc/telemetry/request_recorder.py",
-        "direct_responses seconds status streams_open usage",
+        "direct_responses first_token_s headers_s seconds status streams_open usage",
         "counters and records are plain data of the package, written for every request",
     ),
     (

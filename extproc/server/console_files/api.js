@@ -1,0 +1,53 @@
+// Data of the picker, as JSON.
+
+let token = "";
+
+/** An answer that is no success; `status` is 0 where there was none. */
+export class RequestError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Send this token with all further requests. */
+export function setToken(value) {
+  token = value;
+}
+
+/**
+ * Read a page of the picker.
+ *
+ * @param path Relative to the console.
+ * @param request Method, headers and body; a GET without any.
+ */
+export async function fetchJson(path, request = {}) {
+  const authorization = token ? { authorization: `Bearer ${token}` } : {};
+  const headers = new Headers({ ...request.headers, ...authorization });
+  let response;
+  try {
+    response = await fetch(path, {
+      ...request,
+      headers,
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+    });
+  } catch {
+    throw new RequestError(0, "the picker does not answer");
+  }
+  const text = await response.text();
+  if (!response.ok) {
+    throw new RequestError(response.status, messageOf(text));
+  }
+  return JSON.parse(text);
+}
+
+/** The message of an error in the shape of OpenAI's API, or the text itself. */
+function messageOf(text) {
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text.trim();
+  }
+}

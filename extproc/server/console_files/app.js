@@ -1,0 +1,127 @@
+// The console: shows the view that the address names, and keeps it up to date.
+
+import { RequestError, setToken } from "./api.js";
+import { createConfiguration } from "./configuration.js";
+import { createDecision, createDecisions } from "./decisions.js";
+import { byId, setText } from "./dom.js";
+import { createDryRun } from "./dry_run.js";
+import { createOverview } from "./overview.js";
+import { createStrategies } from "./strategies.js";
+
+const INTERVAL_MS = 2000;
+
+const views = {
+  overview: createOverview(),
+  decisions: createDecisions(),
+  decision: createDecision(),
+  "dry-run": createDryRun(),
+  strategies: createStrategies(),
+  configuration: createConfiguration(),
+};
+
+let current = "";
+let isPaused = false;
+let timer = null;
+let numRefreshes = 0;
+
+/** Show the view of the address; `isFirst` leaves the focus where it is. */
+function showView(isFirst) {
+  if (location.hash === "#main") {
+    return; // the skip link
+  }
+  const [, name, parameter] = location.hash.split("/", 3);
+  current = name in views ? name : "overview";
+  const view = views[current];
+  for (const other of Object.keys(views)) {
+    byId(other).hidden = other !== current;
+  }
+  view.show?.(decode(parameter ?? ""));
+  document.title = `${view.title} · extproc`;
+  const section = current === "decision" ? "decisions" : current;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.getAttribute("href") === `#/${section}`) {
+      link.setAttribute("aria-current", "page");
+    } else {
+      link.removeAttribute("aria-current");
+    }
+  }
+  if (!isFirst) {
+    byId(`${current}-title`).focus();
+    window.scrollTo(0, 0);
+  }
+  refresh();
+}
+
+/** A part of the address as text; as it is where it cannot be decoded. */
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+/** Read the data of the current view, and again after a while where it is live. */
+async function refresh() {
+  clearTimeout(timer);
+  const name = current;
+  const started = ++numRefreshes;
+  try {
+    await views[name].refresh();
+    if (started === numRefreshes) {
+      onAnswer();
+    }
+  } catch (error) {
+    if (started === numRefreshes) {
+      onFailure(error);
+    }
+  }
+  if (started === numRefreshes) {
+    timer = setTimeout(repeat, INTERVAL_MS);
+  }
+}
+
+function repeat() {
+  if (views[current].isLive && !isPaused && !document.hidden) {
+    refresh();
+  }
+}
+
+function onAnswer() {
+  byId("failure").hidden = true;
+  byId("token-form").hidden = true;
+  const text = !views[current].isLive ? "connected" : isPaused ? "paused" : "live";
+  setText(byId("state"), text);
+  byId("state").dataset.state = text;
+}
+
+function onFailure(error) {
+  if (!(error instanceof RequestError)) {
+    throw error;
+  }
+  byId("state").dataset.state = "lost";
+  if (error.status === 401) {
+    setText(byId("state"), "token needed");
+    byId("token-form").hidden = false;
+    return;
+  }
+  setText(byId("state"), error.status === 0 ? "connection lost" : "error");
+  setText(byId("failure"), error.status === 0 ? "The picker does not answer. Trying again." : error.message);
+  byId("failure").hidden = false;
+}
+
+byId("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setToken(byId("token").value.trim());
+  byId("token").value = "";
+  refresh();
+});
+byId("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  byId("pause").setAttribute("aria-pressed", String(isPaused));
+  refresh();
+});
+views.decisions.onChange(refresh);
+document.addEventListener("visibilitychange", repeat);
+window.addEventListener("hashchange", () => showView(false));
+showView(true);

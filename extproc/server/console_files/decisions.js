@@ -1,0 +1,121 @@
+// The last decisions as a table, with filters, and one of them in detail.
+
+import { fetchJson } from "./api.js";
+import { byId, element, setClass, setText, table, updateRows } from "./dom.js";
+import { explanationNodes, resultText } from "./explanation.js";
+import { UNKNOWN, duration } from "./format.js";
+
+const MAX_LISTED = 100;
+
+/** A table of decisions: {node, update}. */
+export function decisionTable(caption) {
+  const { node, body } = table(caption, [
+    { title: "Request" },
+    { title: "Model", kind: "wide" },
+    { title: "Endpoint" },
+    { title: "Why", kind: "wide" },
+    { title: "Result" },
+    { title: "First token", kind: "number" },
+    { title: "Age", kind: "number" },
+  ]);
+  return { node, update: (decisions) => updateRows(body, decisions, rowKey, createRow) };
+}
+
+/** A request that was routed and one that was refused may have the same id. */
+function rowKey({ id, result }) {
+  return `${result === "refused"} ${id}`;
+}
+
+function createRow({ id }) {
+  const link = element("a", { href: `#/decision/${encodeURIComponent(id)}`, class: "address" }, id || "(no id)");
+  const [model, endpoint, why, result, firstToken, age] = [
+    element("td", { class: "wide name" }),
+    element("td", { class: "address" }),
+    element("td", { class: "wide why" }),
+    element("td"),
+    element("td", { class: "number" }),
+    element("td", { class: "number" }),
+  ];
+  const badge = element("span");
+  result.append(badge);
+  return {
+    node: element("tr", {}, element("th", { scope: "row", class: "id" }, link), model, endpoint, why, result, firstToken, age),
+    update(decision) {
+      setText(model, decision.model || UNKNOWN);
+      setText(endpoint, decision.endpoint ?? UNKNOWN);
+      setText(why, shortReason(decision.why));
+      setText(badge, resultText(decision));
+      setClass(badge, `badge ${decision.result}`);
+      setText(firstToken, firstTokenText(decision));
+      setText(age, duration(decision.seconds_ago));
+    },
+  };
+}
+
+/** Time to the first token, or to response headers where the picker does not see tokens. */
+function firstTokenText({ first_token_s: firstTokenS, headers_s: headersS }) {
+  if (firstTokenS === null && headersS !== null) {
+    return `${duration(headersS)} (headers)`;
+  }
+  return duration(firstTokenS);
+}
+
+/** The line of a decision without its profile and endpoint, which have columns. */
+function shortReason(why) {
+  const parts = why.split("; ").filter((part, at) => at > 0 && !part.startsWith("chose="));
+  return parts.length > 0 ? parts.join(", ").replaceAll("=", " ") : why;
+}
+
+export function createDecisions() {
+  const list = decisionTable("Decisions, newest first");
+  byId("decisions-list").append(list.node);
+  const form = byId("decisions-filter");
+  async function refresh() {
+    const query = new URLSearchParams({ limit: String(MAX_LISTED) });
+    for (const [name, value] of new FormData(form)) {
+      if (value) {
+        query.set(name, value);
+      }
+    }
+    const { decisions } = await fetchJson(`../debug/decisions?${query}`);
+    list.update(decisions);
+    const text = decisions.length < MAX_LISTED ? `${decisions.length} decisions` : `the newest ${MAX_LISTED} decisions`;
+    setText(byId("decisions-count"), decisions.length === 0 ? "No decision matches." : text);
+  }
+  return {
+    title: "Decisions",
+    isLive: true,
+    refresh,
+    /** Call a function whenever the filters change. */
+    onChange(change) {
+      form.addEventListener("submit", (event) => event.preventDefault());
+      form.addEventListener("input", change);
+    },
+  };
+}
+
+export function createDecision() {
+  let id = "";
+  let isOpen = false;
+  return {
+    title: "Decision",
+    /** Until the request has ended, what came of it is read again. */
+    get isLive() {
+      return isOpen;
+    },
+    show(parameter) {
+      id = parameter;
+      isOpen = false;
+      setText(byId("decision-title"), `Request ${id}`);
+      byId("decision-explanation").replaceChildren();
+    },
+    async refresh() {
+      const wanted = id;
+      const outcome = await fetchJson(`../debug/decisions/${encodeURIComponent(wanted)}`);
+      if (wanted === id) {
+        isOpen = outcome.result === "open";
+        byId("decision-explanation").replaceChildren(...explanationNodes(outcome));
+      }
+    },
+  };
+}

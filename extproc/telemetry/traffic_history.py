@@ -1,0 +1,323 @@
+"""Traffic of the last minutes: rates, times to first token and trends of endpoints.
+
+A ring of points for the charts of the console, which no request touches: `TrafficHistory.sample`
+reads counters every few seconds. Trends compare the counters of an endpoint with those of a minute
+ago.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.telemetry.counters import PoolCounters, ProcessCounters
+from extproc.telemetry.histogram import TTFT_BOUNDS_S
+from extproc.telemetry.pool_metrics import PoolView
+from extproc.telemetry.request_series import NO_STATUS, RequestSeries, merge_histogram
+
+#: Seconds between two samples. 5 show a failing engine soon, and a chart needs no more.
+INTERVAL_S: Final = 5.0
+
+#: Points that are kept (count): a quarter of an hour.
+_MAX_POINTS: Final = 180
+
+#: Samples between the two that a trend compares (count): a minute.
+_WINDOW_SAMPLES: Final = 12
+
+#: Responses of an endpoint within the window without which its time says nothing (count).
+_MIN_RESPONSES: Final = 5
+
+#: Predicted tokens within the window without which the prediction cannot be judged (count).
+_MIN_PREDICTED_TOKENS: Final = 1000
+
+#: Quantile of an endpoint's pool that its time is compared with, as in the alert on slow endpoints.
+_QUICK_QUANTILE: Final = 0.25
+
+
+class TrafficPoint(msgspec.Struct, frozen=True, gc=False):
+    """Traffic of all pools between two samples.
+
+    Attributes:
+        at: Monotonic seconds of the later sample.
+        routed: Routed requests per second.
+        refused: Requests per second that the picker refused.
+        failed: Routed requests per second that ended with a 5xx status or without response headers.
+        ttft_p50_s: Median seconds to the first token; None without any.
+        ttft_p95_s: 95th percentile of the same.
+        queued: Requests in the queues of flow control (count).
+        in_flight: Open requests (count).
+    """
+
+    at: float
+    routed: float
+    refused: float
+    failed: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    queued: int
+    in_flight: int
+
+
+class EndpointTrend(msgspec.Struct, frozen=True, gc=False):
+    """Last minute of one endpoint; None where too little happened to say.
+
+    Attributes:
+        requests_per_s: Requests that were routed to it, per second.
+        response_headers_s: Mean seconds from the choice of the endpoint to response headers.
+        slowness_ratio: The same over that of the quicker quarter of its pool.
+        observed_ratio: Cached tokens that it reported, over those that were predicted.
+        hit_ratio: Prompt tokens that its prefix cache held, over all that were looked up.
+    """
+
+    requests_per_s: float | None = None
+    response_headers_s: float | None = None
+    slowness_ratio: float | None = None
+    observed_ratio: float | None = None
+    hit_ratio: float | None = None
+
+
+class _EndpointMark(msgspec.Struct, frozen=True, gc=False):
+    """Counters of an endpoint at a sample; None is what its page did not carry."""
+
+    routed: float
+    responses: float
+    response_headers_s: float
+    predicted_tokens: float
+    observed_tokens: float
+    prefix_queries: float | None
+    prefix_hits: float | None
+
+
+class _PoolMark(msgspec.Struct, frozen=True):
+    """Counters of a pool at a sample: endpoints by address, rejections by (status, cause)."""
+
+    endpoints: Mapping[str, _EndpointMark] = {}
+    rejections: Mapping[tuple[int, str], int] = {}
+
+
+_NO_MARK: Final = _PoolMark()
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """Counters of all pools at a sample, by name."""
+
+    at: float
+    pools: Mapping[str, _PoolMark]
+
+
+class _Totals(msgspec.Struct, frozen=True):
+    """Sums over all pools since the start."""
+
+    routed: int = 0
+    refused: int = 0
+    failed: int = 0
+    ttft_counts: Sequence[int] = ()
+
+
+class TrafficHistory:
+    """Ring of samples.
+
+    Attributes:
+        points: Oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.points: deque[TrafficPoint] = deque(maxlen=_MAX_POINTS)
+        self._marks: deque[_Mark] = deque(maxlen=_WINDOW_SAMPLES + 1)
+        self._totals = _Totals()
+        self._streams_ended = -1
+
+    def sample(self, counters: ProcessCounters, views: Mapping[str, PoolView], now: float) -> None:
+        """Add a point, and one mark for trends.
+
+        Args:
+            views: Views of all pools, by name.
+        """
+        ended = sum(counters.streams.values())
+        is_idle = bool(self._marks) and not counters.streams_open and ended == self._streams_ended
+        self._streams_ended = ended
+        before = self._totals
+        totals = before if is_idle else _sum_totals(counters.pools)
+        if self._marks:
+            self.points.append(_point(before, totals, self._marks[-1].at, now, views))
+        self._totals = totals
+        self._marks.append(
+            _Mark(
+                now, {name: _mark(view, counters.pools.get(name)) for name, view in views.items()}
+            )
+        )
+
+    def window_s(self) -> float:
+        """Seconds that trends cover; 0 before the second sample."""
+        return self._marks[-1].at - self._marks[0].at if self._marks else 0.0
+
+    def refused(self, pool: str) -> Mapping[tuple[int, str], int]:
+        """Rejections of a pool within the window, by (status, cause)."""
+        if not self._marks:
+            return {}
+        before, after = self._first_and_last(pool)
+        return Counter(after.rejections) - Counter(before.rejections)
+
+    def trends(self, pool: str) -> Mapping[str, EndpointTrend]:
+        """Trends of the endpoints of a pool, by address; empty before the second sample."""
+        window_s = self.window_s()
+        if not window_s:
+            return {}
+        before, after = self._first_and_last(pool)
+        deltas = {
+            address: (before.endpoints[address], mark)
+            for address, mark in after.endpoints.items()
+            if address in before.endpoints
+        }
+        times_s = {
+            address: seconds
+            for address, (old, new) in deltas.items()
+            if (seconds := _mean_headers_s(old, new)) is not None
+        }
+        quick_s = _quantile_of_values(sorted(times_s.values()), _QUICK_QUANTILE)
+        return {
+            address: EndpointTrend(
+                requests_per_s=max(0.0, new.routed - old.routed) / window_s,
+                response_headers_s=times_s.get(address),
+                slowness_ratio=times_s[address] / quick_s
+                if address in times_s and quick_s
+                else None,
+                observed_ratio=_ratio(
+                    new.observed_tokens - old.observed_tokens,
+                    new.predicted_tokens - old.predicted_tokens,
+                    at_least=_MIN_PREDICTED_TOKENS,
+                ),
+                hit_ratio=_hit_ratio(old, new),
+            )
+            for address, (old, new) in deltas.items()
+        }
+
+    def _first_and_last(self, pool: str) -> tuple[_PoolMark, _PoolMark]:
+        first, last = self._marks[0].pools, self._marks[-1].pools
+        return first.get(pool, _NO_MARK), last.get(pool, _NO_MARK)
+
+
+def _point(
+    before: _Totals, after: _Totals, since: float, now: float, views: Mapping[str, PoolView]
+) -> TrafficPoint:
+    span_s = max(now - since, 1e-3)
+    gained = [
+        max(0, count - less)
+        for count, less in itertools.zip_longest(after.ttft_counts, before.ttft_counts, fillvalue=0)
+    ]
+    members = (member for view in views.values() for member in view.pool.members)
+    return TrafficPoint(
+        at=now,
+        routed=max(0, after.routed - before.routed) / span_s,
+        refused=max(0, after.refused - before.refused) / span_s,
+        failed=max(0, after.failed - before.failed) / span_s,
+        ttft_p50_s=quantile(TTFT_BOUNDS_S, gained, 0.5),
+        ttft_p95_s=quantile(TTFT_BOUNDS_S, gained, 0.95),
+        queued=sum(view.queue[0] for view in views.values() if view.queue is not None),
+        in_flight=sum(member.account.in_flight for member in members),
+    )
+
+
+def _sum_totals(pools: Mapping[str, PoolCounters]) -> _Totals:
+    series = list(itertools.chain.from_iterable(counters.series for counters in pools.values()))
+    ttft = merge_histogram(series, "stream_ttft", "complete_ttft")
+    return _Totals(
+        routed=sum(counters.routed_total for counters in pools.values()),
+        refused=sum(sum(counters.rejections.values()) for counters in pools.values()),
+        failed=sum(map(_count_failed, series)),
+        ttft_counts=() if ttft is None else ttft.counts,
+    )
+
+
+def _count_failed(series: RequestSeries) -> int:
+    """Routed requests of a series that failed; refused ones are another matter."""
+    refused = series.refused or {}
+    return sum(
+        count - refused.get(status, 0)
+        for status, count in series.requests.items()
+        if status == NO_STATUS or (len(status) == 3 and status >= "500")
+    )
+
+
+def _mark(view: PoolView, counters: PoolCounters | None) -> _PoolMark:
+    if counters is None:
+        return _NO_MARK
+    return _PoolMark(
+        {
+            member.endpoint.address: _endpoint_mark(member, view, counters)
+            for member in view.pool.members
+        },
+        dict(counters.rejection_causes),
+    )
+
+
+def _endpoint_mark(
+    member: EndpointSnapshot, view: PoolView, counters: PoolCounters
+) -> _EndpointMark:
+    address = member.endpoint.address
+    headers, cache = counters.endpoint_headers_s.get(address), view.cache(member.endpoint)
+    return _EndpointMark(
+        counters.requests_routed[address],
+        0 if headers is None else headers.count,
+        0.0 if headers is None else headers.total,
+        cache.predicted_tokens,
+        cache.observed_tokens,
+        member.load.prefix_queries,
+        member.load.prefix_hits,
+    )
+
+
+def _mean_headers_s(old: _EndpointMark, new: _EndpointMark) -> float | None:
+    return _ratio(
+        new.response_headers_s - old.response_headers_s,
+        new.responses - old.responses,
+        at_least=_MIN_RESPONSES,
+    )
+
+
+def _hit_ratio(old: _EndpointMark, new: _EndpointMark) -> float | None:
+    counts = (old.prefix_queries, new.prefix_queries, old.prefix_hits, new.prefix_hits)
+    if None in counts:
+        return None
+    queries_before, queries, hits_before, hits = (count or 0.0 for count in counts)
+    return _ratio(hits - hits_before, queries - queries_before, at_least=1)
+
+
+def _ratio(part: float, total: float, *, at_least: float) -> float | None:
+    """Ratio of two increases; None where the second is too small, or a counter began anew."""
+    return part / total if total >= at_least and part >= 0.0 else None
+
+
+def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> float | None:
+    """Quantile of a histogram, linear within a bucket; None without values.
+
+    Args:
+        bounds: Ascending upper bounds.
+        counts: Values by bucket, not cumulative; those beyond the last bound count as equal to it.
+        share: Which quantile, 0..1.
+    """
+    counts = list(counts)
+    rank, lower, below = share * sum(counts), 0.0, 0.0
+    if not any(counts):
+        return None
+    for upper, count in zip((*bounds, math.inf), counts, strict=False):
+        if count and below + count >= rank:
+            return lower if upper == math.inf else lower + (upper - lower) * (rank - below) / count
+        lower, below = upper, below + count
+    return lower
+
+
+def _quantile_of_values(ascending: Sequence[float], share: float) -> float | None:
+    """Quantile of sorted values, linear between two of them, as PromQL computes it."""
+    if not ascending:
+        return None
+    rank = share * (len(ascending) - 1)
+    at = int(rank)
+    following = ascending[min(at + 1, len(ascending) - 1)]
+    return ascending[at] + (following - ascending[at]) * (rank - at)

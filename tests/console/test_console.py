@@ -1,0 +1,262 @@
+"""The console in a real browser, beside a picker of this process whose traffic is written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from aiohttp import web
+
+from extproc.config.reloading import Change
+from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.settings import ScrapeSection
+from extproc.demo import stack
+from extproc.request import HttpRequest, RequestLabels
+from extproc.server.reload import ReloadResult
+from tests.console import browser
+from tests.support import serving
+
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+#: Metrics of an engine.
+PAGE = """\
+vllm:num_requests_running{model_name="demo"} 7
+vllm:num_requests_waiting{model_name="demo"} 1
+vllm:kv_cache_usage_perc{model_name="demo"} 0.42
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""} 1.0
+"""
+
+#: A model, a request id and a tenant are text of clients.
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+VIEWS = ("overview", "decisions", "dry-run", "strategies", "configuration")
+
+
+class Scene:
+    """A picker with some traffic.
+
+    Attributes:
+        picker: The composition root.
+        port: Port of its pages.
+    """
+
+    def __init__(self, running):
+        self.picker = running.picker
+        self.port = running.ports.pages
+
+    def route(self, request_id, *, model="demo", status="200"):
+        """Let a request be routed, answered and recorded; its endpoint."""
+        picker, now = self.picker, self.picker._clock()
+        message = {"role": "user", "content": "word " * 400}
+        body = json.dumps({"model": model, "messages": [message]}).encode()
+        headers = {":method": "POST", ":path": "/v1/chat/completions"}
+        decision = picker.pool_registry.pool_selector.route(HttpRequest(headers, body), now).outcome
+        recorder = picker._recorder.observe_request("")
+        recorder.on_routed(
+            decision,
+            request_id=request_id,
+            labels=RequestLabels(model, model, "none", 0),
+            trace_id="",
+            now=now,
+            duration_s=0.0001,
+        )
+        recorder.on_response_headers(
+            0.05, elapsed_s=0.051, status=status, is_stream=False, is_shown=True
+        )
+        recorder.on_usage({"prompt": 400, "completion": 20})
+        address = decision.endpoints[0].address
+        recorder.on_finished(endpoint=address, status=status, duration_s=0.4)
+        return address
+
+
+@contextlib.asynccontextmanager
+async def engines():
+    """Servers whose metrics are always the same; their addresses."""
+    port = stack.free_port()
+
+    async def answer(_):
+        return web.Response(text=PAGE)
+
+    application = web.Application()
+    application.add_routes([web.get("/metrics", answer)])
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    for host in HOSTS:
+        await web.TCPSite(runner, host, port).start()
+    try:
+        yield [f"{host}:{port}" for host in HOSTS]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def picker(**server):
+    """A running picker that has scraped its engines."""
+    async with engines() as addresses:
+        settings = serving.settings(*addresses, **server)
+        changes = {
+            "scrape": ScrapeSection(),
+            "scheduling": SchedulingSection(strategy="adaptive"),
+        }
+        async with serving.running(settings, **changes) as running:
+            await running.sync()
+            while not running.picker.readiness.ready:
+                await asyncio.sleep(0.01)
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _scene():
+    async with picker() as running:
+        scene = Scene(running)
+        for number in range(20):
+            scene.route(f"request-{number}")
+        scene.route(f"id {HOSTILE}", model=HOSTILE, status="500")
+        yield scene
+
+
+@pytest.fixture(scope="module")
+def scene(live, chromium):
+    with live.holding(_scene()) as item:
+        yield item
+
+
+@pytest.mark.slow
+async def test_every_view_is_accessible_and_quiet(scene, chromium):
+    """At both widths, light and dark: axe finds nothing serious, the browser's console is empty."""
+    for size, scheme in ((browser.DESKTOP, "light"), (browser.PHONE, "dark")):
+        async with chromium.page(scene.port, size, scheme) as page:
+            for view in (*VIEWS, "decision/request-3"):
+                await page.open(f"#/{view}")
+                await page.until("document.querySelector('main section:not([hidden])')")
+                assert await page.violations() == [], view
+                assert not await page.is_too_wide(), view
+            assert page.complaints == []
+
+
+async def test_a_decision_is_one_click_away(scene, chromium):
+    """The overview lists endpoints and decisions; a click explains one of them."""
+    address = scene.route("the-last-one")
+    async with chromium.page(scene.port) as page:
+        await page.open()
+        await page.until(f"document.querySelectorAll('#endpoints tbody tr').length == {len(HOSTS)}")
+        await page.page.get_by_role("link", name="the-last-one").click()
+        await page.page.wait_for_selector(".answer")
+        assert f"It went to {address}, " in await page.text(".answer")
+        assert await page.text(".bars li.chosen .address") == address
+        result = await page.text("#decision-explanation")
+        assert "ok 200" in result
+        assert "prompt 400, completion 20" in result
+        assert page.complaints == []
+
+
+async def test_text_of_clients_is_text(scene, chromium):
+    """Markup in a model name and a request id is shown as it is, and does nothing."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/decisions")
+        await page.page.get_by_label("Result").select_option("failed")
+        await page.until("document.querySelectorAll('#decisions-list tbody tr').length == 1")
+        assert await page.text("#decisions-list td.name") == HOSTILE
+        await page.page.get_by_role("link", name="id <img").click()
+        await page.page.wait_for_selector(".answer")
+        assert HOSTILE in await page.text("#decision-title")
+        assert HOSTILE in await page.text("#decision-explanation")
+        assert await page.page.locator("main img").count() == 0
+        assert page.complaints == []
+
+
+async def test_keyboard_alone_is_enough(scene, chromium):
+    """The skip link, the views and a decision are reached by Tab and Enter; focus follows."""
+    async with chromium.page(scene.port) as page:
+        await page.open()
+        await page.page.wait_for_selector("#last-decisions tbody tr")
+        press = page.page.keyboard.press
+        await press("Tab")
+        assert await page.page.evaluate("document.activeElement.className") == "skip"
+        await press("Enter")
+        assert await page.page.evaluate("document.activeElement.id") == "main"
+        for _ in range(10):
+            await press("Tab")
+            if await page.page.evaluate("document.activeElement.matches('#last-decisions a')"):
+                break
+        await press("Enter")
+        await page.page.wait_for_selector(".answer")
+        assert await page.page.evaluate("document.activeElement.id") == "decision-title"
+
+
+async def test_a_dry_run_says_where_a_request_would_go(scene, chromium):
+    """The pasted body is explained as by `extproc explain`; what cannot be read has a reason."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/dry-run")
+        await page.page.get_by_role("button", name="Explain").click()
+        await page.page.wait_for_selector("#dry-run-explanation .answer")
+        assert "This request would go to 127.0.0." in await page.text("#dry-run-explanation")
+        assert page.complaints == []
+        await page.page.get_by_label("Body of the request").fill("{")
+        await page.page.get_by_role("button", name="Explain").click()
+        await page.page.wait_for_selector("#dry-run-explanation .failure")
+        assert "status 400" in await page.text("#dry-run-explanation")
+
+
+async def test_strategies_are_compared(scene, chromium):
+    """The strategy in force is the first of them, and agrees with itself."""
+    async with chromium.page(scene.port) as page:
+        await page.open("#/strategies")
+        await page.page.get_by_role("button", name="Compare").click()
+        await page.page.wait_for_selector("#strategies-result tr.chosen")
+        row = await page.text("#strategies-result tr.chosen")
+        assert row.split()[:3] == ["adaptive", "in", "force"]
+        assert "100 %" in row
+        assert "least-request" in await page.text("#strategies-result")
+        assert page.complaints == []
+
+
+async def test_configuration_has_a_history(scene, chromium):
+    """Settings, a reload with its changes, and one that was refused, which the overview names."""
+    change = Change("log.level", '"info"', '"debug"', is_live=True)
+    scene.picker._reloads.add(ReloadResult(changes=(change,)))
+    scene.picker._reloads.add(ReloadResult(error="log.level: expected a level"))
+    try:
+        async with chromium.page(scene.port) as page:
+            await page.open("#/configuration")
+            await page.page.wait_for_selector(".history .failure")
+            text = await page.text("#configuration-result")
+            assert "pool.endpoints" in text
+            assert 'log.level: "info" became "debug"' in text
+            assert "log.level: expected a level" in text
+            await page.open("#/overview")
+            await page.page.wait_for_selector(".problem.critical")
+            assert "configuration was refused" in await page.text("#problems")
+    finally:
+        scene.picker._reloads.add(ReloadResult())
+
+
+async def test_a_token_is_wanted_and_sent(chromium, tmp_path):
+    """With an admin token the page asks for it, and reads data once it has the right one."""
+    file = tmp_path / "token"
+    file.write_text("right")
+    async with (
+        picker(admin_token_file=str(file)) as running,
+        chromium.page(running.ports.pages) as page,
+    ):
+        await page.open()
+        for token in ("wrong", "right"):
+            await page.page.get_by_label("Token").fill(token)
+            await page.page.get_by_role("button", name="Continue").click()
+        await page.page.wait_for_selector("#endpoints tbody tr")
+        assert not await page.page.locator("#token-form").is_visible()
+
+
+@pytest.mark.slow
+async def test_a_picker_that_goes_away_is_told(chromium):
+    """The page says that the connection is lost, and keeps what it has."""
+    async with chromium.page(0) as page:
+        async with picker() as running:
+            page.base = f"http://127.0.0.1:{running.ports.pages}"
+            await page.open()
+            await page.page.wait_for_selector("#endpoints tbody tr")
+        await page.page.wait_for_selector("#state[data-state=lost]")
+        assert "does not answer" in await page.text("#failure")
+        assert await page.page.locator("#endpoints tbody tr").count() == len(HOSTS)

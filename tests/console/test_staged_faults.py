@@ -1,0 +1,149 @@
+"""What goes wrong is named at the top of the console's overview, at the first look."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+
+import aiohttp
+import pytest
+
+from extproc.demo import stack
+from tests.e2e import http1, installation
+from tests.monitoring.test_faults import (
+    CLIENTS,
+    CONFIG,
+    ENGINE,
+    ENGINES,
+    PATH,
+    Fleet,
+    again_and_again,
+    body,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.asynccontextmanager
+async def _fleet(folder):
+    listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
+    config.write_text(CONFIG.replace("FILE", str(listed)))
+    async with contextlib.AsyncExitStack() as items:
+        children = await items.enter_async_context(stack.stack())
+        started = await asyncio.gather(*(children.engine(*ENGINE) for _ in range(ENGINES)))
+        engines = {address: child for child, address in started}
+        listed.write_text(json.dumps({"endpoints": list(engines)}))
+        place = await items.enter_async_context(
+            installation.installed(
+                template="original-dst-buffered.yaml", arguments=["--config-file", str(config)]
+            )
+        )
+        assert (await http1.ask(place.port, PATH, body(0, 0))).status == 200
+        fleet = Fleet(place, children, engines, listed, config)
+        async with asyncio.TaskGroup() as clients:
+            for number in range(CLIENTS):
+                clients.create_task(fleet.ask_again_and_again(number))
+            try:
+                yield fleet
+            finally:
+                fleet.end()
+
+
+@pytest.fixture(scope="module")
+def fleet(live, chromium, tmp_path_factory):
+    with live.holding(_fleet(tmp_path_factory.mktemp("console"))) as item:
+        yield item
+
+
+@pytest.fixture(scope="module")
+def overview(live, chromium, fleet):
+    """The overview, open from before the first fault to after the last."""
+    with live.holding(chromium.page(fleet.place.pages)) as page:
+        live.run(page.open())
+        yield page
+
+
+@pytest.fixture
+def victim(fleet, live):
+    """An engine that is as the others before and after the test."""
+    address = next(iter(fleet.engines))
+    yield address
+    live.run(fleet.arm(address))
+
+
+async def is_named(overview, *parts):
+    """Wait until a problem in the first window has all parts."""
+    await overview.page.evaluate("window.scrollTo(0, 0)")
+    wanted = json.dumps(parts)
+    await overview.until(
+        f"""[...document.querySelectorAll('.problem')].some((node) =>
+          {wanted}.every((part) => node.innerText.includes(part)) &&
+          node.getBoundingClientRect().bottom <= window.innerHeight)"""
+    )
+
+
+async def test_no_problem(fleet, overview):
+    """Under usual load there is none."""
+    await is_named(overview, "No problems")
+
+
+async def test_a_broken_configuration(fleet, overview):
+    """The file that replaces a good one is not taken; the field that is wrong is named."""
+    fleet.place.alarms.append("extproc.yaml")
+    text = fleet.config.read_text()
+    installation.replace_file(fleet.config, text.replace("max_requests", "most_requests"))
+    try:
+        await is_named(overview, "configuration was refused", "most_requests")
+    finally:
+        installation.replace_file(fleet.config, text)
+
+
+async def test_an_engine_that_hangs(fleet, overview, victim):
+    """Stopped in the middle of its requests, it is ejected, and the cause is there."""
+    process = fleet.engines[victim].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await is_named(overview, victim, "for ")
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+async def test_a_cold_cache(fleet, overview, victim):
+    """The engine reports fewer cached tokens than predicted."""
+    url = f"http://{victim}/reset_prefix_cache"
+
+    async def reset():
+        async with aiohttp.ClientSession() as http, http.post(url) as answer:
+            assert answer.status == 200
+
+    async with again_and_again(reset):
+        await is_named(overview, f"The cache of {victim} is cold")
+
+
+async def test_a_slow_engine(fleet, overview, victim):
+    """Five times slower, it is far above the others."""
+
+    async def crowd():
+        await fleet.crowd(32, tokens=60)
+
+    async with again_and_again(crowd):
+        await fleet.arm(victim, "slow=5")
+        await is_named(overview, f"{victim} answers", "times slower")
+
+
+async def test_a_full_queue(fleet, overview, victim):
+    """With slow engines and more clients than the queue takes, requests are refused."""
+    for address in fleet.engines:
+        await fleet.arm(address, "slow=50")
+
+    async def crowd():
+        await fleet.crowd(60, tokens=400)
+
+    try:
+        async with again_and_again(crowd):
+            await is_named(overview, "The queue is full", "4 places taken")
+    finally:
+        for address in fleet.engines:
+            await fleet.arm(address)

@@ -1,0 +1,238 @@
+"""Routes of the console: its files, their headers, and the data behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+import pytest
+
+from extproc.config.settings import PeerSyncSection
+from extproc.decision import no_endpoints
+from extproc.request import HttpRequest, RequestLabels
+from extproc.server import console
+from extproc.server.reload import ReloadResult
+from extproc.telemetry.request_recorder import RejectionRecord
+from tests.e2e import http1
+from tests.support import serving
+
+ENDPOINTS = ("127.0.0.1:81", "127.0.0.2:81")
+
+
+@contextlib.asynccontextmanager
+async def picker(**server):
+    """A running picker and the port of its pages."""
+    async with serving.running(serving.settings(*ENDPOINTS, **server)) as running:
+        await running.sync()
+        yield running.picker, running.ports.pages
+
+
+def route(picker, request_id):
+    """Let a request be routed and recorded."""
+    now = picker._clock()
+    raw = HttpRequest(
+        {":method": "POST", ":path": "/v1/completions"},
+        json.dumps({"model": "demo", "prompt": "SECRET PROMPT " * 50}).encode(),
+    )
+    decision = picker.pool_registry.pool_selector.route(raw, now).outcome
+    recorder = picker._recorder.observe_request("")
+    labels = RequestLabels("demo", "demo", "none", 0)
+    recorder.on_routed(
+        decision, request_id=request_id, labels=labels, trace_id="", now=now, duration_s=0.001
+    )
+    return recorder
+
+
+def test_every_file_of_the_page_is_served():
+    """The page, its scripts and styles, each with a strict policy and a validator."""
+
+    async def test() -> None:
+        async with picker() as (_, port):
+            for name, file in console.read_files().items():
+                path = "/console/" if name == "index.html" else f"/console/{name}"
+                answer = await http1.ask(port, path)
+                assert (answer.status, answer.body) == (200, file.body)
+                policy = answer.head.get("content-security-policy")
+                assert policy.startswith("default-src 'self'; ")
+                assert "unsafe" not in policy
+                assert answer.head.get("x-content-type-options") == "nosniff"
+                again = await http1.ask(port, path, headers=[("if-none-match", file.etag)])
+                assert (again.status, again.body) == (304, b"")
+
+    serving.run(test())
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere():
+    """No script, style or handler within the page, and no address of another host."""
+    page = console.read_files()["index.html"].body.decode()
+    assert "<style" not in page
+    assert " style=" not in page
+    assert not re.search(r"\son\w+=", page)
+    assert "<script>" not in page
+    for name, file in console.read_files().items():
+        text = file.body.decode().replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text, name
+        assert "innerHTML" not in text
+        assert "eval(" not in text
+
+
+def test_other_names_are_not_files():
+    """There is no way out of the folder."""
+
+    async def test() -> None:
+        async with picker() as (_, port):
+            for path in ("/console/none.js", "/console/..%2fadmin.py", "/console/__init__.py"):
+                assert (await http1.ask(port, path)).status == 404
+            moved = await http1.ask(port, "/console")
+            assert (moved.status, moved.head.get("location")) == (308, "console/")
+
+    serving.run(test())
+
+
+def test_overview_has_endpoints_traffic_and_problems():
+    """It shows each endpoint, and names a refused configuration."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            process.log_reload(ReloadResult(error="f.yaml: expected a number"))
+            overview = (await http1.ask(port, "/debug/overview")).json()
+            (pool,) = overview["pools"]
+            assert [item["state"]["address"] for item in pool["endpoints"]] == list(ENDPOINTS)
+            assert overview["is_ready"]
+            (problem,) = overview["problems"]
+            assert problem["kind"] == "configuration-refused"
+            assert problem["advice"] == "f.yaml: expected a number"
+
+    serving.run(test())
+
+
+def test_overview_is_made_once_for_many_tabs():
+    """Within a second all get the same bytes."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            process._clock = lambda: 0.0
+            first = await http1.ask(port, "/debug/overview")
+            assert (await http1.ask(port, "/debug/overview")).body == first.body
+
+    serving.run(test())
+
+
+def test_configuration_hides_passwords_and_commands():
+    """A value that may hold a secret is not shown, neither in force nor in the history."""
+
+    async def test() -> None:
+        secret = PeerSyncSection(url="redis://:SECRET@127.0.0.1:1/0")
+        settings = serving.settings(*ENDPOINTS)
+        async with serving.running(settings, peer_sync=secret) as running:
+            await running.sync()
+            answer = await http1.ask(running.ports.pages, "/debug/configuration")
+            assert b"SECRET" not in answer.body
+            paths = [setting["path"] for setting in answer.json()["settings"]]
+            assert "peer_sync.url" in paths
+            assert "scheduling.strategy" in paths
+
+    serving.run(test())
+
+
+def test_no_page_of_the_console_has_a_prompt():
+    """Decisions are described without the text of requests."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            route(process, "id-1").on_finished(endpoint=ENDPOINTS[0], status="200", duration_s=1.0)
+            for path in (
+                *("/debug/overview", "/debug/configuration", "/debug/strategies"),
+                *("/debug/decisions", "/debug/decisions/id-1"),
+            ):
+                answer = await http1.ask(port, path)
+                assert answer.status == 200
+                assert b"SECRET" not in answer.body
+
+    serving.run(test())
+
+
+def test_strategies_are_compared_on_the_last_requests():
+    """The strategy in force is the first, and agrees with itself."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            for number in range(5):
+                route(process, f"id-{number}")
+            compared = (await http1.ask(port, "/debug/strategies")).json()
+            assert compared["num_requests"] == 5
+            first = compared["strategies"][0]
+            assert (first["name"], first["agreement_ratio"]) == ("least-request", 1.0)
+
+    serving.run(test())
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("", {"a-1", "b-2", "c-3", "d-4"}),
+        ("id=a-", {"a-1"}),
+        ("id=A-", {"a-1"}),
+        ("result=open", {"a-1"}),
+        ("result=ok", {"b-2"}),
+        ("result=failed", {"c-3"}),
+        ("result=refused", {"d-4"}),
+        ("endpoint=127.0.0", {"a-1", "b-2", "c-3"}),
+        ("model=demo&result=ok", {"b-2"}),
+        ("model=other", set()),
+        ("limit=1", {"d-4"}),
+    ],
+)
+def test_decisions_are_selected(query, expected):
+    """By parts of names, and by result."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            route(process, "a-1")
+            route(process, "b-2").on_finished(endpoint=None, status="200", duration_s=1.0)
+            route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=1.0)
+            refusal = RejectionRecord("d-4", process._clock(), "", "", no_endpoints())
+            process.decisions.add_rejection(refusal)
+            answer = await http1.ask(port, f"/debug/decisions?{query}")
+            assert {decision["id"] for decision in answer.json()["decisions"]} == expected
+
+    serving.run(test())
+
+
+def test_a_decision_has_the_predicted_and_the_actual_first_token():
+    """What came of it stands beside what was expected."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            recorder = route(process, "id-1")
+            recorder.on_response_headers(
+                0.25, elapsed_s=0.3, status="200", is_stream=False, is_shown=True
+            )
+            recorder.on_finished(endpoint=ENDPOINTS[0], status="200", duration_s=1.0)
+            decision = (await http1.ask(port, "/debug/decisions/id-1")).json()
+            assert decision["first_token_s"] == decision["headers_s"] == pytest.approx(0.25)
+            assert decision["predicted_first_token_s"] is None
+            assert decision["result"] == "ok"
+
+    serving.run(test())
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_the_first_token_of_a_stream_is_that_of_its_first_chunk(is_shown):
+    """Engines send headers before it, so headers alone do not tell it."""
+
+    async def test() -> None:
+        async with picker() as (process, port):
+            recorder = route(process, "id-1")
+            recorder.on_response_headers(
+                0.01, elapsed_s=0.02, status="200", is_stream=True, is_shown=is_shown
+            )
+            if is_shown:
+                recorder.on_response_chunk(0.52)
+            recorder.on_finished(endpoint=ENDPOINTS[0], status="200", duration_s=1.0)
+            decision = (await http1.ask(port, "/debug/decisions/id-1")).json()
+            assert decision["headers_s"] == pytest.approx(0.01)
+            assert decision["first_token_s"] == (pytest.approx(0.51) if is_shown else None)
+
+    serving.run(test())

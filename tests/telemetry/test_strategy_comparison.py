@@ -1,0 +1,64 @@
+"""Strategies compared on recorded decisions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.request import InferenceRequest
+from extproc.scheduling import presets
+from extproc.scheduling.framework import SchedulingContext
+from extproc.telemetry.request_recorder import DecisionRecord
+from extproc.telemetry.strategy_comparison import COMPARED, StrategyComparison
+
+IDLE, BUSY = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
+
+
+def record(number, *, strategy):
+    """A request whose prompt the busy endpoint caches, decided by a strategy."""
+    request = InferenceRequest("chat", prompt_tokens=1000)
+    candidates = [
+        Candidate(IDLE, load=Load(at=0.0, waiting=0.0, running=0.0, kv_usage=0.0)),
+        Candidate(
+            BUSY,
+            load=Load(at=0.0, waiting=0.0, running=8.0, kv_usage=0.2),
+            in_flight=8,
+            estimated_requests=8.0,
+            matched_tokens=900,
+        ),
+    ]
+    context = SchedulingContext(request, 0.0, random.Random(1), blocks=(1,))
+    decision = presets.profiles()[strategy].run(context, candidates)
+    return DecisionRecord(f"id-{number}", float(number), decision)
+
+
+@pytest.mark.parametrize("strategy", ["least-request", "adaptive"])
+def test_the_strategy_in_force_agrees_with_itself(strategy):
+    """It is the first result, of what was chosen in fact, and is not listed twice."""
+    comparison = StrategyComparison()
+    for number in range(6):
+        comparison.add(record(number, strategy=strategy))
+    first, *others = comparison.results()
+    assert (first.name, first.is_in_force, first.agreement_ratio) == (strategy, True, 1.0)
+    assert [result.name for result in others] == [name for name in COMPARED if name != strategy]
+
+
+def test_results_say_what_another_strategy_would_have_chosen():
+    """Where caches count, the first token comes sooner, on the endpoint that has the prompt."""
+    comparison = StrategyComparison()
+    for number in range(6):
+        comparison.add(record(number, strategy="least-request"))
+    by_name = {result.name: result for result in comparison.results()}
+    least, adaptive = by_name["least-request"], by_name["adaptive"]
+    assert (least.cached_ratio, adaptive.cached_ratio) == (0.0, 0.9)
+    assert (adaptive.agreement_ratio, adaptive.num_endpoints, adaptive.max_share) == (0.0, 1, 1.0)
+    assert adaptive.first_token_s < least.first_token_s
+    turns = by_name["round-robin"]
+    assert (turns.num_endpoints, turns.agreement_ratio, turns.max_share) == (2, 0.5, 0.5)
+
+
+def test_without_requests_there_is_nothing_to_compare():
+    """No strategy has a row."""
+    assert StrategyComparison().results() == []
