@@ -21,6 +21,7 @@ SHORTEST_REFRESH_S = 0.05
 _DEBUG_VERBOSITY = 4
 
 _ZAP_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
+_ZAP_ENCODERS = {"console": "text", "json": "json"}
 
 
 _PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
@@ -142,6 +143,14 @@ def _zap(_: str, text: str) -> str | None:
     return "debug" if text.isdigit() and int(text) else _ZAP_LEVELS.get(text)
 
 
+def _zap_development(flag: str, text: str) -> str | None:
+    return "debug" if boolean(flag, text) else None
+
+
+def _zap_encoder(_: str, text: str) -> str | None:
+    return _ZAP_ENCODERS.get(text)
+
+
 def default(flag: Flag) -> str:
     """The value of a flag that is not set, as it would be written; empty for none."""
     value: Any = Settings()
@@ -151,7 +160,7 @@ def default(flag: Flag) -> str:
         value = not value
     if isinstance(value, bool):
         return str(value).lower()
-    if value is None or value == "" or flag.read is _verbosity:
+    if value is None or value == "" or flag.read in {_verbosity, _zap_development}:
         return ""
     return f"{value:g}s" if isinstance(value, float) else str(value)
 
@@ -283,9 +292,18 @@ FLAGS: Sequence[Flag] = (
         "seed of all random draws; drawn from the system unless set",
         "N",
     ),
+    # Of the flags for a setting, the last of this table wins.
+    Flag(
+        "zap-devel",
+        ("log", "level"),
+        _zap_development,
+        "true is debug, unless a flag below names a level",
+        "BOOL",
+    ),
     Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
     Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
     Flag("log-level", ("log", "level"), _text, "least severe level that is logged", "LEVEL"),
+    Flag("zap-encoder", ("log", "format"), _zap_encoder, "json, or console, which is text", "WORD"),
     Flag("log-format", ("log", "format"), _text, "text or json", "FORMAT"),
     Flag(
         "log-requests",

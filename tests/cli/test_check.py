@@ -57,11 +57,11 @@ def test_check_describes_a_file(tmp_path, capsys):
 def test_check_takes_the_flags_of_serve(capsys):
     """The arguments of a Deployment can be checked as they stand."""
     words = ["--endpoints", "10.0.0.1:8000", "--strategy=round-robin", "--secure-serving=false"]
-    assert main.main(["check", *words, "--zap-devel", "--conformance-testing"]) == 0
+    assert main.main(["check", *words, "--logtostderr", "--conformance-testing"]) == 0
     output = capsys.readouterr().out
     assert "profile     round-robin" in output
     assert "without TLS" in output
-    assert "warning: --zap-devel has no effect" in output
+    assert "warning: --logtostderr has no effect" in output
     assert "warning: conformance is on" in output
 
 

@@ -82,6 +82,12 @@ REACHES = [
     ("v", ["-v", "4"], "log.level", "debug"),
     ("v", ["--v=2"], "log.level", "info"),
     ("zap-log-level", ["--zap-log-level=warn"], "log.level", "warning"),
+    ("zap-devel", ["--zap-devel"], "log.level", "debug"),
+    ("zap-devel", ["--zap-devel=false"], "log.level", "info"),
+    ("zap-devel", ["--zap-devel", "true", "-v", "2"], "log.level", "info"),
+    ("zap-encoder", ["--zap-encoder=json"], "log.format", "json"),
+    ("zap-encoder", ["--zap-encoder", "console"], "log.format", "text"),
+    ("zap-encoder", ["--zap-encoder=json", "--log-format=text"], "log.format", "text"),
     ("log-level", ["-v=5", "--log-level", "error"], "log.level", "error"),
     ("log-format", ["--log-format=json"], "log.format", "json"),
     ("log-requests", ["--log-requests", "errors"], "log.requests", "errors"),
@@ -227,8 +233,7 @@ def test_upstream_command_line_is_accepted_without_warnings():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--zap-encoder=json"], "--zap-encoder=json"),
-        (["--zap-devel", "true"], "--zap-devel"),
+        (["--zap-stacktrace-level=error"], "--zap-stacktrace-level=error"),
         (["--zap_time_encoding", "iso8601"], "--zap_time_encoding"),
         (["-logtostderr"], "-logtostderr"),
         (["--vmodule=a=1"], "--vmodule"),
@@ -257,3 +262,15 @@ def test_short_refresh_is_clamped():
 def test_an_unknown_log_level_keeps_the_default(words):
     """A log level of another program that has no like here does not abort."""
     assert resolve(ENDPOINTS, *words).settings.log.level == "info"
+
+
+def test_an_unknown_encoder_keeps_the_default():
+    """Nor does an encoder."""
+    assert resolve(ENDPOINTS, "--zap-encoder=xml").settings.log.format == "text"
+
+
+def test_an_encoder_beats_the_file():
+    """As every flag does."""
+    text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, log: {format: json}}"
+    resolved = resolve(ENDPOINTS, "--config-text", text, "--zap-encoder=console")
+    assert resolved.settings.log.format == "text"

@@ -323,7 +323,7 @@ def test_015_two_pickers_side_by_side():
 
 
 def test_016_the_reference_pickers_flags_are_accepted():
-    """The arguments of the conformance suite's Deployment do not abort; log flags only warn."""
+    """The arguments of the conformance suite's Deployment are taken."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     flags.add(parser)
     words = (
@@ -337,4 +337,5 @@ def test_016_the_reference_pickers_flags_are_accepted():
         9002,
         9003,
     )
-    assert any("zap-encoder" in warning for warning in resolved.warnings)
+    assert resolved.settings.log.format == "json"
+    assert not any("zap" in warning for warning in resolved.warnings)
