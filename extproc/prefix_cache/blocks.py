@@ -12,8 +12,10 @@ prompts part, and cost memory at the back.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import Final
 
 import mmh3
 import msgspec
@@ -23,6 +25,10 @@ from extproc.request import BYTES_PER_TOKEN
 #: Hashes are cut to 60 bits: a Python int of two 30-bit digits takes 32 bytes, one of three 48.
 #: Among ten million blocks the chance that any two share a hash is about 4e-5.
 HASH_MASK = (1 << 60) - 1
+
+#: Most blocks of a schedule (count): equal ones of 64 bytes, vLLM's 16 tokens, up to 4 MiB. Tables of
+#: this length take 10 MB, and a prompt of the limit 40 ms.
+MAX_BLOCKS: Final = 65_536
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,11 +62,18 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Refuse what cannot make a chain.
 
         Raises:
-            ValueError: A field is below one; msgspec reports it with the path of the field.
+            ValueError: A field is below one, or there are too many blocks; msgspec reports it with
+                the path.
         """
         for name in self.__struct_fields__:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        num_blocks = sum(count for _, count in _rows(self))
+        if num_blocks > MAX_BLOCKS:
+            raise ValueError(
+                f"expected at most {MAX_BLOCKS} blocks up to limit_bytes, got {num_blocks}; "
+                "raise block_bytes or growth"
+            )
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -85,13 +98,20 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 @lru_cache(maxsize=16)
 def _cuts(schedule: Schedule) -> tuple[int, ...]:
     cuts = [0]
-    step = schedule.block_bytes
-    last = schedule.limit_bytes
-    for border in (schedule.fine_bytes, schedule.fine_bytes * schedule.span, last):
-        while cuts[-1] < border and cuts[-1] + step <= last:
-            cuts.append(cuts[-1] + step)
-        step *= schedule.growth
+    for step, count in _rows(schedule):
+        begin = cuts[-1]
+        cuts += [begin + step * number for number in range(1, count + 1)]
     return tuple(cuts)
+
+
+def _rows(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Length of blocks, and how many there are of it, in order."""
+    begin, step, last = 0, schedule.block_bytes, schedule.limit_bytes
+    for border in (schedule.fine_bytes, schedule.fine_bytes * schedule.span, last):
+        count = max(0, min(-((begin - border) // step), (last - begin) // step))
+        yield step, count
+        begin += count * step
+        step *= schedule.growth
 
 
 @lru_cache(maxsize=16)

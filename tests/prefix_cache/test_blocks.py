@@ -45,12 +45,27 @@ def test_any_schedule_ascends_within_its_limit(block_bytes, growth, fine_bytes, 
     )
     assert schedule.cuts[-1] <= limit_bytes
     assert all(b - a >= block_bytes for a, b in pairwise(schedule.cuts))
+    expected, step = [0], block_bytes
+    for border in (fine_bytes, fine_bytes * span, limit_bytes):
+        while expected[-1] < border and expected[-1] + step <= limit_bytes:
+            expected.append(expected[-1] + step)
+        step *= growth
+    assert schedule.cuts == tuple(expected)
 
 
 def test_schedule_refuses_zero():
     """A zero field is a validation error that names the field."""
     with pytest.raises(msgspec.ValidationError, match="block_bytes"):
         msgspec.convert({"block_bytes": 0}, blocks.Schedule)
+
+
+def test_schedule_refuses_tables_without_end():
+    """Blocks of a byte would make millions; those of vLLM up to the longest prompt are allowed."""
+    with pytest.raises(msgspec.ValidationError, match=r"65536 blocks.*got 4194304"):
+        msgspec.convert({"block_bytes": 1, "growth": 1}, blocks.Schedule)
+    with pytest.raises(msgspec.ValidationError, match="raise block_bytes"):
+        msgspec.convert({"limit_bytes": 1 << 60}, blocks.Schedule)
+    assert len(blocks.Schedule(block_bytes=64, growth=1).cuts) == blocks.MAX_BLOCKS + 1
 
 
 @given(st.binary(max_size=200), st.binary(max_size=8))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import xxhash
 
+from extproc.scheduling.pickers import prefix_hash
 from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from tests.scheduling import builders
 
@@ -156,23 +157,25 @@ def test_a_new_endpoint_takes_only_its_share():
 
 
 def test_ring_positions_are_computed_once():
-    """Loads, order and time do not matter."""
-    picker = PrefixHash()
+    """Loads, order and time do not matter, nor which profile asks."""
+    picker, other = PrefixHash(replication=251), PrefixHash(replication=251, prefix_chars=7)
+    rings = prefix_hash._rings(251)
     candidates = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
     picker.pick(builders.context(), candidates, [0.0] * 5, count=1)
-    before = dict(picker._rings)
-    picker.pick(builders.context(), candidates[::-1], [0.0] * 5, count=1)
-    assert all(picker._rings[name] is ring for name, ring in before.items())
-    assert len(picker._rings) == 5
+    before = dict(rings)
+    other.pick(builders.context(), candidates[::-1], [0.0] * 5, count=1)
+    assert all(rings[name] is ring for name, ring in before.items())
+    assert len(rings) == 5
 
 
-def test_removed_endpoints_are_forgotten():
+def test_removed_endpoints_are_forgotten(monkeypatch):
     """The number of rings is bounded, however many endpoint names come and go."""
+    monkeypatch.setattr(prefix_hash, "_MAX_PLACES", 4096)
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
         candidates = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
         picker.pick(builders.context(), candidates, [0.0] * 500, count=1)
-        assert len(picker._rings) <= 4096 + 500
+        assert len(prefix_hash._rings(1)) <= 4096 + 500
 
 
 def test_endpoints_with_equal_names_both_serve():

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -19,11 +19,11 @@ from extproc.scheduling.framework import SchedulingContext, Signal
 #: Size of the ring.
 _RING_SIZE = 1 << 64
 
-#: Endpoints with stored rings (count), 2 KiB each; beyond, those of absent endpoints are dropped.
-_MAX_RINGS = 4096
+#: Places on stored rings (count), eight bytes each; beyond, rings of absent endpoints are dropped.
+_MAX_PLACES = 1 << 22
 
 
-class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Consistent hashing with bounded loads (docs/spec/prior-systems.md#prefixhash).
 
     Every endpoint stands on a ring `replication` times, at the xxhash64 of its name and a decimal
@@ -61,15 +61,6 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mean_load_factor: Annotated[float, msgspec.Meta(ge=100)] = 125.0
     prefix_chars: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 100
     min_load_requests: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
-    @cached_property
-    def _rings(self) -> dict[str, array[int]]:
-        """Places of each endpoint, sorted; follows from its name, so a dry run may fill it.
-
-        To lay them out in one ring would cost half a second for a thousand endpoints, each time one
-        of them comes or goes.
-        """
-        return {}
 
     def pick(
         self,
@@ -113,32 +104,42 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
         An endpoint is met at the first of its places not below the key, or at its lowest.
         """
-        rings = self._rings
+        rings = _rings(self.replication)
         met: list[tuple[int, str, int]] = []
         for name, at in places.items():
             ring = rings.get(name)
             if ring is None:
-                ring = self._build_ring(name, places)
+                ring = rings[name] = self._build_ring(name, rings, places)
             next_up = bisect_left(ring, key)
             distance = ring[next_up] - key if next_up < len(ring) else ring[0] - key + _RING_SIZE
             met.append((distance, name, at))
         met.sort()
         return [at for _, _, at in met]
 
-    def _build_ring(self, name: str, places: Mapping[str, int]) -> array[int]:
-        rings = self._rings
-        if len(rings) >= _MAX_RINGS:
+    def _build_ring(
+        self, name: str, rings: dict[str, array[int]], places: Mapping[str, int]
+    ) -> array[int]:
+        if len(rings) * self.replication >= _MAX_PLACES:
             for other in rings.keys() - places.keys():
                 del rings[other]
-        ring = array(
+        return array(
             "Q",
             sorted(
                 xxhash.xxh64_intdigest(f"{name}{index}".encode())
                 for index in range(self.replication)
             ),
         )
-        rings[name] = ring
-        return ring
+
+
+@cache
+def _rings(replication: int) -> dict[str, array[int]]:
+    """Places of endpoints by name, sorted, for all pickers of the process.
+
+    They follow from the name, so a dry run may add some. To lay them out in one ring would cost half
+    a second for a thousand endpoints, each time one of them comes or goes.
+    """
+    del replication
+    return {}
 
 
 def _places(candidates: Sequence[Candidate]) -> dict[str, int]:
