@@ -66,7 +66,13 @@ networking.gke.io/v1 HealthCheckPolicy:
       grpcHealthCheck: {portSpecification: USE_FIXED_PORT|USE_SERVING_PORT, port: port}
 networking.gke.io/v1 GCPBackendPolicy:
   targetRef!: {group!: text, kind!: text, name!: text}
-  default!: {timeoutSec: number}
+  default!: {timeoutSec: number, logging: {enabled: flag, sampleRate: number}}
+gateway.kgateway.dev/v1alpha1 HTTPListenerPolicy:
+  targetRefs!: [{group!: text, kind!: text, name!: text}]
+  accessLog: [{fileSink!: {path!: text, jsonFormat: texts, stringFormat: text}}]
+agentgateway.dev/v1alpha1 AgentgatewayPolicy:
+  targetRefs!: [{group!: text, kind!: text, name!: text}]
+  frontend: {accessLog: {attributes: {add: [{name!: text, expression!: text}]}}}
 monitoring.coreos.com/v1 ServiceMonitor:
   selector!: {matchLabels!: labels}
   namespaceSelector: {matchNames: [text]}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -154,9 +155,36 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
     assert sorted(removed) == sorted(named)
     del times["@type"]
     assert times == {key: manager[key] for key in times}
-    assert "access_log" in times
+    assert {"access_log", "local_reply_config"} <= times.keys()
     gateway = parts.only(documents, "Gateway")["metadata"]["name"]
     assert gateway in spec["workloadSelector"]["labels"].values()
+
+
+def test_gateways_write_the_access_log_of_the_shipped_files():
+    """As far as they can: kgateway all of it, agentgateway what it does not log by itself."""
+    manager, _ = edge()
+    log_format = manager["access_log"][0]["typed_config"]["log_format"]["json_format"]
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/kgateway")
+    (log,) = parts.only(documents, "HTTPListenerPolicy")["spec"]["accessLog"]
+    assert log["fileSink"]["jsonFormat"] == log_format
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/agentgateway")
+    log = parts.only(documents, "AgentgatewayPolicy")["spec"]["frontend"]["accessLog"]
+    for attribute in log["attributes"]["add"]:
+        ((header,),) = (re.findall(r'headers\["(.+?)"\]', attribute["expression"]),)
+        assert f"({header.upper()})" in log_format[attribute["name"]]
+
+
+def test_policies_are_for_the_gateway_of_their_overlay():
+    """Under its name and kind."""
+    for overlay, kind in (
+        ("agentgateway", "AgentgatewayPolicy"),
+        ("envoy-gateway", "ClientTrafficPolicy"),
+        ("kgateway", "HTTPListenerPolicy"),
+    ):
+        documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
+        (target,) = parts.only(documents, kind)["spec"]["targetRefs"]
+        gateway = parts.only(documents, "Gateway")
+        assert (target["kind"], target["name"]) == ("Gateway", gateway["metadata"]["name"])
 
 
 def test_cluster_wide_overlays_have_read_permissions_only():
