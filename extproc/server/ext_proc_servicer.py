@@ -145,7 +145,7 @@ class ExternalProcessorServicer:
             del self._streams[task]
             self._memory_trimmer.count(len(self._streams))
             observer.on_stream_ended(result)
-            stream.finish()
+            stream.finish(result)
 
     def _open_stream(self, context: Context) -> StreamHandler:
         if self.shared.trace_sampler is None:

@@ -243,7 +243,7 @@ class ExtProcCall(ServerCall):
         self._is_closed = True
         self._backlog = []
         self._servicer.on_end(self, result)
-        self.stream.finish()
+        self.stream.finish(result)
         return True
 
 

@@ -37,6 +37,11 @@ class RequestObserver(Protocol):
     ) -> None:
         """The request was rejected; the id is empty and labels are None where unknown."""
 
+    def on_abandoned(
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
+    ) -> None:
+        """The stream ended before the request was routed; nobody reads the rejection."""
+
     def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Flow control admitted the request after it was queued."""
 

@@ -29,15 +29,22 @@ from extproc.server.flow_control_shell import (
     RateReservation,
 )
 from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
-from extproc.server.request_observer import RequestObserver, StreamObserver
+from extproc.server.request_observer import RequestObserver, StreamObserver, StreamResult
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 _RESPONSE_BODY = MessageKind.RESPONSE_BODY
+
+#: Ends of a stream for which the picker is not to blame.
+_WITHOUT_ERROR: frozenset[StreamResult] = frozenset({"ok", "cancelled"})
 
 #: Response to a client whose request body stopped arriving.
 STALLED = Rejection(
     408, "the request body stopped arriving, or arrives too slowly", cause="body-stalled"
 )
+
+#: Stands for the response to a client that left before an endpoint was chosen; 499 is the status of
+#: nginx and of access logs for that.
+_CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", cause="client-left")
 
 #: Response to a client whose request met an unexpected exception.
 _BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
@@ -417,7 +424,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             )
             self.address = self._reservation.endpoint.address
 
-    def finish(self) -> None:
+    def finish(self, result: StreamResult = "ok") -> None:
         """Release all resources at the end of the stream. Called once.
 
         A step that raises is a bug, which must not keep what the others give back; those that free
@@ -430,11 +437,10 @@ class StreamHandler(msgspec.Struct, eq=False):
             exchange.close()
             if flow_controller is not None and self.queued is not None:
                 flow_controller.cancel(self.queued, context.clock())
-                self.queued = None
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
         if reservation is None or director is None:
-            self._attempt(self._refund)
+            self._end_unrouted(result)
             return
         now, status = context.clock(), exchange.status
         try:
@@ -461,6 +467,29 @@ class StreamHandler(msgspec.Struct, eq=False):
             )
         except Exception as error:  # noqa: BLE001 - counted and logged
             context.observer.on_exception(error)
+
+    def _end_unrouted(self, result: StreamResult) -> None:
+        """Refund a request that was not routed, and report it unless it was answered."""
+        self._attempt(self._refund)
+        if not self.is_over and result in _WITHOUT_ERROR:
+            self._attempt(self._report_abandoned)
+        self.queued = None
+
+    def _report_abandoned(self) -> None:
+        """Report a request whose stream ended before it was answered."""
+        exchange, rejection, labels = self.exchange, _CLIENT_LEFT, None
+        if exchange.request_state is RequestState.IDLE:
+            return
+        if len(exchange.status) == 3 and exchange.status.isdecimal():
+            message = "Envoy answered before an endpoint was chosen"
+            rejection = Rejection(int(exchange.status), message, cause="answered-by-envoy")
+        if self.queued is not None:
+            prepared = self.queued.prepared
+            labels = self._label(prepared.request, prepared.raw.headers)
+        self._start_trace()
+        self._observer.on_abandoned(
+            rejection, request_id=exchange.request_id, labels=labels, now=self._context.clock()
+        )
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Take a step at the end of the stream."""

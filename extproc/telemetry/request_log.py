@@ -20,7 +20,7 @@ _log.setLevel(logging.INFO)
 
 
 class LoggedRequestRecorder(RequestRecorder):
-    """Recorder that logs its request: when it is refused, or at the end of its stream."""
+    """Recorder that logs its request: when it is refused or abandoned, or at its end."""
 
     failures_only: ClassVar[bool] = False
     _queue_s: float | None = None
@@ -35,10 +35,27 @@ class LoggedRequestRecorder(RequestRecorder):
     ) -> None:
         """Count, record and log a rejection."""
         RequestRecorder.on_rejected(self, rejection, request_id=request_id, labels=labels, now=now)
+        self._log_unrouted("request refused", rejection, request_id, labels)
+
+    def on_abandoned(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
+        """Count, record and log a request whose stream ended before it was routed."""
+        RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)
+        self._log_unrouted("request abandoned", rejection, request_id, labels)
+
+    def _log_unrouted(
+        self, message: str, rejection: Rejection, request_id: str, labels: RequestLabels | None
+    ) -> None:
         log_event(
             _log,
             logging.INFO,
-            "request refused",
+            message,
             id=shorten_id(request_id) or None,
             pool=self._pool_counters.name or None,
             model=model_of(labels) or None,
@@ -75,7 +92,7 @@ class LoggedRequestRecorder(RequestRecorder):
 
 
 class LoggedFailureRecorder(LoggedRequestRecorder):
-    """Recorder that logs refused requests, and those without a response below 400."""
+    """Recorder that logs refused and abandoned requests, and others without a response below 400."""
 
     failures_only: ClassVar[bool] = True
 

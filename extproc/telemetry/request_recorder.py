@@ -306,9 +306,20 @@ class RequestRecorder(msgspec.Struct, eq=False):
         now: float,
     ) -> None:
         """Count a rejection, and record it where the request has an id."""
-        counters = self._pool_counters
-        counters.record_rejection(rejection)
+        self._pool_counters.record_rejection(rejection)
         self._refusal_status = str(rejection.status)
+        RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)
+
+    def on_abandoned(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
+        """Count a request by the status of its rejection, and record it where it has an id."""
+        counters = self._pool_counters
         if self._series is None:
             series = counters.series.find(labels or UNPARSED)
             series.record_refused(rejection.status)

@@ -130,7 +130,20 @@ class TracedRequest:
         self._rejection = rejection
         if self._decision is None:
             self._request_id = request_id
-            self._send_rejected(rejection, model_of(labels), now)
+            self._send_unrouted("refused", rejection, model_of(labels), now)
+
+    def on_abandoned(
+        self,
+        rejection: Rejection,
+        *,
+        request_id: str,
+        labels: RequestLabels | None,
+        now: float,
+    ) -> None:
+        """Send the span of a request whose stream ended before it was routed."""
+        self._recorder.on_abandoned(rejection, request_id=request_id, labels=labels, now=now)
+        self._request_id = request_id
+        self._send_unrouted("abandoned", rejection, model_of(labels), now)
 
     def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Note the time in the queue."""
@@ -198,7 +211,7 @@ class TracedRequest:
             root = self._root(decision, endpoint or decision.endpoints[0].address, status, end_s)
             self._sink.add(self._trace, [root, *self._decision_spans(decision)])
 
-    def _send_rejected(self, rejection: Rejection, model: str, now: float) -> None:
+    def _send_unrouted(self, what: str, rejection: Rejection, model: str, now: float) -> None:
         attributes = self._common_attributes(model)
         attributes |= {
             "http.response.status_code": rejection.status,
@@ -206,7 +219,7 @@ class TracedRequest:
         }
         self._sink.add(
             self._trace,
-            [self._root_record(now, attributes, error=f"refused: {rejection.cause}")],
+            [self._root_record(now, attributes, error=f"{what}: {rejection.cause}")],
         )
 
     def _root(self, decision: Decision, endpoint: str, status: str, end_s: float) -> SpanRecord:

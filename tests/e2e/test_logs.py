@@ -80,6 +80,20 @@ async def test_a_request_is_logged_under_the_id_of_the_client(place, served):
     assert line["pick"].startswith("least-request; chose=")
 
 
+async def test_a_client_that_leaves_within_its_body_is_logged(place):
+    """With the status of clients that left, and counted by it."""
+    async with http1.calling(place.port) as call:
+        fields = [("content-length", str(len(CHAT))), ("x-request-id", "left")]
+        await call.start("POST", PATH, fields)
+        await call.send(CHAT[:20])
+        await place.until(lambda result: result["extproc_body_buffer_bytes"] == 20)
+        call.cut()
+    line = await logged(place, "request abandoned", id="left")
+    assert (line["status"], line["cause"]) == (499, "client-left")
+    metrics = await place.metrics()
+    assert metrics['extproc_requests_total{model="none",status="499"}'] == 1
+
+
 async def test_refused_requests_are_logged_with_their_cause(place):
     """Each with its id, and the first of them with a count."""
     headers = [("x-request-id", "broken")]

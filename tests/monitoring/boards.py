@@ -264,7 +264,7 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Requests by status",
-                    "HTTP status of the response or of the rejection; none: the client left, or the engine died.",
+                    "HTTP status of the response or of the rejection; 499: the client left before an endpoint was chosen; none: later, or the engine died.",
                     "reqps",
                     _rates("extproc_requests_total", "status", matcher="<model>"),
                     stacked=True,

@@ -39,8 +39,9 @@ class StreamFixture:
         routing = self.pool_fixture.director.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.pool_fixture.director.reconfigure(routing.__class__(routing.profile, {}, settings))
+        self.counters = ProcessCounters()
         observer = StreamRecorder(
-            ProcessCounters(), DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
+            self.counters, DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
         )
         self.flow_controller = AsyncFlowController(
             self.pool_fixture.director,
@@ -138,6 +139,37 @@ async def test_streams_apply_the_limit_of_the_tenant():
     third, answers = fixture.send()
     assert refusals(answers) == [429]
     third.finish()
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_a_client_that_leaves_the_queue_is_counted_and_logged(caplog, is_admitted):
+    """With status 499 and its model, and not as a refusal, also just after its admission."""
+    fixture = StreamFixture(timeout_s=300.0)
+    stream, _ = fixture.send()
+    if is_admitted:
+        fixture.list_endpoints(A)
+        await turned(stream)
+    stream.finish("cancelled")
+    counters = fixture.counters.for_pool("")
+    assert [series.requests for series in counters.series] == [{"499": 1}]
+    assert not counters.rejection_causes
+    (line,) = [record for record in caplog.records if record.name == "extproc.requests"]
+    assert line.message == "request abandoned"
+    assert line.fields.items() >= {"model": "m", "status": 499, "cause": "client-left"}.items()
+    assert fixture.pool_fixture.in_flight == 0
+
+
+async def test_a_refused_client_that_leaves_is_not_abandoned():
+    """It is counted once, by its refusal, and one without a request not at all."""
+    fixture = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
+    routed, _ = fixture.send()
+    refused, answers = fixture.send()
+    assert refusals(answers) == [429]
+    refused.finish("cancelled")
+    stream_handler.open_stream(fixture.shared).finish("cancelled")
+    routed.finish("cancelled")
+    (series,) = fixture.counters.for_pool("").series
+    assert series.requests == {"429": 1, "none": 1}
 
 
 @pytest.mark.parametrize("limited", [False, True])

@@ -125,6 +125,40 @@ def test_refused_requests_are_traced(events, cause):
     assert root.attributes["http.response.status_code"] == reply.status
 
 
+START = ProcessingRequest(MessageKind.REQUEST_BODY, body=b"{")
+
+
+def test_a_client_that_leaves_while_its_body_arrives_is_traced():
+    """Its span ends with the status of clients that left, and it is recorded by its id."""
+    scene = TracedStreams()
+    stream, _ = scene.begin(headers(traceparent=SAMPLED, **{"x-request-id": "left"}), START)
+    stream.finish("cancelled")
+    ((_, names, root),) = scene.traces
+    assert (names, root.error) == (["gateway.request"], "abandoned: client-left")
+    assert root.attributes["http.response.status_code"] == 499
+    assert scene.decisions.find("left").rejection.cause == "client-left"
+
+
+def test_an_early_answer_of_envoy_is_traced():
+    """With the status of the answer."""
+    scene = TracedStreams()
+    answer_of_envoy = ProcessingRequest(MessageKind.RESPONSE_HEADERS, {":status": "413"})
+    stream, _ = scene.begin(headers(traceparent=SAMPLED), START, answer_of_envoy)
+    stream.finish()
+    ((_, _, root),) = scene.traces
+    assert root.error == "abandoned: answered-by-envoy"
+    assert root.attributes["http.response.status_code"] == 413
+
+
+@pytest.mark.parametrize("result", ["protocol", "error"])
+def test_a_stream_that_breaks_is_not_abandoned(result):
+    """Its client did not leave."""
+    scene = TracedStreams()
+    stream, _ = scene.begin(headers(traceparent=SAMPLED), START)
+    stream.finish(result)
+    assert not scene.traces
+
+
 def test_overload_is_traced():
     """A request that finds too many streams was not even read."""
     scene = TracedStreams(max_streams=0)

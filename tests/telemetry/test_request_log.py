@@ -102,6 +102,18 @@ def test_a_line_of_a_refused_request_has_the_cause(caplog):
     assert scene.take() == [("request refused", {**fields, "retry_after_s": 3})]
 
 
+@pytest.mark.parametrize(("mode", "count"), [("off", 0), ("errors", 1), ("all", 1)])
+def test_an_abandoned_request_has_a_line(caplog, mode, count):
+    """It got no answer, so it is an error."""
+    scene = RequestLogFixture(caplog, mode)
+    request = scene.recorder.observe_request("demo")
+    rejection = Rejection(499, CANARY, cause="client-left")
+    request.on_abandoned(rejection, request_id="id", labels=None, now=1.0)
+    fields = {"id": "id", "pool": "demo", "model": None, "status": 499, "cause": "client-left"}
+    expected = ("request abandoned", {name: value for name, value in fields.items() if value})
+    assert scene.take() == [expected] * count
+
+
 def test_a_request_that_fails_after_its_choice_has_one_line(caplog):
     """A bug of ours is answered with 500, and then the stream ends."""
     scene = RequestLogFixture(caplog, "all")
