@@ -22,6 +22,9 @@ PROCESS_GAUGES: Mapping[str, str] = {
     "extproc_prefix_index_bytes": "Bytes of memory of the prefix index, estimated.",
 }
 
+#: Results of streams. All are there from the start: a rate is blind for the first count of a series.
+_STREAM_RESULTS = ("ok", "cancelled", "protocol", "error")
+
 
 class Exposition:
     """Renders the metrics page on demand.
@@ -107,7 +110,10 @@ class Exposition:
     def _streams(self) -> Iterator[MetricFamily]:
         counters = self._counters
         yield _counter(
-            "extproc_streams", "ext_proc streams that ended, by result.", "result", counters.streams
+            "extproc_streams",
+            "ext_proc streams that ended, by result.",
+            "result",
+            {result: counters.streams[result] for result in _STREAM_RESULTS},
         )
         yield _gauge(
             "extproc_streams_open", "ext_proc streams that are open.", counters.streams_open

@@ -77,6 +77,13 @@ def labeled(counts: Mapping[str, float]) -> list[Sample]:
     return [([value], count) for value, count in counts.items()]
 
 
+#: Refusals of the queue, by status and cause. They are there from the start, because an alert is for
+#: the first one, and a rate is blind for the first count of a series.
+_QUEUE_REFUSALS = dict.fromkeys(
+    [(429, cause) for cause in ("queue-full", "queue-timeout", "displaced")], 0
+)
+
+
 #: A counter family: name, help text, labels after `pool`, and its samples in one pool.
 _CounterRow = tuple[str, str, tuple[str, ...], Callable[[PoolCounters], Iterable[Sample]]]
 
@@ -93,7 +100,7 @@ _COUNTERS: tuple[_CounterRow, ...] = (
         ("status", "cause"),
         lambda counters: [
             ([str(status), cause], count)
-            for (status, cause), count in counters.rejection_causes.items()
+            for (status, cause), count in (_QUEUE_REFUSALS | counters.rejection_causes).items()
         ],
     ),
     (

@@ -107,8 +107,22 @@ RECORDING_RULES: Sequence[RecordingRule] = (
 
 
 def _new_or_more(metric: str, window: str) -> str:
-    """An expression for a counter that rose; the first count of a series is a rise as well."""
-    return f"increase({metric}[{window}]) > 0\n  or {metric} > 0 unless {metric} offset {window}"
+    """An expression for a counter that rose; the first count of a series is a rise as well.
+
+    A scrape that fails neither hides a new series nor makes an old one new.
+    """
+    now, before = f"last_over_time({metric}[2m])", f"last_over_time({metric}[5m] offset {window})"
+    return f"increase({metric}[{window}]) > 0\n  or {now} > 0 unless {before}"
+
+
+def _gauge(metric: str) -> str:
+    """An expression for a gauge, which has its last value for a while where a scrape fails.
+
+    Without it, `for` would begin anew with each failed scrape, and a busy replica would never
+    raise an alert.
+    """
+    last = f"last_over_time({metric}[2m])"
+    return f"({metric} or {last} and on (namespace, job, instance) up == 0)"
 
 
 ALERTS: Sequence[Alert] = (
@@ -141,11 +155,13 @@ ALERTS: Sequence[Alert] = (
         severity="critical",
         for_="1m",
         expr=(
-            "max by (namespace, pool) (extproc_pool_match_state)\n"
+            f"max by (namespace, pool) {_gauge('extproc_pool_match_state')}\n"
+            "  unless on (namespace, pool) max by (namespace, pool) (\n"
+            f"    {_gauge('extproc_endpoint_up')}\n"
+            f"      * (1 - {_gauge('extproc_endpoint_ejected')})\n"
+            "  ) > 0\n"
             "  unless on (namespace, pool) max by (namespace, pool)"
-            " (extproc_endpoint_up * (1 - extproc_endpoint_ejected)) > 0\n"
-            "  unless on (namespace, pool) max by (namespace, pool)"
-            " (extproc_scaling_desired_replicas) == 0"
+            f" {_gauge('extproc_scaling_desired_replicas')} == 0"
         ),
         summary="Pool {{ $labels.pool }} has no endpoint that serves",
         meaning="The pool is empty, or every endpoint is ejected or refuses connections. Requests get 503, or wait if [flow control](../guides/queueing.md) is on. A pool that was scaled to zero does not count.",
@@ -157,9 +173,9 @@ ALERTS: Sequence[Alert] = (
         severity="critical",
         for_="1m",
         expr=(
-            "sum by (namespace, pool) (max by (namespace, pool, endpoint) (extproc_endpoint_ejected))\n"
-            "  / count by (namespace, pool) (max by (namespace, pool, endpoint) (extproc_endpoint_ejected))\n"
-            "  > 0.25"
+            "avg by (namespace, pool) (\n"
+            f"  max by (namespace, pool, endpoint) {_gauge('extproc_endpoint_ejected')}\n"
+            ") > 0.25"
         ),
         summary="{{ $value | humanizePercentage }} of the endpoints of pool {{ $labels.pool }} are ejected",
         meaning="More than a quarter of the engines fail at once, and the others take their load. At most half of a pool is ejected for errors, see [outlier detection](../concepts/failing-endpoints.md#limits).",
@@ -180,7 +196,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocEndpointEjected",
         severity="warning",
         for_="5m",
-        expr="max by (namespace, pool, endpoint) (extproc_endpoint_ejected) > 0",
+        expr=f"max by (namespace, pool, endpoint) {_gauge('extproc_endpoint_ejected')} > 0",
         summary="{{ $labels.endpoint }} of pool {{ $labels.pool }} is ejected",
         meaning="An engine died, hangs or answers errors, and gets no requests but probes. The others serve.",
         look="`health` and `cause` in `GET /debug/pool`; board [One pool](dashboards.md#one-pool), panels Ejected and Ejections by cause; lines `endpoint ejected` of the log.",
@@ -273,7 +289,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocConfigRejected",
         severity="warning",
         for_="1m",
-        expr="max by (namespace, instance) (extproc_config_reload_failed) > 0",
+        expr=f"max by (namespace, instance) {_gauge('extproc_config_reload_failed')} > 0",
         summary="{{ $labels.instance }} rejected its configuration",
         meaning="A changed file is wrong, and the last good configuration stays in force. A replica that restarts now does not start.",
         look="The log names file, field and expected value; board [Overview](dashboards.md#overview), panel Configuration.",
@@ -283,7 +299,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocConfigNeedsRestart",
         severity="info",
         for_="1h",
-        expr="max by (namespace, instance) (extproc_config_restart_needed) > 0",
+        expr=f"max by (namespace, instance) {_gauge('extproc_config_restart_needed')} > 0",
         summary="{{ $labels.instance }} must restart to take its whole configuration",
         meaning="The file differs from what runs in fields that only a restart changes.",
         look="The log names the fields; [reload](../reference/configuration.md#reload) lists all.",
@@ -293,7 +309,10 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocDiscoveryOutOfStep",
         severity="warning",
         for_="1m",
-        expr="max by (namespace, instance, collection) (extproc_discovery_watch_unsynced_seconds) > 60",
+        expr=(
+            "max by (namespace, instance, collection)"
+            f" {_gauge('extproc_discovery_watch_unsynced_seconds')} > 60"
+        ),
         summary="{{ $labels.instance }} does not follow {{ $labels.collection }}",
         meaning="A watch of the API server has been broken for a minute. Routing continues with the last known endpoints; new pods get no requests, and gone ones are ejected when they fail.",
         look="`/readyz` names the watch and the reason.",
@@ -303,7 +322,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocEndpointsDropped",
         severity="warning",
         for_="5m",
-        expr="max by (namespace, pool) (extproc_discovery_dropped_addresses) > 0",
+        expr=f"max by (namespace, pool) {_gauge('extproc_discovery_dropped_addresses')} > 0",
         summary="{{ $value }} addresses of pool {{ $labels.pool }} exceed the limit of a pool",
         meaning="Addresses from flags, files or DNS beyond the limit get no requests.",
         look="[Input limits](../reference/input-limits.md).",
@@ -313,7 +332,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocLoopFails",
         severity="warning",
         for_="5m",
-        expr="max by (namespace, instance, loop) (extproc_loop_degraded) > 0",
+        expr=f"max by (namespace, instance, loop) {_gauge('extproc_loop_degraded')} > 0",
         summary="The loop {{ $labels.loop }} of {{ $labels.instance }} fails",
         meaning="A background task fails and is retried; requests are served from the last known state.",
         look="The log names type, file and line; `/readyz` has a line `degraded`; [background loops](observability.md#failures-of-background-loops).",
@@ -405,7 +424,10 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocMatchNotInForce",
         severity="warning",
         for_="5m",
-        expr='max by (namespace, pool, state) (extproc_pool_match_state{state=~"overlapped|rejected"}) > 0',
+        expr=(
+            "max by (namespace, pool, state)"
+            f""" {_gauge('extproc_pool_match_state{state=~"overlapped|rejected"}')} > 0"""
+        ),
         summary="The match of pool {{ $labels.pool }} is {{ $labels.state }}",
         meaning="Annotations of an InferencePool claim requests that another pool takes, or that no rule of `cluster.match_rules` allows.",
         look="Events and annotations of the InferencePool; the log; [several pools](../guides/several-pools.md).",
@@ -416,9 +438,9 @@ ALERTS: Sequence[Alert] = (
         severity="warning",
         for_="15m",
         expr=(
-            "max by (namespace, pool) (extproc_scaling_desired_replicas)\n"
+            f"max by (namespace, pool) {_gauge('extproc_scaling_desired_replicas')}\n"
             "  - max by (namespace, pool)"
-            ' (extproc_scaling_replicas{state="available"}) > 0'
+            f""" {_gauge('extproc_scaling_replicas{state="available"}')} > 0"""
         ),
         summary="Pool {{ $labels.pool }} lacks {{ $value }} engines",
         meaning="The autoscaler wants more engines than become available: no free devices, images that do not load, or engines that do not get ready.",
@@ -439,7 +461,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocScalingCountersIncomplete",
         severity="warning",
         for_="5m",
-        expr="min by (namespace, pool) (extproc_scaling_counters_complete) == 0",
+        expr=f"min by (namespace, pool) {_gauge('extproc_scaling_counters_complete')} == 0",
         summary="The autoscaler of pool {{ $labels.pool }} does not know all counters",
         meaning="A replica of extproc cannot read the counters of another one. Until it can, no engine is taken away.",
         look="The log names the peer; [several replicas](../guides/autoscaling/index.md#several-replicas-of-extproc).",
@@ -449,7 +471,7 @@ ALERTS: Sequence[Alert] = (
         name="ExtprocNoLeader",
         severity="critical",
         for_="1m",
-        expr="sum by (namespace, job) (extproc_leader) == 0",
+        expr=f"sum by (namespace, job) {_gauge('extproc_leader')} == 0",
         summary="No replica of {{ $labels.job }} holds the Lease",
         meaning="With [leader election](../guides/leader-election.md) only the leader is ready: no replica takes requests.",
         look="`kubectl get lease`; the log of the replicas; the state of the API server.",
