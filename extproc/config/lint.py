@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.config import epp_config, pool_schema, pools
+from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import Settings
 
 
@@ -14,6 +15,7 @@ def find_warnings(settings: Settings) -> Iterator[str]:
     yield from _rewrites(settings)
     yield from _xds(settings)
     yield from _scaling(settings)
+    yield from _shadows(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -39,6 +41,24 @@ def find_warnings(settings: Settings) -> Iterator[str]:
         yield "seed is set: replicas with the same seed draw the same endpoints"
     if not settings.scheduling.respect_subset:
         yield "scheduling.respect_subset is false: endpoints a gateway excludes are used all the same"
+
+
+def _shadows(settings: Settings) -> Iterator[str]:
+    yield from _shadow(settings.scheduling, "scheduling.shadow")
+    for at, pool in enumerate(settings.pools):
+        if pool.scheduling is not None:
+            yield from _shadow(pool.scheduling, f"pools[{at}].scheduling.shadow")
+
+
+def _shadow(scheduling: SchedulingSection, where: str) -> Iterator[str]:
+    shadow = scheduling.shadow
+    if shadow is None:
+        return
+    if not shadow.sample_ratio:
+        yield f"{where}.sample_ratio is 0: the shadow looks at no request"
+    is_same = (shadow.strategy, shadow.profile) == (scheduling.strategy, scheduling.profile)
+    if is_same and scheduling.epp is None:
+        yield f"{where} is the strategy in force: it has nothing to compare"
 
 
 def _rewrites(settings: Settings) -> Iterator[str]:

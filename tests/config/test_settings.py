@@ -96,6 +96,22 @@ ADVISED = {
         ),
         "respect_subset",
     ),
+    "shadow of itself": (
+        sections.Settings(
+            pool=ENDPOINTS,
+            scheduling=scheduling_schema.SchedulingSection(shadow=scheduling_schema.ShadowRules()),
+        ),
+        "nothing to compare",
+    ),
+    "shadow of no request": (
+        sections.Settings(
+            pool=ENDPOINTS,
+            scheduling=scheduling_schema.SchedulingSection(
+                shadow=scheduling_schema.ShadowRules(strategy="random", sample_ratio=0)
+            ),
+        ),
+        "sample_ratio",
+    ),
     "reject without lists": (
         sections.Settings(
             pool=ENDPOINTS,
