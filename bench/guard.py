@@ -13,7 +13,7 @@ import json
 import statistics
 from time import perf_counter
 
-from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
+from extproc.scheduling.pickers.load_balancing import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 from extproc.scheduling.scorers.load import InFlight
 from extproc.testing import builders, probes

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from extproc.config import pool_schema
-from extproc.discovery import dns, endpoint_list, static_discovery
+from extproc.discovery import endpoint_list, static_discovery
 from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.supervision import Supervisor
@@ -113,7 +113,7 @@ class EndpointListSource:
             context.settings,
             context.store,
             flag_entries=context.flag_entries,
-            resolver=dns.DnsResolver(),
+            resolver=static_discovery.DnsResolver(),
             clock=context.clock,
             rng=context.rng,
             on_event=context.on_event,

@@ -23,7 +23,7 @@ from extproc.pool import (
     plausibility,
     step_time_estimator,
 )
-from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
 from extproc.pool.request_tokens import BytesPerTokenEstimator, TypicalWork
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool

@@ -20,7 +20,7 @@ from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
-from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, cache_model

@@ -9,6 +9,6 @@ Not here: where candidates come from and what happens after the pick (routing), 
 (config), counting (telemetry). `routing.scheduler` calls a profile with a context and the candidates
 of one pool snapshot. Nothing here waits or reads a clock; chance comes with the context.
 
-A new scorer is a class in a module of `scorers`, a line in `registry` and a case file in the
+A new scorer is a class in a module of `scorers`, or beside the filters of its concept, a line in `registry` and a case file in the
 tests.
 """

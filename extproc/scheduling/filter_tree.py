@@ -14,12 +14,6 @@ import msgspec
 
 from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.filters.adapters import (
-    AdapterActive,
-    AdapterSoftAffinity,
-    CanAcceptAdapter,
-    LowCostAdapter,
-)
 from extproc.scheduling.filters.load_bounds import (
     KvRange,
     LowLatency,
@@ -34,6 +28,12 @@ from extproc.scheduling.framework import (
     ResponseHeaderProvider,
     SchedulingContext,
     Signal,
+)
+from extproc.scheduling.lora_affinity import (
+    AdapterActive,
+    AdapterSoftAffinity,
+    CanAcceptAdapter,
+    LowCostAdapter,
 )
 
 

@@ -31,16 +31,19 @@ from types import MappingProxyType
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.scheduling.costs.lmetric import LMetric
 from extproc.scheduling.filter_tree import FilterChain
-from extproc.scheduling.filters.adapters import AdapterCapable, LoraAffinityFilter
 from extproc.scheduling.filters.load_bounds import KvRange, QueueRange, TopK
-from extproc.scheduling.pickers.load_balancing import LeastRequest, RoundRobin
+from extproc.scheduling.lora_affinity import AdapterCapable, LoraAffinityFilter, LoraAffinityTiers
+from extproc.scheduling.pickers.load_balancing import (
+    LeastRequest,
+    MaxScorePicker,
+    RandomPicker,
+    RoundRobin,
+)
 from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from extproc.scheduling.pickers.rendezvous import Rendezvous
-from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker, RandomPicker
+from extproc.scheduling.prefix_affinity import PrefixCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.load import InFlight, KvCacheUtilizationScorer, QueueScorer
-from extproc.scheduling.scorers.lora_affinity import LoraAffinityTiers
-from extproc.scheduling.scorers.prefix_cache import PrefixCacheScorer
 
 
 def profiles() -> Mapping[str, SchedulerProfile]:

@@ -22,14 +22,16 @@ from extproc.scheduling import (
     context_length,
     filter_tree,
     labels,
+    lora_affinity,
     plugin_guard,
+    prefix_affinity,
     session_affinity,
 )
 from extproc.scheduling.costs import estimated_time, lmetric
-from extproc.scheduling.filters import adapters, load_bounds, prefix_affinity
+from extproc.scheduling.filters import load_bounds
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
-from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous, upstream_pickers
-from extproc.scheduling.scorers import load, lora_affinity, prefix_cache
+from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous
+from extproc.scheduling.scorers import load
 
 PluginT = TypeVar("PluginT")
 
@@ -58,11 +60,11 @@ def _with_aliases(table: Mapping[str, type[PluginT]]) -> Mapping[str, type[Plugi
 
 
 FILTERS: Mapping[str, type[Filter]] = {
-    "adapter-active": adapters.AdapterActive,
-    "adapter-capable": adapters.AdapterCapable,
-    "adapter-soft-affinity": adapters.AdapterSoftAffinity,
+    "adapter-active": lora_affinity.AdapterActive,
+    "adapter-capable": lora_affinity.AdapterCapable,
+    "adapter-soft-affinity": lora_affinity.AdapterSoftAffinity,
     "by-label": labels.ByLabel,
-    "can-accept-adapter": adapters.CanAcceptAdapter,
+    "can-accept-adapter": lora_affinity.CanAcceptAdapter,
     "concurrency-detector": load_bounds.ConcurrencyDetector,
     "context-length-aware": context_length.ContextLengthAware,
     "conversation-affinity": prefix_affinity.ConversationAffinity,
@@ -75,8 +77,8 @@ FILTERS: Mapping[str, type[Filter]] = {
     "header-based-testing-filter": session_affinity.HeaderBasedTestingFilter,
     "kv-range": load_bounds.KvRange,
     "label-selector-filter": labels.LabelSelectorFilter,
-    "lora-affinity": adapters.LoraAffinityFilter,
-    "low-cost-adapter": adapters.LowCostAdapter,
+    "lora-affinity": lora_affinity.LoraAffinityFilter,
+    "low-cost-adapter": lora_affinity.LowCostAdapter,
     "low-latency": load_bounds.LowLatency,
     "max-waiting": load_bounds.MaxWaiting,
     "prefill-filter": labels.PrefillFilter,
@@ -103,8 +105,8 @@ SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
         "load-aware-scorer": load.LoadAwareScorer,
         "lora-affinity": lora_affinity.LoraAffinityTiers,
         "lora-affinity-scorer": lora_affinity.LoraAffinityScorer,
-        "no-hit-lru-scorer": prefix_cache.NoHitLruScorer,
-        "prefix-cache-scorer": prefix_cache.PrefixCacheScorer,
+        "no-hit-lru-scorer": prefix_affinity.NoHitLruScorer,
+        "prefix-cache-scorer": prefix_affinity.PrefixCacheScorer,
         "queue-scorer": load.QueueScorer,
         "running-requests-size-scorer": load.RunningRequestsSizeScorer,
         "session-affinity-scorer": session_affinity.SessionAffinityScorer,
@@ -121,12 +123,12 @@ COSTS: Mapping[str, type[CostModel]] = {
 PICKERS: Mapping[str, type[Picker]] = _with_aliases(
     {
         "least-request": load_balancing.LeastRequest,
-        "max-score-picker": upstream_pickers.MaxScorePicker,
+        "max-score-picker": load_balancing.MaxScorePicker,
         "prefix-hash": prefix_hash.PrefixHash,
-        "random-picker": upstream_pickers.RandomPicker,
+        "random-picker": load_balancing.RandomPicker,
         "rendezvous": rendezvous.Rendezvous,
         "round-robin": load_balancing.RoundRobin,
-        "weighted-random-picker": upstream_pickers.WeightedRandomPicker,
+        "weighted-random-picker": load_balancing.WeightedRandomPicker,
     }
 )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.histogram import MetricHistogram
+from extproc.telemetry.request_series import MetricHistogram
 
 #: Seconds between two looks while a stream is open. 0.02 misses nothing above 20 ms, and beside
 #: requests its timers come with wake-ups that are there anyway: 5 us each.

@@ -14,8 +14,7 @@ from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
-from extproc.telemetry.histogram import MetricHistogram
-from extproc.telemetry.request_series import OTHER, RequestSeriesTable
+from extproc.telemetry.request_series import OTHER, MetricHistogram, RequestSeriesTable
 
 #: Label value of endpoints that left the pool before the response ended, whose addresses are
 #: without bound.

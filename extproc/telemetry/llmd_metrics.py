@@ -19,10 +19,17 @@ from extproc.endpoint import Load
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.request import UNNAMED, RequestLabels
 from extproc.telemetry.counters import PoolCounters
-from extproc.telemetry.histogram import TOKEN_BOUNDS, MetricHistogram, merge, rebucket
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 from extproc.telemetry.pool_metrics import PoolView
-from extproc.telemetry.request_series import OTHER, RequestSeries, merge_histogram
+from extproc.telemetry.request_series import (
+    OTHER,
+    TOKEN_BOUNDS,
+    MetricHistogram,
+    RequestSeries,
+    merge,
+    merge_histogram,
+    rebucket,
+)
 
 #: Fairness id of requests without one.
 _DEFAULT_FLOW: Final = "default-flow"

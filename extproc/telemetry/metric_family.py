@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Final, Literal
 
-from extproc.telemetry.histogram import MetricHistogram
+from extproc.telemetry.request_series import MetricHistogram
 
 FamilyType = Literal["counter", "gauge", "histogram", "summary", "info"]
 

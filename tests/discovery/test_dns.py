@@ -3,7 +3,7 @@ import asyncio
 import hypothesis
 from hypothesis import strategies as st
 
-from extproc.discovery import dns, endpoint_list
+from extproc.discovery import endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
 
 
@@ -24,7 +24,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 def resolve(*names):
     with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(dns.DnsResolver(timeout_s=0.05).resolve(names))
+        return runner.run(static_discovery.DnsResolver(timeout_s=0.05).resolve(names))
 
 
 def test_a_and_aaaa_records_are_resolved():
@@ -35,11 +35,11 @@ def test_a_and_aaaa_records_are_resolved():
 def test_addresses_of_a_name_are_bounded():
     """Of a huge answer the same addresses are taken every time, however it is rotated."""
     with asyncio.Runner(loop_factory=Loop) as runner:
-        resolver = dns.DnsResolver()
+        resolver = static_discovery.DnsResolver()
         first = runner.run(resolver.resolve(["many.example"]))
         second = runner.run(resolver.resolve(["many.example"]))
     assert first == second
-    assert len(first["many.example"]) == dns.MAX_ADDRESSES
+    assert len(first["many.example"]) == static_discovery.MAX_ADDRESSES
 
 
 def test_a_failing_name_does_not_affect_other_names():
@@ -51,7 +51,7 @@ def test_a_failing_name_does_not_affect_other_names():
 
 def test_the_system_resolver_knows_localhost():
     """The real resolver is asked in the real way."""
-    answers = asyncio.run(dns.DnsResolver().resolve(["localhost"]))
+    answers = asyncio.run(static_discovery.DnsResolver().resolve(["localhost"]))
     assert set(answers["localhost"]) & {"127.0.0.1", "::1"}
 
 
@@ -68,16 +68,16 @@ def addresses(resolution):
 def test_literals_need_no_answer():
     """IPv4 and IPv6 literals become endpoints in the order of the list."""
     listed = entries_of(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
-    result = dns.merge_answers(listed, {}, last={})
+    result = static_discovery.merge_answers(listed, {}, last={})
     assert addresses(result) == ["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"]
-    assert dns.host_names(listed) == ()
+    assert static_discovery.host_names(listed) == ()
 
 
 def test_a_name_gives_one_endpoint_per_address():
     """Answers are sorted by number, IPv4 first, whatever order the resolver chose."""
     listed = (endpoint_list.EndpointListEntry("engines", 8000, name="e", labels={"zone": "a"}),)
     fresh = {"engines": ("fd00::2", "10.0.0.10", "10.0.0.9", "10.0.0.9")}
-    assert dns.merge_answers(listed, fresh, last={}).endpoints == (
+    assert static_discovery.merge_answers(listed, fresh, last={}).endpoints == (
         Endpoint("10.0.0.9:8000", name="e@10.0.0.9", labels={"zone": "a"}),
         Endpoint("10.0.0.10:8000", name="e@10.0.0.10", labels={"zone": "a"}),
         Endpoint("[fd00::2]:8000", name="e@fd00::2", labels={"zone": "a"}),
@@ -87,39 +87,41 @@ def test_a_name_gives_one_endpoint_per_address():
 def test_the_order_does_not_depend_on_the_resolver():
     """Round-robin DNS does not reorder the pool."""
     listed = entries_of(["engines:1"])
-    ordered = dns.merge_answers(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
-    two = dns.merge_answers(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
+    ordered = static_discovery.merge_answers(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
+    two = static_discovery.merge_answers(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
     assert ordered == two
 
 
 def test_a_name_on_two_ports_is_resolved_once():
     """Two ports of one name share its answer."""
     listed = entries_of(["engines:1,engines:2"])
-    assert dns.host_names(listed) == ("engines",)
-    result = dns.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
+    assert static_discovery.host_names(listed) == ("engines",)
+    result = static_discovery.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
     assert addresses(result) == ["10.0.0.1:1", "10.0.0.1:2"]
 
 
 def test_an_address_named_twice_is_one_endpoint():
     """A literal and a name of the same place are one endpoint; the first one names it."""
     listed = entries_of(["10.0.0.1:1,engines:1"])
-    result = dns.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
+    result = static_discovery.merge_answers(listed, {"engines": ("10.0.0.1",)}, last={})
     assert result.endpoints == (Endpoint("10.0.0.1:1"),)
 
 
 def test_a_failing_name_keeps_its_last_addresses():
     """A resolver that is down takes nobody out of the pool, and it is said."""
     listed = entries_of(["engines:1,others:1"])
-    first = dns.merge_answers(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
+    first = static_discovery.merge_answers(
+        listed, {"engines": ("10.0.0.1",), "others": ()}, last={}
+    )
     assert (first.stale, first.missing) == ((), ("others",))
-    second = dns.merge_answers(listed, {}, last=first.answers)
+    second = static_discovery.merge_answers(listed, {}, last=first.answers)
     assert addresses(second) == addresses(first) == ["10.0.0.1:1"]
     assert (second.stale, second.missing) == (("engines",), ("others",))
 
 
 def test_answers_of_names_no_longer_listed_are_forgotten():
     """A name that left the list leaves the memory."""
-    result = dns.merge_answers((), {}, last={"engines": ("10.0.0.1",)})
+    result = static_discovery.merge_answers((), {}, last={"engines": ("10.0.0.1",)})
     assert (result.answers, result.endpoints) == ({}, ())
 
 
@@ -136,7 +138,7 @@ def test_repeated_failures_keep_the_last_addresses(rounds):
     listed = entries_of(["a:1,b:1,c:1"])
     last, resolved = {}, set()
     for fresh in rounds:
-        result = dns.merge_answers(listed, fresh, last=last)
+        result = static_discovery.merge_answers(listed, fresh, last=last)
         last = result.answers
         resolved |= {name for name, ips in fresh.items() if ips}
         assert set(last) == resolved
@@ -151,7 +153,7 @@ def test_endpoints_of_all_names_are_bounded():
         for at in range(5)
     }
     listed = [endpoint_list.EndpointListEntry(name, 8000) for name in answers]
-    merged = dns.merge_answers(listed, answers, last={})
+    merged = static_discovery.merge_answers(listed, answers, last={})
     assert len(merged.endpoints) == endpoint_list.MAX_ENDPOINTS
     assert merged.num_dropped == 20_000 - endpoint_list.MAX_ENDPOINTS
-    assert merged.endpoints == dns.merge_answers(listed, answers, last={}).endpoints
+    assert merged.endpoints == static_discovery.merge_answers(listed, answers, last={}).endpoints

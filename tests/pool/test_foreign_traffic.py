@@ -3,7 +3,7 @@
 import pytest
 
 from extproc.endpoint import NO_LOAD, Load
-from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.engine_counters import ForeignTraffic
 
 
 def page(queries: float, hits: float) -> Load:

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.endpoint import NO_LOAD, Endpoint, Load, StepTimeModel
 from extproc.pool import candidate_builder
-from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.store import PoolStore
 from extproc.request import HttpRequest
 from extproc.routing import scheduler

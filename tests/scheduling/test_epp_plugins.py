@@ -5,9 +5,9 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.scheduling import attributes, context_length, labels, registry
-from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
+from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.prefix_affinity import NoHitLruScorer
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.prefix_cache import NoHitLruScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})

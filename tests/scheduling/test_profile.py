@@ -5,7 +5,7 @@ from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
 from extproc.scheduling.filters.load_bounds import MaxWaiting
-from extproc.scheduling.pickers.upstream_pickers import MaxScorePicker
+from extproc.scheduling.pickers.load_balancing import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.load import InFlight, QueueScorer
 from tests.scheduling import builders

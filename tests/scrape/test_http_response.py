@@ -2,11 +2,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.scrape import http_response
+from extproc.scrape import client
 
 
 def fed(*pieces, cap_bytes=1000, end=False):
-    answer = http_response.HttpResponseParser(cap_bytes=cap_bytes)
+    answer = client.HttpResponseParser(cap_bytes=cap_bytes)
     for piece in pieces:
         answer.feed(piece)
     if end:

@@ -11,7 +11,7 @@ import pytest
 
 from extproc import supervision
 from extproc.endpoint import Endpoint, Load
-from extproc.server import grpcio_server, xds_servicer
+from extproc.server import control_plane_servers, grpcio_server
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import messages
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
@@ -32,7 +32,7 @@ class Scene:
         self.pool_fixture = PoolFixture({FIRST: None, SECOND: None})
         self.counters = XdsCounters()
         self.synced = True
-        self.discovery = xds_servicer.AggregatedDiscoveryServicer(
+        self.discovery = control_plane_servers.AggregatedDiscoveryServicer(
             lambda: {"": self.pool_fixture.store.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
@@ -55,7 +55,7 @@ async def serving():
     """A scene whose discovery looks at its pools."""
     scene = Scene()
     server = grpcio_server.build_server(1 << 24)
-    xds_servicer.register(server, scene.discovery)
+    control_plane_servers.register(server, scene.discovery)
     port = grpcio_server.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
     subject = scene.discovery
@@ -75,13 +75,13 @@ class SotwStream:
     """A stream of whole states, from Envoy's end."""
 
     method, request, response = (
-        xds_servicer.SOTW,
+        control_plane_servers.SOTW,
         discovery.DiscoveryRequest,
         discovery.DiscoveryResponse,
     )
 
     def __init__(self, channel):
-        self.call = channel.stream_stream(f"/{xds_servicer.SERVICE}/{self.method}")()
+        self.call = channel.stream_stream(f"/{control_plane_servers.SERVICE}/{self.method}")()
 
     async def say(self, type_url, **fields):
         await self.call.write(bytes(self.request(type_url=type_url, **fields)))
@@ -115,7 +115,7 @@ class DeltaStream(SotwStream):
     """A stream of differences."""
 
     method, request, response = (
-        xds_servicer.DELTA,
+        control_plane_servers.DELTA,
         discovery.DeltaDiscoveryRequest,
         discovery.DeltaDiscoveryResponse,
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from extproc.telemetry.histogram import MetricHistogram, merge
 from extproc.telemetry.metric_family import MetricFamily
+from extproc.telemetry.request_series import MetricHistogram, merge
 
 
 def render(*families, is_openmetrics=False):
