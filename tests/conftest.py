@@ -93,6 +93,21 @@ CANARIES = CanaryHandler()
 logging.getLogger().addHandler(CANARIES)
 logging.getLogger("extproc").setLevel(logging.INFO)
 
+
+
+def is_from_this_loop(record):
+    """Whether a record is of the test that runs.
+
+    grpcio keeps the event loops of ended tests, and calls them when another test's call completes.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (
+        "PollerCompletionQueue" in record.getMessage() and str(error) == "Event loop is closed"
+    )
+
+
+logging.getLogger("asyncio").addFilter(is_from_this_loop)
+
 RANKS = {HERE / name: rank for rank, name in enumerate(LONG)}
 assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
 

@@ -31,9 +31,10 @@ _LATEST_S = 1.0
 #: place.
 _PREFERENCE_SHARE = 0.5
 
-#: After a call of `pump` others have the thread for as long as it took, so that calls that follow
-#: each other take half of it at most. Rests below the first are not worth a timer, as a loop serves
-#: others between two calls anyway; the second is for clocks that leap (seconds).
+#: After a call of `pump` others have the thread for as long as it looked at requests that stay, so that
+#: such calls take half of it at most. For requests that leave, which are never looked at again, the loop
+#: serves its other callbacks once. Rests below the first are not worth a timer; the second is for clocks
+#: that leap (seconds).
 _MIN_REST_S = 0.001
 _MAX_REST_S = 0.05
 
@@ -139,6 +140,7 @@ class FlowController(Generic[ItemT, GrantT]):
         self._closed = False
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
+        self._looks = 0
 
     def check(
         self, outcome: GrantT | Deferral | Rejection, *, priority: int, preferred_endpoint: str = ""
@@ -221,6 +223,7 @@ class FlowController(Generic[ItemT, GrantT]):
         """Dispatch requests, reject expired ones, and schedule the next call."""
         self._is_pump_due = False
         begun = self._timer.now()
+        looks, dispatched = self._looks, self.outcomes["dispatched"]
         try:
             wait_s = self.dispatch(begun)
         except Exception as error:
@@ -229,7 +232,9 @@ class FlowController(Generic[ItemT, GrantT]):
             self._callbacks.on_pump_failed(error)
             wait_s = _RETRY_S
         ended = self._timer.now()
-        self._rests_until = ended + min(ended - begun, _MAX_REST_S)
+        looks, dispatched = self._looks - looks, self.outcomes["dispatched"] - dispatched
+        staying = 1.0 - dispatched / looks if looks else 1.0
+        self._rests_until = ended + min((ended - begun) * staying, _MAX_REST_S)
         if wait_s == 0.0:
             self._pump_soon()
         else:
@@ -289,6 +294,7 @@ class FlowController(Generic[ItemT, GrantT]):
     def _try_dispatch(self, queued: QueuedItem, now: float) -> DispatchResult:
         """Try to dispatch a queued request."""
         item, _ = self._items[queued]
+        self._looks += 1
         try:
             return self._decide(queued, item, now)
         except Exception as error:

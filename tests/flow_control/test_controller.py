@@ -38,7 +38,7 @@ class FlowControllerFixture:
         self.broken = set()
         self.refused = set()
         acts = FlowCallbacks(
-            decide=self.decide,
+            decide=lambda item, may_defer: self.decide(item, may_defer),
             on_waiting=self.toward.__setitem__,
             dispatch=self.go,
             reject=self.rejections.__setitem__,
@@ -332,3 +332,26 @@ def test_controller_pumps_again_after_an_exception():
     queue.expired, fixture.free = expired, 1
     fixture.timer.advance(1.0)
     assert fixture.went == ["a"]
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_controller_rests_for_requests_that_stay(free):
+    """Calls of `pump` are apart by the time for requests that were looked at and not dispatched."""
+    fixture = FlowControllerFixture(free=free, most=2, timeout_s=60.0)
+    fixture.hold(*"abcd")
+    decide = fixture.decide
+    looks = []
+
+    def decide_slowly(item, may_defer):
+        looks.append(item)
+        fixture.timer.time += 0.01
+        return decide(item, may_defer)
+
+    fixture.decide = decide_slowly
+    fixture.controller.notify_capacity()
+    fixture.timer.advance(0.0)
+    ended_s, rest_s = 0.01 * len(looks), 0.01 * (len(looks) - len(fixture.went))
+    assert len(fixture.went) == free
+    fixture.timer.time = ended_s
+    fixture.controller.notify_capacity()
+    assert fixture.timer.pending[0] == pytest.approx(ended_s + rest_s)
