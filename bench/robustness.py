@@ -31,7 +31,10 @@ def chaos_table(result: Mapping[str, Any]) -> str:
         "entries": "foreign entries in Redis",
         "edits": "edits of files",
     }
-    counts = result["engines"] | result["other"]
+    flood = "extproc_http2_limits_total"
+    other = {name: n for name, n in result["other"].items() if not name.startswith(flood)}
+    floods = sum(n for name, n in result["other"].items() if name.startswith(flood))
+    counts = result["engines"] | other | {"connections ended for floods of HTTP/2 frames": floods}
     events = ", ".join(f"{names.get(name, name)} {count}" for name, count in counts.items())
     hostile = sum(result["hostile_answers"].values())
     return "\n".join(

@@ -94,7 +94,6 @@ logging.getLogger().addHandler(CANARIES)
 logging.getLogger("extproc").setLevel(logging.INFO)
 
 
-
 def is_from_this_loop(record):
     """Whether a record is of the test that runs.
 
