@@ -17,9 +17,13 @@ import msgspec
 
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.telemetry.counters import PoolCounters, ProcessCounters
-from extproc.telemetry.histogram import TTFT_BOUNDS_S
 from extproc.telemetry.pool_metrics import PoolView
-from extproc.telemetry.request_series import NO_STATUS, RequestSeries, merge_histogram
+from extproc.telemetry.request_series import (
+    NO_STATUS,
+    TTFT_BOUNDS_S,
+    RequestSeries,
+    merge_histogram,
+)
 
 #: Seconds between two samples. 5 show a failing engine soon, and a chart needs no more.
 INTERVAL_S: Final = 5.0

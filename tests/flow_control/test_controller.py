@@ -30,6 +30,8 @@ class FlowControllerFixture:
 
     def __init__(self, *, free=0, most=None, callbacks=None, **settings):
         self.free = free
+        self.look_s = 0.0
+        self.looks = 0
         self.wanted = {}
         self.went = []
         self.rejections = {}
@@ -38,7 +40,7 @@ class FlowControllerFixture:
         self.broken = set()
         self.refused = set()
         acts = FlowCallbacks(
-            decide=lambda item, may_defer: self.decide(item, may_defer),
+            decide=self.decide,
             on_waiting=self.toward.__setitem__,
             dispatch=self.go,
             reject=self.rejections.__setitem__,
@@ -51,6 +53,8 @@ class FlowControllerFixture:
         )
 
     def decide(self, item, may_defer):
+        self.looks += 1
+        self.timer.time += self.look_s
         if item in self.broken:
             raise ZeroDivisionError
         if item in self.refused:
@@ -339,18 +343,10 @@ def test_controller_rests_for_requests_that_stay(free):
     """Calls of `pump` are apart by the time for requests that were looked at and not dispatched."""
     fixture = FlowControllerFixture(free=free, most=2, timeout_s=60.0)
     fixture.hold(*"abcd")
-    decide = fixture.decide
-    looks = []
-
-    def decide_slowly(item, may_defer):
-        looks.append(item)
-        fixture.timer.time += 0.01
-        return decide(item, may_defer)
-
-    fixture.decide = decide_slowly
+    fixture.look_s = 0.01
     fixture.controller.notify_capacity()
     fixture.timer.advance(0.0)
-    ended_s, rest_s = 0.01 * len(looks), 0.01 * (len(looks) - len(fixture.went))
+    ended_s, rest_s = 0.01 * fixture.looks, 0.01 * (fixture.looks - len(fixture.went))
     assert len(fixture.went) == free
     fixture.timer.time = ended_s
     fixture.controller.notify_capacity()
