@@ -260,6 +260,7 @@ def test_loop_names_are_declared_once():
 #: Tasks that end with what started them, which is supervised or serves one stream.
 SHORT = {
     "server/control_plane_servers.py": "a stream's reader",
+    "diagnostics/collector.py": "the pages of one look",
     "autoscaling/runtime/scale_subresource.py": "Events of one target, beside the look for its rivals",
 }
 

@@ -1,7 +1,7 @@
 """The flags of `serve` and `check`: parsed words to settings.
 
 Each flag exists with one dash and with two, as Go programs take them. Ours are in `flag_table`, the
-upstream picker's others in `epp_flags`.
+upstream picker's others with them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.cli import epp_flags, flag_table
+from extproc.cli import flag_table
 from extproc.config import loader, pools, profile_builder
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -72,9 +72,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     theirs = parser.add_argument_group("flags of the upstream picker")
     hidden = [
         _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=argparse.SUPPRESS)
-        for other in epp_flags.FLAGS
+        for other in flag_table.COMPATIBLE_FLAGS
     ]
-    texts = [other.message for other in epp_flags.FLAGS]
+    texts = [other.message for other in flag_table.COMPATIBLE_FLAGS]
 
     class HelpAll(argparse.Action):
         """Prints the help with the flags that are usually left out."""
@@ -110,8 +110,8 @@ def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = N
     Raises:
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
-    warnings = list(epp_flags.warnings(args))
-    warnings += epp_flags.unknown(args.unknown_flags, known=known_flags())
+    warnings = list(flag_table.compatibility_warnings(args))
+    warnings += flag_table.unknown_flag_warnings(args.unknown_flags, known=known_flags())
     document = document or read_document(args)
     warnings += document.warnings
     in_cluster = _kubernetes_overrides(args, document.tree)
@@ -131,7 +131,7 @@ def known_flags() -> tuple[str, ...]:
         *_SOURCES,
         *_KUBERNETES_FLAGS,
         *(flag.name for flag in flag_table.FLAGS),
-        *(flag.name for flag in epp_flags.FLAGS),
+        *(flag.name for flag in flag_table.COMPATIBLE_FLAGS),
     )
 
 

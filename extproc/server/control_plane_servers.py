@@ -21,9 +21,9 @@ from extproc.server.pool_registry import PoolRegistry
 from extproc.supervision import LoopName, Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.telemetry.counters import ProcessCounters
-from extproc.xds import messages, resources
-from extproc.xds.messages import EncodedResponse, RequestResult, SessionCodec
+from extproc.xds import resources, sessions
 from extproc.xds.resources import ClusterOptions, XdsSnapshot
+from extproc.xds.sessions import EncodedResponse, RequestResult, SessionCodec
 from extproc.xds.snapshot_cache import SnapshotCache
 
 SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
@@ -157,11 +157,11 @@ class AggregatedDiscoveryServicer:
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
-        await self._serve(messages.SotwCodec(), context)
+        await self._serve(sessions.SotwCodec(), context)
 
     async def stream_delta(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `DeltaAggregatedResources`."""
-        await self._serve(messages.DeltaCodec(), context)
+        await self._serve(sessions.DeltaCodec(), context)
 
     async def release(self) -> None:
         """End every stream with OK and take no more: Envoys keep what they hold, and go on."""

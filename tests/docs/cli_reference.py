@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from extproc.cli import epp_flags, main
+from extproc.cli import flag_table, main
 from tests.docs import reference
 
 
@@ -33,7 +33,7 @@ def _upstream() -> Iterator[str]:
     yield ""
     yield "| flag | values without effect | any other value | why, or what to use instead |"
     yield "|---|---|---|---|"
-    for flag in epp_flags.FLAGS:
+    for flag in flag_table.COMPATIBLE_FLAGS:
         values = ", ".join(
             f"`{value}`" if value else "empty" for value in sorted(flag.accepted_values)
         )

@@ -13,7 +13,7 @@ from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.server import control_plane_servers, grpcio_server
 from extproc.telemetry.control_plane_metrics import XdsCounters
-from extproc.xds import messages
+from extproc.xds import sessions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
 from tests.support.pool_fixture import PoolFixture
 from tests.support.serving import LOCAL, run
@@ -359,14 +359,14 @@ def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):
     async def test():
         async with serving() as scene:
             well = await listening(scene)
-            real = messages.SotwCodec.handle_request
+            real = sessions.SotwCodec.handle_request
 
             def raising(speaker, data):
                 if b"poison" in data:
                     raise OverflowError("what an Envoy said")
                 return real(speaker, data)
 
-            monkeypatch.setattr(messages.SotwCodec, "handle_request", raising)
+            monkeypatch.setattr(sessions.SotwCodec, "handle_request", raising)
             bad = scene.open_sotw()
             await bad.say(CLUSTER, node=core.Node(id="poison"))
             assert await bad.call.code() is grpc.StatusCode.INTERNAL

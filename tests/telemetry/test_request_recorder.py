@@ -14,7 +14,7 @@ from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.server import grpcio_server
-from extproc.telemetry import pool_metrics, request_metrics
+from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import (
     DecisionLog,
@@ -28,7 +28,7 @@ from extproc.telemetry.request_recorder import (
 def page(counters):
     """The samples of requests on the metrics page, by name and labels."""
     families = (
-        *request_metrics.request_families(counters.pools),
+        *exposition.request_families(counters.pools),
         *pool_metrics.request_families(counters.pools),
     )
     lines = "".join(

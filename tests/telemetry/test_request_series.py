@@ -11,8 +11,7 @@ from extproc.decision import CostResult, Decision, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.request_metrics import MAX_HISTOGRAM_MODELS
+from extproc.telemetry.exposition import MAX_HISTOGRAM_MODELS, Exposition
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.telemetry.request_series import MAX_SERIES, MAX_UNANSWERED_MODELS
 
