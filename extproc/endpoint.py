@@ -75,9 +75,6 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         decoded_tokens: Tokens generated so far, by the same.
         finished: Requests finished (count).
         finished_prompt_tokens: Their prompt tokens, cached ones included.
-        prefills: Requests whose prefill ended (count).
-        prefill_s: Seconds from batch entry to first token, summed over them.
-        queued_s: Seconds from arrival to batch entry, summed over them.
         preemptions: Sequences that lost their KV blocks (count).
         adapter_loads: Adapters brought onto the device (count).
         adapter_load_s: Seconds that took, summed.
@@ -91,9 +88,6 @@ class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     decoded_tokens: float | None = None
     finished: float | None = None
     finished_prompt_tokens: float | None = None
-    prefills: float | None = None
-    prefill_s: float | None = None
-    queued_s: float | None = None
     preemptions: float | None = None
     adapter_loads: float | None = None
     adapter_load_s: float | None = None

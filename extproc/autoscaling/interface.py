@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -106,19 +106,14 @@ class ReplicaBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return max(self.min, min(self.max, math.ceil(min(replicas, float(self.max)))))
 
 
-class PolicyState(Protocol):
-    """State of a policy: a frozen value that msgspec encodes to and decodes from JSON."""
-
-    def shift_time(self, by_s: float) -> Self:
-        """Return the state with all times moved by `by_s` seconds, for another clock."""
-
-
 class ScalingPolicy(Protocol):
     """Computes desired replicas from demand. Frozen: the caller keeps its state.
 
     Attributes:
         kind: Its name in `registry.POLICIES`.
-        memory: Class of its state; without arguments the state of a policy that saw nothing.
+        memory: Class of its state; without arguments the state of a policy that saw nothing. A frozen
+            value that msgspec encodes to and decodes from JSON; `shift_time(by_s)` returns it with all
+            times moved, for another clock.
         interval_s: Seconds between two steps. It is also stepped at once when a request waits and
             there is no replica.
         watch_s: Seconds it must have watched before fewer replicas are believed.

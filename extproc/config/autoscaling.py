@@ -253,7 +253,6 @@ class ActuatorType(msgspec.Struct, frozen=True, kw_only=True):
         check: Rejects a section that it cannot work with (section, location); None for no check.
         scales_kubernetes: True if it changes Kubernetes objects, which only the holder of the
             Lease may do.
-        starts_engines: True if the engines that it starts are the endpoints of the pool.
     """
 
     key: str
@@ -261,7 +260,6 @@ class ActuatorType(msgspec.Struct, frozen=True, kw_only=True):
     describe: Callable[[ScalingSection], str]
     check: Callable[[ScalingSection, str], None] | None = None
     scales_kubernetes: bool = False
-    starts_engines: bool = False
 
 
 def actuator_type(section: ScalingSection) -> ActuatorType:
@@ -396,7 +394,6 @@ ACTUATORS: tuple[ActuatorType, ...] = (
         key="launch",
         implementation="extproc.autoscaling.runtime.process_actuator:ProcessActuator",
         describe=lambda _: "starts and ends engines",
-        starts_engines=True,
     ),
     ActuatorType(
         key="exec",

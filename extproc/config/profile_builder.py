@@ -74,22 +74,18 @@ class ProfileOrigin(msgspec.Struct, frozen=True):
     budget_ms: float
 
 
-def build_profile(
-    settings: Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
-) -> SchedulerProfile:
-    """Build the profile of models without rules of their own.
+def build_profile(settings: Settings, *, where: str) -> SchedulerProfile:
+    """Build the profile of models without rules of their own, for checks: nothing is guarded.
 
     Args:
         settings: All sections: several of them decide which signals exist.
         where: The file or flags they came from, for errors.
-        guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
-            a profile without routing.
 
     Raises:
         ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal that is
             not provided, or a plugin file that cannot be used.
     """
-    return resolve_all(settings, where=where, guards=guards).profile
+    return resolve_all(settings, where=where).profile
 
 
 def resolve_all(
@@ -104,7 +100,8 @@ def resolve_all(
     Args:
         settings: See `build_profile`.
         where: See `build_profile`.
-        guards: See `build_profile`.
+        guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
+            a profile without routing.
         before: Profiles in force. A profile with an equal origin is reused: its plugins hold
             sessions, turns and means that exist nowhere else.
 

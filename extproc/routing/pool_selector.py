@@ -292,9 +292,9 @@ def build_models_response(directors: Sequence[Director], name: str) -> DirectRes
     if not entries:
         return None
     if not name:
-        return _json(200, {"object": "list", "data": [entries[model] for model in sorted(entries)]})
+        return _json({"object": "list", "data": [entries[model] for model in sorted(entries)]})
     if name in entries:
-        return _json(200, entries[name])
+        return _json(entries[name])
     return DirectResponse(404, messages.error_body(model_not_found(name, entries)))
 
 
@@ -320,5 +320,5 @@ def _model_cards(directors: Iterable[Director]) -> dict[str, ModelCard]:
     return entries
 
 
-def _json(status: int, content: object) -> DirectResponse:
-    return DirectResponse(status, msgspec.json.encode(content))
+def _json(content: object) -> DirectResponse:
+    return DirectResponse(200, msgspec.json.encode(content))

@@ -46,9 +46,6 @@ def test_a_real_page_is_read_completely():
             generated_tokens=7680.0,
             finished=120.0,
             finished_prompt_tokens=254591.0,
-            prefills=120.0,
-            prefill_s=6.04624703799891,
-            queued_s=460.67279821500097,
             preemptions=5.0,
         ),
     )

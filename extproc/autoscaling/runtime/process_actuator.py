@@ -57,9 +57,9 @@ class EngineProcess:
         is_wanted: False once it has to end.
     """
 
-    def __init__(self, number: int, address: str) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.address = address
+        self.address = ""
         self.ready = False
         self.is_wanted = True
         self.is_leaving = asyncio.Event()
@@ -161,7 +161,7 @@ class ProcessActuator:
             return
         for _ in range(self._spec - len(staying)):
             self._numbers += 1
-            engine = EngineProcess(self._numbers, "")
+            engine = EngineProcess(self._numbers)
             supervised = self._supervisor.attempt(
                 "autoscaling", self._run_engine(engine), instance=f"engine {engine.number}"
             )

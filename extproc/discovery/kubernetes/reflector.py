@@ -170,7 +170,7 @@ class Reflector:
                     self._failures = self._consecutive_failures = self._expirations = 0
                     self._listener.on_changed()
                 if len(partial_line) > _MAX_LINE_BYTES:
-                    return self._restart("unreadable", "a line without end")
+                    return self._restart("a line without end")
         # The rest is half a line of a connection that broke: its event comes again.
         if has_events or self._clock() - started >= _MIN_WATCH_S:
             self._failures = 0
@@ -210,7 +210,7 @@ class Reflector:
             case watch_events.WatchError(code, message):
                 return self._count_failure(f"watch ended with {code} {message}")
             case watch_events.UndecodableMessage(reason):
-                return self._restart("unreadable", reason)
+                return self._restart(reason)
         return None
 
     async def _on_error(self, answer: api_errors.ApiError, generation: int) -> float:
@@ -296,8 +296,8 @@ class Reflector:
             self._version = ""
         return self._retry_pause()
 
-    def _restart(self, kind: str, detail: str) -> float:
-        self._listener.on_event(kind, f"{self.collection.title}: {detail}")
+    def _restart(self, detail: str) -> float:
+        self._listener.on_event("unreadable", f"{self.collection.title}: {detail}")
         self._version = ""
         return self._retry_pause()
 
