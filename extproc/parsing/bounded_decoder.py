@@ -88,8 +88,9 @@ _TEXT = msgspec.json.Decoder(str).decode
 _FEW = 64
 #: Elements of the budget that the longer one takes besides those it finds (count).
 _LONG_ARRAY = 256
-#: Arrays of which the longer one is tried at once (bytes), so that they are gone through once.
-_LONG_ARRAY_BYTES: Final = 16 * 1024
+#: Arrays of which the longer one is tried at once (bytes), so that they are gone through once; and
+#: values that are looked into before they are measured.
+_LONG_BYTES: Final = 16 * 1024
 
 
 @functools.cache
@@ -298,20 +299,28 @@ class _Reading:
             return _DECODE(raw)
         if first == _OPENING_BRACKET and (packed := canonical_prompt.scan(bytes(raw))) is not None:
             return packed
+        # What is long is looked into anyway, and its values are counted where they are found.
+        is_long = depth > 0 and len(memoryview(raw)) > _LONG_BYTES
+        if is_long and (read := self._look_into(raw, first, depth - 1)) is not None:
+            return read
         is_wide, cost = _measure(bytes(raw), self._left)
         # Marks in texts are no values: what has many is looked into before it is paid for.
-        if depth and (is_wide or cost > min(self._left, _CHEAP)):
-            read: dict[str, Any] | list[Any] | None
-            if first == _OPENING_BRACE:
-                read = self._object(raw, depth - 1)
-            else:
-                read = self._array(raw, depth - 1)
-            if read is not None:
-                return read
+        if (
+            depth
+            and not is_long
+            and (is_wide or cost > min(self._left, _CHEAP))
+            and (read := self._look_into(raw, first, depth - 1)) is not None
+        ):
+            return read
         if is_wide or cost > self._left:
             return raw
         self._left -= cost
         return _DECODE(raw)
+
+    def _look_into(
+        self, raw: msgspec.Raw, first: int, depth: int
+    ) -> dict[str, Any] | list[Any] | None:
+        return self._object(raw, depth) if first == _OPENING_BRACE else self._array(raw, depth)
 
     def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
         elements = self._elements(raw)
@@ -331,7 +340,7 @@ class _Reading:
         """
         if _DEEP in bytes(raw):
             return None
-        is_long = len(memoryview(raw)) > _LONG_ARRAY_BYTES
+        is_long = len(memoryview(raw)) > _LONG_BYTES
         for decoder, cost in _attempts(kind)[is_long:]:
             if self._elements_left <= 0:
                 return None
