@@ -13,11 +13,13 @@ from tests.support import kube
 #: offline only (tests/manifests).
 FOREIGN = frozenset(
     {
+        "AgentgatewayPolicy",
         "ClientTrafficPolicy",
         "DestinationRule",
         "EnvoyFilter",
         "GCPBackendPolicy",
         "Gateway",
+        "HTTPListenerPolicy",
         "HTTPRoute",
         "HealthCheckPolicy",
         "PrometheusRule",
