@@ -1,6 +1,7 @@
 """Compares the HTTP engines behind a real Envoy with the offline simulator, on one workload.
 
     python -m bench.agreement [--seeds N...] [--strategy NAME]... [--scenario NAME]... [--write]
+    python -m bench.agreement --replay
 
 A scenario's requests go through Envoy and `extproc serve` to `extproc engine` processes, and the
 same scenario runs under virtual time: the same machines, requests, arrivals, names of endpoints and
@@ -8,6 +9,9 @@ settings of the picker. Both run at `speed` times the machine's pace and are tol
 that the picker's own times (scrape interval, ageing) are the same for both. What the offline run
 leaves out are Envoy, the picker and two HTTP servers: some milliseconds, which are as real at any
 speed and so weigh `speed` times as much against the engine's. The scenario `idle` shows them alone.
+
+With `--replay` the picker records its decisions, and `extproc replay` is compared with what clients
+measured: decisions made again, and the estimate of the mean time to the first token.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import argparse
 import asyncio
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +37,7 @@ from extproc.config.settings import API_VERSION, KIND
 from extproc.demo import stack
 from extproc.endpoint import Load
 from extproc.scrape import metrics_page
+from extproc.simulator import replay
 from extproc.simulator.fleet import run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
 from extproc.simulator.fleet.length_distributions import Lengths
@@ -135,7 +142,9 @@ def scaled(definition: scenario.Scenario, speed: float) -> scenario.Scenario:
     return replace(definition, fleet=fleet, client=offered, workload=sending.Spelled(workload))
 
 
-def settings_text(strategy: str, *, seed: int, addresses: Sequence[str] = ()) -> str:
+def settings_text(
+    strategy: str, *, seed: int, addresses: Sequence[str] = (), record: str = ""
+) -> str:
     """The picker's configuration; endpoints have the names that the simulator gives them."""
     tree: dict[str, Any] = {
         "apiVersion": API_VERSION,
@@ -146,6 +155,8 @@ def settings_text(strategy: str, *, seed: int, addresses: Sequence[str] = ()) ->
     if addresses:
         listed = [{"address": at, "name": f"engine-{n}"} for n, at in enumerate(addresses)]
         tree["pool"] = {"endpoints": listed}
+    if record:
+        tree["decisions"] = {"record": {"file": record}}
     return msgspec.json.encode(tree).decode()
 
 
@@ -168,13 +179,20 @@ def offline(
     return errors
 
 
-async def real(definition: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
-    """The measurement: everything anew, so that caches and counters begin empty."""
+async def real(
+    definition: scenario.Scenario, strategy: str, *, seed: int, record: str = ""
+) -> dict[str, float]:
+    """The measurement: everything anew, so that caches and counters begin empty.
+
+    Args:
+        record: File that the picker records its decisions in; empty for none.
+    """
     async with stack.stack() as children:
         addresses = await started(children, definition)
         ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
         await children.extproc(
-            *("--config-text", settings_text(strategy, seed=seed, addresses=addresses)),
+            "--config-text",
+            settings_text(strategy, seed=seed, addresses=addresses, record=record),
             *("--host", "127.0.0.1", "--secure-serving=false", "--drain-timeout", "0s"),
             *("--grpc-port", str(ports.extproc), "--grpc-health-port", "0"),
             *("--metrics-port", str(stack.free_port())),
@@ -293,6 +311,38 @@ async def compare(
     }
 
 
+async def replayed(
+    definition: scenario.Scenario, strategy: str, *, speed: float, seed: int
+) -> dict[str, float]:
+    """A real run that is recorded, and what a replay of the recording says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decisions.jsonl"
+        measured = await real(scaled(definition, speed), strategy, seed=seed, record=str(path))
+        loaded = replay.load(path, strategies=(), configs=())
+    again = replay.scenario_of(loaded, range(1, DRAWS + 1))
+    runs = [replay.simulate(again, loaded.columns[0], seed=seed) for seed in again.seeds]
+    estimated_s = statistics.fmean(run.summary.ttft_s.mean for run in runs)
+    (agreement,) = loaded.agreements
+    return {
+        "decisions": agreement.decisions,
+        "agreement": round(agreement.ratio, 4),
+        "by_chance": agreement.by_chance,
+        "ttft_mean_s": round(measured["ttft_mean_s"], 4),
+        "estimated_ttft_mean_s": round(estimated_s, 4),
+        "ratio": round(estimated_s / measured["ttft_mean_s"], 3),
+        "timers_late_ms": round(measured["timers_late_ms"], 1),
+    }
+
+
+async def replay_all(args: argparse.Namespace) -> None:
+    """Record every combination, and print what its replay says."""
+    for name in args.scenario:
+        for strategy in args.strategy:
+            for seed in args.seeds:
+                row = await replayed(SCENARIOS[name], strategy, speed=args.speed, seed=seed)
+                print(f"{name:9}{strategy:13}{row}", flush=True)
+
+
 def _range(values: Iterable[float]) -> list[float]:
     """Smallest and largest."""
     ordered = sorted(values)
@@ -389,4 +439,6 @@ if __name__ == "__main__":
     parser.add_argument("--scenario", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--write", action="store_true")
-    uvloop.run(main(parser.parse_args()))
+    parser.add_argument("--replay", action="store_true", help="compare replays of recordings")
+    arguments = parser.parse_args()
+    uvloop.run((replay_all if arguments.replay else main)(arguments))

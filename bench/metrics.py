@@ -3,8 +3,8 @@
     python -m bench.metrics [--rounds 40] [--endpoints 500]
 
 Requests pass the core, without gRPC, with nothing recorded, with metrics and the ring of decisions
-as always, and with `log.requests: all` besides; in turns, so that a busy machine is the same for
-all. Pages are rendered under the names of extproc alone, with those of llm-d, and with the table of
+as always, with `log.requests: all` besides, with a recording of decisions besides, and with both; in
+turns, so that a busy machine is the same for all. Pages are rendered under the names of extproc alone, with those of llm-d, and with the table of
 series full; they are rendered in pieces, between which requests are routed.
 """
 
@@ -60,17 +60,24 @@ async def drivers() -> dict[str, Callable[[], float]]:
     logging.getLogger("extproc.requests").propagate = False
     plain = soak.settings(holding=False)
     logged = msgspec.structs.replace(plain, log=LogSection(requests="all"))
-    cores = {"nothing": soak.Core(plain), "metrics": soak.Core(plain), "log": soak.Core(logged)}
+    cores = {
+        "nothing": soak.Core(plain),
+        "metrics": soak.Core(plain),
+        "log": soak.Core(logged),
+        "record": soak.Core(plain),
+        "log+record": soak.Core(logged),
+    }
     cores["nothing"].shared.observer = NoObserver()
     rounds = {}
     for name, core in cores.items():
         await core.picker.sync()
-        rounds[name] = _round_of(core)
+        rounds[name] = _round_of(core, is_recorded=name.endswith("record"))
     return rounds
 
 
-def _round_of(core: soak.Core) -> Callable[[], float]:
+def _round_of(core: soak.Core, *, is_recorded: bool) -> Callable[[], float]:
     source = soak.Chats(Random(1))
+    recording = core.picker.decision_recorder.recordings.start() if is_recorded else None
 
     def run() -> float:
         cases = [source.request() for _ in range(REQUESTS)]
@@ -80,6 +87,8 @@ def _round_of(core: soak.Core) -> Callable[[], float]:
             stream = core.open(*request)
             core.say(stream, *answer)
             stream.finish()
+        while recording is not None and recording.take(32):
+            pass
         used = time.process_time() - used
         core.passes(1.0)
         return used / REQUESTS * 1e6
@@ -154,7 +163,7 @@ def main() -> None:
     for name, costs in took.items():
         added = statistics.median(cost - less for cost, less in zip(costs, base, strict=True))
         print(
-            f"{name:8} least {min(costs):.1f} us, median {statistics.median(costs):.1f} us, "
+            f"{name:10} least {min(costs):.1f} us, median {statistics.median(costs):.1f} us, "
             f"added {min(costs) - min(base):.1f} us by the least, {added:.1f} us by the median"
         )
     figures: dict[str, Any] = {

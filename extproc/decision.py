@@ -183,6 +183,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         client_model: The client's name for it, which the answer is to say again; empty to leave the
             answer alone.
         pool: Name of the pool, where there are several.
+        conversation_stats: Share of continued requests, expected growth (tokens), share of requests
+            of other pickers, and idle conversations per open one: of the context, for recordings.
     """
 
     request: InferenceRequest
@@ -207,6 +209,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     body_edit: BodyEdit | None = None
     client_model: str = ""
     pool: str = ""
+    conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def predicted_ttft_s(self) -> float | None:

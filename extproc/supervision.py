@@ -38,6 +38,7 @@ LoopName = Literal[
     "peer_sync",
     "pools",
     "readiness",
+    "recording",
     "reload",
     "scrape",
     "uploads",

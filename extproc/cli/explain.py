@@ -35,7 +35,7 @@ _TIMEOUT_S = 10.0
 
 
 #: Where a server is, unless a flag says otherwise.
-_SERVER = "http://127.0.0.1:9090"
+SERVER = "http://127.0.0.1:9090"
 
 #: Seconds between two looks of --watch.
 _WATCH_S = 2.0
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--state", metavar="FILE", help="YAML or JSON file with endpoints")
     source.add_argument(
-        "--server", metavar="URL", help=f"metrics port of a server (default: {_SERVER})"
+        "--server", metavar="URL", help=f"metrics port of a server (default: {SERVER})"
     )
     past = parser.add_mutually_exclusive_group()
     past.add_argument(
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
-    server = "" if args.state else _base_url(args.server or _SERVER)
+    server = "" if args.state else base_url(args.server or SERVER)
     explain: Callable[[], dict[str, Any]]
     if args.id or args.last or args.slowest or args.failed:
         _require_no_request(args)
@@ -184,7 +184,7 @@ def _explain_dry_run(
 ) -> dict[str, Any]:
     """Explanation of a dry run."""
     if server:
-        return _request_dry_run(server, args.path, headers, body, token=_read_token(args))
+        return _request_dry_run(server, args.path, headers, body, token=read_token(args))
     return _explain_offline(args, headers, body)
 
 
@@ -236,7 +236,7 @@ def _select_recorded(args: argparse.Namespace, server: str) -> str:
 
 
 def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
-    return _fetch(urllib.request.Request(url), token=_read_token(args))  # noqa: S310 - _base made it http or https
+    return _fetch(urllib.request.Request(url), token=read_token(args))  # noqa: S310 - base_url made it http or https
 
 
 def _read_request(name: str) -> bytes:
@@ -319,7 +319,7 @@ def _parse_headers(pairs: list[str]) -> dict[str, str]:
     return headers
 
 
-def _read_token(args: argparse.Namespace) -> str:
+def read_token(args: argparse.Namespace) -> str:
     """The token of --token-file; empty where the flag is not used."""
     from extproc.server import admin_access
 
@@ -338,11 +338,11 @@ def _request_dry_run(
     url = f"{server}/debug/explain"
     request_headers = {"x-explain-path": path, "content-type": "application/octet-stream"}
     request_headers |= {f"x-explain-header-{name}": value for name, value in headers.items()}
-    request = urllib.request.Request(url, data=body, headers=request_headers, method="POST")  # noqa: S310 - _base made it http or https
+    request = urllib.request.Request(url, data=body, headers=request_headers, method="POST")  # noqa: S310 - base_url made it http or https
     return _fetch(request, token=token)
 
 
-def _base_url(server: str) -> str:
+def base_url(server: str) -> str:
     """The address of the pages, with a scheme."""
     if not server.startswith(("http://", "https://")):
         server = f"http://{server}"

@@ -32,6 +32,19 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "look at a running Envoy, extproc and engines, and say what is wrong",
     ),
     "explain": ("extproc.cli.explain", "say which endpoint a request would get, and why"),
+    "record": ("extproc.cli.record", "write the decisions of a running server to a file"),
+    "replay": (
+        "extproc.simulator.replay_command",
+        "compare strategies on recorded requests",
+    ),
+    "tune": (
+        "extproc.simulator.tune_command",
+        "search for better numbers of a strategy on recorded requests",
+    ),
+    "plan": (
+        "extproc.simulator.plan_command",
+        "find the smallest fleet that meets objectives on recorded requests",
+    ),
     "simulate": ("extproc.simulator.simulate_command", "compare strategies on a simulated fleet"),
     "envoy-config": (
         "extproc.cli.envoy_config",

@@ -184,7 +184,7 @@ TABLE: Final = (
             "list_models",
         ),
     ),
-    ReloadRow("decisions", live=("decisions", "header", "scores")),
+    ReloadRow("decisions", live=("decisions", "header", "scores"), restart=("record",)),
     ReloadRow("xds", restart=("enabled", "port", "health_check", "outliers")),
     ReloadRow(
         "peer_sync",

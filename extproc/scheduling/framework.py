@@ -12,6 +12,7 @@ from enum import Enum
 from random import Random
 from typing import Protocol, runtime_checkable
 
+import mmh3
 import msgspec
 
 from extproc.decision import CostResult, Decision, FilterTreeStep
@@ -201,3 +202,12 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         Read at first use: most decisions need no tie broken.
         """
         return self.first_user_message_reader(self.request)
+
+    @property
+    def affinity_seed(self) -> int | None:
+        """Hash of the session, else of the first user message, 32 bits; None without either.
+
+        It stays the same from turn to turn of a conversation.
+        """
+        key = self.request.session or self.first_user_message
+        return mmh3.hash(key, 0, signed=False) if key else None

@@ -183,6 +183,12 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             answer_headers=answer_headers,
             plugin_keys=keys,
             degraded="; ".join(errors),
+            conversation_stats=(
+                context.continuation_ratio,
+                context.expected_growth_tokens,
+                context.foreign_share,
+                context.idle_conversations_per_open,
+            ),
         )
 
     def _filter(

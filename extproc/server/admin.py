@@ -3,12 +3,14 @@
 `/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
 pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
 `/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id;
-`/debug/shadow` what shadows would have done.
+`/debug/shadow` what shadows would have done;
+`/debug/record` decisions as they are made.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import time
@@ -23,6 +25,7 @@ from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.admin_access import AdminAccess
+from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
 from extproc.telemetry.exposition import Exposition
@@ -48,6 +51,7 @@ class AdminPages:
         pools: Returns the current pools by name.
         dry_run: Routes a request without a reservation.
         decisions: The last decisions.
+        decision_recorder: Records decisions for clients.
         access: Authorizes requests.
         max_body_bytes: Returns the largest body that `/debug/explain` accepts.
         shadows: Returns the shadows by name of their pool.
@@ -61,6 +65,7 @@ class AdminPages:
         pools: Callable[[], Mapping[str, Pool]],
         dry_run: Callable[[HttpRequest], Awaitable[Outcome | DirectResponse]],
         decisions: DecisionLog,
+        decision_recorder: DecisionRecorder,
         clock: Callable[[], float],
         access: AdminAccess,
         max_body_bytes: Callable[[], int],
@@ -71,6 +76,7 @@ class AdminPages:
         self._pools = pools
         self._dry_run = dry_run
         self._decisions = decisions
+        self._decision_recorder = decision_recorder
         self._clock = clock
         self._access = access
         self._max_body_bytes = max_body_bytes
@@ -90,6 +96,7 @@ class AdminPages:
                 web.get("/debug/decisions", self.decisions),
                 web.get("/debug/decisions/{id}", self.decision),
                 web.get("/debug/shadow", self.shadow),
+                web.get("/debug/record", self.record),
             ]
         )
         return application
@@ -177,6 +184,26 @@ class AdminPages:
         }
         return web.json_response({"pools": shadows})
 
+    async def record(self, request: web.Request) -> web.StreamResponse:
+        """Decisions from now on as JSON lines, for `extproc record`; `?seconds=` of them, 60 by default."""
+        seconds = _seconds(request.query.get("seconds", "60"))
+        if not seconds:
+            return _refused(
+                Rejection(400, f"expected ?seconds= from 1 to {MAX_CLIENT_S:.0f}; write a number")
+            )
+        if not self._decision_recorder.has_room:
+            return _refused(
+                Rejection(429, f"{MAX_CLIENTS} clients record already; try again when one ended")
+            )
+        response = web.StreamResponse(headers={"content-type": "application/jsonl"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):  # the client left
+            async with contextlib.aclosing(self._decision_recorder.stream(seconds)) as pieces:
+                async for lines in pieces:
+                    await response.write(lines)
+            await response.write_eof()
+        return response
+
     async def explain(self, request: web.Request) -> web.Response:
         """Decision a request would get now, with reasons; nothing is reserved."""
         headers = {":method": "POST", ":path": request.headers.get(PATH_HEADER, "")}
@@ -246,6 +273,15 @@ def _build_filter(query: Mapping[str, str]) -> Callable[[DecisionRecord | Reject
         return all(part in text.lower() for part, text in zip(wanted.values(), texts, strict=True))
 
     return is_wanted
+
+
+def _seconds(text: str) -> float:
+    """Seconds of a query; 0 for what is no number from 1 to the longest recording."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return 0.0
+    return seconds if 1.0 <= seconds <= MAX_CLIENT_S else 0.0
 
 
 def _refused(rejection: Rejection) -> web.Response:

@@ -35,6 +35,7 @@ from extproc.server import (
     stream_handler,
     transport,
 )
+from extproc.server.decision_recording import DecisionRecorder
 from extproc.server.large_bodies import LargeBodies
 from extproc.server.loop_stalls import StallMeter
 from extproc.server.pool_registry import PoolRegistry
@@ -46,6 +47,7 @@ from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_log import RejectionLog
+from extproc.telemetry.recorded_request import RecordedRequest
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
@@ -88,6 +90,9 @@ class EndpointPickerProcess:
             clock,
             request_log.recorder_type(settings.log.requests),
             self._traces.tracer,
+        )
+        self.decision_recorder = DecisionRecorder(
+            settings, self.counters.recorded_rows, clock=clock, on_change=self._set_recording
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self._reloads = reload.ReloadHistory(settings, clock)
@@ -164,6 +169,15 @@ class EndpointPickerProcess:
             is_protocol_supported=lambda: self.pool_registry.protocols_supported,
             is_leader=(lambda: self._is_leader) if self._settings.cluster.leader_election else None,
             notes=self._readiness_notes,
+        )
+
+    def _set_recording(self, is_active: bool) -> None:  # noqa: FBT001 - a callback
+        """Put requests into recordings, or end that."""
+        recordings = self.decision_recorder.recordings
+        self._recorder.set_recording(
+            (lambda recorder, pool: RecordedRequest(recorder, recordings, pool))
+            if is_active
+            else None
         )
 
     def _on_pools_changed(self) -> None:
@@ -299,6 +313,8 @@ class EndpointPickerProcess:
             "log": self._log_rejections,
             "history": self._sample_traffic,
         }
+        if self._settings.decisions.record is not None:
+            loops["recording"] = self.decision_recorder.run
         if self._kubernetes_discovery is not None:
             loops["kubernetes"] = self._kubernetes_discovery.run
         if self._control_planes is not None:
@@ -391,6 +407,7 @@ class EndpointPickerProcess:
     async def stop(self) -> None:
         """Close everything."""
         self._stall_meter.stop()
+        self.decision_recorder.close()
         attempt = self.counters.supervisor.attempt
         for rpc_server in self._servers:
             await attempt("drain", rpc_server.stop(_STREAM_END_S))
@@ -418,6 +435,7 @@ class EndpointPickerProcess:
             pools=self.pool_registry.pools,
             dry_run=self._dry_run,
             decisions=self.decisions,
+            decision_recorder=self.decision_recorder,
             clock=self._clock,
             access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
             max_body_bytes=lambda: self._max_body_bytes,

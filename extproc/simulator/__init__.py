@@ -13,8 +13,12 @@ Pure, driven by the owner of the clock (the HTTP engine or an offline simulator)
 
 - `fleet`: fleets of them with the production director in virtual time.
 
+- `replay`: recorded requests on simulated fleets, with `replay_traffic` and `replay_traces` (what is
+  read), `replay_agreement` (decisions made again), `replay_tuning` and `fleet_plan`.
+
 Commands: `engine_command` (`extproc engine`) and `simulate_command` (`extproc simulate`) with
-`simulation_runs` (scenario files, worker processes), `report_plots` and `plot_style`.
+`simulation_runs` (scenario files, worker processes), `report_plots` and `plot_style`;
+`replay_command`, `tune_command` and `plan_command`.
 
 Shells, the only modules here that know asyncio, sockets, processes and the clock: `http` and the
 commands.

@@ -17,6 +17,7 @@ from extproc.autoscaling.scaling_history import CHARTS
 from extproc.errors import ConfigError
 from extproc.simulator import plot_style
 from extproc.simulator.fleet.report import Column, Report, Run
+from extproc.simulator.fleet_plan import FleetSize, Objective
 
 _FORMATS = ("png", "svg")
 
@@ -39,15 +40,18 @@ _UNITS = {
 _TITLE_WIDTH = 90
 
 
-def require() -> None:
+def require(flag: str = "--plots") -> None:
     """Say at once when there is nothing to draw with.
+
+    Args:
+        flag: The flag that asks for it.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     if not plot_style.is_available():
         raise ConfigError(
-            "--plots",
+            flag,
             wanted="matplotlib",
             got="it is not installed",
             fix=f"install the extra: {distribution.install_command('plots')}",
@@ -70,19 +74,68 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
         raise ConfigError(
             "--plots", wanted="a folder that can be written", got=str(error), fix="check the path"
         ) from None
-    title = textwrap.fill(report.scenario.title, _TITLE_WIDTH)
     plots = _plots(report)
-    for name, ((width_in, height_in), paint) in plots.items():
-        with plot_style.new_figure(width_in, height_in) as figure:
-            paint(figure)
-            figure.text(0.0, 1.03, title, fontweight="bold", fontsize=9, va="bottom")
-            for form in _FORMATS:
-                path = folder / f"{name}.{form}"
-                path.write_bytes(plot_style.encode(figure, form, is_tight=True))
-                yield path
-    page = folder / "index.html"
-    page.write_text(_page(report.scenario.title, list(plots)), encoding="utf-8")
-    yield page
+    for name in plots:
+        for form, content in _draw_plot(report, plots[name], _FORMATS).items():
+            path = folder / f"{name}.{form}"
+            path.write_bytes(content)
+            yield path
+    index = folder / "index.html"
+    index.write_text(_page(report.scenario.title, list(plots)), encoding="utf-8")
+    yield index
+
+
+def page(report: Report, text: str) -> str:
+    """A page with a text and every plot in it, which needs no other file."""
+    plots = [_draw_plot(report, plot, ("svg",))["svg"].decode() for plot in _plots(report).values()]
+    pictures = "\n".join(f"<figure>{svg[svg.index('<svg') :]}</figure>" for svg in plots)
+    title = html.escape(report.scenario.title)
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{title}</title>\n<style>{_PAGE_STYLE}</style>\n<h1>{title}</h1>\n"
+        f"<pre>{html.escape(text)}</pre>\n{pictures}\n</html>\n"
+    )
+
+
+#: Of a page that is read on paper as well.
+_PAGE_STYLE = (
+    "body{font-family:sans-serif;margin:2em;color:#24313a;background:#fff}"
+    "pre{overflow-x:auto;font-size:13px}figure{margin:2em 0}svg{max-width:100%;height:auto}"
+)
+
+
+def draw_sizes(path: Path, objectives: Sequence[Objective], sizes: Sequence[FleetSize]) -> bytes:
+    """Figures of fleets by their number of engines, as the name of the file says.
+
+    Args:
+        path: Its suffix is the format.
+        objectives: Limits, each with a panel.
+        sizes: The fleets, the smallest first.
+    """
+    engines = [size.engines for size in sizes]
+    with plot_style.new_figure(5.5, 2.4 * len(objectives)) as figure:
+        for place, objective in enumerate(objectives):
+            axes = figure.add_subplot(len(objectives), 1, place + 1)
+            values_ms = [1e3 * size.figures[objective.figure] for size in sizes]
+            axes.plot(engines, values_ms, marker="o", color=plot_style.COLOR)
+            axes.axhline(1e3 * objective.limit_s, color=plot_style.INK, linestyle="--", linewidth=1)
+            axes.set_ylabel(f"{objective.figure[:-2]} (ms)")
+            axes.set_xlabel("engines")
+            axes.set_ylim(bottom=0)
+            axes.grid(visible=True)
+        form = "png" if path.suffix == ".png" else "svg"
+        return plot_style.encode(figure, form, is_tight=True)
+
+
+def _draw_plot(report: Report, plot: _Plot, forms: Sequence[str]) -> dict[str, bytes]:
+    """One plot in some formats."""
+    (width_in, height_in), paint = plot
+    title = textwrap.fill(report.scenario.title, _TITLE_WIDTH)
+    with plot_style.new_figure(width_in, height_in) as figure:
+        paint(figure)
+        figure.text(0.0, 1.03, title, fontweight="bold", fontsize=9, va="bottom")
+        return {form: plot_style.encode(figure, form, is_tight=True) for form in forms}
 
 
 #: Width and height in inches, and the function that fills the figure.

@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from multiprocessing import connection
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
+
+_ResultT = TypeVar("_ResultT")
 
 
 class SimulationColumn(msgspec.Struct, frozen=True):
@@ -141,30 +144,38 @@ def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
         todo: What to run.
         jobs: Processes; 1 runs in this one.
     """
-    tasks = todo.tasks
-    if min(jobs, len(tasks)) == 1:
+    calls = [
+        functools.partial(run, todo.scenario, column, seed=seed, trace=todo.trace)
+        for column, seed in todo.tasks
+    ]
+    for n, summary in run_calls(calls, jobs=jobs):
+        column, seed = todo.tasks[n]
+        yield report.Run(column.name, seed, summary)
+
+
+def run_calls(
+    calls: Sequence[Callable[[], _ResultT]], *, jobs: int
+) -> Iterator[tuple[int, _ResultT]]:
+    """Call functions in processes; yields the position and the result of each when it is over.
+
+    Args:
+        calls: Functions that can be pickled.
+        jobs: Processes; 1 calls in this one.
+    """
+    if min(jobs, len(calls)) == 1:
         _collect_rarely()
-        for column, seed in tasks:
-            yield report.Run(
-                column.name, seed, run(todo.scenario, column, seed=seed, trace=todo.trace)
-            )
+        for n, call in enumerate(calls):
+            yield n, call()
         return
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(
-        min(jobs, len(tasks)), mp_context=context, initializer=_worker
+        min(jobs, len(calls)), mp_context=context, initializer=_worker
     ) as pool:
         try:
             with _unheard_by_children():
-                waiting = {
-                    pool.submit(run, todo.scenario, column, seed=seed, trace=todo.trace): (
-                        column.name,
-                        seed,
-                    )
-                    for column, seed in tasks
-                }
+                waiting = {pool.submit(call): n for n, call in enumerate(calls)}
             for future in futures.as_completed(waiting):
-                name, seed = waiting[future]
-                yield report.Run(name, seed, future.result())
+                yield waiting[future], future.result()
         except BaseException:
             # Without this, leaving would wait for the runs in progress.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -161,6 +161,8 @@ class ProcessCounters:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         streams_open: Open streams now.
         trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
+        recorded_rows: Decisions and ends of requests for recordings, by result: `recorded`,
+            `dropped`, `failed`.
         http2_limits: Calls and connections that the native transport ended, by limit or violation.
         direct_responses: Requests answered without an endpoint, such as GET /v1/models.
         reloads: Reloads of the configuration by result: `ok`, `error`.
@@ -184,6 +186,7 @@ class ProcessCounters:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
         self.trace_spans: Counter[str] = Counter()
+        self.recorded_rows: Counter[str] = Counter()
         self.http2_limits: Counter[str] = Counter()
         self.direct_responses = 0
         self.exceptions: Counter[tuple[str, str]] = Counter()

@@ -139,6 +139,12 @@ class Exposition:
             "result",
             counters.trace_spans,
         )
+        yield _counter(
+            "extproc_recorded_rows",
+            "Decisions and ends of requests for recordings, by result; none without a recording.",
+            "result",
+            counters.recorded_rows,
+        )
         yield MetricFamily(
             "counter",
             "extproc_direct_responses",

@@ -27,6 +27,7 @@ from extproc.telemetry.request_series import (
 )
 
 if TYPE_CHECKING:
+    from extproc.telemetry.recorded_request import RecordedRequest
     from extproc.telemetry.request_trace import TracedRequest
 
 _log = logging.getLogger("extproc.server")
@@ -478,11 +479,22 @@ class StreamRecorder:
         self.decisions = decisions
         self._recorder_type = recorder_type
         self._tracer = tracer
+        self._observe: Callable[[RequestRecorder, str], RecordedRequest] | None = None
         self._exceptions = ExceptionLog(counters.exceptions, clock)
 
     def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
         """Record requests with another recorder from the next one on."""
         self._recorder_type = recorder_type
+
+    def set_recording(
+        self, observe: Callable[[RequestRecorder, str], RecordedRequest] | None
+    ) -> None:
+        """Put requests into recordings from the next one on; None ends that.
+
+        Args:
+            observe: Creates the observer of a request from its recorder and the default pool.
+        """
+        self._observe = observe
 
     def on_stream_opened(self) -> None:
         """Count an open stream."""
@@ -497,9 +509,10 @@ class StreamRecorder:
         """Count and log an unexpected exception."""
         self._exceptions.record(error)
 
-    def observe_request(self, pool: str) -> RequestRecorder:
+    def observe_request(self, pool: str) -> RequestRecorder | RecordedRequest:
         """Create the recorder of a request; `pool` is the default pool."""
         counters = self.counters
-        return self._recorder_type(
+        recorder = self._recorder_type(
             counters, counters.for_pool(pool), self.decisions, pool, self._tracer
         )
+        return recorder if self._observe is None else self._observe(recorder, pool)

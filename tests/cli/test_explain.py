@@ -217,6 +217,7 @@ def server(decisions):
         pools=lambda: {"": parts.store.pool},
         dry_run=dry_run,
         decisions=log,
+        decision_recorder=None,
         clock=lambda: 1.0,
         access=admin_access.AdminAccess(str, deny),
         max_body_bytes=lambda: 1_000_000,

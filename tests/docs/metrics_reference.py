@@ -21,6 +21,7 @@ VALUES = {
     "extproc_pool_match_state/state": get_args(pool_metrics.MatchState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("spec", "available", "starting"),
+    "extproc_recorded_rows/result": ("recorded", "dropped", "failed"),
     "extproc_shadow_decisions/result": get_args(shadow.ShadowResult),
     "extproc_shadow_expected_seconds/choice": get_args(shadow.ShadowChoice),
     "extproc_shadow_expected_seconds/judge": get_args(shadow.Judge),

@@ -72,14 +72,11 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         count: int,
     ) -> list[int]:
         """The first `count` of `ties` by hash, or all if they are fewer."""
-        request = context.request
-        key = request.session or context.first_user_message
-        if key:
-            seed = mmh3.hash(key, 0, signed=False)
-        elif context.blocks:
+        seed = context.affinity_seed
+        if seed is None:
+            if not context.blocks:
+                return context.rng.sample(ties, len(ties))
             seed = context.blocks[-1] & 0xFFFFFFFF
-        else:
-            return context.rng.sample(ties, len(ties))
         addresses = [candidates[i].endpoint.address for i in ties]
         ranked = [
             (-mmh3.hash(address, seed, signed=False), address, i)

@@ -87,6 +87,11 @@ class Simulation:
             send=self._send,
         )
 
+    @property
+    def is_complete(self) -> bool:
+        """True once every request was sent and has ended."""
+        return self._sender.is_done
+
     def run(self) -> RunMetrics:
         """Run to the end.
 

@@ -301,6 +301,25 @@ class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
         return heapq.merge(*sources, key=lambda session: session.at or 0.0)
 
 
+class FixedWorkload(msgspec.Struct, frozen=True):
+    """Sessions that are known beforehand; not for scenario files.
+
+    Attributes:
+        sessions: The sessions, each with its time, in the order of these.
+        adapter_names: LoRA adapters that their requests name.
+        adapters: None to spread users over, as requests name theirs.
+    """
+
+    sessions: Sequence[SimSession]
+    adapter_names: frozenset[str] = frozenset()
+    adapters: int = 0
+
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
+        """Sessions of the workload."""
+        del rng
+        return iter(self.sessions)
+
+
 Workload = Independent | SharedPrefix | ConversationWorkload | Repeated | TraceWorkload | Groups
 
 #: Kinds that say themselves when sessions begin.
@@ -327,8 +346,10 @@ def adapters(workload: Workload) -> int:
     return 0 if isinstance(workload, TraceWorkload | Repeated | Groups) else workload.adapters
 
 
-def named(workload: Workload) -> frozenset[str]:
+def named(workload: Workload | FixedWorkload) -> frozenset[str]:
     """Names of those adapters."""
+    if isinstance(workload, FixedWorkload):
+        return workload.adapter_names
     return frozenset(_name(number) for number in range(adapters(workload)))
 
 

@@ -1,0 +1,126 @@
+"""`extproc record`: write the decisions of a running server to a file, for replay, tune and plan.
+
+    extproc record decisions.jsonl --seconds 600
+    extproc replay decisions.jsonl
+
+The recording begins now and has what the scheduler saw for every request: hashes of prompts, loads of
+the endpoints, the choice, and when the answer came. It has no prompt, no header and no session. To
+record always, in files of bounded size, set `decisions.record`.
+
+Exit status: 0 done, also after Ctrl-C; 1 the server does not answer or went away; 2 wrong flags or
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from extproc.cli import explain
+from extproc.errors import ConfigError
+
+#: Seconds without a row after which the server is looked for: it may have no requests.
+_IDLE_S = 30.0
+
+#: Bytes read at a time.
+_CHUNK_BYTES = 1 << 16
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "record",
+        help="write the decisions of a running server to a file",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="JSON lines; an older file is replaced")
+    add("--server", metavar="URL", default=explain.SERVER, help="metrics port (%(default)s)")
+    add("--seconds", type=_seconds, default=60.0, help="length (%(default)s)")
+    add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record; returns the exit status, see the head of this module.
+
+    Raises:
+        ConfigError: A file or flag is wrong.
+        UnreachableError: The server does not answer.
+    """
+    url = f"{explain.base_url(args.server)}/debug/record?seconds={args.seconds:g}"
+    request = urllib.request.Request(url)  # noqa: S310 - base_url made it http or https
+    token = explain.read_token(args)
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with (
+            urllib.request.urlopen(request, timeout=args.seconds + _IDLE_S) as response,  # noqa: S310
+            _open(args.file) as file,
+        ):
+            lines = _copy(response, file)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refusal(url, error) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise explain.UnreachableError(
+            wanted=f"decisions from {url}",
+            got=str(getattr(error, "reason", error)),
+            fix="give the host and the --metrics-port of a running `extproc serve`",
+        ) from None
+    print(f"{lines} rows in {args.file}", file=sys.stderr)
+    if not lines:
+        print("no request was routed; record while there is traffic", file=sys.stderr)
+    return 0
+
+
+def _copy(response: Any, file: BinaryIO) -> int:
+    """Copy until the recording ends or Ctrl-C; returns the number of lines."""
+    lines = 0
+    try:
+        while piece := response.read1(_CHUNK_BYTES):
+            file.write(piece)
+            lines += piece.count(b"\n")
+    except KeyboardInterrupt:
+        pass  # what is there is a recording
+    return lines
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(
+            str(path),
+            wanted="a file that can be written",
+            got=error.strerror or "",
+            fix="check the path",
+        ) from None
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> explain.UnreachableError:
+    message = error.read(1000).decode(errors="replace").strip()
+    return explain.UnreachableError(
+        wanted=f"decisions from {url}",
+        got=f"status {error.code}: {message}",
+        fix="name the file of its server.admin_token_file with --token-file"
+        if error.code in (401, 403)
+        else "check that an extproc of this version listens there",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86_400.0:
+        raise argparse.ArgumentTypeError(f"expected seconds from 1 to 86400, got {text!r}")
+    return seconds

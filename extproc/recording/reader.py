@@ -1,0 +1,226 @@
+"""Reader: lines of a recording back into decisions, with the candidates that the scheduler saw.
+
+One pass in bounded memory: a decision is yielded when it is read, its end later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
+from extproc.errors import ConfigError
+from extproc.recording import rows
+
+#: Longest line (bytes): a decision among ten thousand endpoints.
+MAX_LINE_BYTES: Final = 4 * 1024 * 1024
+
+#: Headers whose clocks differ by less are of one process (seconds).
+_SAME_CLOCK_S: Final = 1.0
+
+_RESIDENCIES: Final = tuple(AdapterResidency)
+
+
+class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
+    """A decision as it was recorded.
+
+    Attributes:
+        key: Process and number: the key of its end.
+        unix_s: Unix time of the decision.
+        row: The row.
+        chosen: The chosen endpoint.
+        candidates: Candidates of the scheduler; empty where they were left out.
+    """
+
+    key: tuple[int, int]
+    unix_s: float
+    row: rows.DecisionRow
+    chosen: Endpoint
+    candidates: Sequence[Candidate]
+
+
+class RecordedEnd(msgspec.Struct, frozen=True, gc=False):
+    """The end of a decision's request; `key` is that of the decision."""
+
+    key: tuple[int, int]
+    row: rows.EndRow
+
+
+class RecordedEndpoint(msgspec.Struct, gc=False):
+    """An endpoint as the rows until now have it. Mutable; owned by the reader.
+
+    Attributes:
+        endpoint: The endpoint.
+        pool: Name of its pool.
+        state: Its last state; None before the first.
+        load: Load of this state.
+        page: As in `Candidate`.
+    """
+
+    endpoint: Endpoint
+    pool: str
+    state: rows.StateRow | None = None
+    load: Load = NO_LOAD
+    page: Load | None = None
+
+
+class RecordingReader:
+    """Reads a recording, line by line. Mutable; one pass.
+
+    Args:
+        where: The file, for errors.
+
+    Attributes:
+        header: The last header; None before the first.
+        endpoints: Endpoints by number, as of the last line.
+        lost: Rows that the recorder dropped (count).
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._decoder = msgspec.json.Decoder(rows.Row)
+        self._epoch = 0
+        self._clock_offset_s = 0.0
+        self.header: rows.HeaderRow | None = None
+        self.endpoints: dict[int, RecordedEndpoint] = {}
+        self.lost = 0
+
+    def read(self, lines: Iterable[bytes]) -> Iterator[RecordedDecision | RecordedEnd]:
+        """Decisions and ends in the order of the lines.
+
+        Args:
+            lines: Lines with their line feeds; a last one without may be cut off.
+
+        Raises:
+            ConfigError: A line is no row, or refers to an endpoint without one.
+        """
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = self._decoder.decode(line)
+            except msgspec.DecodeError as error:
+                if not line.endswith(b"\n") and self.header is not None:
+                    return  # the recorder was ended while it wrote
+                raise _bad_line(self._where, number, str(error)) from None
+            event = self._take(row, number)
+            if event is not None:
+                yield event
+
+    def _take(self, row: rows.Row, number: int) -> RecordedDecision | RecordedEnd | None:
+        if isinstance(row, rows.HeaderRow):
+            self._begin(row, number)
+            return None
+        if self.header is None:
+            raise _bad_line(self._where, number, f"a row of kind {_kind(row)} before any header")
+        match row:
+            case rows.DecisionRow():
+                return self._to_decision(row, number)
+            case rows.EndRow():
+                return RecordedEnd((self._epoch, row.n), row)
+            case rows.AddressRow():
+                endpoint = Endpoint(row.address, row.name, row.labels)
+                known = self.endpoints.get(row.n)
+                if known is None:
+                    self.endpoints[row.n] = RecordedEndpoint(endpoint, row.pool)
+                else:
+                    known.endpoint = endpoint
+            case rows.StateRow():
+                known = self._find(row.n, number)
+                known.state, known.load = row, rows.restore_load(row.load)
+                known.page = None
+                if row.is_imputed:
+                    at = row.scraped_at
+                    known.page = NO_LOAD if at is None else Load(at=at)
+            case rows.LossRow():
+                self.lost += row.rows
+        return None
+
+    def _begin(self, header: rows.HeaderRow, number: int) -> None:
+        if header.version != rows.VERSION:
+            raise _bad_line(self._where, number, f"version {header.version}")
+        offset_s = header.unix_s - header.clock_s
+        if self.header is not None and abs(offset_s - self._clock_offset_s) >= _SAME_CLOCK_S:
+            self._epoch += 1
+        self._clock_offset_s = offset_s
+        self.header = header
+        self.endpoints = {}
+
+    def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
+        chosen = self._find(row.endpoint, number).endpoint
+        candidates = [self._to_candidate(values, row.at, number) for values in row.candidates]
+        return RecordedDecision(
+            (self._epoch, row.n), row.at + self._clock_offset_s, row, chosen, candidates
+        )
+
+    def _to_candidate(self, values: rows.CandidateRow, now: float, number: int) -> Candidate:
+        known = self._find(values[0], number)
+        state = known.state
+        if state is None or not 0 <= values[7] < len(_RESIDENCIES):
+            raise _bad_line(self._where, number, f"endpoint {values[0]} without a state before")
+        page = known.page
+        at = known.load.at if page is None else page.at
+        return Candidate(
+            endpoint=known.endpoint,
+            load=known.load,
+            age_s=now - at if at > -math.inf else math.inf,
+            in_flight=values[1],
+            estimated_requests=values[2],
+            prompt_tokens=values[3],
+            matched_tokens=values[4],
+            queued_tokens=values[5],
+            unscraped_tokens=values[6],
+            rates=state.rates,
+            residency=_RESIDENCIES[values[7]],
+            active_context_tokens=values[8],
+            conversation_local=values[9],
+            page=page,
+        )
+
+    def _find(self, n: int, number: int) -> RecordedEndpoint:
+        known = self.endpoints.get(n)
+        if known is None:
+            raise _bad_line(self._where, number, f"endpoint {n} without a row before")
+        return known
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file, with their line feeds.
+
+    Raises:
+        ConfigError: It cannot be read, or a line is longer than `MAX_LINE_BYTES`.
+    """
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"{path}: line {number}",
+                        wanted=f"a line of at most {MAX_LINE_BYTES} bytes",
+                        got="a longer one",
+                        fix="check that the file has a row or request per line",
+                    )
+                yield line
+    except OSError as error:
+        raise ConfigError(
+            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
+        ) from None
+
+
+def _kind(row: rows.Row) -> str:
+    return str(type(row).__struct_config__.tag)
+
+
+def _bad_line(where: str, number: int, got: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: line {number}",
+        wanted=f"a row of a recording, version {rows.VERSION}",
+        got=got,
+        fix="name a file that extproc record or decisions.record wrote",
+    )

@@ -1,0 +1,329 @@
+"""Recorder: decisions of a running picker as rows of a recording, in bounded memory.
+
+A request costs an entry in a queue; rows are made later, in batches, beside the requests. A queue that
+is full drops what comes, and counts it: no request ever waits for a recording.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import mmh3
+import msgspec
+
+from extproc.decision import Decision
+from extproc.endpoint import Candidate, Endpoint, Load, StepTimeModel
+from extproc.parsing import surfaces
+from extproc.prefix_cache import blocks
+from extproc.recording import rows
+from extproc.request import InferenceRequest
+
+#: Entries that may wait for their rows, and candidates among them (count). A second of 1,000 requests
+#: has two entries each; a candidate takes some 300 bytes.
+MAX_ENTRIES: Final = 4096
+_MAX_CANDIDATES: Final = 40_000
+
+#: Candidates recorded per decision, on average (count): with more of them only every second, third, ...
+#: decision has any, so that the work per request has a bound.
+_CANDIDATES_PER_DECISION: Final = 64
+
+_read_candidate = operator.attrgetter(*rows.CANDIDATE_FIELDS)
+
+
+class RoutedRequest(NamedTuple):
+    """A decision that waits for its row.
+
+    Attributes:
+        n: Its number.
+        at: Monotonic seconds of the decision.
+        decision: Without the prompt.
+        blocks: Block hashes of the prompt.
+        session: Hash of the session; 0 for none.
+        affinity_seed: Hash by which ties are broken; None for none.
+        queued_s: Seconds that the request waited.
+        pool: Name of the pool, where the decision does not name it.
+    """
+
+    n: int
+    at: float
+    decision: Decision
+    blocks: Sequence[int]
+    session: int
+    affinity_seed: int | None
+    queued_s: float
+    pool: str
+
+
+def hash_session(session: str) -> int:
+    """Hash of a session, 60 bits; 0 for none."""
+    if not session:
+        return 0
+    return mmh3.mmh3_x64_128_uintdigest(session.encode("utf-8", "surrogatepass")) & blocks.HASH_MASK
+
+
+def affinity_seed(request: InferenceRequest) -> int | None:
+    """Hash of session or first user message, as pickers break ties by it; None without either."""
+    key = request.session or surfaces.first_user_message(request)
+    return mmh3.hash(key, 0, signed=False) if key else None
+
+
+class Recording:
+    """One recording under way. Mutable; on the event loop only.
+
+    Args:
+        header: Makes the header.
+        counts: Rows by result, `recorded` or `dropped`; updated here.
+    """
+
+    def __init__(self, header: Callable[[], rows.HeaderRow], counts: Counter[str]) -> None:
+        self._header = header
+        self._counts = counts
+        self._entries: deque[RoutedRequest | rows.EndRow] = deque()
+        self._waiting_candidates = 0
+        self._dropped = 0
+        self._encoder = msgspec.json.Encoder()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew with the next row, as at the beginning of a file."""
+        self._states: dict[str, _KnownEndpoint] = {}
+        self._is_headed = False
+        self._candidate_credit = 0
+
+    def add(self, entry: RoutedRequest | rows.EndRow) -> None:
+        """Take in a decision or an end, or drop it where too many wait."""
+        num_candidates = len(entry.decision.candidates) if isinstance(entry, RoutedRequest) else 0
+        if (
+            len(self._entries) >= MAX_ENTRIES
+            or self._waiting_candidates + num_candidates > _MAX_CANDIDATES
+        ):
+            self._dropped += 1
+            self._counts["dropped"] += 1
+            return
+        self._waiting_candidates += num_candidates
+        self._entries.append(entry)
+
+    def take(self, most: int) -> bytes:
+        """Lines of the entries that wait, oldest first.
+
+        Args:
+            most: Entries to take at most (count).
+
+        Returns:
+            Complete lines; empty where nothing waits.
+        """
+        lines: list[rows.Row] = []
+        if not self._is_headed and (self._entries or self._dropped):
+            self._is_headed = True
+            lines.append(self._header())
+        if self._dropped:
+            lines.append(rows.LossRow(rows=self._dropped))
+            self._dropped = 0
+        for _ in range(min(most, len(self._entries))):
+            entry = self._entries.popleft()
+            if isinstance(entry, RoutedRequest):
+                self._waiting_candidates -= len(entry.decision.candidates)
+                lines += self._rows_of(entry)
+            else:
+                lines.append(entry)
+            self._counts["recorded"] += 1
+        return self._encoder.encode_lines(lines) if lines else b""
+
+    def _rows_of(self, entry: RoutedRequest) -> Iterator[rows.Row]:
+        """A decision, behind the endpoints and states that it refers to."""
+        decision = entry.decision
+        request, pool = decision.request, decision.pool or entry.pool
+        chosen = decision.endpoints[0]
+        candidates: Sequence[Candidate] = decision.candidates
+        self._candidate_credit = min(
+            self._candidate_credit + _CANDIDATES_PER_DECISION,
+            max(len(candidates), _CANDIDATES_PER_DECISION),
+        )
+        known = self._states
+        written: list[rows.CandidateRow] = []
+        if self._candidate_credit >= len(candidates):
+            self._candidate_credit -= len(candidates)
+            for candidate in candidates:
+                endpoint = candidate.endpoint
+                state = known.get(endpoint.address)
+                if (
+                    state is None
+                    or state.load is not candidate.load
+                    or state.rates is not candidate.rates
+                    or state.endpoint is not endpoint
+                    or state.page is not candidate.page
+                ):
+                    yield from self._rows_of_endpoint(candidate, entry.at, pool)
+                    state = known[endpoint.address]
+                written.append((state.n, *_read_candidate(candidate)))
+        if chosen.address not in known:
+            yield from self._rows_of_endpoint(Candidate(chosen), entry.at, pool)
+        yield rows.DecisionRow(
+            n=entry.n,
+            at=entry.at,
+            queued_s=entry.queued_s,
+            pool=pool,
+            profile=decision.profile,
+            picker=decision.picker,
+            endpoint=known[chosen.address].n,
+            degraded=decision.degraded,
+            api=request.api,
+            model=request.model,
+            adapter=request.adapter,
+            prompt_tokens=request.prompt_tokens,
+            prompt_bytes=request.prompt_bytes,
+            max_tokens=request.max_tokens,
+            is_stream=request.stream,
+            priority=request.priority,
+            session=entry.session,
+            affinity_seed=entry.affinity_seed,
+            blocks=entry.blocks,
+            matched_tokens=decision.matched_tokens,
+            conversation_stats=decision.conversation_stats,
+            candidates=written,
+        )
+
+    def _rows_of_endpoint(self, candidate: Candidate, now: float, pool: str) -> Iterator[rows.Row]:
+        """State of an endpoint, and the endpoint if it is new or was relabeled."""
+        endpoint, known = candidate.endpoint, self._states
+        state = known.get(endpoint.address)
+        number = len(known) if state is None else state.n
+        if state is None or state.endpoint is not endpoint:
+            yield rows.AddressRow(
+                n=number,
+                address=endpoint.address,
+                name=endpoint.name,
+                labels=endpoint.labels,
+                pool=pool,
+            )
+        known[endpoint.address] = _KnownEndpoint(
+            number, endpoint, candidate.load, candidate.rates, candidate.page
+        )
+        yield rows.StateRow(
+            n=number,
+            load=rows.record_load(candidate.load),
+            rates=candidate.rates,
+            is_imputed=candidate.is_imputed,
+            scraped_at=now - candidate.age_s
+            if candidate.is_imputed and candidate.age_s < now
+            else None,
+        )
+
+
+class _KnownEndpoint(NamedTuple):
+    """An endpoint as its last rows have it."""
+
+    n: int
+    endpoint: Endpoint
+    load: Load
+    rates: StepTimeModel
+    page: Load | None
+
+
+class Recordings:
+    """All recordings under way, with the numbers of decisions.
+
+    Args:
+        counts: See `Recording`.
+        header: See `Recording`.
+        schedule: Block boundaries of prompts.
+        on_change: Called with the number of recordings when one starts or stops.
+    """
+
+    def __init__(
+        self,
+        counts: Counter[str],
+        header: Callable[[], rows.HeaderRow],
+        *,
+        schedule: blocks.Schedule,
+        on_change: Callable[[int], None],
+    ) -> None:
+        self._counts = counts
+        self._header = header
+        self._schedule = schedule
+        self._on_change = on_change
+        self._active: list[Recording] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def start(self) -> Recording:
+        """Start a recording."""
+        recording = Recording(self._header, self._counts)
+        self._active.append(recording)
+        self._on_change(len(self._active))
+        return recording
+
+    def stop(self, recording: Recording) -> None:
+        """Stop a recording; what waits in it can still be taken."""
+        self._active.remove(recording)
+        self._on_change(len(self._active))
+
+    def add_routed(
+        self, decision: Decision, slim: Decision, *, now: float, queued_s: float, pool: str
+    ) -> int:
+        """Record a decision.
+
+        Args:
+            decision: With its prompt and block hashes.
+            slim: Without them.
+            queued_s: Seconds that the request waited.
+            pool: Name of the pool, where the decision does not name it.
+
+        Returns:
+            Its number.
+        """
+        self._number += 1
+        request = decision.request
+        chain = decision.block_hashes
+        if not chain and request.prompt:
+            # A strategy that reads no prefixes is compared with strategies that do.
+            seed = blocks.seed(request.model, request.adapter)
+            chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
+        entry = RoutedRequest(
+            self._number,
+            now,
+            slim,
+            chain,
+            hash_session(request.session),
+            affinity_seed(request),
+            queued_s,
+            pool,
+        )
+        for recording in self._active:
+            recording.add(entry)
+        return self._number
+
+    def add_end(
+        self,
+        number: int,
+        *,
+        status: str,
+        ttft_s: float | None,
+        total_s: float,
+        usage: Mapping[str, int],
+    ) -> None:
+        """Record the end of a request.
+
+        Args:
+            number: Number of its decision.
+            status: HTTP status; empty without response headers.
+            ttft_s: Seconds from the decision to the first token; None where unknown.
+            total_s: Seconds from the decision to the end.
+            usage: Tokens that the engine reported, by kind.
+        """
+        entry = rows.EndRow(
+            n=number,
+            status=status,
+            ttft_s=ttft_s,
+            total_s=total_s,
+            prompt_tokens=usage.get("prompt"),
+            cached_tokens=usage.get("cached"),
+            output_tokens=usage.get("completion"),
+        )
+        for recording in self._active:
+            recording.add(entry)

@@ -1,0 +1,217 @@
+"""Rows of a recording: JSON lines, told apart by `kind`.
+
+A recording begins with a header. An endpoint and its state have a row before the first decision that
+refers to them, and a state again when it changed. A decision has a row when it is made, and another one
+when its request ended. A second header starts anew, so recordings may be concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.endpoint import NO_EXTRA, NO_LABELS, NO_LOAD, Load, StepTimeModel
+
+#: Version of the rows; a reader refuses others.
+VERSION: Final = 1
+
+
+class RecordingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Base of all rows."""
+
+
+class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="recording"):
+    """First row.
+
+    Attributes:
+        version: `VERSION`.
+        software: Version of extproc that recorded.
+        unix_s: Unix time at which `clock_s` was read.
+        clock_s: Monotonic seconds, the clock of all rows.
+        settings: Sections of the configuration that decisions depend on, as in a file.
+    """
+
+    version: int
+    software: str = ""
+    unix_s: float = 0.0
+    clock_s: float = 0.0
+    settings: Mapping[str, object] = {}
+
+
+class AddressRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint"):
+    """An endpoint; other rows name it by `n`.
+
+    Attributes:
+        n: Its number in this recording.
+        address: `ip:port`.
+        name: Its name; empty for none.
+        labels: Its labels.
+        pool: Name of its pool; empty where there is one.
+    """
+
+    n: int
+    address: str
+    name: str = ""
+    labels: Mapping[str, str] = NO_LABELS
+    pool: str = ""
+
+
+class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A scraped load, without the counters; attributes as in `Load`."""
+
+    at: float
+    engine: str = ""
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    adapters: frozenset[str] | None = None
+    waiting_adapters: frozenset[str] | None = None
+    adapter_slots: int | None = None
+    kv_blocks: int | None = None
+    block_tokens: int | None = None
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    extra: Mapping[str, float] = NO_EXTRA
+
+
+_LOAD_FIELDS: Final = RecordedLoad.__struct_fields__
+
+
+def record_load(load: Load) -> RecordedLoad | None:
+    """A load as it is recorded; None for one that never was."""
+    if load is NO_LOAD:
+        return None
+    return RecordedLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+
+
+def restore_load(load: RecordedLoad | None) -> Load:
+    """The load that was recorded."""
+    if load is None:
+        return NO_LOAD
+    return Load(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+
+
+class StateRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="state"):
+    """Load and step times of an endpoint from here on.
+
+    Attributes:
+        n: Number of the endpoint.
+        load: Load as the scheduler saw it; None where nothing is known.
+        rates: Learned step times.
+        is_imputed: Whether a part of `load` is the mean of other endpoints.
+        scraped_at: Monotonic seconds of its own last scrape, where `load` is imputed.
+    """
+
+    n: int
+    load: RecordedLoad | None = None
+    rates: StepTimeModel
+    is_imputed: bool = False
+    scraped_at: float | None = None
+
+
+#: Fields of a candidate in a decision, behind the number of its endpoint.
+CANDIDATE_FIELDS: Final = (
+    "in_flight",
+    "estimated_requests",
+    "prompt_tokens",
+    "matched_tokens",
+    "queued_tokens",
+    "unscraped_tokens",
+    "residency",
+    "active_context_tokens",
+    "conversation_local",
+)
+
+#: A candidate: the number of its endpoint, and `CANDIDATE_FIELDS`.
+CandidateRow = tuple[int, int, float, int, int, float, float, int, float, bool]
+
+
+class DecisionRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="decision"):
+    """A request and the endpoint chosen for it.
+
+    Attributes:
+        n: Its number; grows.
+        at: Monotonic seconds of the decision.
+        queued_s: Seconds that the request waited before it.
+        pool: Name of the pool; empty where there is one.
+        profile: Name of the scheduling profile.
+        picker: Kind of the picker.
+        endpoint: Number of the chosen endpoint.
+        degraded: Why the decision was degraded; empty for a normal one.
+        api: API surface.
+        model: Name of the model.
+        adapter: LoRA adapter, where it is named apart from the model.
+        prompt_tokens: Estimated prompt tokens.
+        prompt_bytes: Bytes they are estimated from; 0 where they are exact.
+        max_tokens: Limit of the answer; None without one.
+        is_stream: Whether the client requested a streamed answer.
+        priority: Priority of the request.
+        session: Hash of the session, 60 bits; 0 for none.
+        affinity_seed: Hash of session or first user message by which ties are broken, 32 bits; None
+            without either.
+        blocks: Chain of block hashes of the prompt, root first.
+        matched_tokens: Prompt tokens believed cached on the chosen endpoint.
+        conversation_stats: As in `Decision`.
+        candidates: Candidates of the scheduler; empty where they were left out.
+    """
+
+    n: int
+    at: float
+    queued_s: float = 0.0
+    pool: str = ""
+    profile: str = ""
+    picker: str = ""
+    endpoint: int
+    degraded: str = ""
+    api: str = ""
+    model: str = ""
+    adapter: str = ""
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
+    max_tokens: int | None = None
+    is_stream: bool = False
+    priority: int = 0
+    session: int = 0
+    affinity_seed: int | None = None
+    blocks: Sequence[int] = ()
+    matched_tokens: int = 0
+    conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    candidates: Sequence[CandidateRow] = ()
+
+
+class EndRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
+    """The end of a request.
+
+    Attributes:
+        n: Number of its decision.
+        status: HTTP status; empty without response headers.
+        ttft_s: Seconds from the decision to the first chunk of a stream; None where chunks were not
+            shown.
+        total_s: Seconds from the decision to the end.
+        prompt_tokens: As the engine reported; None where it did not, as are the next two.
+        cached_tokens: Of these, tokens found in its cache.
+        output_tokens: Tokens of the answer.
+    """
+
+    n: int
+    status: str = ""
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class LossRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="loss"):
+    """Decisions and ends that were not recorded since the row before, because too many waited.
+
+    Attributes:
+        rows: How many.
+    """
+
+    rows: int
+
+
+Row = HeaderRow | AddressRow | StateRow | DecisionRow | EndRow | LossRow

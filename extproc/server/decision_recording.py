@@ -1,0 +1,178 @@
+"""Writes recordings of decisions to a file and to clients of the metrics port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+import msgspec
+
+from extproc import distribution
+from extproc.config.settings import RecordSection, Settings
+from extproc.recording import rows
+from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings
+from extproc.recording.rotating_file import RotatingFile
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds between two batches of rows.
+_BATCH_S: Final = 0.1
+
+#: Entries turned into rows at a time (count), between which requests have their turn: some 20 us each.
+_TURN_ENTRIES: Final = 32
+
+#: Recordings for clients at a time (count): each costs every request some microseconds.
+MAX_CLIENTS: Final = 4
+
+#: Longest recording of a client (seconds).
+MAX_CLIENT_S: Final = 86_400.0
+
+
+class DecisionRecorder:
+    """Recordings of one process: the one of `decisions.record`, and those of clients.
+
+    Args:
+        settings: Of the process.
+        counts: Rows by result; updated here.
+        clock: Monotonic seconds.
+        on_change: Called with True when the first recording starts, and with False after the last.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        counts: Counter[str],
+        *,
+        clock: Callable[[], float],
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._settings = settings
+        self._counts = counts
+        self._clock = clock
+        self._clients = 0
+        self._is_closed = False
+        self._unwritten = bytearray()
+        self._writing: asyncio.Future[bool] | None = None
+        self.recordings = Recordings(
+            counts,
+            self._header,
+            schedule=settings.prefix.schedule,
+            on_change=lambda active: on_change(active > 0),
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """True if another client may record."""
+        return self._clients < MAX_CLIENTS
+
+    def close(self) -> None:
+        """End the recordings of clients."""
+        self._is_closed = True
+
+    async def run(self) -> None:
+        """Write the recording of the configuration until cancelled."""
+        section = self._settings.decisions.record
+        if section is None:
+            return
+        recording = self.recordings.start()
+        file = RotatingFile(
+            section.file, max_bytes=section.max_file_bytes, max_files=section.max_files
+        )
+        is_failing = False
+        try:
+            while True:
+                await asyncio.sleep(_BATCH_S)
+                is_failing = await self._write_batch(
+                    recording, file, section, was_failing=is_failing
+                )
+        finally:
+            self.recordings.stop(recording)
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+            self._unwritten += recording.take(MAX_ENTRIES)
+            with contextlib.suppress(OSError):
+                if self._unwritten:
+                    file.write(bytes(self._unwritten))
+            file.close()
+
+    async def stream(self, seconds: float) -> AsyncGenerator[bytes, None]:
+        """Record for a client; yields complete lines.
+
+        Args:
+            seconds: Length of the recording; closing the iterator ends it earlier.
+        """
+        recording = self.recordings.start()
+        self._clients += 1
+        try:
+            ends_at = self._clock() + min(seconds, MAX_CLIENT_S)
+            while self._clock() < ends_at and not self._is_closed:
+                await asyncio.sleep(_BATCH_S)
+                async for lines in _take_all(recording):
+                    yield lines
+        finally:
+            self._clients -= 1
+            self.recordings.stop(recording)
+
+    async def _write_batch(
+        self, recording: Recording, file: RotatingFile, section: RecordSection, *, was_failing: bool
+    ) -> bool:
+        """Write what waits; returns True if the file cannot be written."""
+        async for lines in _take_all(recording):
+            self._unwritten += lines
+        if not self._unwritten:
+            return was_failing
+        batch = bytes(self._unwritten)
+        self._unwritten.clear()
+        loop = asyncio.get_running_loop()
+        self._writing = loop.run_in_executor(None, file.write, batch)
+        try:
+            is_full = await self._writing
+        except OSError as error:
+            self._counts["failed"] += batch.count(b"\n")
+            recording.restart()
+            if not was_failing:
+                _log.error(
+                    "decisions are not recorded: %s cannot be written: %s",
+                    section.file,
+                    error.strerror,
+                )
+            return True
+        if is_full:
+            recording.restart()
+        if was_failing:
+            _log.info("decisions are recorded again in %s", section.file)
+        return False
+
+    def _header(self) -> rows.HeaderRow:
+        """First row of a recording."""
+        settings = self._settings
+        flow_control = msgspec.structs.replace(settings.flow_control, limit=None, limits={})
+        sections = {
+            "scheduling": settings.scheduling,
+            "prefix": settings.prefix,
+            "scrape": settings.scrape,
+            "health": settings.health,
+            "flow_control": flow_control,
+        }
+        return rows.HeaderRow(
+            version=rows.VERSION,
+            software=distribution.installed_version() or "",
+            unix_s=time.time(),  # noqa: TID251 - the only way from the clock of the rows to that of people
+            clock_s=self._clock(),
+            settings={
+                name: msgspec.to_builtins(section, str_keys=True)
+                for name, section in sections.items()
+            },
+        )
+
+
+async def _take_all(recording: Recording) -> AsyncGenerator[bytes, None]:
+    """Rows of everything that waits, in pieces between which requests are routed."""
+    while lines := recording.take(_TURN_ENTRIES):
+        yield lines
+        await asyncio.sleep(0)

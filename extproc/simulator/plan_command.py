@@ -1,0 +1,113 @@
+"""`extproc plan`: the smallest fleet that meets objectives on recorded requests.
+
+    extproc plan decisions.jsonl --slo ttft_p95=1s --slo tpot_mean=50ms
+
+Fleets of one engine upwards are simulated, each engine like the usual one of the recording. A fleet is
+enough if it meets every objective and answers every request. The figures are estimates.
+
+Exit status: 0 a fleet is enough, 1 none is, 2 wrong flags or files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from extproc.errors import ConfigError
+from extproc.simulator import fleet_plan, replay, replay_command
+from extproc.simulator.fleet_plan import FleetPlanner, FleetSize, Objective
+from extproc.simulator.replay_command import count_of
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="find the smallest fleet that meets objectives on recorded requests",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    replay_command.add_source(parser)
+    add = parser.add_argument
+    add(
+        "--slo",
+        action="append",
+        default=[],
+        metavar="OBJECTIVE",
+        help="such as ttft_p95=1s: ttft, tpot, itl or e2e, and mean, p50, p90, p95 or p99; repeatable",
+    )
+    add("--strategy", metavar="NAME", help="strategy; default: that of the recording")
+    add("--max-engines", type=int, default=256, metavar="N", help="largest fleet (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write every fleet as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw every fleet, as SVG or PNG")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan; returns the exit status, see the head of this module.
+
+    Raises:
+        ConfigError: The file or a flag is wrong.
+    """
+    objectives = [fleet_plan.parse_objective(text) for text in args.slo]
+    if not objectives or not 1 <= args.max_engines <= replay_command.MAX_ENGINES:
+        raise ConfigError(
+            "--slo, --max-engines",
+            wanted=f"at least one objective, and 1 to {replay_command.MAX_ENGINES} engines",
+            got=f"{len(objectives)} objectives and {args.max_engines} engines",
+            fix="write --slo ttft_p95=1s",
+        )
+    if args.plot:
+        from extproc.simulator import report_plots
+
+        report_plots.require("--plot")
+    strategies = [args.strategy] if args.strategy else []
+    loaded = replay_command.load(args, strategies=strategies, configs=())
+    column = loaded.columns[-1]
+    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
+    planner = FleetPlanner(
+        definition,
+        column,
+        objectives,
+        num_requests=len(loaded.traffic.requests),
+        jobs=args.jobs,
+        on_run=lambda engines: print(f"simulated {count_of(engines, 'engine')}", file=sys.stderr),
+    )
+    best = planner.plan(args.max_engines)
+    print(replay_command.source_line(loaded))
+    print(f"Estimates: {column.name}, mean of {count_of(args.seeds, 'simulation')}\n")
+    for line in describe(objectives, planner.sizes, best):
+        print(line)
+    if args.json:
+        replay_command.write(args.json, msgspec.json.encode(planner.sizes) + b"\n")
+    if args.plot:
+        replay_command.write(
+            args.plot, report_plots.draw_sizes(args.plot, objectives, planner.sizes)
+        )
+    return 0 if best else 1
+
+
+def describe(
+    objectives: Sequence[Objective], sizes: Sequence[FleetSize], best: FleetSize | None
+) -> Iterator[str]:
+    """A line for each fleet, and the verdict."""
+    width = max(12, *(len(objective.text) for objective in objectives))
+    yield "engines  " + "  ".join(o.text.rjust(width) for o in objectives) + "  unanswered  enough"
+    for size in sizes:
+        cells = "  ".join(
+            f"{1e3 * size.figures[objective.figure]:.0f} ms".rjust(width)
+            for objective in objectives
+        )
+        answer = "yes" if size.is_enough else "no"
+        yield f"{size.engines:7}  {cells}  {size.unanswered:10.1%}  {answer:>6}"
+    yield ""
+    if best is None:
+        yield f"Verdict: {count_of(sizes[-1].engines, 'engine')} would not be enough"
+    else:
+        yield f"Verdict: the smallest fleet that is enough has {count_of(best.engines, 'engine')}"

@@ -1,0 +1,384 @@
+"""Replay of recorded requests: simulated with the learned step times, strategy beside strategy.
+
+What comes out are estimates. How far they can be believed shows the recording itself: its own strategy
+is simulated as well, and compared with what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+
+from extproc.config import profile_builder
+from extproc.config.settings import Settings
+from extproc.errors import ConfigError
+from extproc.recording import reader, rows
+from extproc.simulator import replay_traces, replay_traffic, simulation_runs
+from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
+from extproc.simulator.fleet.client import Client
+from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary
+from extproc.simulator.replay_traffic import Traffic, TrafficPart
+from extproc.simulator.simulation_runs import SimulationColumn
+
+#: What the strategy of the recording is called.
+RECORDED: Final = "recorded"
+
+#: Share of a recording that warms caches up, where the picker knew of some when it began.
+_WARM_UP_RATIO: Final = 0.1
+
+#: Resamples of a bootstrap, and blocks of consecutive requests among which it draws (count).
+_RESAMPLES: Final = 1000
+_BLOCKS: Final = 50
+
+#: Seconds from an answer to the next turn, besides the recorded ones.
+_TURNAROUND_S: Final = 1e-6
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """A recording, ready to simulate.
+
+    Attributes:
+        where: The file.
+        traffic: Its requests.
+        fleet: Its engines.
+        settings: Configuration of the picker that recorded.
+        agreements: Recorded decisions made again, by each strategy; empty for a trace, which has none.
+        columns: Strategies to simulate, the recorded one first.
+        lost: Rows that the recorder dropped (count).
+        since_s: Seconds from the first request; earlier ones warm up.
+    """
+
+    where: str
+    traffic: Traffic
+    fleet: Sequence[scenario.EngineGroup]
+    settings: Settings
+    agreements: Sequence[AgreementSummary]
+    columns: Sequence[SimulationColumn]
+    lost: int = 0
+    since_s: float = 0.0
+
+
+class ReplayRun(msgspec.Struct, frozen=True):
+    """One strategy with one seed.
+
+    Attributes:
+        summary: What came of it.
+        ttft_s: Seconds to the first token by request, by time of arrival; NaN where it failed or
+            warmed up.
+        is_complete: Whether every request ended within the simulated time.
+    """
+
+    summary: run_metrics.RunSummary
+    ttft_s: Sequence[float]
+    is_complete: bool = True
+
+
+class TtftComparison(msgspec.Struct, frozen=True):
+    """Difference of two strategies in mean time to first token, over the same requests.
+
+    Attributes:
+        strategy: The strategy that is compared.
+        baseline: With which one.
+        ratio: Its mean over that of the baseline.
+        low: Lower end of the 95 % interval of the ratio.
+        high: Upper end.
+    """
+
+    strategy: str
+    baseline: str
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_noise(self) -> bool:
+        """True if the interval has 1 in it."""
+        return not (self.high < 1.0 or self.low > 1.0)
+
+
+def load(
+    path: Path,
+    *,
+    strategies: Sequence[str],
+    configs: Sequence[Path],
+    pool: str | None = None,
+    max_requests: int = replay_traffic.MAX_REQUESTS,
+    limits: Mapping[str, float] | None = None,
+) -> Replay:
+    """Read a recording, and make its decisions again.
+
+    Args:
+        strategies: Strategies to compare with the recorded one, by name.
+        configs: Configuration files to compare.
+        pool: Name of the pool; None takes the only one.
+        max_requests: Requests to take.
+        limits: Numbers of the engines, by field of their profile.
+
+    Raises:
+        ConfigError: The file is no recording, or a strategy or a configuration is wrong.
+    """
+    where = str(path)
+    source = reader.RecordingReader(where)
+    requests = replay_traffic.TrafficReader(pool=pool, where=where, max_requests=max_requests)
+    columns: list[SimulationColumn] = []
+    meters: list[AgreementMeter] = []
+    for event in requests.read(source.read(reader.read_lines(path))):
+        if not columns:
+            settings = recorded_settings(source.header, where)
+            columns = columns_of(settings, strategies, configs)
+            meters = [AgreementMeter(c.name, c.settings) for c in columns if c.settings]
+        if isinstance(event, reader.RecordedDecision):
+            for meter in meters:
+                meter.add(event)
+    settings = recorded_settings(replay_traffic.read_header(source, where), where)
+    traffic = requests.traffic(settings.prefix.schedule, source.endpoints)
+    fleet = requests.fleet(source.endpoints.values(), limits or {})
+    return Replay(
+        where,
+        traffic,
+        fleet,
+        settings,
+        [meter.summary() for meter in meters],
+        columns,
+        lost=source.lost,
+        since_s=0.0 if requests.is_cold else _WARM_UP_RATIO * traffic.duration_s,
+    )
+
+
+def load_trace(
+    path: Path,
+    format_: replay_traces.Format,
+    *,
+    strategies: Sequence[str],
+    configs: Sequence[Path],
+    fleet: scenario.EngineGroup,
+    rate_per_s: float | None = None,
+    max_requests: int = replay_traffic.MAX_REQUESTS,
+) -> Replay:
+    """Read a published trace or a dataset, which knows neither a picker nor engines.
+
+    Args:
+        format_: Format of the file.
+        strategies: Strategies to compare, by name; none means the default one.
+        configs: Configuration files to compare.
+        fleet: The engines.
+        rate_per_s: See `replay_traces.read`.
+        max_requests: Requests to take.
+
+    Raises:
+        ConfigError: The file is not what its format says, or a strategy or configuration is wrong.
+    """
+    settings = Settings()
+    columns = columns_of(settings, strategies, configs)[1:] or [
+        SimulationColumn(settings.scheduling.strategy, settings)
+    ]
+    traffic = replay_traces.read(path, format_, rate_per_s=rate_per_s, max_requests=max_requests)
+    return Replay(str(path), traffic, [fleet], settings, (), columns)
+
+
+def recorded_settings(header: rows.HeaderRow | None, where: str) -> Settings:
+    """Configuration of the picker that recorded, as far as decisions depend on it."""
+    if header is None:
+        raise ConfigError(where, wanted="a recording", got="no header", fix="check the file")
+    base = Settings()
+    try:
+        sections = {
+            name: msgspec.convert(tree, type(getattr(base, name)))
+            for name, tree in header.settings.items()
+            if name in base.__struct_fields__
+        }
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{where}: line 1",
+            wanted="settings of this version of extproc",
+            got=f"{error}, recorded by version {header.software or 'unknown'}",
+            fix="record again, or replay with the version that recorded",
+        ) from None
+    return msgspec.structs.replace(base, **sections)
+
+
+def columns_of(
+    settings: Settings, strategies: Sequence[str], configs: Sequence[Path]
+) -> list[SimulationColumn]:
+    """The recorded strategy, and those to compare it with.
+
+    Raises:
+        ConfigError: A strategy or configuration is wrong.
+    """
+    columns = [SimulationColumn(f"{RECORDED} ({_name_of(settings)})", settings)]
+    for name in strategies:
+        if name == RECORDED:
+            continue
+        other = msgspec.structs.replace(
+            settings.scheduling, strategy=name, profile=None, epp=None, models={}
+        )
+        changed = msgspec.structs.replace(settings, scheduling=other)
+        profile_builder.resolve_all(changed, where="--strategy")
+        columns.append(SimulationColumn(name, changed))
+    for path in configs:
+        variant = scenario.Variant(name=path.stem, config=str(path.absolute()))
+        columns.append(simulation_runs.column(variant, folder=path.parent, where="--config"))
+    names = [column.name for column in columns]
+    twice = next((name for name in names if names.count(name) > 1), "")
+    if twice:
+        raise ConfigError(
+            "--strategy", wanted="names that differ", got=f"{twice!r} twice", fix="remove one"
+        )
+    return columns
+
+
+def _name_of(settings: Settings) -> str:
+    return profile_builder.build_profile(settings, where="the recording").name
+
+
+def scenario_of(replay: Replay, seeds: Sequence[int]) -> scenario.Scenario:
+    """The recording as a scenario of the simulator.
+
+    Raises:
+        ConfigError: The recording knows no engine, or its numbers do not go together.
+    """
+    if not replay.fleet:
+        raise ConfigError(
+            replay.where,
+            wanted="endpoints with scraped loads",
+            got="none",
+            fix="record with candidates, that is with endpoints that are scraped",
+        )
+    workload = workloads.FixedWorkload(replay.traffic.sessions, replay.traffic.adapter_names)
+    for engines in replay.fleet:
+        engines.resolved()
+    return scenario.Scenario(
+        title=f"{replay.where}, estimates",
+        fleet=replay.fleet,
+        # Not one of scenario files, whose schema this field has.
+        workload=cast("workloads.Workload", workload),
+        client=Client(turnaround_s=_TURNAROUND_S),
+        picking=scenario.Picking(told_max_tokens=replay.traffic.knows_max_tokens),
+        strategies=[scenario.Variant(name=column.name) for column in replay.columns],
+        seeds=[*seeds],
+        measure_from_s=replay.since_s,
+        until_s=10.0 * replay.traffic.duration_s + 3600.0,
+    )
+
+
+def with_sessions(definition: scenario.Scenario, part: TrafficPart) -> scenario.Scenario:
+    """The same scenario with a part of the requests, none of which warm up."""
+    workload = workloads.FixedWorkload(part.sessions, part.adapter_names)
+    return msgspec.structs.replace(
+        definition, workload=cast("workloads.Workload", workload), measure_from_s=0.0
+    )
+
+
+def simulate(definition: scenario.Scenario, column: SimulationColumn, *, seed: int) -> ReplayRun:
+    """Simulate one strategy with one seed; requests are in the order of the sessions."""
+    sessions = cast("workloads.FixedWorkload", definition.workload).sessions
+    numbers: dict[int, int] = {}
+    for session in sessions:
+        for spec in session.specs:
+            numbers[id(spec)] = len(numbers)
+    run = simulation.Simulation(definition, column.settings, seed=seed)
+    metrics = run.run()
+    ttft_s = [math.nan] * len(numbers)
+    for sim_request in metrics.requests:
+        if not sim_request.failure:
+            ttft_s[numbers[id(sim_request.work)]] = sim_request.first_s
+    return ReplayRun(metrics.summary(), ttft_s, run.is_complete)
+
+
+def simulate_all(
+    definition: scenario.Scenario,
+    columns: Sequence[SimulationColumn],
+    *,
+    places: Sequence[int],
+    jobs: int,
+    on_run: Callable[[str], None],
+) -> dict[str, dict[int, ReplayRun]]:
+    """Simulate every strategy with every seed of the scenario.
+
+    Args:
+        places: See `Traffic`.
+        jobs: Processes; 1 runs in this one.
+        on_run: Called with a description of each run that is over.
+
+    Returns:
+        Runs by strategy and seed.
+    """
+    tasks = [(column, seed) for seed in definition.seeds for column in columns]
+    calls = [functools.partial(simulate, definition, column, seed=seed) for column, seed in tasks]
+    results: dict[str, dict[int, ReplayRun]] = {column.name: {} for column in columns}
+    for n, run in simulation_runs.run_calls(calls, jobs=jobs):
+        column, seed = tasks[n]
+        ttft_s = [run.ttft_s[place] for place in places]
+        results[column.name][seed] = msgspec.structs.replace(run, ttft_s=ttft_s)
+        on_run(f"{column.name}, seed {seed}")
+    return results
+
+
+def to_report(
+    definition: scenario.Scenario, results: Mapping[str, Mapping[int, ReplayRun]], baseline: str
+) -> report.Report:
+    """The runs as `extproc simulate` reports them."""
+    runs = [
+        report.Run(name, seed, run.summary)
+        for name, by_seed in results.items()
+        for seed, run in by_seed.items()
+    ]
+    # The workload is as large as the recording.
+    slim = msgspec.structs.replace(
+        definition, workload=cast("workloads.Workload", workloads.FixedWorkload(()))
+    )
+    return report.report(slim, runs, baseline=baseline)
+
+
+def compare(
+    results: Mapping[str, Mapping[int, ReplayRun]], strategy: str, baseline: str
+) -> TtftComparison:
+    """Compare the mean time to first token of two strategies, by a bootstrap over the requests.
+
+    Requests that follow each other share queues, so blocks of them are drawn, not single ones
+    (Kuensch 1989); each request counts with its mean over the seeds.
+    """
+    pairs = [
+        (ours, theirs)
+        for ours, theirs in zip(
+            _means(results[strategy].values()), _means(results[baseline].values()), strict=True
+        )
+        if not math.isnan(ours + theirs)
+    ]
+    sums = [
+        (sum(ours for ours, _ in block), sum(theirs for _, theirs in block))
+        for block in _blocks(pairs)
+    ]
+    if not sums or not sum(theirs for _, theirs in sums):
+        return TtftComparison(strategy, baseline, math.nan, math.nan, math.nan)
+    rng = random.Random(1)
+    ratios = []
+    for _ in range(_RESAMPLES):
+        drawn = rng.choices(sums, k=len(sums))
+        ratios.append(sum(ours for ours, _ in drawn) / max(1e-9, sum(t for _, t in drawn)))
+    ratios.sort()
+    return TtftComparison(
+        strategy,
+        baseline,
+        sum(ours for ours, _ in sums) / sum(theirs for _, theirs in sums),
+        ratios[round(0.025 * (_RESAMPLES - 1))],
+        ratios[round(0.975 * (_RESAMPLES - 1))],
+    )
+
+
+def _means(runs: Iterable[ReplayRun]) -> list[float]:
+    """Time to first token of each request, mean over seeds; NaN where one failed."""
+    return [statistics.fmean(values) for values in zip(*(run.ttft_s for run in runs), strict=True)]
+
+
+def _blocks(pairs: Sequence[tuple[float, float]]) -> Iterator[Sequence[tuple[float, float]]]:
+    size = max(1, len(pairs) // _BLOCKS)
+    for begin in range(0, len(pairs), size):
+        yield pairs[begin : begin + size]

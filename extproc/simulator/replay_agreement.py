@@ -1,0 +1,171 @@
+"""Agreement: recorded decisions made again by a strategy, on the states that the scheduler saw."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import msgspec
+
+from extproc.config import profile_builder
+from extproc.config.settings import Settings
+from extproc.decision import Decision
+from extproc.endpoint import AdapterResidency
+from extproc.recording import rows
+from extproc.recording.reader import RecordedDecision
+from extproc.request import InferenceRequest
+from extproc.scheduling.framework import SchedulingContext, Signal
+from extproc.scheduling.pickers.prefix_hash import PrefixHash
+from extproc.scheduling.profile import SchedulerProfile
+
+#: Other draws of chance that are tried where a decision comes out differently (count).
+_DRAWS: Final = 16
+
+
+class _RecordedContext(SchedulingContext, frozen=True, gc=False):
+    """Context of a recorded request, whose session and text are known by a hash only."""
+
+    recorded_seed: int | None = None
+
+    @property
+    def affinity_seed(self) -> int | None:
+        """See `SchedulingContext`."""
+        return self.recorded_seed
+
+
+class AgreementSummary(msgspec.Struct, frozen=True):
+    """Number of decisions that came out as recorded.
+
+    Attributes:
+        strategy: Name of the strategy.
+        decisions: Decisions that were made again (count).
+        agreed: Of these, decisions for the recorded endpoint.
+        by_chance: Of these, decisions that came out so with another draw of chance only.
+        skipped: Decisions without candidates, or that were degraded.
+        unknown: What the strategy reads and recordings do not have; empty for nothing. Its decisions
+            are not comparable.
+    """
+
+    strategy: str
+    decisions: int
+    agreed: int
+    by_chance: int
+    skipped: int
+    unknown: str
+
+    @property
+    def ratio(self) -> float:
+        """Share of the decisions that agreed, 0..1; 1 without any."""
+        return self.agreed / self.decisions if self.decisions else 1.0
+
+
+class AgreementMeter:
+    """Makes decisions again, in their order. Mutable; one owner.
+
+    Args:
+        strategy: Name of the strategy.
+        settings: Its configuration.
+    """
+
+    def __init__(self, strategy: str, settings: Settings) -> None:
+        resolved = profile_builder.resolve_all(settings, where=strategy)
+        self._strategy = strategy
+        self._profile, self._by_model = resolved.profile, resolved.by_model
+        self._count = 1 + settings.scheduling.fallbacks
+        self._decisions = self._agreed = self._by_chance = self._skipped = 0
+
+    def add(self, event: RecordedDecision) -> None:
+        """Make a decision again, and compare."""
+        row = event.row
+        profile = self._by_model.get(row.model, self._profile)
+        if row.degraded or not event.candidates:
+            self._skipped += 1
+            decision = Decision(_request_of(row), [event.chosen], matched_tokens=row.matched_tokens)
+        else:
+            decision = self._compare(profile, event)
+        for observer in profile.observers:
+            observer.on_committed(decision, row.at)
+
+    def summary(self) -> AgreementSummary:
+        """Summary of the decisions until now."""
+        return AgreementSummary(
+            self._strategy,
+            self._decisions,
+            self._agreed,
+            self._by_chance,
+            self._skipped,
+            _unknown_inputs(self._profile),
+        )
+
+    def _compare(self, profile: SchedulerProfile, event: RecordedDecision) -> Decision:
+        """The decision as it was recorded, for the memory of plugins."""
+        self._decisions += 1
+        wanted = event.chosen.address
+        outcome = profile.run(_context_of(event, 0), event.candidates, count=self._count)
+        if isinstance(outcome, Decision) and outcome.endpoints[0].address == wanted:
+            self._agreed += 1
+            return outcome
+        for draw in range(1, _DRAWS + 1):
+            again = profile.run(_context_of(event, draw), event.candidates, count=self._count)
+            if isinstance(again, Decision) and again.endpoints[0].address == wanted:
+                self._agreed += 1
+                self._by_chance += 1
+                return again
+        request = _request_of(event.row)
+        return Decision(
+            request,
+            [event.chosen],
+            candidates=event.candidates,
+            matched_tokens=event.row.matched_tokens,
+        )
+
+
+def _request_of(row: rows.DecisionRow) -> InferenceRequest:
+    return InferenceRequest(
+        api=row.api,
+        model=row.model,
+        adapter=row.adapter,
+        prompt_tokens=row.prompt_tokens,
+        prompt_bytes=row.prompt_bytes,
+        stream=row.is_stream,
+        max_tokens=row.max_tokens,
+        session=f"{row.session:x}" if row.session else "",
+        priority=row.priority,
+    )
+
+
+def _context_of(event: RecordedDecision, draw: int) -> _RecordedContext:
+    row = event.row
+    adapter = row.adapter
+    if not adapter and any(
+        _names_adapter(c.load.adapters, c.residency, row) for c in event.candidates
+    ):
+        adapter = row.model
+    returning, growth, foreign_share, idle = row.conversation_stats
+    return _RecordedContext(
+        request=_request_of(row),
+        now=row.at,
+        rng=random.Random(draw),
+        blocks=row.blocks,
+        adapter=adapter,
+        continuation_ratio=returning,
+        expected_growth_tokens=growth,
+        foreign_share=foreign_share,
+        idle_conversations_per_open=idle,
+        recorded_seed=row.affinity_seed,
+    )
+
+
+def _names_adapter(
+    running: frozenset[str] | None, residency: AdapterResidency, row: rows.DecisionRow
+) -> bool:
+    return residency is not AdapterResidency.RESIDENT or bool(running and row.model in running)
+
+
+def _unknown_inputs(profile: SchedulerProfile) -> str:
+    """Inputs of a profile that recordings do not have; empty for none."""
+    if Signal.HEADERS in profile.needs:
+        return "request headers"
+    if isinstance(profile.picker, PrefixHash):
+        return "the text of the first user message"
+    return ""

@@ -1,0 +1,332 @@
+"""`extproc replay`: compare strategies on recorded requests.
+
+    extproc replay decisions.jsonl --strategy adaptive --strategy least-load
+
+Two things are shown for the strategy of the recording and for each other one: how many of the recorded
+decisions it would take alike on the same states, and how fast the requests would have been answered,
+simulated with the step times that the picker learned of its engines. The latter are estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from extproc.errors import ConfigError
+from extproc.simulator import replay, replay_traces, replay_traffic
+from extproc.simulator.fleet import report, scenario, tables
+from extproc.simulator.replay_agreement import AgreementSummary
+from extproc.simulator.simulate_command import Progress
+
+#: Largest fleet that is simulated (count).
+MAX_ENGINES = 10_000
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="compare strategies on recorded requests",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_source(parser)
+    add = parser.add_argument
+    add(
+        "--strategy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a strategy to compare with that of the recording; repeatable",
+    )
+    add(
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a configuration to compare, named by its file; repeatable",
+    )
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
+    add("--html", type=Path, metavar="FILE", help="write a page with the result and its plots")
+    parser.set_defaults(run=run)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what is read, and how it is simulated."""
+    add = parser.add_argument
+    add(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="a recording, a trace of Mooncake or Azure, a ShareGPT file, or a dataset of vllm bench",
+    )
+    add("--pool", metavar="NAME", help="pool to replay, where the recording has several")
+    add(
+        "--requests",
+        type=count,
+        default=replay_traffic.MAX_REQUESTS,
+        metavar="N",
+        help="only the first N requests",
+    )
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        type=_number,
+        metavar="NAME=NUMBER",
+        help="a number of the engines in place of what was learned, such as max_num_seqs=64; "
+        "repeatable",
+    )
+    traces = parser.add_argument_group("flags for traces and datasets, which have no engines")
+    traces.add_argument("--engines", type=count, metavar="N", help="engines of the fleet")
+    traces.add_argument("--profile", metavar="NAME", help="machine of the engines, as in scenarios")
+    traces.add_argument(
+        "--rate",
+        type=_rate,
+        metavar="R",
+        help="conversations that begin per second, for formats without times",
+    )
+    add("--seeds", type=count, default=3, metavar="N", help="simulations of each (%(default)s)")
+    add(
+        "--jobs",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; default: one per core",
+    )
+
+
+def load(
+    args: argparse.Namespace, *, strategies: Sequence[str], configs: Sequence[Path]
+) -> replay.Replay:
+    """Read what the flags of `add_source` name.
+
+    Raises:
+        ConfigError: The file, a flag, a strategy or a configuration is wrong.
+    """
+    format_ = replay_traces.find_format(args.file)
+    limits = dict(args.engine)
+    if format_ == "recording":
+        for flag, value in (
+            ("--engines", args.engines),
+            ("--profile", args.profile),
+            ("--rate", args.rate),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    flag,
+                    wanted="this flag with a trace or dataset only",
+                    got=f"a recording, {args.file}",
+                    fix="remove it: a recording has its engines and times",
+                )
+        return replay.load(
+            args.file,
+            strategies=strategies,
+            configs=configs,
+            pool=args.pool,
+            max_requests=args.requests,
+            limits=limits,
+        )
+    if args.engines is None or args.profile is None:
+        raise ConfigError(
+            "--engines, --profile",
+            wanted=f"a fleet, as {args.file} has none",
+            got="no --engines" if args.engines is None else "no --profile",
+            fix="write --engines 4 --profile h100-8b-bf16",
+        )
+    return replay.load_trace(
+        args.file,
+        format_,
+        strategies=strategies,
+        configs=configs,
+        fleet=scenario.EngineGroup(count=args.engines, profile=args.profile, set=limits),
+        rate_per_s=args.rate,
+        max_requests=args.requests,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; returns the exit status.
+
+    Raises:
+        ConfigError: The recording, a strategy or a configuration is wrong.
+    """
+    if args.plots or args.html:
+        from extproc.simulator import report_plots
+
+        report_plots.require("--plots" if args.plots else "--html")
+    loaded = load(args, strategies=args.strategy, configs=args.config)
+    definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
+    progress = Progress(len(definition.seeds) * len(loaded.columns), sys.stderr)
+    try:
+        results = replay.simulate_all(
+            definition,
+            loaded.columns,
+            places=loaded.traffic.places,
+            jobs=args.jobs,
+            on_run=progress.step,
+        )
+    finally:
+        progress.close()
+    baseline = loaded.columns[0].name
+    result = replay.to_report(definition, results, baseline)
+    comparisons = [replay.compare(results, column.name, baseline) for column in loaded.columns[1:]]
+    lines = list(describe(loaded, definition, result, comparisons))
+    print("\n".join(lines))
+    if args.json:
+        write(args.json, report.encoded(result))
+    if args.plots:
+        for path in report_plots.draw(result, args.plots):
+            print(f"wrote {path}", file=sys.stderr)
+    if args.html:
+        write(args.html, report_plots.page(result, "\n".join(lines)).encode())
+    return 0
+
+
+def describe(
+    loaded: replay.Replay,
+    definition: scenario.Scenario,
+    result: report.Report,
+    comparisons: Sequence[replay.TtftComparison],
+) -> Iterator[str]:
+    """Lines of the result, for a terminal."""
+    yield source_line(loaded)
+    yield from _notes(loaded)
+    yield ""
+    if loaded.agreements:
+        yield "Agreement: recorded decisions made again on the same states"
+        for agreement in loaded.agreements:
+            yield f"  {_agreement_line(agreement)}"
+        yield ""
+        yield "Estimates: simulated with the step times that were learned of these endpoints"
+    else:
+        yield "Estimates: simulated"
+    yield tables.text(result)
+    yield ""
+    if loaded.agreements:
+        yield fidelity_line(loaded, result, definition.measure_from_s)
+    for comparison in comparisons:
+        yield verdict_line(comparison)
+
+
+def source_line(loaded: replay.Replay) -> str:
+    """Description of what was read."""
+    traffic = loaded.traffic
+    engines = sum(group.count for group in loaded.fleet)
+    return (
+        f"{loaded.where}: {len(traffic.requests)} requests in {traffic.duration_s:.0f} s, "
+        f"{count_of(engines, 'endpoint')}"
+    )
+
+
+def _notes(loaded: replay.Replay) -> Iterator[str]:
+    traffic = loaded.traffic
+    if traffic.num_failed:
+        yield f"left out: {traffic.num_failed} requests without a response below 400"
+    if loaded.lost:
+        yield f"lost: {loaded.lost} rows that the recorder had no room for"
+    if traffic.num_estimated:
+        yield (
+            f"estimated: the length of {traffic.num_estimated} answers, whose usage was not shown "
+            "(responses.stream_sample_ratio shows it)"
+        )
+    if loaded.since_s:
+        yield f"warm-up: the first {loaded.since_s:.0f} s are not counted"
+
+
+def _agreement_line(agreement: AgreementSummary) -> str:
+    if agreement.unknown:
+        return f"{agreement.strategy}: unknown, it reads {agreement.unknown}"
+    line = (
+        f"{agreement.strategy}: {agreement.agreed} of {agreement.decisions} ({agreement.ratio:.1%})"
+    )
+    if agreement.by_chance:
+        line += f", {agreement.by_chance} of them by another draw of chance"
+    return line
+
+
+def fidelity_line(loaded: replay.Replay, result: report.Report, since_s: float) -> str:
+    """Estimate of the recorded strategy beside what was measured."""
+    measured_s = replay_traffic.measured_ttft_s(loaded.traffic, since_s=since_s)
+    if math.isnan(measured_s):
+        return (
+            "Fidelity: unknown, no first token was recorded (responses.stream_sample_ratio shows "
+            "streams to extproc)"
+        )
+    estimated_s = result.columns[0].figures["ttft_mean_s"].mean
+    return (
+        f"Fidelity: mean TTFT {1e3 * estimated_s:.1f} ms estimated, {1e3 * measured_s:.1f} ms "
+        f"measured ({estimated_s / measured_s:.3f})"
+    )
+
+
+def verdict_line(comparison: replay.TtftComparison) -> str:
+    """Result of the comparison of a strategy with another one."""
+    name, percent = comparison.strategy, 100.0 * (comparison.ratio - 1.0)
+    if math.isnan(percent):
+        return f"Verdict: {name} answered nothing that can be compared"
+    interval = (
+        f"95 % interval {100 * comparison.low - 100:+.1f} to {100 * comparison.high - 100:+.1f} %"
+    )
+    if comparison.is_noise:
+        return f"Verdict: {name} is no different: mean TTFT {percent:+.1f} %, {interval}, is noise"
+    word = "better" if percent < 0 else "worse"
+    return f"Verdict: {name} would be {word}: mean TTFT {percent:+.1f} %, {interval}"
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file of results.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            str(path),
+            wanted="a file that can be written",
+            got=error.strerror or "",
+            fix="check the path",
+        ) from None
+
+
+def count(text: str) -> int:
+    """A number above 0, for a flag."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return int(text)
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number of things, such as `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0.0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a rate above 0, got {text!r}")
+    return rate
+
+
+def _number(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not equals or math.isnan(number):
+        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, got {text!r}")
+    return name, number

@@ -1,0 +1,247 @@
+"""Published traces and benchmark datasets as traffic: Mooncake, Azure, ShareGPT, `vllm bench`.
+
+They have no fleet and some have no times, so whoever replays them names both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import mmh3
+import msgspec
+
+from extproc.errors import ConfigError
+from extproc.recording.reader import read_lines
+from extproc.request import BYTES_PER_TOKEN
+from extproc.simulator.fleet import traces
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
+from extproc.simulator.replay_traffic import Traffic, TrafficRequest
+
+Format = Literal["recording", "mooncake", "azure", "sharegpt", "vllm-bench"]
+
+#: Largest file of one JSON value (bytes), which is read as a whole: ShareGPT is 700 MB.
+MAX_JSON_BYTES: Final = 1 << 30
+
+#: Bytes of the beginning of a file that show its format.
+_HEAD_BYTES: Final = 4096
+
+#: Tokens of an answer that a dataset does not have, as `vllm bench serve` sets them for its own.
+_DEFAULT_OUTPUT: Final = 256
+
+_KEY_BYTES: Final = KEY_TOKENS * BYTES_PER_TOKEN
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """A message of ShareGPT."""
+
+    value: str = ""
+    speaker: str = msgspec.field(name="from", default="")
+
+
+class _Conversation(msgspec.Struct, frozen=True):
+    """A conversation of ShareGPT."""
+
+    conversations: Sequence[_Message] = ()
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """A line of a custom dataset of `vllm bench`."""
+
+    prompt: str
+    output_tokens: int | None = None
+
+
+def find_format(path: Path) -> Format:
+    """Format of a file, from its beginning.
+
+    Raises:
+        ConfigError: It cannot be read, or is none of the formats.
+    """
+    head = next(iter(_head_lines(path)), b"")
+    if head.startswith(b"TIMESTAMP,"):
+        return "azure"
+    if head.startswith(b"["):
+        return "sharegpt"
+    for mark, name in _MARKS:
+        if head.startswith(b"{") and mark in head:
+            return name
+    raise ConfigError(
+        f"{path}: line 1",
+        wanted="a recording, or a trace of Mooncake (JSON lines with hash_ids), of Azure (CSV), a "
+        "ShareGPT file (a JSON list) or a dataset of vllm bench (JSON lines with prompt)",
+        got=repr(head[:60].decode(errors="replace")) if head else "nothing",
+        fix="name a file in one of these formats",
+    )
+
+
+#: What the first line of JSON lines has, by format.
+_MARKS: Final[Sequence[tuple[bytes, Format]]] = (
+    (b'"kind":"recording"', "recording"),
+    (b'"hash_ids"', "mooncake"),
+    (b'"prompt"', "vllm-bench"),
+)
+
+
+def _head_lines(path: Path) -> Iterator[bytes]:
+    """Lines at the beginning that are not blank; a long one only as far as it is needed."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES).lstrip()
+    except OSError as error:
+        raise ConfigError(
+            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
+        ) from None
+    yield from (line for line in head.splitlines() if line.strip())
+
+
+def read(path: Path, format_: Format, *, rate_per_s: float | None, max_requests: int) -> Traffic:
+    """Requests of a trace or a dataset.
+
+    Args:
+        format_: Its format, other than `recording`.
+        rate_per_s: Sessions that begin per second, as a Poisson process, for formats without times.
+        max_requests: Requests to take.
+
+    Raises:
+        ConfigError: A line is not what its format says, or the rate is missing.
+    """
+    if format_ in ("mooncake", "azure"):
+        if rate_per_s is not None:
+            raise ConfigError(
+                "--rate",
+                wanted=f"no rate: requests of {path} have their times",
+                got=f"{rate_per_s:g}",
+                fix="remove it",
+            )
+        lines = (line.decode("utf-8", "replace") for line in read_lines(path))
+        timed = traces.read(
+            "mooncake" if format_ == "mooncake" else "azure", lines, where=str(path)
+        )
+        return _from_timed(itertools.islice(timed, max_requests), where=str(path))
+    if rate_per_s is None:
+        raise ConfigError(
+            "--rate",
+            wanted=f"sessions per second, as {path} has no times",
+            got="none",
+            fix="write --rate 2",
+        )
+    conversations = _sharegpt(path) if format_ == "sharegpt" else _prompts(path)
+    return _from_conversations(
+        conversations, rate_per_s=rate_per_s, max_requests=max_requests, where=str(path)
+    )
+
+
+def _from_timed(timed: Iterable[tuple[float, RequestSpec]], *, where: str) -> Traffic:
+    """Traffic of requests with times, each a session of its own."""
+    requests = [TrafficRequest(at, spec) for at, spec in timed]
+    requests.sort(key=lambda request: request.at)
+    _require(requests, where)
+    begin = requests[0].at
+    for n, request in enumerate(requests):
+        requests[n] = TrafficRequest(request.at - begin, request.spec)
+    sessions = [SimSession((request.spec,), at=request.at) for request in requests]
+    return Traffic(requests, sessions, list(range(len(requests))))
+
+
+def _from_conversations(
+    conversations: Iterable[Sequence[tuple[str, int]]],
+    *,
+    rate_per_s: float,
+    max_requests: int,
+    where: str,
+) -> Traffic:
+    """Traffic of conversations that begin at random; a turn follows the answer before it at once."""
+    rng, at, num_requests = random.Random(1), 0.0, 0
+    requests: list[TrafficRequest] = []
+    sessions: list[SimSession] = []
+    for number, turns in enumerate(conversations):
+        specs = [
+            _spec_of(text, output, session=str(number))
+            for text, output in turns[: max_requests - num_requests]
+        ]
+        if not specs:
+            break
+        num_requests += len(specs)
+        sessions.append(SimSession(specs, [0.0] * (len(specs) - 1), at))
+        requests += [TrafficRequest(at, spec) for spec in specs]
+        at += rng.expovariate(rate_per_s)
+        if num_requests >= max_requests:
+            break
+    _require(requests, where)
+    return Traffic(requests, sessions, list(range(len(requests))))
+
+
+def _require(requests: Sequence[TrafficRequest], where: str) -> None:
+    if not requests:
+        raise ConfigError(where, wanted="requests", got="none", fix="name another file")
+
+
+def _spec_of(text: str, output_tokens: int, *, session: str) -> RequestSpec:
+    """A request with this prompt, and the answer behind it where the text goes on.
+
+    Tokens are estimated as four bytes each.
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    tokens = max(1, len(data) // BYTES_PER_TOKEN)
+    hasher = mmh3.mmh3_x64_128()
+    keys: list[int] = []
+    for begin in range(0, len(data) - _KEY_BYTES + 1, _KEY_BYTES):
+        hasher.update(data[begin : begin + _KEY_BYTES])
+        keys.append(hasher.uintdigest() & ((1 << 60) - 1))
+    return RequestSpec(tokens, max(1, output_tokens), keys, session=session, opening=text[:100])
+
+
+def _prompts(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
+    """Prompts of a custom dataset of `vllm bench`, each by itself."""
+    decoder = msgspec.json.Decoder(_Prompt)
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{path}: line {number}",
+                wanted="a JSON object with prompt, and output_tokens if known",
+                got=str(error),
+                fix="check the line; it is the custom dataset of vllm bench serve",
+            ) from None
+        yield [(row.prompt, row.output_tokens or _DEFAULT_OUTPUT)]
+
+
+def _sharegpt(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
+    """Turns of every conversation: the text until the question, and the length of the answer."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(
+                str(path),
+                wanted=f"a file of at most {MAX_JSON_BYTES} bytes, as JSON is read as a whole",
+                got=f"{path.stat().st_size} bytes",
+                fix="cut the list",
+            )
+        rows = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+    except OSError as error:
+        raise ConfigError(
+            str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            str(path),
+            wanted='a list of objects with conversations: [{"from": "human", "value": "..."}, ...]',
+            got=str(error),
+            fix="check the file; it has the format of ShareGPT_V3",
+        ) from None
+    for row in rows:
+        turns: list[tuple[str, int]] = []
+        text = ""
+        for message in row.conversations:
+            if message.speaker in ("gpt", "assistant") and text:
+                answer = len(message.value.encode("utf-8", "surrogatepass"))
+                turns.append((text, answer // BYTES_PER_TOKEN))
+            text += message.value
+        if turns:
+            yield turns

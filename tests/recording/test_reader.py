@@ -1,0 +1,103 @@
+import msgspec
+import pytest
+
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
+from extproc.errors import ConfigError
+from extproc.recording import reader
+from tests.recording.test_recorder import a_candidate, a_decision, add
+from tests.support import recordings
+
+
+def read(lines):
+    """All events of a recording."""
+    source = reader.RecordingReader("f.jsonl")
+    return source, list(source.read(lines.splitlines(keepends=True)))
+
+
+def recorded(*decisions):
+    """A recording of decisions, a second apart."""
+    active = recordings.recordings()
+    recording = active.start()
+    for now, decision in enumerate(decisions, 10):
+        add(active, decision, now=float(now))
+    return recording.take(1000)
+
+
+def test_candidates_come_back_as_the_scheduler_saw_them():
+    """Every field that plugins read has its value."""
+    candidate = Candidate(
+        Endpoint("10.0.0.1:8000", name="a", labels={"zone": "x"}),
+        Load(at=9.25, engine="vllm", waiting=1.0, adapters=frozenset({"l"}), extra={"a": 0.1}),
+        age_s=0.75,
+        in_flight=3,
+        estimated_requests=3.5,
+        prompt_tokens=1000,
+        matched_tokens=64,
+        queued_tokens=0.1 + 0.2,
+        unscraped_tokens=12.0,
+        residency=AdapterResidency.ROOM,
+        active_context_tokens=1.5,
+        conversation_local=True,
+    )
+    _, (event,) = read(recorded(a_decision([candidate])))
+    assert event.candidates == [candidate]
+    assert event.chosen == candidate.endpoint
+    assert event.unix_s == 1_000_010.0
+
+
+def test_imputed_loads_come_back_as_imputed():
+    """The age is that of the endpoint's own page."""
+    page = Load(at=4.0)
+    candidate = a_candidate(1)
+    imputed = msgspec.structs.replace(candidate, page=page, age_s=6.0)
+    void = msgspec.structs.replace(candidate, page=NO_LOAD, age_s=float("inf"))
+    _, events = read(recorded(a_decision([imputed]), a_decision([void])))
+    first, second = (event.candidates[0] for event in events)
+    assert (first.is_imputed, first.age_s) == (True, 6.0)
+    assert second.page is NO_LOAD
+    assert second.age_s == float("inf")
+
+
+def test_recordings_can_be_concatenated():
+    """A second header starts the endpoints anew."""
+    first, second = recorded(a_decision([a_candidate(1)])), recorded(a_decision([a_candidate(2)]))
+    _, events = read(first + second)
+    assert [event.chosen.address for event in events] == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+def test_a_last_line_that_was_cut_is_left_out():
+    """The recorder may be ended while it writes."""
+    lines = recorded(a_decision([a_candidate(1)]), a_decision([a_candidate(1)]))
+    source, events = read(lines[:-20])
+    assert len(events) == 1
+    assert source.header is not None
+
+
+@pytest.mark.parametrize(
+    ("lines", "where", "words"),
+    [
+        (b"no JSON\n", "line 1", "malformed"),
+        (b'{"kind":"decision","n":1,"at":1,"endpoint":0}\n', "line 1", "before any header"),
+        (b'{"kind":"recording","version":2}\n', "line 1", "version 2"),
+        (
+            b'{"kind":"recording","version":1}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
+            "line 2",
+            "endpoint 5 without a row",
+        ),
+    ],
+)
+def test_errors_name_file_line_and_reason(lines, where, words):
+    """What is no recording is refused with the place."""
+    with pytest.raises(ConfigError) as caught:
+        read(lines)
+    assert f"f.jsonl: {where}: expected a row of a recording" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_lines_have_a_longest_length(tmp_path, monkeypatch):
+    """A file without line feeds does not fill the memory."""
+    monkeypatch.setattr(reader, "MAX_LINE_BYTES", 10)
+    path = tmp_path / "long"
+    path.write_bytes(b"short\n" + b"x" * 100)
+    with pytest.raises(ConfigError, match="line 2"):
+        list(reader.read_lines(path))

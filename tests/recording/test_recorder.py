@@ -1,0 +1,158 @@
+import json
+from collections import Counter
+
+import msgspec
+
+from extproc.decision import Decision
+from extproc.endpoint import NO_LOAD, Candidate, Endpoint, Load, StepTimeModel
+from extproc.recording import recorder, rows
+from extproc.request import InferenceRequest
+from tests.support import recordings
+from tests.support.canary import CANARY
+
+LOAD = Load(at=9.0, engine="vllm", waiting=0.0, running=1.0, kv_usage=0.5)
+
+
+def a_candidate(number, *, load=LOAD, **facts):
+    """An endpoint of that number."""
+    return Candidate(Endpoint(f"10.0.0.{number}:8000"), load, age_s=1.0, **facts)
+
+
+def a_decision(candidates, *, chosen=0, **facts):
+    """A decision for one of some candidates."""
+    request = InferenceRequest("chat", "m", prompt_tokens=100, **facts)
+    return Decision(
+        request,
+        [candidates[chosen].endpoint],
+        candidates=candidates,
+        block_hashes=[1, 2],
+        matched_tokens=64,
+    )
+
+
+def lines(recording):
+    """Everything that waits, as JSON."""
+    return [json.loads(line) for line in recording.take(10_000).splitlines()]
+
+
+def add(active, decision, *, now=10.0):
+    """Record a decision."""
+    return active.add_routed(decision, decision, now=now, queued_s=0.0, pool="")
+
+
+def test_a_decision_has_endpoints_and_states_before_it():
+    """The header comes first, then what the decision refers to."""
+    active = recordings.recordings()
+    recording = active.start()
+    add(active, a_decision([a_candidate(1), a_candidate(2)], chosen=1))
+    written = lines(recording)
+    kinds = ["recording", "endpoint", "state", "endpoint", "state", "decision"]
+    assert [line["kind"] for line in written] == kinds
+    decision = written[-1]
+    assert written[3]["n"] == decision["endpoint"]
+    assert (decision["blocks"], decision["matched_tokens"]) == ([1, 2], 64)
+    assert len(decision["candidates"]) == 2
+
+
+def test_states_are_written_when_they_change():
+    """A load that stays has one row; another load, or other step times, has another."""
+    active = recordings.recordings()
+    recording = active.start()
+    candidate = a_candidate(1)
+    other_load = msgspec.structs.replace(candidate, load=Load(at=10.0, running=2.0))
+    other_rates = msgspec.structs.replace(other_load, rates=StepTimeModel(step_s=0.02))
+    kinds = []
+    for current in (candidate, candidate, other_load, other_rates, other_rates):
+        add(active, a_decision([current]))
+        kinds.append([line["kind"] for line in lines(recording)])
+    assert kinds[1:] == [["decision"], ["state", "decision"], ["state", "decision"], ["decision"]]
+
+
+def test_a_restarted_recording_begins_with_everything():
+    """The next file can be read without the one before."""
+    active = recordings.recordings()
+    recording = active.start()
+    add(active, a_decision([a_candidate(1)]))
+    lines(recording)
+    recording.restart()
+    add(active, a_decision([a_candidate(1)]))
+    assert [line["kind"] for line in lines(recording)] == [
+        *("recording", "endpoint", "state", "decision")
+    ]
+
+
+def test_an_end_has_times_and_usage():
+    """What the engine did not report is left out."""
+    active = recordings.recordings()
+    recording = active.start()
+    number = add(active, a_decision([a_candidate(1)]))
+    active.add_end(number, status="200", ttft_s=0.5, total_s=2.0, usage={"completion": 7})
+    assert lines(recording)[-1] == {
+        "kind": "end",
+        "n": number,
+        "status": "200",
+        "ttft_s": 0.5,
+        "total_s": 2.0,
+        "output_tokens": 7,
+    }
+
+
+def test_rows_without_room_are_counted_and_noted():
+    """A full queue drops what comes; the next rows say how much."""
+    counts = Counter()
+    active = recordings.recordings(counts=counts)
+    recording = active.start()
+    for _ in range(recorder.MAX_ENTRIES + 5):
+        add(active, a_decision([a_candidate(1)]))
+    assert counts["dropped"] == 5
+    written = lines(recording)
+    assert {"kind": "loss", "rows": 5} in written
+    assert counts["recorded"] == recorder.MAX_ENTRIES
+
+
+def test_candidates_of_large_fleets_are_recorded_now_and_then():
+    """The work of a request has a bound; every decision is there, with or without candidates."""
+    active = recordings.recordings()
+    recording = active.start()
+    candidates = [a_candidate(number) for number in range(250)]
+    for _ in range(8):
+        add(active, a_decision(candidates, chosen=3))
+    decisions = [line for line in lines(recording) if line["kind"] == "decision"]
+    sizes = [len(line.get("candidates", ())) for line in decisions]
+    assert len(sizes) == 8
+    assert sizes.count(250) == 2
+    assert set(sizes) == {0, 250}
+
+
+def test_neither_prompt_nor_session_is_recorded():
+    """Hashes stand for both."""
+    active = recordings.recordings()
+    recording = active.start()
+    decision = a_decision([a_candidate(1)], session=CANARY, prompt=CANARY.encode() * 100)
+    slim = msgspec.structs.replace(
+        decision, request=msgspec.structs.replace(decision.request, prompt=b"")
+    )
+    active.add_routed(decision, slim, now=10.0, queued_s=0.0, pool="")
+    written = recording.take(100)
+    assert CANARY.encode() not in written
+    assert b'"session":' in written
+
+
+def test_prompts_that_no_strategy_hashed_are_hashed():
+    """A recording of round robin can be compared with strategies that read prefixes."""
+    active = recordings.recordings()
+    recording = active.start()
+    decision = msgspec.structs.replace(
+        a_decision([a_candidate(1)], prompt=b"x" * 1000), block_hashes=()
+    )
+    add(active, decision)
+    assert len(lines(recording)[-1]["blocks"]) == 3
+
+
+def test_an_unknown_load_is_left_out():
+    """A load that never was is no load of minus infinity."""
+    active = recordings.recordings()
+    recording = active.start()
+    add(active, a_decision([a_candidate(1, load=NO_LOAD)]))
+    assert "load" not in lines(recording)[2]
+    assert rows.restore_load(rows.record_load(NO_LOAD)) is NO_LOAD

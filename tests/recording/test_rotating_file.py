@@ -1,0 +1,47 @@
+import pytest
+
+from extproc.recording.rotating_file import RotatingFile
+
+
+def contents(folder):
+    """Files by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_full_files_move_on_and_the_oldest_goes(tmp_path):
+    """There are never more files than wanted."""
+    file = RotatingFile(str(tmp_path / "f"), max_bytes=3, max_files=2)
+    assert [file.write(word) for word in (b"ab", b"cd", b"ef", b"gh", b"ij")] == [
+        *(False, True, False, True, False)
+    ]
+    assert contents(tmp_path) == {"f": b"ij", "f.1": b"efgh"}
+    file.close()
+
+
+def test_a_file_from_before_moves_on(tmp_path):
+    """A restart does not lose the recording before it."""
+    (tmp_path / "f").write_bytes(b"old")
+    file = RotatingFile(str(tmp_path / "f"), max_bytes=100, max_files=3)
+    file.write(b"new")
+    file.close()
+    assert contents(tmp_path) == {"f": b"new", "f.1": b"old"}
+
+
+def test_other_users_cannot_read_it(tmp_path):
+    """Names of models and times are nobody else's."""
+    file = RotatingFile(str(tmp_path / "f"), max_bytes=100, max_files=1)
+    file.write(b"x")
+    file.close()
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_failed_write_begins_another_file(tmp_path):
+    """The folder may come back."""
+    folder = tmp_path / "gone"
+    file = RotatingFile(str(folder / "f"), max_bytes=100, max_files=2)
+    with pytest.raises(OSError, match="No such file"):
+        file.write(b"x")
+    folder.mkdir()
+    assert not file.write(b"y")
+    file.close()
+    assert contents(folder) == {"f": b"y"}

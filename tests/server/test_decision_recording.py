@@ -1,0 +1,184 @@
+"""Recordings of a picker: in files, and for clients of the metrics port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from random import Random
+
+import msgspec
+import pytest
+
+from bench import soak
+from extproc.cli import main
+from extproc.config.settings import DecisionsSection, RecordSection
+from extproc.demo import stack
+from extproc.recording import reader
+from extproc.server import decision_recording
+from extproc.simulator import replay
+from tests.e2e import http1
+
+
+def settings(path=None, **facts):
+    """A picker that records in a file, or does not."""
+    plain = soak.settings(holding=False)
+    record = None if path is None else RecordSection(file=str(path), **facts)
+    server = msgspec.structs.replace(plain.server, metrics_port=stack.free_port())
+    return msgspec.structs.replace(plain, decisions=DecisionsSection(record=record), server=server)
+
+
+def send(core, source, count):
+    """Requests with their answers, one after the other."""
+    for _ in range(count):
+        headers, body = source.request()
+        stream = core.open(headers, body)
+        core.passes(0.1)
+        core.say(stream, *source.answer(len(body)))
+        stream.finish()
+
+
+async def until(holds):
+    """Wait for what a thread does; there is no event for it."""
+    async with asyncio.timeout(300):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(loop):
+    """A loop of the picker while the block runs."""
+    task = asyncio.ensure_future(loop())
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_decisions_are_recorded_in_a_file(tmp_path):
+    """What is recorded is replayed: every decision comes out alike, and usage is known."""
+    path = tmp_path / "decisions.jsonl"
+    core = soak.Core(settings(path))
+    await core.picker.sync()
+    async with running(core.picker.loops()["recording"]):
+        send(core, soak.Chats(Random(1)), 40)
+        await until(lambda: core.picker.counters.recorded_rows["recorded"] == 80)
+    loaded = replay.load(path, strategies=["round-robin"], configs=())
+    assert loaded.agreements[0].decisions == 40
+    assert loaded.agreements[0].ratio >= 0.99
+    assert len(loaded.traffic.requests) == 40
+    assert loaded.traffic.num_estimated == 0
+    assert {request.spec.output_tokens for request in loaded.traffic.requests} == {64}
+
+
+async def test_a_picker_without_a_recording_adds_nothing():
+    """The observer of a request is the recorder alone."""
+    core = soak.Core(settings())
+    await core.picker.sync()
+    assert "recording" not in core.picker.loops()
+    observer = core.shared.observer.observe_request("")
+    assert type(observer).__name__ == "RequestRecorder"
+
+
+async def test_files_are_rotated(tmp_path):
+    """Each file can be replayed by itself."""
+    path = tmp_path / "decisions.jsonl"
+    core = soak.Core(settings(path, max_file_bytes=20_000, max_files=2))
+    await core.picker.sync()
+    source = soak.Chats(Random(1))
+    async with running(core.picker.loops()["recording"]):
+        for rows in range(40, 240, 40):
+            send(core, source, 20)
+            await until(lambda rows=rows: core.picker.counters.recorded_rows["recorded"] >= rows)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["decisions.jsonl", "decisions.jsonl.1"]
+    for name in names:
+        assert replay.load(tmp_path / name, strategies=(), configs=()).agreements[0].decisions
+
+
+async def test_a_disk_that_fails_costs_rows_and_one_log_line(tmp_path, caplog):
+    """Requests go on; the recording begins anew when the folder is back."""
+    folder = tmp_path / "gone"
+    counts = Counter()
+    recorder = decision_recording.DecisionRecorder(
+        settings(folder / "f"), counts, clock=lambda: 1.0, on_change=lambda _: None
+    )
+    caplog.set_level(logging.INFO, "extproc.server")
+    async with running(recorder.run):
+        await until(lambda: len(recorder.recordings))
+        for failed in (1, 2):
+            recorder.recordings.add_end(failed, status="", ttft_s=None, total_s=0.0, usage={})
+            await until(lambda failed=failed: counts["failed"] >= failed)
+        folder.mkdir()
+        recorder.recordings.add_end(3, status="", ttft_s=None, total_s=0.0, usage={})
+        await until((folder / "f").exists)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "decisions are not recorded",
+        f"decisions are recorded again in {folder / 'f'}",
+    ]
+
+
+async def test_a_client_records_what_comes(tmp_path):
+    """`extproc record` writes a file that can be replayed, and the picker forgets it."""
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker._start_admin(chosen.server)
+    path = tmp_path / "decisions.jsonl"
+    words = ["record", str(path), "--server", f"127.0.0.1:{chosen.server.metrics_port}"]
+    recordings = core.picker.decision_recorder.recordings
+    try:
+        copying = asyncio.ensure_future(asyncio.to_thread(main.main, [*words, "--seconds", "60"]))
+        await until(lambda: len(recordings))
+        send(core, soak.Chats(Random(1)), 10)
+        await until(lambda: core.picker.counters.recorded_rows["recorded"] == 20)
+        core.passes(60.0)
+        assert await copying == 0
+        assert not len(recordings)
+    finally:
+        core.picker.decision_recorder.close()
+        await core.picker._admin_runner.cleanup()
+    source = reader.RecordingReader("f")
+    events = list(source.read(reader.read_lines(path)))
+    assert len(events) == 20
+    assert source.header.settings["scheduling"]["strategy"] == "adaptive"
+
+
+@pytest.mark.parametrize("seconds", ["0", "x", "nan", "1e9"])
+async def test_a_recording_has_a_length(seconds):
+    """What is no length is refused."""
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker._start_admin(chosen.server)
+    try:
+        answer = await http1.ask(chosen.server.metrics_port, f"/debug/record?seconds={seconds}")
+    finally:
+        await core.picker._admin_runner.cleanup()
+    assert answer.status == 400
+    assert "expected ?seconds=" in json.loads(answer.body)["error"]["message"]
+
+
+async def test_few_clients_record_at_a_time(monkeypatch):
+    """Each recording costs every request something."""
+    monkeypatch.setattr(decision_recording, "MAX_CLIENTS", 0)
+    chosen = settings()
+    core = soak.Core(chosen)
+    await core.picker.sync()
+    await core.picker._start_admin(chosen.server)
+    try:
+        answer = await http1.ask(chosen.server.metrics_port, "/debug/record")
+    finally:
+        await core.picker._admin_runner.cleanup()
+    assert answer.status == 429
+
+
+def test_record_reports_a_server_that_does_not_answer(tmp_path, capsys):
+    """Status 1, with what to do."""
+    words = ["record", str(tmp_path / "f"), "--server", "127.0.0.1:1"]
+    assert main.main(words) == 1
+    assert "--metrics-port" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+import json
+
+import pytest
+
+from extproc.cli import main
+from extproc.errors import ConfigError
+from extproc.scheduling import presets
+from extproc.simulator import fleet_plan, replay, replay_tuning, tune_command
+from extproc.simulator.fleet import client, scenario
+from tests.simulator.fleet import builders
+from tests.simulator.test_replay import talks, write
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A recording of round robin over conversations."""
+    return write(tmp_path, "round-robin", talks(), client=client.Client(users=12))[0]
+
+
+def test_a_plan_names_the_smallest_fleet(recording, tmp_path, capsys):
+    """One engine fewer misses the objective."""
+    result = tmp_path / "plan.json"
+    argv = ["plan", str(recording), "--slo", "ttft_p95=400ms", "--seeds", "1", "--jobs", "1"]
+    assert main.main([*argv, "--json", str(result)]) == 0
+    out = capsys.readouterr().out
+    sizes = {size["engines"]: size["is_enough"] for size in json.loads(result.read_text())}
+    best = min(engines for engines, is_enough in sizes.items() if is_enough)
+    assert f"Verdict: the smallest fleet that is enough has {best} engine" in out
+    assert best == 1 or not sizes[best - 1]
+
+
+def test_a_fleet_that_cannot_be_is_status_1(recording, capsys):
+    """No number of engines makes a token faster than a step."""
+    argv = ["plan", str(recording), "--slo", "ttft_mean=1ms", "--max-engines", "2"]
+    assert main.main([*argv, "--seeds", "1", "--jobs", "1"]) == 1
+    assert "Verdict: 2 engines would not be enough" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "ttft=1s", "ttft_p95", "ttft_p95=0s", "ttft_p95=1.2.3s"])
+def test_objectives_are_checked(text):
+    """A time, a moment and a limit."""
+    with pytest.raises(ConfigError, match="TIME_MOMENT=LIMIT"):
+        fleet_plan.parse_objective(text)
+
+
+def test_objectives_have_units():
+    """Milliseconds are seconds in a report."""
+    objective = fleet_plan.parse_objective("tpot_p99=50ms")
+    assert (objective.figure, objective.limit_s) == ("tpot_p99_s", 0.05)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "balanced"])
+def test_a_strategy_is_written_out_as_a_profile(name):
+    """The profile with every parameter decides as the strategy does."""
+    entry = replay_tuning.entry_of(presets.profiles()[name], "test")
+    numbers = replay_tuning.find_numbers(entry)
+    assert len(numbers) >= 5
+    changed = replay_tuning.with_number(entry, numbers[0], 0.123)
+    assert replay_tuning.find_numbers(changed)[0].value == 0.123
+    assert replay_tuning.find_numbers(changed)[1:] == numbers[1:]
+
+
+def test_a_bad_setting_is_found_and_mended(tmp_path):
+    """A weight that sends everything to one endpoint loses to others, beyond noise."""
+    path, _ = write(tmp_path, "adaptive", talks(120), client=client.Client(users=24))
+    loaded = replay.load(path, strategies=(), configs=())
+    bad = replay_tuning.entry_of(presets.profiles()["adaptive"], "test")
+    for number in replay_tuning.find_numbers(bad):
+        if number.parameter in {"tie_share", "waste_share"}:
+            bad = replay_tuning.with_number(bad, number, 50.0)
+    settings = builders.settings()
+    settings = replay_tuning.with_profile(settings, bad)
+    definition = replay.scenario_of(loaded, [1])
+    tuner = replay_tuning.Tuner(
+        definition, settings, loaded.traffic.split(0.5), jobs=1, on_run=lambda _: None
+    )
+    result = tuner.tune(12)
+    assert result.trials == 12
+    assert result.training_ratio <= 1.0
+    lines = list(tune_command.describe(result, "bad"))
+    assert any(line.startswith("Verdict:") for line in lines)
+
+
+def test_tune_says_when_a_gain_is_noise(recording, capsys):
+    """Few trials of a good strategy find nothing to believe in, or nothing at all."""
+    argv = ["tune", str(recording), "--strategy", "adaptive", "--trials", "3"]
+    assert main.main([*argv, "--seeds", "1", "--jobs", "1"]) == 0
+    assert "Verdict:" in capsys.readouterr().out
+
+
+def test_short_recordings_are_not_tuned(tmp_path, capsys):
+    """A few requests say nothing."""
+    path, _ = write(tmp_path, "adaptive", talks(4), client=client.Client(users=4))
+    assert main.main(["tune", str(path), "--jobs", "1"]) == 2
+    assert "record for longer" in capsys.readouterr().err
+
+
+def test_strategies_without_numbers_are_not_tuned(recording, capsys):
+    """Round robin has nothing to turn."""
+    assert main.main(["tune", str(recording), "--jobs", "1"]) == 2
+    assert "a strategy with numbers to tune" in capsys.readouterr().err
+
+
+def test_plots_and_pages_are_drawn(recording, tmp_path):
+    """A page has everything in itself."""
+    pytest.importorskip("matplotlib")
+    page, plot = tmp_path / "page.html", tmp_path / "plan.svg"
+    words = ["--seeds", "1", "--jobs", "1"]
+    assert main.main(["replay", str(recording), *words, "--html", str(page)]) == 0
+    assert page.read_text().count("<svg") >= 4
+    assert "src=" not in page.read_text()
+    argv = ["plan", str(recording), "--slo", "ttft_p95=400ms", *words, "--plot", str(plot)]
+    assert main.main(argv) == 0
+    assert plot.read_text().lstrip().startswith("<?xml")
+    assert scenario.CLAIRVOYANT not in page.read_text()

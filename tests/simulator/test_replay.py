@@ -1,0 +1,150 @@
+import json
+
+import pytest
+
+from extproc.cli import main
+from extproc.errors import ConfigError
+from extproc.simulator import replay, replay_traffic
+from extproc.simulator.fleet import client, scenario
+from tests.simulator.fleet import builders
+from tests.support import recordings
+
+FLEET = [scenario.EngineGroup(count=3, profile="l4-8b-fp8")]
+
+
+def write(tmp_path, strategy, workload, *, shows_usage=True, **facts):
+    """A recording of a simulated run, and the mean time to its first tokens."""
+    definition = builders.a_scenario(workload, fleet=FLEET, **facts)
+    lines, metrics = recordings.record(
+        definition, builders.settings(strategy), shows_usage=shows_usage
+    )
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(lines)
+    return path, metrics.summary().ttft_s.mean
+
+
+def talks(count=60):
+    """Conversations whose turns find each other's prefixes."""
+    return builders.conversations(
+        count, prompt=builders.spread_out(400), output=builders.spread_out(60)
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy", ["adaptive", "balanced", "round-robin", "least-load", "random"]
+)
+def test_the_recorded_strategy_decides_alike(tmp_path, strategy):
+    """A decision made again on the recorded state has the recorded endpoint."""
+    path, _ = write(tmp_path, strategy, talks(), client=client.Client(users=12))
+    (agreement,) = replay.load(path, strategies=(), configs=()).agreements
+    assert agreement.decisions == 240
+    assert agreement.ratio >= 0.99
+    if strategy in {"adaptive", "round-robin"}:
+        assert agreement.by_chance <= 2
+
+
+def test_another_strategy_decides_otherwise(tmp_path):
+    """Agreement is no matter of course."""
+    path, _ = write(tmp_path, "adaptive", talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=["round-robin"], configs=())
+    assert loaded.agreements[1].ratio < 0.7
+
+
+@pytest.mark.parametrize("shows_usage", [True, False])
+@pytest.mark.parametrize("strategy", ["adaptive", "round-robin"])
+def test_estimates_are_near_what_was_measured(tmp_path, strategy, shows_usage):
+    """The mean time to the first token is within 15 %, also where no usage was shown."""
+    path, measured_s = write(
+        tmp_path, strategy, talks(), client=client.Client(users=12), shows_usage=shows_usage
+    )
+    loaded = replay.load(path, strategies=(), configs=())
+    definition = replay.scenario_of(loaded, [1])
+    estimated_s = replay.simulate(definition, loaded.columns[0], seed=1).summary.ttft_s.mean
+    assert estimated_s == pytest.approx(measured_s, rel=0.15)
+
+
+def test_a_turn_repeats_the_answer_before_it(tmp_path):
+    """The simulated engine finds prompt and answer of the turn before, as the real one did."""
+    path, _ = write(tmp_path, "adaptive", talks(8), client=client.Client(users=2))
+    traffic = replay.load(path, strategies=(), configs=()).traffic
+    assert len(traffic.sessions) == 8
+    for session in traffic.sessions:
+        for before, after in zip(session.specs, session.specs[1:], strict=False):
+            held = (before.prompt_tokens + before.output_tokens) // 16
+            assert list(after.keys[:held]) == list(before.keys[:held])
+            assert len(after.keys) > held
+
+
+def test_failed_requests_are_left_out_and_noted(tmp_path):
+    """A refused request costs an engine nothing."""
+    outage = scenario.Outage(engine=0, at_s=1.0, how="errors", back_s=3.0)
+    path, _ = write(
+        tmp_path, "round-robin", talks(), client=client.Client(users=12), outages=[outage]
+    )
+    traffic = replay.load(path, strategies=(), configs=()).traffic
+    assert traffic.num_failed > 0
+    assert len(traffic.requests) + traffic.num_failed == 240
+
+
+def test_the_command_shows_agreement_estimates_and_a_verdict(tmp_path, capsys):
+    """Round robin loses the prefixes that adaptive keeps, and the verdict says so."""
+    path, _ = write(tmp_path, "round-robin", talks(), client=client.Client(users=12))
+    result = tmp_path / "result.json"
+    argv = ["replay", str(path), "--strategy", "adaptive", "--jobs", "1", "--seeds", "1"]
+    assert main.main([*argv, "--json", str(result)]) == 0
+    out = capsys.readouterr().out
+    assert "240 requests in" in out
+    assert "recorded (round-robin): 240 of 240 (100.0%)" in out
+    assert "Fidelity: mean TTFT" in out
+    assert "Verdict: adaptive would be better: mean TTFT -" in out
+    strategies = [column["strategy"] for column in json.loads(result.read_text())["columns"]]
+    assert strategies == ["recorded (round-robin)", "adaptive"]
+
+
+def test_equal_strategies_differ_by_noise(tmp_path):
+    """No verdict comes of a difference that chance explains."""
+    path, _ = write(tmp_path, "least-load", talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=["least-load"], configs=())
+    definition = replay.scenario_of(loaded, [1, 2])
+    results = replay.simulate_all(
+        definition, loaded.columns, places=loaded.traffic.places, jobs=1, on_run=lambda _: None
+    )
+    assert replay.compare(results, "least-load", loaded.columns[0].name).is_noise
+
+
+def test_numbers_of_the_engines_can_be_set(tmp_path):
+    """An operator knows what metrics do not show."""
+    path, _ = write(tmp_path, "least-load", talks(4), client=client.Client(users=2))
+    loaded = replay.load(path, strategies=(), configs=(), limits={"max_num_seqs": 7.0})
+    assert {engines.resolved().max_num_seqs for engines in loaded.fleet} == {7}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"strategies": ["nonsense"]}, "nonsense"),
+        ({"strategies": ["adaptive", "adaptive"]}, "names that differ"),
+        ({"pool": "other"}, "no decision|pools"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path, facts, words):
+    """Errors say what was expected."""
+    path, _ = write(tmp_path, "least-load", talks(4), client=client.Client(users=2))
+    with pytest.raises(ConfigError, match=words):
+        replay.load(path, **({"strategies": (), "configs": ()} | facts))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    """There is nothing to replay."""
+    path = tmp_path / "empty"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="a recording"):
+        replay.load(path, strategies=(), configs=())
+
+
+def test_recorded_requests_have_a_bound(tmp_path):
+    """Only the first requests are taken."""
+    path, _ = write(tmp_path, "least-load", talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=(), configs=(), max_requests=50)
+    assert len(loaded.traffic.requests) == 50
+    assert replay_traffic.measured_ttft_s(loaded.traffic, since_s=0.0) > 0.0

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+from extproc.cli import main
+from extproc.errors import ConfigError
+from extproc.simulator import replay_traces
+
+MOONCAKE = (
+    '{"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
+    '{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [1, 9]}\n'
+)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,374,44\n"
+    "2023-11-16 18:15:47.6805900,200,4\n"
+)
+SHAREGPT = [
+    {
+        "id": "a",
+        "conversations": [
+            {"from": "human", "value": "x" * 400},
+            {"from": "gpt", "value": "y" * 80},
+            {"from": "human", "value": "z" * 40},
+            {"from": "gpt", "value": "y" * 8},
+        ],
+    },
+    {"id": "b", "conversations": [{"from": "gpt", "value": "nobody spoke to it"}]},
+]
+VLLM = '{"prompt": "' + "x" * 200 + '", "output_tokens": 7}\n{"prompt": "hello"}\n'
+
+FILES = {
+    "mooncake": MOONCAKE,
+    "azure": AZURE,
+    "sharegpt": json.dumps(SHAREGPT),
+    "vllm-bench": VLLM,
+}
+
+
+def write(tmp_path, text):
+    """A file of a trace."""
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_formats_are_known_by_their_beginning(tmp_path, name):
+    """No flag names the format."""
+    assert replay_traces.find_format(write(tmp_path, FILES[name])) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "lengths"),
+    [
+        ("mooncake", None, [(1100, 5), (700, 5)]),
+        ("azure", None, [(374, 44), (200, 4)]),
+        ("sharegpt", 2.0, [(100, 20), (130, 2)]),
+        ("vllm-bench", 2.0, [(50, 7), (1, 256)]),
+    ],
+)
+def test_requests_have_their_lengths(tmp_path, name, rate, lengths):
+    """Tokens of prompts and answers, as the file has them or four bytes each."""
+    path = write(tmp_path, FILES[name])
+    traffic = replay_traces.read(path, name, rate_per_s=rate, max_requests=100)
+    assert [
+        (request.spec.prompt_tokens, request.spec.output_tokens) for request in traffic.requests
+    ] == lengths
+    assert traffic.requests[0].at == 0.0
+
+
+def test_turns_of_sharegpt_repeat_what_was_said(tmp_path):
+    """The second prompt begins with the first and its answer, in one session."""
+    path = write(tmp_path, FILES["sharegpt"])
+    (session,) = replay_traces.read(path, "sharegpt", rate_per_s=1.0, max_requests=9).sessions
+    first, second = session.specs
+    assert list(second.keys[: len(first.keys)]) == list(first.keys)
+    assert len(second.keys) == 520 // 64
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "got nothing"),
+        ("hello\n", "line 1: expected a recording"),
+        ('{"other": 1}\n', "got '{\"other\": 1}'"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, words):
+    """The error lists the formats."""
+    with pytest.raises(ConfigError) as caught:
+        replay_traces.find_format(write(tmp_path, text))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("mooncake", MOONCAKE + '{"timestamp": "x"}\n', "line 3"),
+        ("azure", AZURE + "yesterday,1,2\n", "line 4"),
+        ("vllm-bench", VLLM + '{"prompt": 5}\n', "line 3"),
+        ("sharegpt", '[{"conversations": 5}]', "trace"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, name, text, where):
+    """File and line stand in the error."""
+    rate = 1.0 if name in {"vllm-bench", "sharegpt"} else None
+    with pytest.raises(ConfigError, match=where):
+        replay_traces.read(write(tmp_path, text), name, rate_per_s=rate, max_requests=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "error"),
+    [
+        ("azure", ["--engines", "1"], "no --profile"),
+        ("azure", ["--profile", "demo"], "no --engines"),
+        ("azure", ["--engines", "1", "--profile", "demo", "--rate", "1"], "--rate"),
+        ("sharegpt", ["--engines", "1", "--profile", "demo"], "--rate"),
+    ],
+)
+def test_fleet_and_times_are_asked_for(tmp_path, capsys, name, words, error):
+    """A flag names what a file does not have."""
+    path = write(tmp_path, FILES[name])
+    assert main.main(["replay", str(path), *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_trace_is_replayed(tmp_path, capsys):
+    """It has neither agreement nor fidelity."""
+    path = write(tmp_path, MOONCAKE)
+    words = ["--engines", "2", "--profile", "demo", "--strategy", "adaptive"]
+    argv = ["replay", str(path), *words, "--strategy", "random", "--jobs", "1", "--seeds", "1"]
+    assert main.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "2 requests in 2 s, 2 endpoints" in out
+    assert "Agreement" not in out
+    assert "Verdict: random" in out
