@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -14,6 +16,8 @@ from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import ScrapeSection
 from extproc.demo import stack
 from extproc.request import HttpRequest, RequestLabels
+from extproc.scheduling import presets
+from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.reload import ReloadResult
 from tests.console import browser
 from tests.support import serving
@@ -210,6 +214,39 @@ async def test_strategies_are_compared(scene, chromium):
         assert row.split()[:3] == ["adaptive", "in", "force"]
         assert "100 %" in row
         assert "least-request" in await page.text("#strategies-result")
+        assert page.complaints == []
+
+
+async def test_shadows_stand_beside_strategies(scene, chromium):
+    """Without one there is nothing; with one its agreement and its expected saving."""
+    director = scene.picker.pool_registry.by_name[""].parts.director
+    routing = director.routing
+    second = ShadowScheduler(
+        presets.profiles()["adaptive"],
+        sample_ratio=1.0,
+        rng=random.Random(1),
+        stopwatch=lambda: 0.0,
+        on_pending=lambda: None,
+    )
+    async with chromium.page(scene.port) as page:
+        await page.open("#/strategies")
+        assert await page.text("#shadow-result") == ""
+        director.reconfigure(msgspec.structs.replace(routing, shadow=second))
+        try:
+            now = scene.picker._clock()
+            message = {"role": "user", "content": "word " * 400}
+            body = json.dumps({"model": "demo", "messages": [message]}).encode()
+            headers = {":method": "POST", ":path": "/v1/chat/completions"}
+            decision = director.route(HttpRequest(headers, body), now)
+            director.release(director.reserve(decision, now), now, answered=True)
+            second.run_pending(1.0)
+            await page.open("#/overview")
+            await page.open("#/strategies")
+            await page.page.wait_for_selector("#shadow-result tbody tr")
+            row = await page.text("#shadow-result tbody tr")
+            assert row.split()[:6] == ["default", "adaptive", "100", "%", "1", "100"]
+        finally:
+            director.reconfigure(routing)
         assert page.complaints == []
 
 

@@ -1,4 +1,4 @@
-// Strategies side by side on the last requests.
+// Strategies side by side on the last requests, and shadows on live ones.
 
 import { fetchJson } from "./api.js";
 import { byId, element, table } from "./dom.js";
@@ -14,7 +14,58 @@ export function createStrategies() {
       button.disabled = false;
     }
   });
-  return { title: "Strategies", isLive: false, async refresh() {} };
+  async function refresh() {
+    const { pools } = await fetchJson("../debug/shadow");
+    byId("shadow-result").replaceChildren(...Object.keys(pools).length ? [shadows(pools)] : []);
+  }
+  return { title: "Strategies", isLive: false, refresh };
+}
+
+/** Shadows of `scheduling.shadow`: what they would have done with live requests. */
+function shadows(pools) {
+  const { node, body } = table("Shadows", [
+    { title: "Pool" },
+    { title: "Shadow" },
+    { title: "Share of requests", kind: "number" },
+    { title: "Compared", kind: "number" },
+    { title: "Same endpoint", kind: "number" },
+    { title: "Saving, by its own estimate", kind: "number" },
+    { title: "Saving, by the strategy in force", kind: "number" },
+    { title: "Dropped", kind: "number" },
+    { title: "CPU", kind: "number" },
+  ]);
+  for (const [name, shadow] of Object.entries(pools)) {
+    const { agreed = 0, differed = 0, rejected = 0, dropped = 0 } = shadow.results;
+    const saving = shadow.expected_saving_s;
+    const cells = [
+      percent(shadow.sample_ratio),
+      count(agreed + differed + rejected),
+      percent(shadow.agreement),
+      signedDuration(saving.shadow),
+      signedDuration(saving.strategy),
+      count(dropped),
+      duration(shadow.seconds),
+    ];
+    body.append(
+      element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, name || "default"),
+        element("td", {}, shadow.profile),
+        ...cells.map((text) => element("td", { class: "number" }, text)),
+      ),
+    );
+  }
+  return element(
+    "section",
+    { class: "card" },
+    element("h2", {}, "Shadows on live requests"),
+    element("div", { class: "scroll", role: "region", "aria-label": "Shadows", tabindex: "0" }, node),
+  );
+}
+
+function signedDuration(seconds) {
+  return seconds < 0 ? `-${duration(-seconds)}` : duration(seconds);
 }
 
 function comparison({ num_requests: numRequests, strategies }) {
