@@ -28,8 +28,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from extproc.scheduling.costs.estimated_time import EstimatedTime
-from extproc.scheduling.costs.lmetric import LMetric
+from extproc.scheduling.costs import EstimatedTime, LMetric
 from extproc.scheduling.filter_tree import FilterChain
 from extproc.scheduling.filters.load_bounds import KvRange, QueueRange, TopK
 from extproc.scheduling.lora_affinity import AdapterCapable, LoraAffinityFilter, LoraAffinityTiers

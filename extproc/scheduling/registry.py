@@ -20,6 +20,7 @@ from extproc.errors import ConfigError
 from extproc.scheduling import (
     attributes,
     context_length,
+    costs,
     filter_tree,
     labels,
     lora_affinity,
@@ -27,7 +28,6 @@ from extproc.scheduling import (
     prefix_affinity,
     session_affinity,
 )
-from extproc.scheduling.costs import estimated_time, lmetric
 from extproc.scheduling.filters import load_bounds
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous
@@ -116,8 +116,8 @@ SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
 )
 
 COSTS: Mapping[str, type[CostModel]] = {
-    "estimated-time": estimated_time.EstimatedTime,
-    "lmetric": lmetric.LMetric,
+    "estimated-time": costs.EstimatedTime,
+    "lmetric": costs.LMetric,
 }
 
 PICKERS: Mapping[str, type[Picker]] = _with_aliases(

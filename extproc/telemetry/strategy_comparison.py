@@ -15,7 +15,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.scheduling import presets
-from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.scheduling.costs import EstimatedTime
 from extproc.scheduling.framework import SchedulingContext
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.telemetry.request_recorder import DecisionRecord
