@@ -1,9 +1,9 @@
 """Periodic reading of engine metrics and model lists into endpoint loads.
 
 Contents, without I/O: metric names per engine type (`engines`), the parsers of a metrics page
-(`metrics_page`) and a model list (`models_page`), and the scrape intervals (`schedule`). With I/O: the
-keep-alive client (`client`), the loops, one per
-endpoint (`scraper`), and the polling of model lists (`model_list_poller`).
+(`metric_families`, `metrics_page`) and a model list (`models_page`), and the scrape intervals
+(`schedule`). With I/O: the keep-alive client (`client`), the loops, one per endpoint (`scraper`),
+and the polling of model lists (`model_list_poller`).
 Not here: the meaning of a load for routing (scheduling), its aging and dead reckoning (pool), its
 counting and logging (telemetry reads the facts passed to `on_fact`).
 Caller: the server, which runs `Scraper.run` in its task group; the loops write to the pool store.

@@ -132,6 +132,7 @@ class EndpointScraper:
         self._sleep: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.target = _target(member.endpoint, scraper.settings.path)
+        self._reader = metrics_page.MetricsPageReader()
         self._model_list = model_list_poller.ModelListPoller(
             member.endpoint,
             store=scraper.store,
@@ -227,13 +228,13 @@ class EndpointScraper:
 
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
         """
-        scraper, endpoint = self._scraper, self.member.endpoint
+        scraper, endpoint, reader = self._scraper, self.member.endpoint, self._reader
         extra = scraper.settings.extra
         try:
             if isinstance(fetched, bytes) and len(fetched) > INLINE_BYTES:
-                read = await asyncio.to_thread(_read, fetched, endpoint, now, extra)
+                read = await asyncio.to_thread(_read, reader, fetched, endpoint, now, extra)
             else:
-                read = _read(fetched, endpoint, now, extra)
+                read = _read(reader, fetched, endpoint, now, extra)
             if isinstance(read, Load):
                 scraper.store.observe(token, read, now)
                 return "ok", read.engine
@@ -385,6 +386,7 @@ def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
 
 
 def _read(
+    reader: metrics_page.MetricsPageReader,
     fetched: bytes | client.FetchFailed,
     endpoint: Endpoint,
     now: float,
@@ -395,5 +397,5 @@ def _read(
         return fetched.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    read = metrics_page.read(fetched, now, engine_type=engine_type, extra=extra)
+    read = reader.read(fetched, now, engine_type=engine_type, extra=extra)
     return read if isinstance(read, Load) else "unreadable"

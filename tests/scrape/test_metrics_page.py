@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from extproc.endpoint import EngineCounters, Load
-from extproc.scrape import engines, metrics_page
+from extproc.scrape import engines, metric_families, metrics_page
 from tests.support.seeded import examples
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -326,6 +326,50 @@ def test_a_damaged_real_page_never_raises(at, noise, gap):
     assert isinstance(metrics_page.read(damaged, 7.0), Load | metrics_page.UnreadablePage)
 
 
+def search(page: bytes) -> Load | metrics_page.UnreadablePage:
+    """The load of a page that has a line of no declared family, and is searched for that."""
+    return metrics_page.read(page + b"\nundeclared 1\n", 7.0)
+
+
+@hypothesis.given(st.integers(0, len(LORA)), st.binary(max_size=20), st.integers(0, 200))
+@hypothesis.settings(max_examples=examples(200), deadline=None)
+def test_looking_up_families_reads_what_searching_them_reads(at, noise, gap):
+    """A damaged page reads alike whether it is cut at its declarations or searched."""
+    damaged = LORA[:at] + noise + LORA[at + gap :]
+    assert metrics_page.read(damaged, 7.0) == search(damaged)
+
+
+_STEPS = st.lists(
+    st.tuples(st.integers(0, len(LORA)), st.sampled_from([b"", b"1", b"\n", b"# TYPE ", b"vllm:"]))
+    | st.sampled_from([LORA, IDLE, LORA + LORA]),
+    min_size=2,
+    max_size=6,
+)
+
+
+@hypothesis.given(_STEPS)
+@hypothesis.settings(max_examples=examples(100), deadline=None)
+def test_a_page_reads_alike_whatever_was_read_before(steps):
+    """Pages of one endpoint, each damaged a bit further, read as they do on their own."""
+    reader, page = metrics_page.MetricsPageReader(), LORA
+    for step in steps:
+        page = step if isinstance(step, bytes) else page[: step[0]] + step[1] + page[step[0] :]
+        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
+
+
+def test_a_family_that_changes_is_read_again():
+    """With the declarations of the last page, what changed is new and the rest is as it was."""
+    reader = metrics_page.MetricsPageReader()
+    before = reader.read(LORA, 7.0)
+    page = LORA.replace(b"} 254591.0", b"} 300000.0")
+    after = reader.read(page, 8.0)
+    assert isinstance(before, Load)
+    assert isinstance(after, Load)
+    assert (before.prefix_queries, after.prefix_queries) == (254591.0, 300000.0)
+    assert after.prefix_hits == before.prefix_hits
+    assert reader.read(LORA, 7.0) == before
+
+
 @hypothesis.given(
     counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
     text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12),
@@ -360,6 +404,9 @@ def test_the_table_lists_every_engine_once():
         b"vllm:num_requests_waiting_x 1\n" * 30_000,
         b" \n" * 300_000,
         b"a" * 1_000_000,
+        b"vllm:x 1\n# TYPE " * 14_000,
+        b"vllm:x 1" + b"\n# TYPE a b" * 20_000,
+        b"# TYPE vllm:x gauge\nvllm:x 1\n" + b"#\n" * 100_000,
     ],
 )
 def test_hostile_pages_are_read_in_linear_time(body):
@@ -425,8 +472,8 @@ def test_long_and_numerous_adapter_names_are_dropped():
 def test_a_family_of_too_many_samples_is_unknown():
     """The lines that are read of one page are counted, so its size bounds the work."""
     line = b'vllm:num_requests_waiting{engine="0"} 1\n'
-    within = metrics_page.read(line * metrics_page.MAX_SAMPLES, 7.0)
-    beyond = metrics_page.read(line * (metrics_page.MAX_SAMPLES + 1), 7.0)
+    within = metrics_page.read(line * metric_families.MAX_SAMPLES, 7.0)
+    beyond = metrics_page.read(line * (metric_families.MAX_SAMPLES + 1), 7.0)
     assert isinstance(within, Load)
     assert isinstance(beyond, Load)
-    assert (within.waiting, beyond.waiting) == (float(metrics_page.MAX_SAMPLES), None)
+    assert (within.waiting, beyond.waiting) == (float(metric_families.MAX_SAMPLES), None)

@@ -460,13 +460,13 @@ def test_a_large_page_is_read_in_a_thread(monkeypatch, extra_bytes):
     padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)
     scene = Scene("10.0.0.1:1", p1=line + padding)
     threads = []
-    read = metrics_page.read
+    read = metrics_page.MetricsPageReader.read
 
     def noting(*args, **named):
         threads.append(threading.current_thread() is threading.main_thread())
         return read(*args, **named)
 
-    monkeypatch.setattr(scraper.metrics_page, "read", noting)
+    monkeypatch.setattr(metrics_page.MetricsPageReader, "read", noting)
     asyncio.run(scene.watch().step())
     assert threads == [extra_bytes == 0]
     assert scene.store.pool.members[0].load.waiting == 3.0
