@@ -3,8 +3,9 @@
     python -m bench.metrics [--rounds 40] [--endpoints 500]
 
 Requests pass the core, without gRPC, with nothing recorded, with metrics and the ring of decisions
-as always, with `log.requests: all` besides, with a recording of decisions besides, and with both; in
-turns, so that a busy machine is the same for all. Pages are rendered under the names of extproc alone, with those of llm-d, and with the table of
+as always, with `log.requests: all` besides (each line written to /dev/null on its own), with a
+recording of decisions besides, and with both; in turns, so that a busy machine is the same for all.
+Pages are rendered under the names of extproc alone, with those of llm-d, and with the table of
 series full; they are rendered in pieces, between which requests are routed.
 """
 
@@ -14,9 +15,11 @@ import argparse
 import asyncio
 import itertools
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,6 +30,7 @@ from extproc.config.settings import LogSection
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
+from extproc.telemetry import log_format
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
@@ -56,8 +60,11 @@ def _ignore(*_: object, **__: object) -> None:
 
 async def drivers() -> dict[str, Callable[[], float]]:
     """Rounds of requests by what is recorded; each returns its CPU per request (us)."""
-    logging.getLogger("extproc.requests").addHandler(logging.NullHandler())
-    logging.getLogger("extproc.requests").propagate = False
+    sink = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end of the process
+    handler = log_format.LogHandler(sink)
+    handler.setFormatter(log_format.build_formatter("text"))
+    logging.getLogger(log_format.REQUESTS).addHandler(handler)
+    logging.getLogger(log_format.REQUESTS).propagate = False
     plain = soak.settings(holding=False)
     logged = msgspec.structs.replace(plain, log=LogSection(requests="all"))
     cores = {

@@ -32,7 +32,7 @@ def run(settings: Settings, source: reload.ConfigSource) -> int:
     Raises:
         ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = log_format.LogHandler(sys.stderr)
     handler.setFormatter(log_format.build_formatter(settings.log.format))
     logging.basicConfig(handlers=[handler])
     # Ours only: gRPC and aiohttp have debug lines of their own.

@@ -7,7 +7,7 @@ request is described by what the decision used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, assert_never
 
 import msgspec
@@ -243,17 +243,10 @@ def format_short(decision: Decision) -> str:
     """
     request = decision.request
     words = [decision.profile, f"chose={decision.endpoints[0].address}"]
-    chosen = next(
-        (
-            at
-            for at, candidate in enumerate(decision.scored_candidates)
-            if candidate.endpoint.address == decision.endpoints[0].address
-        ),
-        None,
-    )
+    chosen = _find_chosen(decision)
     words += _displayed_value(decision, chosen)
     words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
-    other = runner_up(decision)
+    other = _find_runner_up(decision.totals, chosen)
     if other is not None:
         words.append(f"next={decision.scored_candidates[other].endpoint.address}")
         words += _displayed_value(decision, other)
@@ -425,14 +418,27 @@ def _factor(priced: CostResult) -> float:
 
 def runner_up(decision: Decision) -> int | None:
     """Position in `scored_candidates` of the best candidate not chosen; None without one."""
-    first = decision.endpoints[0].address
-    others = [
-        at
-        for at, candidate in enumerate(decision.scored_candidates)
-        if candidate.endpoint.address != first
-    ]
-    totals = decision.totals
-    return max(others, key=totals.__getitem__) if others and totals else None
+    return _find_runner_up(decision.totals, _find_chosen(decision))
+
+
+def _find_chosen(decision: Decision) -> int | None:
+    """Position in `scored_candidates` of the chosen endpoint; None if it is not there."""
+    address = decision.endpoints[0].address
+    for at, candidate in enumerate(decision.scored_candidates):
+        if candidate.endpoint.address == address:
+            return at
+    return None
+
+
+def _find_runner_up(totals: Sequence[float], chosen: int | None) -> int | None:
+    """Position of the highest total but that of the chosen candidate; None without one."""
+    if chosen is None:
+        return totals.index(max(totals)) if totals else None
+    others = [*totals[:chosen], *totals[chosen + 1 :]]
+    if not others:
+        return None
+    at = others.index(max(others))
+    return at if at < chosen else at + 1
 
 
 def _addresses(candidates: Iterable[Candidate]) -> list[str]:

@@ -2,22 +2,103 @@
 
 from __future__ import annotations
 
-import datetime as dt
+import asyncio
+import functools
 import json
 import logging
 import re
+import time
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
 #: Value of a field as it stands in a log line; None leaves the field out.
 FieldValue = str | int | float | None
 
+#: Logger of the lines of requests.
+REQUESTS: Final = "extproc.requests"
+
 _encode = msgspec.json.Encoder().encode
 
 #: Text that needs no quotes; all other text could look like a further field or another line.
 _BARE: Final = re.compile(r"[A-Za-z0-9_.:/@%+~\[\]-]+")
+
+
+#: Attributes of other records that an event does not have.
+_NO_PLACE: Final[Mapping[str, Any]] = {
+    "args": (),
+    **dict.fromkeys(("pathname", "filename", "module", "funcName"), ""),
+    **dict.fromkeys(("exc_info", "exc_text", "stack_info"), None),
+    **dict.fromkeys(("thread", "threadName", "process", "processName", "taskName"), None),
+    **dict.fromkeys(("lineno", "relativeCreated"), 0),
+}
+
+
+class EventRecord(logging.LogRecord):
+    """Record of an event.
+
+    It has no place in the code, no thread and no process: no format shows them, and to find them
+    takes longer than all else.
+
+    Args:
+        name: Name of the logger.
+        fields: Values by name, without None.
+    """
+
+    def __init__(self, name: str, level: int, event: str, fields: Mapping[str, FieldValue]) -> None:
+        created = time.time()  # noqa: TID251 - as other log records
+        self.__dict__ = {
+            **_NO_PLACE,
+            "name": name,
+            "msg": event,
+            "levelno": level,
+            "levelname": logging.getLevelName(level),
+            "created": created,
+            "msecs": created % 1.0 * 1000.0,
+            "fields": fields,
+        }
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes records at once, but lines of requests together when the event loop is through a turn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or keep its line for the end of the turn."""
+        if record.name != REQUESTS or not self._will_flush():
+            self.flush()
+            super().emit(record)
+            return
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # noqa: BLE001 - as other handlers
+            self.handleError(record)
+
+    def _will_flush(self) -> bool:
+        """Flush at the end of the turn; False where no event loop runs."""
+        if self._lines:
+            return True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        loop.call_soon(self.flush)
+        return True
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("\n".join(lines) + self.terminator)
+            super().flush()
+        finally:
+            self.release()
 
 
 class TextFormatter(logging.Formatter):
@@ -26,11 +107,18 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - of logging.Formatter
+        """Formats the local time."""
+        del datefmt
+        return f"{_format_second(int(record.created))},{int(record.msecs):03d}"
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of logging.Formatter
         """Formats all but an exception."""
-        words = [super().formatMessage(record)]
-        words += [f"{name}={_to_text(value)}" for name, value in _fields(record).items()]
-        return " ".join(words)
+        line = f"{record.asctime} {record.levelname} {record.name} {record.message}"
+        fields = _fields(record)
+        if not fields:
+            return line
+        return line + "".join([f" {name}={_to_text(value)}" for name, value in fields.items()])
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,9 +126,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats a record, exceptions included."""
-        at = dt.datetime.fromtimestamp(record.created, dt.UTC)
+        second = _format_utc_second(int(record.created))
         values: dict[str, FieldValue] = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": f"{second}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -72,10 +160,18 @@ def log_event(logger: logging.Logger, level: int, event: str, **fields: FieldVal
             for name, value in fields.items()
             if value is not None
         }
-        # `logger.log` would walk the stack for the line of code, which no format shows.
-        logger.handle(
-            logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": known})
-        )
+        logger.handle(EventRecord(logger.name, level, event, known))
+
+
+@functools.lru_cache(maxsize=2)
+def _format_second(second: int) -> str:
+    """Formats a Unix time as local time, cached: many records are of one second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+
+
+@functools.lru_cache(maxsize=2)
+def _format_utc_second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, FieldValue]:
@@ -86,5 +182,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, FieldValue]:
 def _to_text(value: FieldValue) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
+    if isinstance(value, int):
+        return str(value)
     text = str(value)
     return text if _BARE.fullmatch(text) else json.dumps(text)

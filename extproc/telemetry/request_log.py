@@ -11,11 +11,11 @@ from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
 from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry import explanation
-from extproc.telemetry.log_format import FieldValue, log_event
+from extproc.telemetry.log_format import REQUESTS, FieldValue, log_event
 from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder, model_of
 
 #: `log.requests` alone decides what it writes, whatever `log.level` is.
-_log = logging.getLogger("extproc.requests")
+_log = logging.getLogger(REQUESTS)
 _log.setLevel(logging.INFO)
 
 

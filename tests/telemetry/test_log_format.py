@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime as dt
+import io
 import json
 import logging
 import sys
@@ -95,3 +98,51 @@ def test_fields_are_not_built_below_the_level(caplog):
     caplog.set_level(logging.ERROR, "extproc.pool")
     log_format.log_event(_log, logging.INFO, "request", id="x")
     assert not caplog.records
+
+
+class Written(io.StringIO):
+    """A stream that counts its writes."""
+
+    writes = 0
+
+    def write(self, text):
+        self.writes += 1
+        return super().write(text)
+
+
+def test_lines_of_requests_are_written_at_the_end_of_a_turn():
+    """Together, before whatever else is logged, and at once where no event loop runs."""
+    stream = Written()
+    handler = log_format.LogHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def handle(logger, message):
+        handler.handle(log_format.EventRecord(logger, logging.INFO, message, {}))
+
+    async def scene():
+        for number in range(3):
+            handle(log_format.REQUESTS, f"request {number}")
+        assert stream.writes == 0
+        await asyncio.sleep(0)
+        assert (stream.getvalue(), stream.writes) == ("request 0\nrequest 1\nrequest 2\n", 1)
+        handle(log_format.REQUESTS, "request 3")
+        handle("extproc.pool", "endpoint ejected")
+        assert stream.getvalue().endswith("request 3\nendpoint ejected\n")
+        handle(log_format.REQUESTS, "request 4")
+
+    asyncio.run(scene())
+    handle(log_format.REQUESTS, "request 5")
+    assert stream.getvalue().endswith("request 4\nrequest 5\n")
+
+
+@pytest.mark.parametrize("name", ["text", "json"])
+def test_times_are_those_of_other_records(name):
+    """Local time in text and UTC in JSON, both with milliseconds."""
+    record = log_format.EventRecord("extproc.pool", logging.INFO, "event", {})
+    line = log_format.build_formatter(name).format(record)
+    if name == "text":
+        plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+        assert line == plain.format(record)
+    else:
+        at = dt.datetime.fromisoformat(json.loads(line)["time"])
+        assert abs(at.timestamp() - record.created) < 0.002
