@@ -36,7 +36,7 @@ from extproc.server import (
     transport,
 )
 from extproc.server.decision_recording import DecisionRecorder
-from extproc.server.large_bodies import LargeBodies
+from extproc.server.large_bodies import LargeBodies, free_in_turns
 from extproc.server.loop_stalls import StallMeter
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
@@ -98,7 +98,7 @@ class EndpointPickerProcess:
         self._reloads = reload.ReloadHistory(settings, clock)
         self._history = TrafficHistory()
         self._max_body_bytes = settings.limits.max_body_bytes
-        self.budget = BufferBudget(settings.limits.max_assembly_bytes)
+        self.budget = BufferBudget(settings.limits.max_assembly_bytes, free=free_in_turns)
         self._http = client.ScrapeClient(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,

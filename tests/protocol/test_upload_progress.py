@@ -148,5 +148,21 @@ def test_a_body_is_the_same_however_its_chunks_are_stored(sizes, span, content, 
     edited = buffer.apply_edit(edit)
     assert edited == expected[: min(span)] + content + expected[max(span) :]
     assert budget.held_bytes == buffer.size_bytes == len(edited)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "is_freed"), [(1, False), (7, False), (8, True), (20, True)]
+)
+def test_only_large_bodies_are_freed_apart(num_chunks, is_freed):
+    """What is freed is the body itself, after its bytes were returned to the budget."""
+    freed = []
+    budget = BufferBudget(512 * MIB, free=lambda body: freed.append((body, budget.held_bytes)))
+    buffer = BodyBuffer(budget, 64 * MIB)
+    for _ in range(num_chunks):
+        assert buffer.add(bytes(MIB)) is None
+    body = buffer.joined()
+    buffer.release()
+    buffer.release()
+    assert freed == [(body, 0)] * is_freed
     buffer.release()
     assert budget.held_bytes == 0
