@@ -18,7 +18,7 @@ from extproc.http2.events import (
 from extproc.http2.frame_reader import FrameReader
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard, Http2Limits, ReceiveBudget
-from extproc.http2.messages import MessageAssembler, MessageError
+from extproc.http2.messages import MessageAssembler, MessageError, MessagePieces
 from extproc.http2.request_head import HeaderDecoder
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import AnswerHolder, ResponseSender, SendBudget
@@ -131,7 +131,7 @@ class Http2Connection(FrameReader):
         if open_stream is not None:
             self._sender.send(open_stream, messages)
 
-    def send_lazily(self, stream_id: int, source: Iterator[bytes]) -> bool:
+    def send_lazily(self, stream_id: int, source: Iterator[MessagePieces]) -> bool:
         """Send messages of a call as the peer takes them; nothing may follow before the last was.
 
         Returns True if all were taken; see `ResponseSender.send_lazily`.
@@ -221,8 +221,8 @@ class Http2Connection(FrameReader):
         frames.check_head(kind, stream_id, len(payload))
         handler(self, flags, stream_id, payload)
 
-    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> int:
-        size = len(payload)
+    def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> int:
+        size = end - start
         self._received_bytes += size
         self._open_connection_window()
         open_stream = self._streams.open.get(stream_id)
@@ -232,27 +232,30 @@ class Http2Connection(FrameReader):
         is_end = bool(flags & frames.END_STREAM)
         open_stream.received_bytes += size
         if flags & frames.PADDED:
-            payload = frames.without_padding(payload, flags)
-        if not payload and not is_end:
+            data = frames.without_padding(data[start:end], flags)
+            start, end = 0, len(data)
+        if start == end and not is_end:
             self._guard.spend("empty_frame_flood", self._now)
         if open_stream.received_bytes > self._limits.stream_window_bytes:
             raise Http2Error(
                 ErrorCode.FLOW_CONTROL_ERROR, "more data than window", stream_id=stream_id
             )
         if open_stream.content_left_bytes is not None:
-            open_stream.count_content(len(payload), is_end=is_end)
+            open_stream.count_content(end - start, is_end=is_end)
         if open_stream.trailers:
             # Its answer is complete but for what waits for window; nothing more is read.
             open_stream.is_remote_closed = is_end
             return 0
-        return self._take_payload(open_stream, payload, is_end=is_end)
+        return self._take_payload(open_stream, data, start, end, is_end=is_end)
 
-    def _take_payload(self, open_stream: Http2Stream, payload: bytes, *, is_end: bool) -> int:
+    def _take_payload(
+        self, open_stream: Http2Stream, data: bytes, start: int, end: int, *, is_end: bool
+    ) -> int:
         """Read the messages in a payload, and open the window of their stream; returns their number."""
         try:
-            messages = open_stream.assembler.feed(payload)
+            messages = open_stream.assembler.feed(data, start, end)
             if open_stream.is_paused:
-                open_stream.assembler.hold(len(payload))
+                open_stream.assembler.hold(end - start)
         except MessageError as error:
             open_stream.is_remote_closed = is_end
             self._reject_messages(open_stream, error)
@@ -421,10 +424,9 @@ class Http2Connection(FrameReader):
 
     def _open_window(self, open_stream: Http2Stream) -> None:
         """Let the peer send more on a stream."""
-        if not open_stream.is_paused and open_stream.received_bytes:
-            self._sender.output.append(
-                frames.build_window_update(open_stream.stream_id, open_stream.received_bytes)
-            )
+        stream_id, received_bytes = open_stream.stream_id, open_stream.received_bytes
+        if not open_stream.is_paused and received_bytes:
+            self._sender.output.append(frames.build_window_update(stream_id, received_bytes))
             open_stream.received_bytes = 0
 
     def _close_all(self, ended: Sequence[Http2Stream]) -> None:
@@ -481,9 +483,8 @@ class Http2Connection(FrameReader):
 
     def _terminate(self, error: Http2Error) -> None:
         self._counts[error.limit or "connection_error"] += 1
-        self._sender.output.append(
-            frames.build_goaway(self._streams.last_id, error.code, error.detail)
-        )
+        goaway = frames.build_goaway(self._streams.last_id, error.code, error.detail)
+        self._sender.output.append(goaway)
         self._events.append(ConnectionTerminated(error.code, error.detail))
         self.close()
 

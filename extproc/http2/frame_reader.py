@@ -16,6 +16,9 @@ _MAX_WORK: Final = 32 * 1024
 _FRAME_WORK: Final = 16
 _MESSAGE_WORK: Final = 8
 
+#: Bytes up to which a read is joined with the cut frame before it; a longer one is not copied for it.
+_SHORT_READ_BYTES: Final = 4096
+
 
 class FrameReader:
     """Reads frames, for a connection to inherit and handle.
@@ -45,8 +48,11 @@ class FrameReader:
         """Open streams."""
         raise NotImplementedError
 
-    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> int:
-        """Handle a DATA frame, whose head is not checked; returns the number of its messages."""
+    def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> int:
+        """Handle a DATA frame, whose head is not checked; returns the number of its messages.
+
+        Its payload is `data[start:end]`, which is not copied until it is known where it belongs.
+        """
         raise NotImplementedError
 
     def _on_block(self, stream_id: int, block: bytes, *, is_end_of_stream: bool) -> None:
@@ -67,9 +73,10 @@ class FrameReader:
         Raises:
             Http2Error: The connection ends.
         """
+        at = 0
         if self._buffer:
-            data = self._buffer + data
-        at, end = 0, len(data)
+            data, at = self._complete_frame(data)
+        end = len(data)
         if not self._has_preface:
             at = self._read_preface(data)
             if not at:
@@ -89,7 +96,7 @@ class FrameReader:
             stream_id &= frames.MAX_STREAM_ID
             try:
                 if kind == frames.DATA and self._is_plain:
-                    work -= _MESSAGE_WORK * self._on_data(flags, stream_id, data[start:at])
+                    work -= _MESSAGE_WORK * self._on_data(flags, stream_id, data, start, at)
                 else:
                     work -= at - start
                     work -= self._read_frame(kind, flags, stream_id, data[start:at])
@@ -99,6 +106,26 @@ class FrameReader:
                 self._on_stream_error(error)
         self._buffer = data[at:] if at < end else b""
         self.has_unread = work <= 0 and end - at >= frames.HEAD_BYTES
+
+    def _complete_frame(self, data: bytes) -> tuple[bytes, int]:
+        """Handle the frame that the last read cut, or join it with the data.
+
+        Returns the data that are to be read, and the offset at which that begins.
+        """
+        buffer = self._buffer
+        if (
+            len(data) <= _SHORT_READ_BYTES
+            or len(buffer) < frames.HEAD_BYTES
+            or not self._has_preface
+        ):
+            return buffer + data, 0
+        high, low, *_ = frames.unpack_head(buffer, 0)
+        missing_bytes = frames.HEAD_BYTES + (high << 8 | low) - len(buffer)
+        if not 0 < missing_bytes <= len(data):
+            return buffer + data, 0
+        self._buffer = b""
+        self._read(buffer + data[:missing_bytes])
+        return data, missing_bytes
 
     def _drop_unread(self) -> None:
         """Drop the bytes of frames that were not handled."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from extproc.http2.limits import ReceiveBudget
 from extproc.http2.responses import GrpcStatus
@@ -37,6 +37,15 @@ class MessageError(Exception):
         self.status = status
         self.message = message
         self.limit = limit
+
+
+#: Bytes of one message, in order.
+MessagePieces: TypeAlias = "Sequence[bytes | memoryview]"
+
+
+def frame_pieces(pieces: MessagePieces) -> bytes:
+    """Prefix a message with its length, and join it."""
+    return b"".join((_pack_prefix(0, sum(map(len, pieces))), *pieces))
 
 
 def frame_messages(messages: Sequence[bytes]) -> bytes:
@@ -71,40 +80,41 @@ class MessageAssembler:
         """True if no message is incomplete."""
         return not self._missing_bytes and not self._prefix
 
-    def feed(self, payload: bytes) -> list[bytes]:
-        """Add a payload, and return the messages that it completes.
+    def feed(self, data: bytes, at: int, end: int) -> list[bytes]:
+        """Add the payload `data[at:end]`, and return the messages that it completes.
 
         Raises:
             MessageError: A message is too large, or compressed, or the budget is used up.
         """
         messages: list[bytes] = []
-        at, end = 0, len(payload)
         if self._missing_bytes:
-            if end < self._missing_bytes:
-                self._hold(payload)
-                self._missing_bytes -= end
+            start = at
+            at += self._missing_bytes
+            if at > end:
+                self._hold(data[start:end])
+                self._missing_bytes = at - end
                 return messages
-            at, self._missing_bytes = self._missing_bytes, 0
-            self._pieces.append(payload[:at])
+            self._missing_bytes = 0
+            self._pieces.append(data[start:at])
             messages.append(b"".join(self._pieces))
             self.release()
         elif self._prefix:
-            payload = self._prefix + payload
-            self._prefix, end = b"", len(payload)
+            data = self._prefix + data[at:end]
+            self._prefix, at, end = b"", 0, len(data)
         while at < end:
             start = at + PREFIX_BYTES
             if start > end:
-                self._prefix = payload[at:]
+                self._prefix = data[at:end]
                 break
-            flag, size = _unpack_prefix(payload, at)
+            flag, size = _unpack_prefix(data, at)
             if flag or size > self._max_bytes:
                 raise self._rejection(flag, size)
             at = start + size
             if at > end:
-                self._hold(payload[start:])
+                self._hold(data[start:end])
                 self._missing_bytes = at - end
                 break
-            messages.append(payload[start:at])
+            messages.append(data[start:at])
         return messages
 
     def hold(self, size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from extproc.http2 import frames, responses
 from extproc.http2.frames import ErrorCode, Http2Error
 from extproc.http2.limits import FloodGuard
-from extproc.http2.messages import frame_messages
+from extproc.http2.messages import MessagePieces, frame_messages, frame_pieces
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.stream import Http2Stream
 
@@ -153,11 +153,12 @@ class ResponseSender:
         self._enqueue(stream, data)
         self._send_unsent(stream)
 
-    def send_lazily(self, stream: Http2Stream, source: Iterator[bytes]) -> bool:
+    def send_lazily(self, stream: Http2Stream, source: Iterator[MessagePieces]) -> bool:
         """Send messages as the peer takes them; nothing may follow before the last was taken.
 
         Args:
-            source: Builds the messages. It must not raise, and is closed where the call ends.
+            source: Builds the messages, each in pieces. It must not raise, and is closed where the
+                call ends.
 
         Returns:
             True if all were taken.
@@ -300,11 +301,11 @@ class ResponseSender:
         """Check if a stream has data to send; builds its next message where it has one."""
         if stream.unsent:
             return True
-        message = None if stream.source is None else next(stream.source, None)
-        if message is None:
+        pieces = None if stream.source is None else next(stream.source, None)
+        if pieces is None:
             stream.source = None
             return False
-        self._enqueue(stream, frame_messages((message,)))
+        self._enqueue(stream, frame_pieces(pieces))
         return True
 
     def _send_unsent(self, stream: Http2Stream) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.http2 import frames
 from extproc.http2.frames import ErrorCode, Http2Error
-from extproc.http2.messages import MessageAssembler
+from extproc.http2.messages import MessageAssembler, MessagePieces
 
 #: Least number of streams that we ended before the peer did, and whose late frames are ignored.
 _MIN_RESET: Final = 4096
@@ -33,7 +33,7 @@ class Http2Stream:
         has_responded: True once the head of the response was sent.
         unsent: Data that waits for a window, or for the transport.
         unsent_at: Offset in the first of them.
-        source: Messages after that, which are built as the peer takes them; None if there are none.
+        source: Messages after that in pieces, built as the peer takes them; None if there are none.
         trailers: Frame that ends the response after the data; empty while it goes on.
         has_moved: True if data was sent since the last check for stalled streams.
     """
@@ -72,7 +72,7 @@ class Http2Stream:
         self.has_responded = False
         self.unsent: deque[bytes] | None = None
         self.unsent_at = 0
-        self.source: Iterator[bytes] | None = None
+        self.source: Iterator[MessagePieces] | None = None
         self.trailers = b""
         self.has_moved = True
 

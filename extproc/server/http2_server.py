@@ -21,6 +21,7 @@ from extproc.http2.events import (
 )
 from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.messages import MessagePieces
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import SendBudget
 from extproc.server import listeners
@@ -85,15 +86,8 @@ class ServerCall:
         """Send messages to the client."""
         self._connection.send(self._stream_id, messages)
 
-    def send_lazily(self, source: Iterator[bytes]) -> bool:
-        """Send messages as the client takes them; nothing may follow before the last was taken.
-
-        Args:
-            source: Builds the messages. It must not raise, and is closed where the call ends.
-
-        Returns:
-            True if all were taken.
-        """
+    def send_lazily(self, source: Iterator[MessagePieces]) -> bool:
+        """Send messages as the client takes them; see `ResponseSender.send_lazily`."""
         return self._connection.send_lazily(self._stream_id, source)
 
     def end(self, status: GrpcStatus = GrpcStatus.OK, message: str = "") -> None:
@@ -204,7 +198,7 @@ class Http2Protocol(asyncio.Protocol):
         if not self._will_flush:
             self.flush_soon()
 
-    def send_lazily(self, stream_id: int, source: Iterator[bytes]) -> bool:
+    def send_lazily(self, stream_id: int, source: Iterator[MessagePieces]) -> bool:
         """Send messages of a call as the peer takes them; True if all were taken."""
         is_sent = self.core.send_lazily(stream_id, source)
         if not self._will_flush:

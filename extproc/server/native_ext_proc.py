@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from extproc.decision import Rejection
 from extproc.errors import ProtocolError
+from extproc.http2.messages import MessagePieces
 from extproc.http2.responses import GrpcStatus
 from extproc.protocol.body_buffer import UploadMonitor
 from extproc.protocol.messages import ProcessingResponse
@@ -168,11 +169,11 @@ class ExtProcCall(ServerCall):
         elif stream.is_over:
             self.finish()
 
-    def _encode_lazily(self, replies: Iterable[ProcessingResponse]) -> Iterator[bytes]:
+    def _encode_lazily(self, replies: Iterable[ProcessingResponse]) -> Iterator[MessagePieces]:
         """Encode the pieces of a body as the client takes them; the last lets the stream go on."""
         try:
             for reply in replies:
-                yield _encode(reply)
+                yield codec.encode_pieces(reply)
         except Exception as error:  # noqa: BLE001 - a bug of ours, see `_on_sent`
             self._failure = error
         finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -64,6 +64,11 @@ def encode(reply: ProcessingResponse) -> bytes:
     return _WRITERS[type(reply)](reply)
 
 
+def encode_pieces(reply: ProcessingResponse) -> Sequence[bytes | memoryview]:
+    """Encode a ProcessingResponse in pieces; the chunk of a body is one of them, and not copied."""
+    return _chunk_pieces(reply) if type(reply) is StreamedBodyResponse else (encode(reply),)
+
+
 _NUMBERS = tuple(tag[0] if tag else 0 for tag in _TAGS)
 _FIVE_LENGTHS = struct.Struct("<BHBHBHBHBH").pack
 #: Sizes of a body for which its length and all those around it take two bytes.
@@ -92,6 +97,11 @@ def _write_chunk(reply: StreamedBodyResponse) -> bytes:
     size = len(reply.body)
     if _TWO_BYTES[0] <= size < _TWO_BYTES[1] and not reply.destination:
         return _write_short_chunk(reply, size)
+    return b"".join(_chunk_pieces(reply))
+
+
+def _chunk_pieces(reply: StreamedBodyResponse) -> Sequence[bytes | memoryview]:
+    size = len(reply.body)
     head = b"\x0a" + _varint(size) if size else b""
     end = b"\x10\x01" if reply.end_of_stream else b""
     inner = len(head) + size + len(end)
@@ -101,9 +111,7 @@ def _write_chunk(reply: StreamedBodyResponse) -> bytes:
     outer = _varint(len(common) + len(mutation) + len(streamed) + inner)
     tag = _TAGS[reply.answers]
     dynamic_metadata = _metadata(reply.destination) if reply.destination else b""
-    return b"".join(
-        (tag, outer, common, mutation, streamed, head, reply.body, end, dynamic_metadata)
-    )
+    return tag, outer, common, mutation, streamed, head, reply.body, end, dynamic_metadata
 
 
 def _write_short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
@@ -302,13 +310,15 @@ def _decode(data: bytes) -> ProcessingRequest:
                 size = size & 0x7F | high << 7
                 at = 3
         end = at + size
-        rest = data[end:]
-        parse = (
-            protobuf_decoder.parse_trailing_fields_cached
-            if len(rest) <= protobuf_decoder.MAX_CACHED_BYTES
-            else protobuf_decoder.parse_trailing_fields
-        )
-        modes, hints = parse(rest)
+        modes = hints = None
+        if end < len(data):
+            rest = data[end:]
+            parse = (
+                protobuf_decoder.parse_trailing_fields_cached
+                if len(rest) <= protobuf_decoder.MAX_CACHED_BYTES
+                else protobuf_decoder.parse_trailing_fields
+            )
+            modes, hints = parse(rest)
         # HttpHeaders{headers = 1, end_of_stream = 3}, HttpBody{body = 1, end_of_stream = 2}
         stop = at
         if at < end and data[at] == 0x0A:

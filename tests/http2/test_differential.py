@@ -169,3 +169,19 @@ def test_messages_are_the_same_however_they_are_cut(size):
     client.send(*(frame(0, 0, 1, stream[at : at + step]) for at in range(0, len(stream), step)))
     texts = [event.message for event in client.events if isinstance(event, MessageReceived)]
     assert texts == [bytes([i]) * i for i in range(20)]
+
+
+@pytest.mark.parametrize("size", [4097, 5000, 9999, 16_384 + 9, 40_000])
+def test_large_messages_are_the_same_however_they_are_read(size):
+    """A frame that a long read cuts is completed by the next, with what is around it."""
+    client = RawClient()
+    client.call()
+    texts = [bytes([i]) * (i * 3001) for i in range(20)]
+    stream = b"".join(map(message, texts))
+    data = b"".join(
+        frame(0, 0, 1, stream[at : at + 16_384]) for at in range(0, len(stream), 16_384)
+    )
+    for at in range(0, len(data), size):
+        client.send(data[at : at + size])
+    events = [event.message for event in client.events if isinstance(event, MessageReceived)]
+    assert events == texts

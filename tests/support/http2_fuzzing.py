@@ -21,6 +21,7 @@ from extproc.http2.events import (
 )
 from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
+from extproc.http2.messages import MessagePieces
 from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import SendBudget
 from tests.support.http2_frames import (
@@ -400,12 +401,12 @@ class FuzzedSession:
         self._open.discard(stream_id)
         self._half_closed.discard(stream_id)
 
-    def _build_messages(self, stream_id: int) -> Iterator[bytes]:
+    def _build_messages(self, stream_id: int) -> Iterator[MessagePieces]:
         """Messages that are built as the client takes them."""
         self._lazy.add(stream_id)
         try:
             for _ in range(self._rng.randrange(12)):
-                yield bytes(3000)
+                yield bytes(1000), bytes(2000)
         finally:
             self._lazy.remove(stream_id)
 
