@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -81,8 +82,13 @@ class WatchedPage:
         return await self.page.locator(selector).first.inner_text()
 
     async def until(self, expression):
-        """Wait until a JavaScript expression is true."""
-        await self.page.wait_for_function(expression)
+        """Wait until a JavaScript expression is true.
+
+        Playwright's own wait evaluates text within the page, which the policy of the page forbids.
+        """
+        async with asyncio.timeout(_TIMEOUT_MS / 1e3):
+            while not await self.page.evaluate(expression):
+                await asyncio.sleep(0.1)
 
     async def violations(self):
         """Serious findings of axe on the page as it is, one line each."""

@@ -3,7 +3,7 @@
 import { element, svgElement } from "./dom.js";
 
 const HEIGHT = 116;
-const MARGIN = { top: 8, right: 8, bottom: 20, left: 48 };
+const MARGIN = { top: 8, right: 8, bottom: 20, left: 56 };
 
 /**
  * Draw a chart of values over the last minutes into a figure.

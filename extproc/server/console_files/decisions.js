@@ -55,7 +55,7 @@ function createRow({ id }) {
 /** Time to the first token, or to response headers where the picker does not see tokens. */
 function firstTokenText({ first_token_s: firstTokenS, headers_s: headersS }) {
   if (firstTokenS === null && headersS !== null) {
-    return `${duration(headersS)} (headers)`;
+    return `headers ${duration(headersS)}`;
   }
   return duration(firstTokenS);
 }
