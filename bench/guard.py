@@ -13,9 +13,9 @@ import json
 import statistics
 from time import perf_counter
 
+from extproc.scheduling.load_scorers import InFlight
 from extproc.scheduling.pickers.load_balancing import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
-from extproc.scheduling.scorers.load import InFlight
 from extproc.testing import builders, probes
 
 _BLOCK = 100

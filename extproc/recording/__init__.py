@@ -1,8 +1,7 @@
 """Recordings of decisions: their rows, how a picker writes them, and how tools read them.
 
 - `rows`: the lines of a recording.
-- `recorder`: decisions of a running picker as lines, in bounded memory.
-- `rotating_file`: files of bounded size.
+- `recorder`: decisions of a running picker as lines, in bounded memory, and files of bounded size.
 - `reader`: lines back into decisions with the candidates that the scheduler saw.
 
 A recording has hashes in place of every text of a client but names of models. It holds what the

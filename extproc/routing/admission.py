@@ -19,7 +19,7 @@ from typing import Final
 
 from extproc.decision import Decision, Outcome, Rejection, all_busy
 from extproc.endpoint import Candidate
-from extproc.scheduling.filters.load_bounds import UtilizationDetector
+from extproc.scheduling.load_bounds import UtilizationDetector
 from extproc.scheduling.profile import SchedulerProfile
 
 #: Share of the KV cache that running answers may fill before a request of a priority above 0 has to

@@ -1,7 +1,6 @@
 """Decision trees of filters: the next filter depends on the success of the filter before it.
 
-Filters that run others, and those for the root and the ends of trees, stand here and not among the
-filters, which do not know each other.
+Filters that run others, and those for the root and the ends of trees.
 """
 
 from __future__ import annotations
@@ -14,12 +13,6 @@ import msgspec
 
 from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.filters.load_bounds import (
-    KvRange,
-    LowLatency,
-    QueueRange,
-    SheddableCapacity,
-)
 from extproc.scheduling.framework import (
     ExtraMetricReader,
     Filter,
@@ -28,6 +21,12 @@ from extproc.scheduling.framework import (
     ResponseHeaderProvider,
     SchedulingContext,
     Signal,
+)
+from extproc.scheduling.load_bounds import (
+    KvRange,
+    LowLatency,
+    QueueRange,
+    SheddableCapacity,
 )
 from extproc.scheduling.lora_affinity import (
     AdapterActive,

@@ -30,7 +30,8 @@ from types import MappingProxyType
 
 from extproc.scheduling.costs import EstimatedTime, LMetric
 from extproc.scheduling.filter_tree import FilterChain
-from extproc.scheduling.filters.load_bounds import KvRange, QueueRange, TopK
+from extproc.scheduling.load_bounds import KvRange, QueueRange, TopK
+from extproc.scheduling.load_scorers import InFlight, KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.lora_affinity import AdapterCapable, LoraAffinityFilter, LoraAffinityTiers
 from extproc.scheduling.pickers.load_balancing import (
     LeastRequest,
@@ -42,7 +43,6 @@ from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.prefix_affinity import PrefixCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.load import InFlight, KvCacheUtilizationScorer, QueueScorer
 
 
 def profiles() -> Mapping[str, SchedulerProfile]:

@@ -23,15 +23,15 @@ from extproc.scheduling import (
     costs,
     filter_tree,
     labels,
+    load_bounds,
+    load_scorers,
     lora_affinity,
     plugin_guard,
     prefix_affinity,
     session_affinity,
 )
-from extproc.scheduling.filters import load_bounds
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous
-from extproc.scheduling.scorers import load
 
 PluginT = TypeVar("PluginT")
 
@@ -95,22 +95,22 @@ FILTERS: Mapping[str, type[Filter]] = {
 
 SCORERS: Mapping[str, type[Scorer]] = _with_aliases(
     {
-        "active-request-scorer": load.ActiveRequestScorer,
+        "active-request-scorer": load_scorers.ActiveRequestScorer,
         "context-length-aware": context_length.ContextLengthAware,
         "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
         "header-label-affinity-scorer": labels.HeaderLabelAffinityScorer,
-        "in-flight": load.InFlight,
-        "kv-cache-utilization-scorer": load.KvCacheUtilizationScorer,
-        "latency-scorer": load.LatencyScorer,
-        "load-aware-scorer": load.LoadAwareScorer,
+        "in-flight": load_scorers.InFlight,
+        "kv-cache-utilization-scorer": load_scorers.KvCacheUtilizationScorer,
+        "latency-scorer": load_scorers.LatencyScorer,
+        "load-aware-scorer": load_scorers.LoadAwareScorer,
         "lora-affinity": lora_affinity.LoraAffinityTiers,
         "lora-affinity-scorer": lora_affinity.LoraAffinityScorer,
         "no-hit-lru-scorer": prefix_affinity.NoHitLruScorer,
         "prefix-cache-scorer": prefix_affinity.PrefixCacheScorer,
-        "queue-scorer": load.QueueScorer,
-        "running-requests-size-scorer": load.RunningRequestsSizeScorer,
+        "queue-scorer": load_scorers.QueueScorer,
+        "running-requests-size-scorer": load_scorers.RunningRequestsSizeScorer,
         "session-affinity-scorer": session_affinity.SessionAffinityScorer,
-        "token-load-scorer": load.TokenLoadScorer,
+        "token-load-scorer": load_scorers.TokenLoadScorer,
         "topology-affinity-scorer": labels.TopologyAffinityScorer,
     }
 )

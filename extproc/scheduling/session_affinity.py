@@ -1,8 +1,7 @@
 """Session affinity: a filter, a scorer and what they share, parameters and session table.
 
-It stands here and not among the filters and scorers, which do not know each other. Two strategies.
-`encoded_endpoint_header` keeps no memory: the answer carries a token that names
-the endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
+Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
+endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
 name was sent to last. For tests, a client names its endpoint outright (`header-based-testing-filter`).
 """
 

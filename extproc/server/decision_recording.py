@@ -15,8 +15,7 @@ import msgspec
 from extproc import distribution
 from extproc.config.settings import RecordSection, Settings
 from extproc.recording import rows
-from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings
-from extproc.recording.rotating_file import RotatingFile
+from extproc.recording.recorder import MAX_ENTRIES, Recording, Recordings, RotatingFile
 
 _log = logging.getLogger("extproc.server")
 

@@ -66,7 +66,7 @@ def test_every_class_with_a_kind_and_a_method_is_a_plugin(write):
     path = write(
         SCORER
         + """
-from extproc.scheduling.scorers.load import InFlight
+from extproc.scheduling.load_scorers import InFlight
 
 class Base(msgspec.Struct, frozen=True):
     def filter(self, turn, candidates):
@@ -128,7 +128,7 @@ def test_a_file_runs_once_for_each_content(write):
     (first,) = brought(path).classes
     settings = configured(path, PROFILE % 1)
     parts = factory.build(settings)
-    profile_builder.build_profile(settings, where="x", guards=parts.guards)
+    profile_builder.resolve_all(settings, where="x", guards=parts.guards)
     assert brought(path).classes == (first,)
     assert path.with_name("runs").read_text() == "x"
     write(COUNTING + SCORER + "# changed")
@@ -325,11 +325,11 @@ def test_a_changed_file_routes_after_a_reload(write):
     parts.store.set_endpoints([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
     write(SCORER.replace("max(", "min("))
     assert parts.director.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
-    profile = profile_builder.build_profile(settings, where="x", guards=parts.guards)
+    profile = profile_builder.resolve_all(settings, where="x", guards=parts.guards).profile
     parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
     assert parts.director.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
     write(SCORER.replace("return [", "return 1 / 0, ["))
-    profile = profile_builder.build_profile(settings, where="x", guards=parts.guards)
+    profile = profile_builder.resolve_all(settings, where="x", guards=parts.guards).profile
     parts.director.reconfigure(factory.build_routing_config(settings, profile, {}))
     assert parts.director.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
     assert counts.exceptions == {("scorer", "last"): 1}

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.recording.rotating_file import RotatingFile
+from extproc.recording.recorder import RotatingFile
 
 
 def contents(folder):

@@ -5,7 +5,7 @@ import pytest
 
 from extproc.scheduling import presets, registry
 from extproc.scheduling.filter_tree import FilterTreeNode
-from extproc.scheduling.filters.load_bounds import KvRange, TopK
+from extproc.scheduling.load_bounds import KvRange, TopK
 from extproc.testing import builders, contract, probes
 from tests.docs import reference
 

@@ -7,8 +7,8 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.scheduling.filter_tree import DropRequest, FilterChain, FilterTree, FilterTreeNode
-from extproc.scheduling.filters.load_bounds import KvRange, LowLatency, QueueRange
 from extproc.scheduling.framework import Signal
+from extproc.scheduling.load_bounds import KvRange, LowLatency, QueueRange
 from extproc.scheduling.lora_affinity import AdapterActive
 from tests.scheduling import builders
 

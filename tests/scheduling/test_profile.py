@@ -4,10 +4,10 @@ import pytest
 from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
-from extproc.scheduling.filters.load_bounds import MaxWaiting
+from extproc.scheduling.load_bounds import MaxWaiting
+from extproc.scheduling.load_scorers import InFlight, QueueScorer
 from extproc.scheduling.pickers.load_balancing import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
-from extproc.scheduling.scorers.load import InFlight, QueueScorer
 from tests.scheduling import builders
 
 FLEET = builders.candidates(
