@@ -33,7 +33,8 @@ def resolve(params, **more):
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
     settings = sections.Settings(scheduling=scheduling)
-    return profile_builder.build_profile(settings, where="extproc.yaml", **more).filters[0]
+    profiles = profile_builder.resolve_all(settings, where="extproc.yaml", **more)
+    return profiles.profile.filters[0]
 
 
 def refused(params):
