@@ -466,6 +466,11 @@ def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Me
     members = [(pool, view, member) for pool, view in pools.items() for member in view.pool.members]
     labels = [format_labels((pool, member.endpoint.address)) for pool, _, member in members]
     snapshots = [member for _, _, member in members]
+    # Before the first family is yielded: an endpoint may be gone when the page goes on.
+    num_ejections = [
+        float(view.count_ejections(member.endpoint.incarnation)) for _, view, member in members
+    ]
+    stats = [view.cache(member.endpoint) for _, view, member in members]
     for name, text, value_of in _ENDPOINT_GAUGES:
         family = MetricFamily("gauge", name, text, _ENDPOINT_LABELS)
         family.add_column(labels, [value_of(member, now) for member in snapshots])
@@ -476,12 +481,8 @@ def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Me
         "Ejections of the endpoint by outlier detection.",
         _ENDPOINT_LABELS,
     )
-    ejections.add_column(
-        labels,
-        [float(view.count_ejections(member.endpoint.incarnation)) for _, view, member in members],
-    )
+    ejections.add_column(labels, num_ejections)
     yield ejections
-    stats = [view.cache(member.endpoint) for _, view, member in members]
     for kind, name, text, value_in in _CACHE_ROWS:
         family = MetricFamily(kind, name, text, _ENDPOINT_LABELS)
         family.add_column(labels, list(map(value_in, stats)))

@@ -31,6 +31,7 @@ NOT_CHARTED = {
     "extproc_plugin_exceptions": "bypasses, which follow, have an alert",
     "extproc_plugin_overruns": "bypasses, which follow, have an alert",
     "extproc_prefix_index_bytes": "the number of blocks is charted",
+    "extproc_recorded_rows": "only while decisions are recorded",
     "extproc_rejections": "the same by cause is charted",
     "extproc_request_predicted_ttft_seconds": "the ratio to what it was is charted",
     "extproc_scaling_from_zero_seconds": "learned; the cold start is charted",

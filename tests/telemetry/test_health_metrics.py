@@ -13,8 +13,8 @@ from tests.support.pool_fixture import PoolFixture
 FIRST, SECOND, THIRD = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 
 
-def page(house: PoolFixture) -> dict[tuple[str, str], float]:
-    """Samples of health by name and by the label that tells them apart."""
+def build_exposition(house: PoolFixture) -> Exposition:
+    """The metrics page of one pool."""
     store = house.store
     watched = PoolView(
         store.pool,
@@ -22,10 +22,16 @@ def page(house: PoolFixture) -> dict[tuple[str, str], float]:
         {},
         store.outlier_detector.ejections,
         store.outlier_detector.probes,
+        count_ejections=store.outlier_detector.count_ejections,
     )
-    exposition = Exposition(
+    return Exposition(
         ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
     )
+
+
+def page(house: PoolFixture) -> dict[tuple[str, str], float]:
+    """Samples of health by name and by the label that tells them apart."""
+    exposition = build_exposition(house)
     return {
         (sample.name, labels.get("endpoint") or labels.get("cause") or labels.get("result", "")): (
             sample.value
@@ -74,3 +80,17 @@ def test_dropped_addresses_are_exported():
         about={},
     )
     assert b'extproc_discovery_dropped_addresses{pool="p"} 3616.0' in exposition.render()
+
+
+def test_an_endpoint_may_leave_while_the_page_is_rendered():
+    """The page goes on with what it had: the event loop serves others between two pieces."""
+    pool_fixture = PoolFixture({FIRST: None, SECOND: None})
+    pieces = build_exposition(pool_fixture).pieces(is_openmetrics=False)
+    text = ""
+    for piece in pieces:
+        text += piece
+        if "# TYPE extproc_endpoint_up " in piece:
+            break
+    pool_fixture.store.set_endpoints([], pool_fixture.now)
+    text += "".join(pieces)
+    assert f'extproc_endpoint_ejections_total{{pool="p",endpoint="{FIRST}"}} 0.0' in text
