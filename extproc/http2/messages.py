@@ -71,7 +71,7 @@ class MessageAssembler:
         self._max_bytes = max_bytes
         self._budget = budget
         self._prefix = b""
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes] | None = None  # thousands of streams wait with nothing incomplete
         self._missing_bytes = 0
         self._held_bytes = 0
 
@@ -95,8 +95,7 @@ class MessageAssembler:
                 self._missing_bytes = at - end
                 return messages
             self._missing_bytes = 0
-            self._pieces.append(data[start:at])
-            messages.append(b"".join(self._pieces))
+            messages.append(b"".join([*(self._pieces or ()), data[start:at]]))
             self.release()
         elif self._prefix:
             data = self._prefix + data[at:end]
@@ -134,12 +133,14 @@ class MessageAssembler:
 
     def release(self) -> None:
         """Drop what is incomplete, and return what it holds of the budget; idempotent."""
-        self._pieces = []
+        self._pieces = None
         self._budget.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
     def _hold(self, piece: bytes) -> None:
         if piece:
+            if self._pieces is None:
+                self._pieces = []
             self._pieces.append(piece)
             self.hold(len(piece) + _PIECE_OVERHEAD)
 

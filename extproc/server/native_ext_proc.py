@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -56,9 +57,9 @@ class ExtProcCall(ServerCall):
     __slots__ = (
         "_backlog",
         "_failure",
-        "_handle",
         "_is_closed",
         "_is_half_closed",
+        "_is_overload",
         "_servicer",
         "has_begun",
         "is_waiting",
@@ -76,9 +77,9 @@ class ExtProcCall(ServerCall):
             if shared.trace_sampler is None
             else open_stream(shared, self._read_traceparent)
         )
-        overloaded = servicer.num_streams >= shared.settings.max_streams
-        self._handle = self.stream.reject_overload if overloaded else self.stream.handle
-        self._backlog: list[bytes] = []
+        self._is_overload = servicer.num_streams >= shared.settings.max_streams
+        # Ten thousand streams may wait: what few of them need is created when they need it.
+        self._backlog: list[bytes] | None = None
         self._failure: Exception | None = None
         self.is_waiting = self.has_begun = False
         self._is_half_closed = self._is_closed = False
@@ -96,6 +97,8 @@ class ExtProcCall(ServerCall):
     def on_message(self, message: bytes) -> None:
         """Answer a message, after those that wait."""
         if self.is_waiting:
+            if self._backlog is None:
+                self._backlog = []
             self._backlog.append(message)
             return
         self.has_begun = True
@@ -104,7 +107,8 @@ class ExtProcCall(ServerCall):
         except Exception as error:  # noqa: BLE001 - a bug of ours must not end other streams
             self._fail(error)
             return
-        self._run(self._handle, event)
+        stream = self.stream
+        self._run(stream.reject_overload if self._is_overload else stream.handle, event)
 
     def on_half_close(self) -> None:
         """End the stream, unless its request is still to be answered."""
@@ -165,7 +169,9 @@ class ExtProcCall(ServerCall):
             self._servicer.parse(self, stream.unparsed)
         elif stream.queued is not None:
             self._wait()
-            stream.queued.admission.add_done_callback(self._on_admission)
+            stream.queued.admission.add_done_callback(
+                self._on_admission, context=self._servicer.context
+            )
         elif stream.is_over:
             self.finish()
 
@@ -226,8 +232,8 @@ class ExtProcCall(ServerCall):
         """Answer what waited, then the messages that came meanwhile."""
         self.is_waiting = False
         answer()
-        backlog, self._backlog = self._backlog, []
-        for message in backlog:
+        backlog, self._backlog = self._backlog, None
+        for message in backlog or ():
             if self._is_closed:
                 break
             self.on_message(message)
@@ -242,7 +248,7 @@ class ExtProcCall(ServerCall):
         if self._is_closed:
             return False
         self._is_closed = True
-        self._backlog = []
+        self._backlog = None
         self._servicer.on_end(self, result)
         self.stream.finish(result)
         return True
@@ -266,6 +272,8 @@ class NativeExternalProcessor:
         self._parses: dict[ExtProcCall, asyncio.Task[None]] = {}
         self._uploads: UploadMonitor[ExtProcCall] = UploadMonitor()
         self._all_ended: asyncio.Event | None = None
+        #: Of callbacks of admissions, which would copy a context for each request that waits.
+        self.context = contextvars.copy_context()
 
     @property
     def num_streams(self) -> int:
