@@ -36,6 +36,9 @@ MAX_WAITING_BYTES: Final = 128 * 1024 * 1024
 #: a process that stands still takes as long.
 _LIMIT_S: Final = 60.0
 
+#: Seconds until the process is killed once more: the thread may have started it after the first time.
+_KILL_AGAIN_S: Final = 0.5
+
 #: Seconds without a large body after which the process is ended.
 _IDLE_S: Final = 60.0
 
@@ -198,6 +201,7 @@ class LargeBodies:
         self._turn = asyncio.Lock()
         self._waiting_bytes = 0
         self._idle: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle
 
     @property
     def waiting_bytes(self) -> int:
@@ -242,7 +246,7 @@ class LargeBodies:
             self._idle.cancel()
         job = parser_worker.describe_job(raw, max_prompt_bytes=self._max_prompt_bytes())
         reading = loop.run_in_executor(self._thread, self._process.read, job, raw.body)
-        watchdog = loop.call_later(_LIMIT_S, self._process.kill)
+        self._watchdog = loop.call_later(_LIMIT_S, self._kill_process)
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -250,8 +254,14 @@ class LargeBodies:
             await asyncio.wait([reading])
             raise
         finally:
-            watchdog.cancel()
+            self._watchdog.cancel()
             self._idle = loop.call_later(_IDLE_S, self._retire)
+
+    def _kill_process(self) -> None:
+        """Kill the process that reads too long, again and again until the read has failed."""
+        self._process.kill()
+        again = asyncio.get_running_loop().call_later(_KILL_AGAIN_S, self._kill_process)
+        self._watchdog = again
 
     def _retire(self) -> None:
         """End the idle process after the current job; the next body starts another."""

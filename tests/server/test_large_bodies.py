@@ -179,19 +179,10 @@ async def test_a_hanging_worker_is_killed(monkeypatch):
     """A body is never waited for without end."""
     monkeypatch.setattr(large_bodies, "_LIMIT_S", 0.0)
     command = (sys.executable, "-c", "import signal; signal.pause()")
+    monkeypatch.setattr(large_bodies, "_KILL_AGAIN_S", 0.0)
     async with reading(large_bodies.ParserProcess(command)) as (bodies, _):
-        # The first kill may come before the process is there.
-        monkeypatch.setattr(bodies, "_process", EagerProcess(bodies._process))
         with pytest.raises(large_bodies.ParserDiedError):
             await bodies.read(RAW)
-
-
-class EagerProcess:
-    """A process that is there before it has anything to do."""
-
-    def __init__(self, process):
-        process._running()
-        self.read, self.kill, self.end = process.read, process.kill, process.end
 
 
 async def test_bodies_are_parsed_in_order_and_dropped_with_their_client():
