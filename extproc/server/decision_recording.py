@@ -92,7 +92,8 @@ class DecisionRecorder:
         finally:
             self.recordings.stop(recording)
             if self._writing is not None:
-                await asyncio.wait([self._writing])
+                with contextlib.suppress(OSError):
+                    await self._writing
             self._unwritten += recording.take(MAX_ENTRIES)
             with contextlib.suppress(OSError):
                 if self._unwritten:
@@ -130,7 +131,8 @@ class DecisionRecorder:
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(None, file.write, batch)
         try:
-            is_full = await self._writing
+            # A thread cannot be cancelled: `run` waits for it before it closes the file.
+            is_full = await asyncio.shield(self._writing)
         except OSError as error:
             self._counts["failed"] += batch.count(b"\n")
             recording.restart()

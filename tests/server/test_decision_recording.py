@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 from collections import Counter
 from random import Random
 
@@ -16,7 +17,7 @@ from bench import soak
 from extproc.cli import main
 from extproc.config.settings import DecisionsSection, RecordSection
 from extproc.demo import stack
-from extproc.recording import reader
+from extproc.recording import reader, recorder
 from extproc.server import decision_recording
 from extproc.simulator import replay
 from tests.e2e import http1
@@ -182,3 +183,31 @@ def test_record_reports_a_server_that_does_not_answer(tmp_path, capsys):
     words = ["record", str(tmp_path / "f"), "--server", "127.0.0.1:1"]
     assert main.main(words) == 1
     assert "--metrics-port" in capsys.readouterr().err
+
+
+async def test_a_write_under_way_ends_before_the_file_is_closed(tmp_path, monkeypatch):
+    """A recording that is cancelled while a thread writes loses nothing, and leaves no file open."""
+    may_write, is_writing = threading.Event(), threading.Event()
+    write = recorder.RotatingFile.write
+
+    def write_slowly(file, lines):
+        is_writing.set()
+        may_write.wait(300)
+        return write(file, lines)
+
+    monkeypatch.setattr(recorder.RotatingFile, "write", write_slowly)
+    path, counts = tmp_path / "f", Counter()
+    subject = decision_recording.DecisionRecorder(
+        settings(path), counts, clock=lambda: 1.0, on_change=lambda _: None
+    )
+    task = asyncio.ensure_future(subject.run())
+    await until(lambda: len(subject.recordings))
+    subject.recordings.add_end(1, status="200", ttft_s=None, total_s=0.0, usage={})
+    await until(is_writing.is_set)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert path.read_bytes().count(b"\n") == 2
