@@ -311,12 +311,13 @@ def _fields(record: logging.LogRecord) -> Mapping[str, FieldValue]:
     return getattr(record, "fields", {})
 
 
-def _to_text(value: str | float) -> str:
+def _to_text(value: FieldValue) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, int):
         return str(value)
-    return value if _BARE.fullmatch(value) else _quote(value)
+    text = str(value)
+    return text if _BARE.fullmatch(text) else _quote(text)
 
 
 #: Text of a label value; few of them are ever written.
