@@ -89,6 +89,7 @@ class _MessagesBody(_Body, frozen=True, kw_only=True):
 class _TokenizeBody(_Body, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[_Turn] | None = None
+    tools: Any = None
 
 
 def _turns(messages: list[_Turn]) -> Iterator[tuple[str, Any]]:
@@ -153,5 +154,5 @@ def tokenize(body: bytes) -> GenerationRequest:
     """`/tokenize`: a prompt or messages."""
     read = msgspec.json.decode(body, type=_TokenizeBody)
     if read.messages is not None:
-        return read.ask(prompt.chat(_turns(read.messages)), 1)
+        return read.ask(prompt.chat(_turns(read.messages), tools=read.tools), 1)
     return read.ask((read.prompt or "").encode(), 1)

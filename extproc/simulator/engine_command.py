@@ -38,6 +38,19 @@ def add_parser(subparsers: Any) -> None:
     add("--coalesce-ms", type=float, default=5.0, help="tokens this close share a chunk")
     add("--keepalive-s", type=float, default=5.0, help="closes idle connections (%(default)s)")
     add("--hide-cached-tokens", action="store_true", help="no cached_tokens in usage")
+    add(
+        "--kv-events-port",
+        type=int,
+        default=0,
+        help="publishes KV events; 0 does not (%(default)s)",
+    )
+    add("--kv-replay-port", type=int, default=0, help="sends earlier ones again (%(default)s)")
+    add(
+        "--kv-events-form",
+        choices=("map", "array"),
+        default="map",
+        help="of events: of vLLM from 0.24, or before (%(default)s)",
+    )
     add("--pod", default="", help="value of x-inference-pod (engine-PORT)")
     add(
         "--fault",
@@ -59,7 +72,7 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
 
     from extproc import errors
     from extproc.simulator import faults, profiles
-    from extproc.simulator.http import server
+    from extproc.simulator.http import kv_publisher, server
 
     if args.speed <= 0:
         raise errors.ConfigError(
@@ -92,6 +105,15 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
         keepalive_s=args.keepalive_s,
         pod=args.pod,
         faults=tuple(args.fault),
+        kv_events=(
+            kv_publisher.KvPublisherSettings(
+                port=args.kv_events_port,
+                replay_port=args.kv_replay_port,
+                form=args.kv_events_form,
+            )
+            if args.kv_events_port
+            else None
+        ),
     )
 
 

@@ -38,7 +38,12 @@ ENGINE_KINDS: Mapping[str, bool] = {
     "not-ready": False,  # /health and every request answer 503
     "slow": True,  # every step takes so many times longer
 }
-_KINDS = {**REQUEST_KINDS, **METRICS_KINDS, **ENGINE_KINDS}
+#: What happens to a batch of KV events.
+KV_EVENT_KINDS: Mapping[str, bool] = {
+    "kv-drop": False,  # not published; only a replay has it
+    "kv-garble": False,  # published as bytes that are no batch
+}
+_KINDS = {**REQUEST_KINDS, **METRICS_KINDS, **ENGINE_KINDS, **KV_EVENT_KINDS}
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -11,8 +11,16 @@ two copies of the same content are one key plus one nameless cached block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
+from typing import Final, TypeAlias
+
+#: Key of content, key of the content before it (None for the first block, and where it is removed),
+#: and whether it was stored; else it was removed.
+BlockChange: TypeAlias = tuple[int, int | None, bool]
+
+#: Key of a removal of all content.
+ALL_BLOCKS: Final = -1
 
 
 class BlockPool:
@@ -22,9 +30,10 @@ class BlockPool:
         size: Blocks in the device's cache.
     """
 
-    __slots__ = ("_holders", "_idle", "_serial", "blank", "size")
+    __slots__ = ("_holders", "_idle", "_log", "_serial", "blank", "size")
 
     def __init__(self, size: int) -> None:
+        self._log: list[BlockChange] | None = None
         self.size = size
         self.blank = size
         # Sequences that hold a block by its key; 0 for those that are in `_idle` as well, the
@@ -76,9 +85,12 @@ class BlockPool:
         if short <= 0:
             self.blank -= count
             return
-        evict, holders = self._idle.popitem, self._holders
+        evict, holders, log = self._idle.popitem, self._holders, self._log
         for _ in range(short):
-            del holders[evict(last=False)[0]]
+            key = evict(last=False)[0]
+            del holders[key]
+            if log is not None and key >= 0:
+                log.append((key, None, False))
         self.blank = 0
 
     def register(self, held: list[int], hashes: Sequence[int], full: int) -> None:
@@ -91,10 +103,12 @@ class BlockPool:
             hashes: Chained content hashes in prefix order; may be shorter than `full`.
             full: Blocks of the sequence that are full.
         """
-        holders = self._holders
+        holders, log = self._holders, self._log
         start = len(held)
-        for key in hashes[start:full]:
+        for position, key in enumerate(hashes[start:full], start):
             count = holders.get(key)
+            if count is None and log is not None:
+                log.append((key, hashes[position - 1] if position else None, True))
             if count == 0:  # an older copy that no request holds: its block is free to take again
                 del self._idle[key]
                 self.blank += 1
@@ -138,4 +152,18 @@ class BlockPool:
         self.blank += len(self._idle)
         for key in self._idle:
             del self._holders[key]
+        if self._log is not None:
+            removed = [key for key in self._idle if key >= 0] if self._holders else [ALL_BLOCKS]
+            self._log += [(key, None, False) for key in removed]
         self._idle.clear()
+
+    def log_changes(self) -> list[BlockChange]:
+        """Log changes from now on; returns the log, which the caller empties."""
+        if self._log is None:
+            self._log = []
+        return self._log
+
+    @property
+    def keys(self) -> Iterator[int]:
+        """Content that is cached, referenced or not."""
+        return (key for key in self._holders if key >= 0)

@@ -81,6 +81,12 @@ def content_text(content: Any) -> bytes:
             return msgspec.json.encode(content)
 
 
+def token_ids(text: bytes) -> list[int]:
+    """Tokens of a text as numbers, each the four bytes that it stands for."""
+    size = BYTES_PER_TOKEN
+    return [int.from_bytes(text[at : at + size], "little") for at in range(0, len(text), size)]
+
+
 def token_id(token: int) -> bytes:
     """One token of a tokenized prompt: 4 bytes."""
     return (token & 0xFFFFFFFF).to_bytes(BYTES_PER_TOKEN, "little")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 
 from extproc.simulator import core, engine_request, faults, stats
 
@@ -66,6 +67,7 @@ class Runner:
         trouble: Armed faults; `slow` stretches steps.
         coalesce_s: Tokens that come within this time are delivered together, as a busy vLLM does;
             0 delivers every step.
+        on_step: Called after every step.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Runner:
         trouble: faults.Faults,
         *,
         coalesce_s: float,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_step = on_step
         self.engine = engine
         self.stats = counts
         self._trouble = trouble
@@ -145,6 +149,7 @@ class Runner:
         due = self.engine.due or due  # an arrival may have cut it short
         self._end = start + (due - start) * slow
         self._deliver(self.engine.commit(self._end))
+        self._on_step()
         return True
 
     def _deliver(self, result: engine_request.StepResult) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from extproc.simulator import api_requests, api_responses, engine_request, faults, prompt
 from extproc.simulator.http import engine_runner
+from extproc.simulator.http.kv_publisher import KvPublisher
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -85,7 +86,10 @@ def detail(status: int, reason: str) -> web.Response:
 
 
 async def generate(
-    request: web.Request, runner: engine_runner.Runner, turn: GenerationExchange
+    request: web.Request,
+    runner: engine_runner.Runner,
+    turn: GenerationExchange,
+    publisher: KvPublisher | None = None,
 ) -> web.StreamResponse:
     """Run a turn through the engine and answer it."""
     profile, prompt_text = runner.engine.profile, turn.ask.prompt
@@ -106,6 +110,8 @@ async def generate(
         prompt.hashes(conversation, salt=salt, block_tokens=profile.block_tokens),
         turn.adapter,
     )
+    if publisher is not None:
+        publisher.note(new.hashes, conversation, adapter=turn.adapter, salt=turn.ask.salt)
     generation = runner.submit(new, stream=turn.ask.stream)
     match generation:
         case engine_request.EngineRejection.BUSY:

@@ -6,14 +6,20 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from aiohttp import web
 
 from extproc import errors
 from extproc.simulator import api_requests, api_responses, core, faults, profiles, prompt, stats
-from extproc.simulator.http import adapters, engine_runner, exposition, responses
+from extproc.simulator.http import (
+    adapters,
+    engine_runner,
+    exposition,
+    kv_publisher,
+    responses,
+)
 
 #: Bodies the server takes; far above the 32 MiB that data planes are tested with.
 _MAX_BODY_BYTES = 1 << 28
@@ -38,6 +44,7 @@ class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         keepalive_s: Idle connections are closed after this time; uvicorn's default is 5 s.
         pod: Value of the `x-inference-pod` response header; empty means `engine-PORT`.
         faults: Faults armed from the start, in the grammar of `faults`.
+        kv_events: KV events that it publishes; None for none.
     """
 
     profile: profiles.EngineProfile
@@ -51,6 +58,7 @@ class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_s: float = 5.0
     pod: str = ""
     faults: tuple[str, ...] = ()
+    kv_events: kv_publisher.KvPublisherSettings | None = None
 
 
 class EngineServer:
@@ -74,8 +82,22 @@ class EngineServer:
         self.faults.arm([faults.parse(text) for text in settings.faults], time.monotonic())
         self.engine = core.SimulatedEngine(settings.profile.faster(settings.speed))
         self.stats = stats.Stats(self.engine)
+        self.publisher = (
+            None
+            if settings.kv_events is None
+            else kv_publisher.KvPublisher(
+                settings.kv_events,
+                self.engine.pool,
+                block_tokens=settings.profile.block_tokens,
+                trouble=self.faults,
+            )
+        )
         self.runner = engine_runner.Runner(
-            self.engine, self.stats, self.faults, coalesce_s=settings.coalesce_s
+            self.engine,
+            self.stats,
+            self.faults,
+            coalesce_s=settings.coalesce_s,
+            on_step=self._publish,
         )
         born = time.time()
         self._http = exposition.HttpCounts(born)
@@ -106,6 +128,8 @@ class EngineServer:
             app.router.add_get(path, handler)
         app.router.add_post("/ping", self._health)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions/render", self._render_chat)
+        app.router.add_post("/v1/completions/render", self._render_completions)
         app.router.add_post("/v1/load_lora_adapter", self.adapters.load)
         app.router.add_post("/v1/unload_lora_adapter", self.adapters.unload)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
@@ -203,7 +227,7 @@ class EngineServer:
             show_cached=self.settings.show_cached,
             fault=fault if fault is not None and fault.kind.endswith("-after") else None,
         )
-        return await responses.generate(request, self.runner, turn)
+        return await responses.generate(request, self.runner, turn, self.publisher)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         """Count tokens; the ids are the 4-byte words themselves."""
@@ -211,10 +235,17 @@ class EngineServer:
             text = api_requests.tokenize(await request.read()).prompt
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return responses.bad_request(str(error))
-        size = prompt.BYTES_PER_TOKEN
-        ids = [int.from_bytes(text[at : at + size], "little") for at in range(0, len(text), size)]
+        ids = prompt.token_ids(text)
         longest = self.settings.profile.max_model_len
         return web.json_response({"count": len(ids), "max_model_len": longest, "tokens": ids})
+
+    async def _render_chat(self, request: web.Request) -> web.StreamResponse:
+        """Tokens of a chat request, as vLLM renders it."""
+        return await _render(request, api_requests.chat)
+
+    async def _render_completions(self, request: web.Request) -> web.StreamResponse:
+        """Tokens of a completions request: a list with a single prompt."""
+        return await _render(request, api_requests.completions)
 
     # About the engine.
 
@@ -259,7 +290,13 @@ class EngineServer:
         """Evict every unreferenced cached block, as vLLM does in development mode."""
         del request
         self.engine.pool.clear()
+        self._publish()
         return web.Response()
+
+    def _publish(self) -> None:
+        """Publish the changes of blocks since the last call."""
+        if self.publisher is not None:
+            self.publisher.flush()
 
     async def _faults(self, request: web.Request) -> web.StreamResponse:
         """GET lists, POST adds, PUT replaces, DELETE clears: `{"faults": ["status=503,count=2"]}`."""
@@ -331,8 +368,26 @@ async def serving(
         await site.start()
         server.port = runner.addresses[0][1]
         async with asyncio.TaskGroup() as group:
-            steps = group.create_task(server.runner.run(), name="engine-steps")
+            tasks = [group.create_task(server.runner.run(), name="engine-steps")]
+            if server.publisher is not None:
+                server.publisher.bind(host)
+                tasks.append(group.create_task(server.publisher.run(), name="engine-kv-events"))
             yield server
-            steps.cancel()
+            for task in tasks:
+                task.cancel()
     finally:
         await runner.cleanup()
+        if server.publisher is not None:
+            server.publisher.close()
+
+
+async def _render(
+    request: web.Request, read: Callable[[bytes], api_requests.GenerationRequest]
+) -> web.StreamResponse:
+    try:
+        text = read(await request.read()).prompt
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return responses.bad_request(str(error))
+    rendered = {"token_ids": prompt.token_ids(text), "features": None}
+    is_chat = read is api_requests.chat
+    return web.json_response(rendered if is_chat else [rendered])

@@ -1,0 +1,219 @@
+"""Publisher of KV events, as vLLM has it: batches over a PUB socket, earlier ones from a ROUTER."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from extproc import distribution, errors
+from extproc.simulator import faults, kv, prompt
+
+if TYPE_CHECKING:
+    import zmq
+
+#: Batches that can be sent again (count); the default of vLLM.
+_BUFFER_STEPS = 10_000
+
+#: Blocks whose tokens are remembered until they are stored (count).
+_MAX_NOTED = 200_000
+
+_END = (1 << 64) - 1
+
+
+class KvPublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Ports and form of the events of a simulated engine.
+
+    Attributes:
+        port: TCP port of events; 0 picks a free one.
+        replay_port: TCP port of the replay socket; 0 picks a free one.
+        form: Form of events: `map` as vLLM from 0.24, with the topic in replays; or `array`.
+        rank: Data-parallel rank that batches name.
+        topic: First frame of each message.
+    """
+
+    port: int = 0
+    replay_port: int = 0
+    form: Literal["map", "array"] = "map"
+    rank: int = 0
+    topic: bytes = b""
+
+
+class _Block(msgspec.Struct, frozen=True):
+    """Content of a block."""
+
+    tokens: bytes
+    adapter: str
+    salt: str
+
+
+class KvPublisher:
+    """Publishes what a pool of blocks stores and removes.
+
+    Args:
+        settings: Ports and form.
+        pool: Blocks of the engine.
+        block_tokens: Tokens of a block.
+        trouble: Armed faults.
+
+    Raises:
+        ConfigError: The extra `kv-events` is not installed.
+
+    Attributes:
+        port: Port of events, once bound.
+        replay_port: Port of the replay socket, once bound.
+        seq: Number of the next batch.
+    """
+
+    def __init__(
+        self,
+        settings: KvPublisherSettings,
+        pool: kv.BlockPool,
+        *,
+        block_tokens: int,
+        trouble: faults.Faults,
+    ) -> None:
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._trouble = trouble
+        self._log = pool.log_changes()
+        self._noted: OrderedDict[int, _Block] = OrderedDict()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=_BUFFER_STEPS)
+        self.seq = 0
+        self.port = 0
+        self.replay_port = 0
+        self._zmq = _load_zmq()
+        self._context: zmq.Context[Any] = self._zmq.Context()
+        self._pub = self._context.socket(self._zmq.PUB)
+        self._router = self._zmq.asyncio.Context(self._context).socket(self._zmq.ROUTER)
+        for socket in (self._pub, self._router):
+            socket.setsockopt(self._zmq.LINGER, 0)
+
+    def bind(self, host: str) -> None:
+        """Listen on both ports."""
+        self.port = _bind(self._pub, host, self._settings.port)
+        self.replay_port = _bind(self._router, host, self._settings.replay_port)
+
+    def note(self, hashes: Sequence[int], text: bytes, *, adapter: str, salt: str) -> None:
+        """Note the content of blocks that a request may store.
+
+        Args:
+            hashes: One per full block.
+            text: The text that they are of.
+            adapter: LoRA adapter; empty for the base model.
+            salt: Salt of the request; empty for none.
+        """
+        size, noted = self._block_tokens * prompt.BYTES_PER_TOKEN, self._noted
+        for position, key in enumerate(hashes):
+            start = position * size
+            noted[key] = _Block(text[start : start + size], adapter, "" if position else salt)
+        while len(noted) > _MAX_NOTED:
+            noted.popitem(last=False)
+
+    def flush(self) -> None:
+        """Publish the changes since the last call as a batch."""
+        if not self._log:
+            return
+        events = list(self._events(self._log))
+        self._log.clear()
+        payload = msgspec.msgpack.encode([0.0, events, self._settings.rank])
+        fault = self._trouble.hit(faults.KV_EVENT_KINDS, time.monotonic())
+        seq = self.seq.to_bytes(8)
+        self._buffer.append((self.seq, payload))
+        self.seq += 1
+        if fault is None:
+            self.send((self._settings.topic, seq, payload))
+        elif fault.kind == "kv-garble":
+            self.send((self._settings.topic, seq, payload[: len(payload) // 2]))
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Publish frames as they are."""
+        self._pub.send_multipart(frames)
+
+    async def run(self) -> None:
+        """Answer requests for earlier batches until cancelled."""
+        topic = (self._settings.topic,) if self._settings.form == "map" else ()
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue
+            client, start = frames[0], int.from_bytes(frames[2])
+            for seq, payload in list(self._buffer):
+                if seq >= start:
+                    await self._router.send_multipart(
+                        (client, b"", *topic, seq.to_bytes(8), payload)
+                    )
+            await self._router.send_multipart((client, b"", *topic, _END.to_bytes(8), b""))
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self._router.close(linger=0)
+        self._pub.close(linger=0)
+        self._context.term()
+
+    def _events(self, changes: Sequence[kv.BlockChange]) -> Iterator[Any]:
+        """Events of changes; chains of stored blocks are one."""
+        stored: list[tuple[int, _Block]] = []
+        first: int | None = None
+        for key, parent, is_stored in changes:
+            block = self._noted.get(key) if is_stored else None
+            follows = stored and parent == stored[-1][0] and is_stored and block is not None
+            if stored and not (follows and block and block.adapter == stored[-1][1].adapter):
+                yield self._stored(stored, first)
+                stored = []
+            if block is not None:
+                if not stored:
+                    first = parent
+                stored.append((key, block))
+            elif key == kv.ALL_BLOCKS:
+                yield self._form("AllBlocksCleared")
+            elif not is_stored:
+                yield self._form("BlockRemoved", block_hashes=[key], medium="GPU")
+        if stored:
+            yield self._stored(stored, first)
+
+    def _stored(self, stored: Sequence[tuple[int, _Block]], parent: int | None) -> Any:
+        adapter = stored[0][1].adapter
+        extras = [
+            [name for name in (block.adapter, block.salt) if name] or None for _, block in stored
+        ]
+        return self._form(
+            "BlockStored",
+            block_hashes=[key for key, _ in stored],
+            parent_block_hash=parent,
+            token_ids=[word for _, block in stored for word in prompt.token_ids(block.tokens)],
+            block_size=self._block_tokens,
+            lora_id=1 if adapter else None,
+            medium="GPU",
+            lora_name=adapter or None,
+            extra_keys=extras,
+        )
+
+    def _form(self, tag: str, **fields: Any) -> Any:
+        if self._settings.form == "array":
+            return [tag, *fields.values()]
+        return {"type": tag, **fields}
+
+
+def _bind(socket: Any, host: str, port: int) -> int:
+    if port:
+        socket.bind(f"tcp://{host}:{port}")
+        return port
+    return int(socket.bind_to_random_port(f"tcp://{host}"))
+
+
+def _load_zmq() -> Any:
+    try:
+        import zmq  # noqa: PLC0415 - an extra, not for everybody
+        import zmq.asyncio  # noqa: PLC0415 - the same
+    except ImportError:
+        raise errors.ConfigError(
+            "KV events",
+            wanted="the Python package pyzmq",
+            got="it is not installed",
+            fix=distribution.install_command("kv-events"),
+        ) from None
+    return zmq
