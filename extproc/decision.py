@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
-from typing import TypeVar, overload
+from typing import Literal, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -151,6 +151,11 @@ class BodyEdit(msgspec.Struct, frozen=True, gc=False):
         return b"".join((view[: self.start], self.content, view[self.stop :]))
 
 
+#: Source of matched tokens: what was routed before, KV events of the engine, or the larger of both
+#: where the events do not say all.
+MatchSource: TypeAlias = Literal["estimate", "events", "both"]
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
@@ -185,6 +190,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         pool: Name of the pool, where there are several.
         conversation_stats: Share of continued requests, expected growth (tokens), share of requests
             of other pickers, and idle conversations per open one: of the context, for recordings.
+        match_source: Source of `matched_tokens`.
     """
 
     request: InferenceRequest
@@ -210,6 +216,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     client_model: str = ""
     pool: str = ""
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    match_source: MatchSource = "estimate"
 
     @property
     def predicted_ttft_s(self) -> float | None:

@@ -34,6 +34,7 @@ LoopName = Literal[
     "history",
     "keda",
     "kubernetes",
+    "kv_events",
     "log",
     "peer_sync",
     "pools",

@@ -16,6 +16,7 @@ from extproc.pool import outlier_detection
 from extproc.pool.snapshot import Pool
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
@@ -36,6 +37,7 @@ class PoolParts(msgspec.Struct, frozen=True):
         store: Endpoints with their loads and open requests; empty until discovery adds some.
         index: Estimated prefix blocks of each endpoint.
         cache_model: Keeps the index close to the KV caches of the engines.
+        exact: What engines publish of their KV caches; None where they are not subscribed to.
         guards: Times and counts calls of external plugins; a new profile reuses it.
         profile: Filters, scorers and picker for models without rules of their own.
         profiles: `profile`, and the profiles of single models.
@@ -52,6 +54,7 @@ class PoolParts(msgspec.Struct, frozen=True):
     store: PoolStore
     index: PrefixIndex
     cache_model: cache_model.CacheModel
+    exact: ExactPrefixes | None
     guards: plugin_guard.GuardFactory
     profile: SchedulerProfile
     profiles: profile_builder.ResolvedProfiles
@@ -112,6 +115,9 @@ def build(
         index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
     )
 
+    events = settings.kv_events
+    exact = ExactPrefixes(prefix.schedule, max_blocks=events.max_blocks) if events.enabled else None
+
     def forget(endpoint: Endpoint) -> None:
         model.forget(endpoint)
         on_gone(endpoint)
@@ -130,6 +136,7 @@ def build(
         store=store,
         index=index,
         cache_model=model,
+        exact=exact,
         guards=guards,
         profile=resolved.profile,
         profiles=resolved,
@@ -146,6 +153,7 @@ def build(
             schedule=settings.prefix.schedule,
             rng=rng,
             counts=guards.counts,
+            exact=exact,
         ),
         exchange=build_exchange_settings(settings),
         budget=BufferBudget(settings.limits.max_assembly_bytes),

@@ -136,6 +136,7 @@ TABLE: Final = (
         ),
     ),
     ReloadRow("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
+    ReloadRow("kv_events", restart=("enabled", "port", "replay_port", "ranks", "max_blocks")),
     ReloadRow(
         "limits",
         live=("max_body_bytes", "max_streams", "body_idle_s"),

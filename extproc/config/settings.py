@@ -10,6 +10,7 @@
     health:        outlier detection of endpoints
     scheduling:    a strategy, or a profile
     prefix:        blocks of prompts, size of the prefix index
+    kv_events:     events of engines about their prefix caches
     limits:        bytes and streams
     flow_control:  queueing of requests, limits of tenants
     autoscaling:   autoscaling settings shared by all pools
@@ -45,6 +46,7 @@ from extproc.parsing import usage
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
+from extproc.scrape.kv_event_subscriber import KvEventsSection
 from extproc.xds import resources
 
 API_VERSION: Final = "extproc/v1alpha1"
@@ -450,6 +452,7 @@ _SCRAPE = ScrapeSection()
 _HEALTH = endpoint_health.OutlierDetectionSettings()
 _SCHEDULING = scheduling_schema.SchedulingSection()
 _PREFIX = PrefixSection()
+_KV_EVENTS = KvEventsSection()
 _LIMITS = LimitsSection()
 _FLOW_CONTROL = FlowControlSection()
 _AUTOSCALING = AutoscalingSection()
@@ -476,6 +479,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         health: Outlier detection of endpoints.
         scheduling: Choice of the endpoint.
         prefix: Size of the prefix index.
+        kv_events: Events of engines about their prefix caches.
         limits: Limits on bodies and streams.
         flow_control: Queueing of requests.
         autoscaling: Autoscaling settings shared by all pools.
@@ -501,6 +505,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     health: endpoint_health.OutlierDetectionSettings = _HEALTH
     scheduling: scheduling_schema.SchedulingSection = _SCHEDULING
     prefix: PrefixSection = _PREFIX
+    kv_events: KvEventsSection = _KV_EVENTS
     limits: LimitsSection = _LIMITS
     flow_control: FlowControlSection = _FLOW_CONTROL
     autoscaling: AutoscalingSection = _AUTOSCALING

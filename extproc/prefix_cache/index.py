@@ -149,7 +149,7 @@ class PrefixIndex:
         depth = 0
         while run is not None:
             if run.holders != alive:
-                _note(depths, alive ^ run.holders, depth)
+                note_depth(depths, alive ^ run.holders, depth)
                 alive = run.holders
             along = run.common(chain, depth)
             if run.partly:
@@ -159,7 +159,7 @@ class PrefixIndex:
             if depth == end or along * WIDTH < len(run.hashes):
                 break
             run = run.children.get(blocks[depth]) if run.children else None
-        _note(depths, alive, depth)
+        note_depth(depths, alive, depth)
         return depths
 
     def record(self, key: Key, blocks: Sequence[int]) -> None:
@@ -386,7 +386,7 @@ def _slots(mask: int) -> list[int]:
     return [slot for slot, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
 
 
-def _note(depths: list[int], mask: int, depth: int) -> None:
+def note_depth(depths: list[int], mask: int, depth: int) -> None:
     """Write a depth for every bit of a mask."""
     if mask.bit_count() > _MANY:
         for slot, bit in enumerate(f"{mask:b}"[::-1]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from extproc.decision import Decision, Outcome, Rejection
@@ -17,6 +17,7 @@ from extproc.pool.outlier_detection import classify_status
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.cache_model import CacheModel, index_key
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import request_preparer, scheduler
@@ -53,6 +54,7 @@ class Director:
         cache_model: Keeps the index near what engines hold.
         schedule: Block boundaries of prompts.
         counts: Where exceptions of plugins that remember go; None keeps them to the director.
+        exact: What engines publish of their blocks; None where they are not subscribed to.
 
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
@@ -68,8 +70,11 @@ class Director:
         schedule: blocks.Schedule,
         rng: random.Random,
         counts: plugin_guard.PluginCounters | None = None,
+        exact: ExactPrefixes | None = None,
     ) -> None:
         self._store = store
+        self._exact = exact
+        self._prompt_listener: Callable[[Decision, HttpRequest], None] | None = None
         self._index = index
         self._cache_model = cache_model
         self._schedule = schedule
@@ -83,7 +88,13 @@ class Director:
             counted=routing.tracks_conversations,
         )
         self._scheduler = Scheduler(
-            store, index, self._conversation_tracker, routing=routing, schedule=schedule, rng=rng
+            store,
+            index,
+            self._conversation_tracker,
+            routing=routing,
+            schedule=schedule,
+            rng=rng,
+            exact=exact,
         )
         self._preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
@@ -133,6 +144,15 @@ class Director:
     def set_event_listener(self, listener: RequestEventListener) -> None:
         """Report requests to a listener from now on, such as other pickers."""
         self._event_listener = listener
+
+    @property
+    def prompt_listener(self) -> Callable[[Decision, HttpRequest], None] | None:
+        """Receives routed requests with their bodies; None where nothing reads them."""
+        return self._prompt_listener
+
+    def set_prompt_listener(self, listener: Callable[[Decision, HttpRequest], None]) -> None:
+        """Show routed requests to a listener from now on."""
+        self._prompt_listener = listener
 
     def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
         """Route by another configuration from the next request on."""
@@ -287,6 +307,8 @@ class Director:
         endpoint, account = member.endpoint, member.account
         if chain:
             self._index.record(index_key(endpoint), chain)
+            if self._exact is not None:
+                self._exact.record_sent(endpoint.address, chain, now)
         if self._routing.hashes_prompts and prompt_tokens:
             self._cache_model.record_sent(
                 endpoint,
@@ -438,6 +460,8 @@ class Director:
             return  # it left, and its cache model with it: a late response makes no new one
         predicted = _predicted(decision, served)
         if predicted is not None:
+            if self._exact is not None and served is decision.endpoints[0]:
+                self._exact.record_usage(decision.match_source, min(predicted, prompt), cached)
             self._cache_model.observe_usage(
                 served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
             )

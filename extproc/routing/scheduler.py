@@ -24,9 +24,11 @@ from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, cache_model
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import admission, eligibility
+from extproc.routing.exact_matcher import ExactMatcher
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
@@ -249,6 +251,7 @@ class Scheduler:
         conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
         schedule: Block boundaries of prompts.
+        exact: What engines publish of their blocks; None where they are not subscribed to.
     """
 
     def __init__(
@@ -260,9 +263,11 @@ class Scheduler:
         routing: RoutingConfig,
         schedule: blocks.Schedule,
         rng: random.Random,
+        exact: ExactPrefixes | None = None,
     ) -> None:
         self._store = store
         self._prefix_matcher = PrefixMatcher(store, index)
+        self._exact_matcher = None if exact is None else ExactMatcher(store, exact)
         self._conversation_tracker = conversation_tracker
         self._routing = routing
         self._schedule = schedule
@@ -300,7 +305,7 @@ class Scheduler:
         members = eligible.members
         request, ratio = self._count_tokens(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
-        matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
+        matched = self._match(request, now, chain=chain, members=members, ratio=ratio)
         last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
             peers, tracker = self._store.foreign_traffic, self._conversation_tracker
@@ -347,6 +352,8 @@ class Scheduler:
         if routing.shadow is not None and profile is routing.profile:
             routing.shadow.note_context(context)
         outcome = self._run(profile, context, candidates, may_defer=may_defer)
+        if self._exact_matcher is not None:
+            outcome = self._exact_matcher.with_source(outcome)
         if not isinstance(outcome, Decision) or eligible.nothing_excluded:
             return outcome
         return msgspec.structs.replace(
@@ -355,6 +362,22 @@ class Scheduler:
             model_unlisted=eligible.model_unlisted,
             excluded_by_health=eligible.excluded_by_health,
         )
+
+    def _match(
+        self,
+        request: InferenceRequest,
+        now: float,
+        *,
+        chain: Sequence[int],
+        members: Sequence[EndpointSnapshot],
+        ratio: float,
+    ) -> Sequence[int]:
+        """Cached prompt tokens per member; `ratio` is bytes per token."""
+        matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
+        exact = self._exact_matcher
+        if exact is None:
+            return matched
+        return exact.correct(matched, chain, members, prompt_tokens=request.prompt_tokens, now=now)
 
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float

@@ -17,6 +17,7 @@ from extproc.prefix_cache.index import IndexBudget
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
+from extproc.server import kv_event_loops
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
 from extproc.telemetry.counters import ProcessCounters
@@ -107,6 +108,7 @@ class PoolRuntime:
         )
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
+        self._kv_events = self._build_kv_events()
         flow_control = plan.settings.flow_control
         self.flow_controller = (
             AsyncFlowController(
@@ -165,6 +167,7 @@ class PoolRuntime:
             queue_capacity=0 if queue is None else queue.settings.max_requests,
             queued_by_flow=dict if queue is None else partial(queue.count_by_flow, _MAX_FLOWS),
             shadow=self.parts.director.routing.shadow,
+            kv_events=None if self._kv_events is None else self._kv_events.stats(),
         )
 
     def grant_match(self, granted: pool_annotations.MatchGrant) -> None:
@@ -203,6 +206,10 @@ class PoolRuntime:
             if self._settings.scrape.enabled:
                 supervised = keep("scrape", self._build_scraper().run, instance=f"pool {self.name}")
                 tasks.create_task(supervised, name=f"scrape {self.name}")
+            if self._kv_events is not None:
+                for loop in self._kv_events.loops():
+                    supervised = keep("kv_events", loop, instance=f"pool {self.name}")
+                    tasks.create_task(supervised, name=f"kv events {self.name}")
             # A group without tasks would end, and with it what runs all pools.
             await asyncio.Event().wait()
 
@@ -277,6 +284,18 @@ class PoolRuntime:
             on_result=self._on_scrape_result,
             unlisted_models=lambda: self._counts.unknown_models,
             endpoint_counts=shared.endpoint_counts,
+            supervisor=shared.supervisor,
+        )
+
+    def _build_kv_events(self) -> kv_event_loops.KvEventLoops | None:
+        parts, shared = self.parts, self._shared
+        if parts.exact is None:
+            return None
+        return kv_event_loops.KvEventLoops(
+            self.name,
+            parts,
+            parts.exact,
+            clock=shared.clock,
             supervisor=shared.supervisor,
         )
 

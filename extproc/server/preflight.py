@@ -12,6 +12,7 @@ from pathlib import Path
 
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.scrape import kv_event_subscriber
 from extproc.server import admin_access, listeners, redis_peer_channel
 
 
@@ -20,6 +21,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     steps: list[Callable[[], object]] = [
         lambda: admin_access.read_token(settings.server.admin_token_file),
         lambda: redis_peer_channel.require(settings.peer_sync),
+        lambda: kv_event_subscriber.require(settings.kv_events),
     ]
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))

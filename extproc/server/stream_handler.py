@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -377,6 +378,9 @@ class StreamHandler(msgspec.Struct, eq=False):
                 decision, answer_headers=(*decision.answer_headers, header)
             )
         self._commit(decision, raw.headers, now, request_id or new_id, reservation=reservation)
+        listener = None if self._director is None else self._director.prompt_listener
+        if listener is not None:
+            self._attempt(partial(listener, decision, raw))
         replies = exchange.apply_outcome(
             decision, request_id=new_id, traceparent=self._traceparent or ""
         )

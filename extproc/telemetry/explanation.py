@@ -113,8 +113,8 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
 
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
-        endpoints, runner_up, candidates, excluded_by_model, excluded_by_health, model_unlisted,
-        model_rewrite, filters, scorers, cost and scored_candidates; for a rejection outcome,
+        match_source, endpoints, runner_up, candidates, excluded_by_model, excluded_by_health,
+        model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a rejection outcome,
         status, message, reason and retry_after_s; for a deferral the same of its rejection, and
         preferred_endpoint, which is None for any.
     """
@@ -151,6 +151,7 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
         "profile": outcome.profile,
         "picker": outcome.picker,
         "degraded": outcome.degraded,
+        "match_source": outcome.match_source,
         "endpoints": [endpoint.address for endpoint in outcome.endpoints],
         "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
@@ -241,29 +242,29 @@ def format_short(decision: Decision) -> str:
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
     """
+    request = decision.request
+    words = [decision.profile, f"chose={decision.endpoints[0].address}"]
     chosen = _find_chosen(decision)
-    text = (
-        f"{decision.profile}; chose={decision.endpoints[0].address}"
-        f"{_displayed_value(decision, chosen)}"
-        f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
-    )
+    words += _displayed_value(decision, chosen)
+    words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
     other = _find_runner_up(decision.totals, chosen)
     if other is not None:
-        address = decision.scored_candidates[other].endpoint.address
-        text += f"; next={address}{_displayed_value(decision, other)}"
-    return text + "; degraded" if decision.degraded else text
+        words.append(f"next={decision.scored_candidates[other].endpoint.address}")
+        words += _displayed_value(decision, other)
+    if decision.degraded:
+        words.append("degraded")
+    return "; ".join(words)
 
 
-def _displayed_value(decision: Decision, at: int | None) -> str:
+def _displayed_value(decision: Decision, at: int | None) -> list[str]:
     """Cost or score of a finalist as text; empty when nothing was compared."""
     priced = decision.cost
     if at is None:
-        return ""
-    if priced is None:
-        return f"; score={decision.totals[at]:.3f}" if decision.scores else ""
-    if priced.unit == "s":
-        return f"; cost={1000.0 * priced.costs[at]:.1f}ms"
-    return f"; cost={priced.costs[at]:.1f}{priced.unit}"
+        return []
+    if priced is not None:
+        unit = "ms" if priced.unit == "s" else priced.unit
+        return [f"cost={_factor(priced) * priced.costs[at]:.1f}{unit}"]
+    return [f"score={decision.totals[at]:.3f}"] if decision.scores else []
 
 
 def _runner_up(decision: Decision) -> str | None:
@@ -434,11 +435,11 @@ def _find_runner_up(totals: Sequence[float], chosen: int | None) -> int | None:
     """Position of the highest total but that of the chosen candidate; None without one."""
     if chosen is None:
         return totals.index(max(totals)) if totals else None
-    if len(totals) < 2:
+    others = [*totals[:chosen], *totals[chosen + 1 :]]
+    if not others:
         return None
-    others = list(totals)
-    others[chosen] = -math.inf
-    return others.index(max(others))
+    at = others.index(max(others))
+    return at if at < chosen else at + 1
 
 
 def _addresses(candidates: Iterable[Candidate]) -> list[str]:

@@ -238,6 +238,8 @@ def _chosen(explanation: Json) -> str:
         line += f"; runner-up: {explanation['runner_up']}"
     if explanation["degraded"]:
         line += f"\ndegraded: {explanation['degraded']}"
+    if explanation.get("match_source", "estimate") != "estimate":
+        line += f"\ncached tokens by KV events: {explanation['match_source']}"
     return line
 
 

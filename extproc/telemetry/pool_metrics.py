@@ -12,6 +12,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.scheduling.shadow import ShadowCounts, ShadowScheduler
 from extproc.telemetry.counters import PoolCounters
+from extproc.telemetry.kv_event_metrics import KvEventStats, kv_event_families
 from extproc.telemetry.metric_family import FamilyType, MetricFamily, Sample
 
 
@@ -54,6 +55,7 @@ class PoolView(msgspec.Struct, frozen=True):
         queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
             priority.
         shadow: Second profile that looks at routed requests; None without one.
+        kv_events: Counts of KV events; None without subscriptions.
     """
 
     pool: Pool
@@ -70,6 +72,7 @@ class PoolView(msgspec.Struct, frozen=True):
     queue_capacity: int = 0
     queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
     shadow: ShadowScheduler | None = None
+    kv_events: KvEventStats | None = None
 
 
 def labeled(counts: Mapping[str, float]) -> list[Sample]:
@@ -458,6 +461,9 @@ def state_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Metric
                 for values, value in read(view)
             ),
         )
+    yield from kv_event_families(
+        {name: view.kv_events for name, view in pools.items() if view.kv_events is not None}
+    )
 
 
 def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[MetricFamily]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+from extproc.decision import MatchSource
 from extproc.scheduling import shadow
+from extproc.scrape.kv_event_subscription import BatchResult, SubscriptionState
+from extproc.scrape.prompt_renderer import PromptResult
 from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import ProcessCounters
@@ -16,8 +19,13 @@ from tests.support.pool_fixture import PoolFixture
 #: Values of labels, where there are few: `family/label`.
 VALUES = {
     "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
+    "extproc_kv_event_batches/result": get_args(BatchResult),
+    "extproc_kv_event_subscription_state/state": get_args(SubscriptionState),
     "extproc_loop_degraded/loop": LOOPS,
     "extproc_loop_failures/loop": LOOPS,
+    "extproc_mapped_prompts/result": get_args(PromptResult),
+    "extproc_match_source_tokens/kind": ("predicted", "observed"),
+    "extproc_match_source_tokens/source": get_args(MatchSource),
     "extproc_pool_match_state/state": get_args(pool_metrics.MatchState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("spec", "available", "starting"),

@@ -175,6 +175,24 @@ def test_chart_policy_lets_peer_sync_out(url, port):
     assert sorted(ports) == sorted([*usual, *([port] if port else [])])
 
 
+def test_chart_policy_lets_kv_events_in():
+    """The policy has the ports of events and replays, of every rank, where they are on."""
+
+    def ports(*values):
+        flags = [part for value in values for part in ("--set", f"config.kv_events.{value}")]
+        policy = parts.only(tools.charted(*flags), "NetworkPolicy")
+        return [
+            (port["port"], port["endPort"])
+            for rule in policy["spec"]["egress"]
+            for port in rule["ports"]
+            if "endPort" in port
+        ]
+
+    assert ports("enabled=false") == []
+    assert ports("enabled=true") == [(5557, 5557)]
+    assert ports("enabled=true", "replay_port=5600", "ranks=8") == [(5557, 5564), (5600, 5607)]
+
+
 def test_chart_mounts_extra_volumes():
     """Volumes and mounts of the values reach pod and container."""
     pod, container = picker(*SETS["all on"])

@@ -10,6 +10,7 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.cache_model import CacheModel
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import HttpRequest
 from extproc.routing.director import Director
@@ -26,6 +27,7 @@ class PoolFixture:
         profile: The name of a default profile, or one of your own.
         fallbacks: Further endpoints to name.
         seed: Of all chance.
+        exact: What engines publish of their blocks; None for beliefs alone.
 
     Attributes:
         now: Monotonic seconds of every call.
@@ -38,6 +40,7 @@ class PoolFixture:
         profile: str | SchedulerProfile = "balanced",
         fallbacks: int = 0,
         seed: int = 1,
+        exact: ExactPrefixes | None = None,
     ) -> None:
         self.now = 100.0
         self.index = PrefixIndex(1 << 16)
@@ -60,6 +63,7 @@ class PoolFixture:
             cache_model=self.cache_model,
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
+            exact=exact,
         )
 
     def decide(self, raw: HttpRequest) -> Outcome:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from extproc.endpoint import EngineCounters, Load
-from extproc.simulator import core, engine_request, profiles
+from extproc.simulator import core, engine_request, kv, profiles
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Called when a request's first token came, and when it ended.
 OnFinished = Callable[[SimRequest], None]
+#: Called with blocks that were stored and removed.
+OnBlocks = Callable[[Sequence[kv.BlockChange]], None]
 #: Called with seconds between tokens and how many tokens came so.
 OnGaps = Callable[[float, int], None]
 
@@ -43,6 +45,7 @@ class EngineNode:
         self._finished = finished
         self._gaps = gaps
         self.requests: dict[str, SimRequest] = {}
+        self._block_listeners: list[OnBlocks] = []
         self.start()
         self.up = False
 
@@ -54,12 +57,20 @@ class EngineNode:
     def start(self) -> None:
         """A new process with an empty cache."""
         self.engine = core.SimulatedEngine(self.profile)
+        self._log = self.engine.pool.log_changes() if self._block_listeners else None
+        for listener in self._block_listeners:
+            listener([(kv.ALL_BLOCKS, None, False)])
         self.up = True
         self.refusing = self._hung = False
         self._steps = self._computed = self._generated = self._ended = 0
         self._due: float | None = None
         # As of the last step: vLLM names none before its first one, and never with LoRA off.
         self._active: tuple[str, ...] | None = None
+
+    def add_block_listener(self, listener: OnBlocks) -> None:
+        """Call a listener with the changes of blocks after every step, of every process."""
+        self._block_listeners.append(listener)
+        self._log = self.engine.pool.log_changes()
 
     def hang(self) -> None:
         """Compute nothing more; requests are taken in all the same."""
@@ -165,6 +176,10 @@ class EngineNode:
             return  # another process, or the plan was cut short since
         self._due = None
         done = engine.commit(due)
+        if self._log:
+            for listener in self._block_listeners:
+                listener(self._log)
+            self._log.clear()
         if self.profile.max_loras:
             self._active = engine.slots.active
         self._steps += done.steps

@@ -24,6 +24,7 @@ from extproc.scrape import schedule
 from extproc.simulator.fleet import flow_control
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.kv_events import SimKvEvents
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest
 
 #: Failures that a data plane, or the engine itself, answers with 503.
@@ -86,6 +87,8 @@ class ExtprocPicker:
             settings = msgspec.structs.replace(settings, flow_control=off)
         self.parts = factory.build(settings, where="scenario")
         self._nodes = nodes
+        exact = self.parts.exact
+        self._kv_events = None if exact is None else SimKvEvents(exact, nodes)
         self._timeline = timeline
         self._delay_s = delay_s
         self._models = models if settings.scrape.models else None
@@ -124,6 +127,9 @@ class ExtprocPicker:
     def listed(self, up: Sequence[int]) -> None:
         """See `SimPicker`."""
         self.parts.store.set_endpoints([self._endpoints[n] for n in up], self._timeline.now)
+        if self._kv_events is not None:
+            for n in up:
+                self._kv_events.follow(n, self._endpoint(n))
         self._changed()
         fresh = set(up) - self._watched
         self._watched = set(up)
@@ -225,6 +231,8 @@ class ExtprocPicker:
         self._reservations[sim_request.id] = self.parts.director.reserve(
             outcome, self._timeline.now
         )
+        if self._kv_events is not None:
+            self._kv_events.map_prompt(work, outcome.block_hashes)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1

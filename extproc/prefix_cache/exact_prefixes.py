@@ -1,0 +1,268 @@
+"""Exact prefixes: the leading tokens of a prompt that engines hold, by their events.
+
+Requests are known by the byte blocks of their prompts, events by tokens. `PromptMap` remembers for
+the byte blocks of earlier prompts how many token blocks they are, once an engine rendered them; so
+the next turn of a conversation, or a prompt with the same beginning, is matched exactly, and no
+request waits for a tokenizer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.decision import MatchSource
+from extproc.prefix_cache import blocks, kv_events
+from extproc.prefix_cache.index import note_depth
+from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
+
+#: Token blocks of all prompts of a map at most (count). A million take 8 MB, and the table of their
+#: byte blocks some 40 MB: 16 million tokens of prompts.
+MAX_MAPPED_BLOCKS: Final = 1_000_000
+
+#: Seconds within which a prompt is on its way into the cache of the engine that it was sent to: a
+#: prefill of many tokens, and the event behind it.
+SETTLE_S: Final = 2.0
+
+#: Engines of which a prompt remembers that it was just sent there (count).
+_MAX_SENT: Final = 16
+
+
+class MappedPrompt:
+    """Token blocks of an earlier prompt.
+
+    Attributes:
+        keys: Keys of its full token blocks.
+        max_cached: Blocks that an engine finds of the same prompt at most: it computes the last token
+            again (count).
+        chain: Hashes of its byte blocks.
+        sent: When it, or one that begins with it, was last sent to an engine, by address of the
+            endpoint (monotonic seconds).
+    """
+
+    __slots__ = ("chain", "keys", "max_cached", "sent")
+
+    def __init__(self, chain: Sequence[int], keys: array[int], max_cached: int) -> None:
+        self.chain = chain
+        self.keys = keys
+        self.max_cached = max_cached
+        self.sent: dict[str, float] = {}
+
+
+class PromptMap:
+    """Map from byte blocks of prompts to their token blocks; the oldest prompts are given up.
+
+    Args:
+        cuts: Cumulative bytes by depth of a chain.
+        max_blocks: Token blocks of all prompts (count).
+    """
+
+    def __init__(self, cuts: Sequence[int], *, max_blocks: int = MAX_MAPPED_BLOCKS) -> None:
+        self._cuts = cuts
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        #: By the last byte block, the oldest first.
+        self._prompts: OrderedDict[int, MappedPrompt] = OrderedDict()
+        #: Prompt and token blocks up to a byte block. A prompt has all blocks before one that it has,
+        #: because a later prompt takes over those that it shares.
+        self._at: dict[int, tuple[MappedPrompt, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def covers(self, chain: Sequence[int]) -> bool:
+        """True if every byte block of a prompt is mapped."""
+        return not chain or chain[-1] in self._at
+
+    def find(self, chain: Sequence[int]) -> tuple[MappedPrompt, int] | None:
+        """The prompt that shares most blocks with a chain, and the token blocks that are shared.
+
+        None where it shares none.
+        """
+        at = self._at
+        if not chain or chain[0] not in at:
+            return None
+        low, high = 0, len(chain) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle] in at:
+                low = middle
+            else:
+                high = middle - 1
+        prompt, count = at[chain[low]]
+        if low + 1 == len(chain) == len(prompt.chain):
+            return prompt, prompt.max_cached
+        return prompt, count
+
+    def add(
+        self,
+        chain: Sequence[int],
+        keys: Sequence[int],
+        *,
+        tokens: int,
+        block_tokens: int,
+        prompt_bytes: int,
+    ) -> None:
+        """Map a prompt.
+
+        Between prompts, block borders are estimated in proportion to bytes. Where two prompts part,
+        the blocks that they share are counted.
+
+        Args:
+            chain: Hashes of its byte blocks, at least one.
+            keys: Keys of its full token blocks.
+            tokens: Its length in tokens, at least 1.
+            block_tokens: Tokens of a block.
+            prompt_bytes: Its length in bytes.
+        """
+        if len(keys) > self._max_blocks:
+            return
+        packed = array("Q", keys)
+        prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens)
+        at, cuts = self._at, self._cuts
+        per_byte = tokens / block_tokens / max(prompt_bytes, cuts[len(chain)])
+        shared: tuple[MappedPrompt, int] | None = None
+        for depth, block in enumerate(chain, 1):
+            known = at.get(block)
+            count = int(cuts[depth] * per_byte)
+            if known is not None:
+                # As many as were counted or estimated for the prompts before it, as far as it agrees.
+                shared, count = known, known[1]
+                at[block] = prompt, count
+                continue
+            if shared is not None:
+                self._count_shared(chain[depth - 2], prompt, shared[0])
+                shared = None
+            at[block] = prompt, count
+        at[chain[-1]] = prompt, len(packed)
+        replaced = self._prompts.pop(chain[-1], None)
+        if replaced is not None:
+            self._num_blocks -= len(replaced.keys)
+        self._prompts[chain[-1]] = prompt
+        self._num_blocks += len(packed)
+        while self._num_blocks > self._max_blocks:
+            self._give_up_oldest()
+
+    def _count_shared(self, block: int, prompt: MappedPrompt, earlier: MappedPrompt) -> None:
+        """Count the token blocks that two prompts share which part behind a byte block."""
+        low, high = 0, min(len(prompt.keys), len(earlier.keys))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if prompt.keys[middle - 1] == earlier.keys[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        self._at[block] = prompt, low
+
+    def _give_up_oldest(self) -> None:
+        _, prompt = self._prompts.popitem(last=False)
+        self._num_blocks -= len(prompt.keys)
+        for block in prompt.chain:
+            known = self._at.get(block)
+            if known is not None and known[0] is prompt:
+                del self._at[block]
+
+
+class ExactPrefixes:
+    """Engines of a pool, their blocks, and the prompts that are mapped to tokens.
+
+    Args:
+        schedule: Block boundaries of prompts.
+        max_blocks: Blocks of one engine at most (count).
+
+    Attributes:
+        index: Blocks of the engines.
+        prompts: Byte blocks to token blocks.
+        usage_tokens: Prompt tokens that were predicted as cached and those that answers report, of the
+            same requests, by source of the prediction and `predicted` or `observed`.
+    """
+
+    def __init__(self, schedule: blocks.Schedule, *, max_blocks: int) -> None:
+        self.index = TokenBlockIndex(max_blocks)
+        self.prompts = PromptMap(schedule.cuts)
+        self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
+        self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
+
+    def open(self, key: tuple[str, int], rank: int) -> EngineBlocks:
+        """Blocks of a rank of an endpoint, empty; ranks are opened in order.
+
+        Args:
+            key: Address and incarnation of the endpoint.
+            rank: Rank, from 0.
+        """
+        engines = self._engines.setdefault(key, [])
+        if len(engines) != rank:
+            raise ValueError(f"expected rank {len(engines)} of {key[0]}, got {rank}")
+        engines.append(self.index.open())
+        return engines[rank]
+
+    def forget(self, key: tuple[str, int]) -> None:
+        """Forget an endpoint."""
+        for engine in self._engines.pop(key, ()):
+            self.index.close(engine)
+
+    def engines(self, key: tuple[str, int]) -> Sequence[EngineBlocks]:
+        """Engines of an endpoint, by rank; empty where it is not followed."""
+        return self._engines.get(key, ())
+
+    def map_prompt(
+        self,
+        chain: Sequence[int],
+        tokens: array[int],
+        *,
+        adapter: str,
+        prompt_bytes: int,
+    ) -> None:
+        """Remember the tokens of a prompt.
+
+        Args:
+            chain: Hashes of its byte blocks, at least one.
+            tokens: Its token ids, 32 bits each, at least one.
+            adapter: LoRA adapter; empty for the base model.
+            prompt_bytes: Its length in bytes.
+        """
+        size = self.index.block_tokens
+        if size:
+            keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size)
+            self.prompts.add(
+                chain, keys, tokens=len(tokens), block_tokens=size, prompt_bytes=prompt_bytes
+            )
+
+    def record_sent(self, address: str, chain: Sequence[int], now: float) -> None:
+        """Note that a prompt is on its way to an engine."""
+        mapped = self.prompts.find(chain)
+        if mapped is None:
+            return
+        sent = mapped[0].sent
+        sent.pop(address, None)
+        if len(sent) >= _MAX_SENT:
+            del sent[next(iter(sent))]
+        sent[address] = now
+
+    def record_usage(self, source: MatchSource, predicted: int, observed: int) -> None:
+        """Note the cached tokens that an answer reports, beside those that were predicted."""
+        self.usage_tokens[source, "predicted"] += predicted
+        self.usage_tokens[source, "observed"] += observed
+
+    def match(self, chain: Sequence[int]) -> tuple[MappedPrompt, list[int]] | None:
+        """Token blocks of a prompt by slot (the position of an engine's bit), and its mapped prompt.
+
+        None where no beginning of the prompt is mapped.
+        """
+        mapped = self.prompts.find(chain)
+        if mapped is None:
+            return None
+        prompt, count = mapped
+        index, keys = self.index, prompt.keys
+        if count == len(keys) and len(prompt.chain) < len(chain):
+            # The next turn: it most likely goes on with the answer that the engine generated.
+            answer = index.continuation(keys[-1]) if keys else ()
+            if answer:
+                keys = keys + answer
+                count = len(keys)
+        depths = [0] * index.num_slots
+        for depth, bits in index.holders(keys, count):
+            note_depth(depths, bits, depth)
+        return prompt, depths

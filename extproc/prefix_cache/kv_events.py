@@ -1,0 +1,341 @@
+"""KV events: what engines publish of the blocks that they store and remove, decoded.
+
+vLLM up to 0.23 and SGLang send events as arrays with the tag first, later versions as maps; the
+batch around them is an array or a map as well (docs/concepts/kv-events.md). Unknown fields, further
+elements and unknown events are ignored. Any other bytes are `Malformed`: lengths are bounded before
+anything is created, and nothing is decoded deeper than the events go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, TypeAlias, cast
+
+import msgspec
+import xxhash
+
+#: Bytes of a batch at most. A step of 16,384 prompt tokens takes about 150 kB.
+MAX_BATCH_BYTES: Final = 1024 * 1024
+
+#: Events of a batch at most (count); 256 were seen.
+MAX_EVENTS: Final = 16_384
+
+#: Blocks of an event at most (count): a step of an engine computes some 16,384 tokens, 1,024 blocks.
+MAX_BLOCKS: Final = 4_096
+
+#: Tokens of an event at most (count), and of a block.
+MAX_TOKENS: Final = 262_144
+
+_WORD: Final = (1 << 64) - 1
+
+_Hash: TypeAlias = int | bytes
+_Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_BLOCKS)]
+#: Token ids; SGLang with EAGLE sends pairs of a token and the next one.
+_Tokens = Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=MAX_TOKENS)]
+_Extras = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_BLOCKS)]
+
+#: Kinds of KV cache in which a block stands for all tokens up to it.
+_FULL_KINDS: Final = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
+
+#: Where blocks lie that are on the device.
+DEVICE: Final = "GPU"
+
+#: Malformed bytes, or a value outside of the bounds.
+Malformed = msgspec.DecodeError
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that an engine stored, as a chain.
+
+    Attributes:
+        hashes: Hashes by the engine, 64 bits each, in order; opaque.
+        parent: Hash of the block before them; None for the root.
+        tokens: Token ids, 32 bits each, packed; empty where only the place of blocks changed.
+        block_tokens: Tokens of a block.
+        adapter: LoRA adapter; empty for the base model.
+        extras: Per block, what besides tokens keeps it apart (a salt, images); empty for nothing.
+        medium: Where they lie: `GPU`, `CPU`, or another tier.
+        group: Group of layers of a hybrid model; 0 for the only one.
+        is_prefix: Whether a block stands for all tokens up to it; not in groups of sliding windows.
+    """
+
+    hashes: Sequence[int]
+    parent: int | None
+    tokens: bytes
+    block_tokens: int
+    adapter: str = ""
+    extras: Sequence[bytes] = ()
+    medium: str = DEVICE
+    group: int = 0
+    is_prefix: bool = True
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
+    """Blocks that an engine removed.
+
+    Attributes:
+        hashes: Hashes by the engine, 64 bits each.
+        medium: As of `BlockStored`.
+        group: As of `BlockStored`.
+    """
+
+    hashes: Sequence[int]
+    medium: str = DEVICE
+    group: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """All blocks of an engine are removed."""
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None = None
+    token_ids: _Tokens | None = None
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: msgspec.Raw = msgspec.Raw()
+    extra_keys: _Extras | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+
+
+class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: _Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None = None
+    token_ids: _Tokens | None = None
+    block_size: int = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: msgspec.Raw = msgspec.Raw()
+    extra_keys: _Extras | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: _Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _BatchMap(msgspec.Struct, gc=False):
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
+
+
+class _BatchArray(msgspec.Struct, array_like=True, gc=False):
+    ts: msgspec.Raw
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
+
+
+class _TagArray(msgspec.Struct, array_like=True, gc=False):
+    tag: str
+
+
+class _TagMap(msgspec.Struct, gc=False):
+    type: str
+
+
+_decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
+_decode_batch_array = msgspec.msgpack.Decoder(_BatchArray).decode
+_decode_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap).decode
+_decode_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+_decode_tag_map = msgspec.msgpack.Decoder(_TagMap).decode
+_decode_tag_array = msgspec.msgpack.Decoder(_TagArray).decode
+_decode_extra = msgspec.msgpack.Decoder(
+    Annotated[list[msgspec.Raw], msgspec.Meta(max_length=64)]
+).decode
+_encode = msgspec.msgpack.encode
+
+_NIL: Final = b"\xc0"
+
+_KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+
+
+def decode_batch(payload: bytes) -> Sequence[msgspec.Raw]:
+    """Events of a batch, not yet decoded.
+
+    Raises:
+        Malformed: It is no batch, or longer than the bounds.
+    """
+    if len(payload) > MAX_BATCH_BYTES:
+        raise Malformed(f"a batch of {len(payload)} bytes")
+    try:
+        if _is_map(payload):
+            return _decode_batch_map(payload).events
+        return _decode_batch_array(payload).events
+    except RecursionError:
+        raise Malformed("a batch that is nested too deep") from None
+
+
+def decode_event(raw: msgspec.Raw) -> KvEvent | None:
+    """An event of a batch; None for one of another kind.
+
+    Raises:
+        Malformed: It lacks a field, or one is of another type or outside of the bounds.
+    """
+    try:
+        return _read_event(raw)
+    except RecursionError:
+        raise Malformed("an event that is nested too deep") from None
+
+
+def _read_event(raw: msgspec.Raw) -> KvEvent | None:
+    is_map = _is_map(memoryview(raw))
+    try:
+        event = _decode_map(raw) if is_map else _decode_array(raw)
+    except msgspec.ValidationError:
+        tag = _decode_tag_map(raw).type if is_map else _decode_tag_array(raw).tag
+        if tag in _KNOWN:
+            raise
+        return None
+    if isinstance(event, _StoredMap | _StoredArray):
+        return _stored(event)
+    if isinstance(event, _RemovedMap | _RemovedArray):
+        hashes = [_word(value) for value in event.block_hashes]
+        return BlockRemoved(hashes, _medium(event.medium), event.group_idx or 0)
+    return AllBlocksCleared()
+
+
+def _stored(event: _StoredMap | _StoredArray) -> BlockStored:
+    """Stored blocks in one form.
+
+    Raises:
+        Malformed: Its lengths do not fit together.
+    """
+    hashes = [_word(value) for value in event.block_hashes]
+    tokens = event.token_ids or ()
+    size = event.block_size
+    if tokens and not (0 < size <= MAX_TOKENS and len(tokens) == size * len(hashes)):
+        raise Malformed(f"{len(tokens)} tokens in {len(hashes)} blocks of {size}")
+    try:
+        packed = array("I", cast("Sequence[int]", tokens))  # pairs raise a TypeError
+    except TypeError:
+        packed = array("I", [_first(token) for token in tokens])
+    except OverflowError:
+        raise Malformed("a token id outside of 32 bits") from None
+    # Positions of old arrays of SGLang hold a map of metadata here.
+    adapter, salt = _name(event.lora_name)
+    if isinstance(event, _StoredMap) and event.cache_salt:
+        salt = event.cache_salt.encode()
+    if not adapter and event.lora_id:
+        adapter = f"#{event.lora_id}"
+    return BlockStored(
+        hashes,
+        None if event.parent_block_hash is None else _word(event.parent_block_hash),
+        packed.tobytes(),
+        size,
+        adapter,
+        _extras(event.extra_keys, adapter, salt, len(hashes)),
+        _medium(event.medium),
+        event.group_idx or 0,
+        (event.kv_cache_spec_kind or "") in _FULL_KINDS,
+    )
+
+
+def _first(token: int | tuple[int, int]) -> int:
+    number = token if isinstance(token, int) else token[0]
+    if not 0 <= number < 1 << 32:
+        raise Malformed("a token id outside of 32 bits")
+    return number
+
+
+def _name(raw: msgspec.Raw) -> tuple[str, bytes]:
+    """Adapter and salt of what stands where newer engines write the adapter's name."""
+    encoded = bytes(raw)
+    if not encoded or encoded == _NIL:
+        return "", b""
+    if _is_map(encoded):
+        return "", encoded
+    return msgspec.msgpack.decode(encoded, type=str), b""
+
+
+def _extras(
+    keys: Sequence[msgspec.Raw] | None, adapter: str, salt: bytes, count: int
+) -> Sequence[bytes]:
+    """Salts and images of each block; empty where none has any."""
+    if keys is None or all(bytes(key) == _NIL for key in keys):
+        return (salt, *([b""] * (count - 1))) if salt and count else ()
+    if len(keys) != count:
+        raise Malformed(f"{len(keys)} extra keys for {count} blocks")
+    name = _encode(adapter)
+    extras = [
+        b"" if bytes(key) == _NIL else b"".join(_without(_decode_extra(key), name)) for key in keys
+    ]
+    extras[0] += salt
+    return extras if any(extras) else ()
+
+
+def _without(items: Sequence[msgspec.Raw], name: bytes) -> Iterator[bytes]:
+    for item in items:
+        encoded = bytes(item)
+        if encoded not in (name, _NIL):
+            yield encoded
+
+
+def _word(value: _Hash) -> int:
+    """A hash as 64 bits; of longer ones the last eight bytes, as engines shorten them."""
+    if isinstance(value, bytes):
+        return int.from_bytes(value[-8:])
+    return value & _WORD
+
+
+def _medium(value: str | None) -> str:
+    return DEVICE if value is None else value[:16].upper()
+
+
+def _is_map(encoded: bytes | memoryview) -> bool:
+    """True if MessagePack begins with a map."""
+    return len(encoded) > 0 and (encoded[0] & 0xF0 == 0x80 or encoded[0] in (0xDE, 0xDF))
+
+
+def root_key(adapter: str) -> int:
+    """Key before the first block of a prompt, 64 bits."""
+    return xxhash.xxh3_64_intdigest(adapter.encode("utf-8", "surrogatepass"))
+
+
+def block_keys(
+    parent: int, tokens: bytes, block_tokens: int, extras: Sequence[bytes] = ()
+) -> list[int]:
+    """Keys of a chain of blocks, 64 bits each: of the key before, the tokens and the extras.
+
+    They are our own, so that it does not matter how, and with which seed, an engine hashes.
+
+    Args:
+        parent: Key of the block before them, or `root_key`.
+        tokens: Token ids, 32 bits each, packed; what does not fill a block is left out.
+        block_tokens: Tokens of a block.
+        extras: As of `BlockStored`.
+    """
+    digest, size, key = xxhash.xxh3_64_intdigest, 4 * block_tokens, parent
+    keys: list[int] = []
+    starts = range(0, len(tokens) - size + 1, size)
+    if not extras:
+        for start in starts:
+            key = digest(tokens[start : start + size], key)
+            keys.append(key)
+        return keys
+    for start, extra in zip(starts, extras, strict=True):
+        key = digest(extra + tokens[start : start + size], key)
+        keys.append(key)
+    return keys

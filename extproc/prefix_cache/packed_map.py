@@ -1,0 +1,118 @@
+"""Packed map of 64-bit keys: a sorted map that takes eight bytes for a key and eight for a value.
+
+A dict of integers takes 60 to 130 bytes for an entry, with the objects. Here keys stand in sorted
+arrays of bounded length, so that looking up and changing an entry costs two binary searches and one
+short move of memory, whatever the keys are: no choice of keys makes it slower.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, MutableSequence
+from typing import Final
+
+#: Entries of a segment at most (count); a full one is cut in two. Longer ones move more memory per
+#: change, shorter ones cost objects.
+_MAX_SEGMENT: Final = 1024
+
+
+def packed_values() -> MutableSequence[int]:
+    """Values of a segment that are numbers of 64 bits."""
+    return array("Q")
+
+
+class PackedMap:
+    """Map of 64-bit integers to integers, in segments of sorted arrays.
+
+    Args:
+        make_values: Makes the values of a segment: `packed_values`, or `list` where values are few
+            shared objects of any width.
+    """
+
+    __slots__ = ("_keys", "_lasts", "_make_values", "_size", "_values")
+
+    def __init__(self, make_values: Callable[[], MutableSequence[int]] = packed_values) -> None:
+        self._make_values = make_values
+        #: Greatest key of each segment.
+        self._lasts: list[int] = []
+        self._keys: list[array[int]] = []
+        self._values: list[MutableSequence[int]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        for keys in self._keys:
+            yield from keys
+
+    def get(self, key: int) -> int | None:
+        """Value of a key; None where it is not there."""
+        segment = bisect_left(self._lasts, key)
+        if segment == len(self._lasts):
+            return None
+        keys = self._keys[segment]
+        position = bisect_left(keys, key)
+        return self._values[segment][position] if keys[position] == key else None
+
+    def set(self, key: int, value: int) -> None:
+        """Add a key, or replace its value."""
+        lasts = self._lasts
+        segment = bisect_left(lasts, key)
+        if segment < len(lasts):
+            keys, values = self._keys[segment], self._values[segment]
+            position = bisect_left(keys, key)
+            if keys[position] == key:
+                values[position] = value
+                return
+            keys.insert(position, key)
+            values.insert(position, value)
+        elif lasts:
+            segment -= 1
+            keys, values = self._keys[segment], self._values[segment]
+            keys.append(key)
+            values.append(value)
+            lasts[segment] = key
+        else:
+            keys, values = array("Q", (key,)), self._make_values()
+            values.append(value)
+            lasts.append(key)
+            self._keys.append(keys)
+            self._values.append(values)
+        self._size += 1
+        if len(keys) > _MAX_SEGMENT:
+            self._split(segment)
+
+    def pop(self, key: int) -> int | None:
+        """Remove a key; returns its value, None where it was not there."""
+        segment = bisect_left(self._lasts, key)
+        if segment == len(self._lasts):
+            return None
+        keys = self._keys[segment]
+        position = bisect_left(keys, key)
+        if keys[position] != key:
+            return None
+        del keys[position]
+        value = self._values[segment].pop(position)
+        self._size -= 1
+        if not keys:
+            del self._lasts[segment], self._keys[segment], self._values[segment]
+        elif position == len(keys):
+            self._lasts[segment] = keys[-1]
+        return value
+
+    def pop_segment(self) -> MutableSequence[int]:
+        """Remove the last segment; returns its values. There must be an entry."""
+        values = self._values.pop()
+        self._lasts.pop()
+        self._size -= len(self._keys.pop())
+        return values
+
+    def _split(self, segment: int) -> None:
+        """Cut a segment in two."""
+        keys, values = self._keys[segment], self._values[segment]
+        half = len(keys) // 2
+        self._keys[segment : segment + 1] = [keys[:half], keys[half:]]
+        self._values[segment : segment + 1] = [values[:half], values[half:]]
+        self._lasts.insert(segment, keys[half - 1])

@@ -1,0 +1,305 @@
+"""Token blocks: which engine holds which block of tokens, exactly, as engines publish it.
+
+A block is known by a key of our own over every token up to its end (`kv_events.block_keys`). Each
+engine has a map from its own hashes to our keys, since removals name hashes only, and one map for
+all engines has the bits of those that hold a key. Both are packed: about 20 bytes for an entry.
+
+Forgetting an engine takes no time: it gets another bit, and its old one is swept in small steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.packed_map import PackedMap
+
+#: Masks that are remembered as shared objects (count).
+_MAX_SHARED: Final = 65_536
+
+#: Chains that are remembered as what went on from a block (count), and blocks of each (count). They are
+#: answers, until the next turn is mapped.
+_MAX_CONTINUATIONS: Final = 16_384
+_MAX_CONTINUED: Final = 512
+
+#: Groups of hybrid models that are remembered as left out (count).
+_MAX_GROUPS: Final = 64
+
+
+_NOTHING: Final = array("Q")
+
+
+class EngineBlocks:
+    """Blocks on the device of one engine, or one rank of it. Changed by `TokenBlockIndex` only.
+
+    Attributes:
+        bit: Its bit in the masks.
+        is_complete: Whether every block that it holds is known; else those that it held when we began
+            to listen are not.
+        is_live: Whether its events arrive.
+        dropped: Stored blocks that were not taken in: their parents are unknown, there are too many,
+            or they have another size (count).
+        other_media: Blocks that were stored in other tiers than the device (count).
+        keys: Our keys by the engine's hashes.
+        left_out: Groups of layers whose blocks do not stand for all tokens up to them.
+    """
+
+    __slots__ = ("bit", "dropped", "is_complete", "is_live", "keys", "left_out", "other_media")
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.is_complete = False
+        self.is_live = False
+        self.dropped = 0
+        self.other_media = 0
+        self.keys = PackedMap()
+        self.left_out: set[int] = set()
+
+    @property
+    def slot(self) -> int:
+        """Position of its bit."""
+        return self.bit.bit_length() - 1
+
+    @property
+    def held(self) -> int:
+        """Blocks that it holds, as far as known (count)."""
+        return len(self.keys)
+
+    @property
+    def is_exact(self) -> bool:
+        """True while what it holds is known, and nothing else is."""
+        return self.is_live and self.is_complete
+
+
+class TokenBlockIndex:
+    """Blocks of all engines of a pool.
+
+    Args:
+        max_blocks: Blocks of one engine at most, whatever it publishes (count).
+
+    Attributes:
+        block_tokens: Tokens of a block, of the engine that first stored one; 0 before. Engines with
+            another size are not followed.
+        version: Changes when an engine gets another bit, or another state.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._holders = PackedMap(list)
+        #: Masks of several engines, each once.
+        self._shared: dict[int, int] = {}
+        self._continuations: OrderedDict[int, array[int]] = OrderedDict()
+        self._num_bits = 0
+        self._free: list[int] = []
+        self._retired: deque[tuple[int, PackedMap]] = deque()
+        self.block_tokens = 0
+        self.version = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Bits that were ever in use at a time (count)."""
+        return self._num_bits
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that any engine holds (count)."""
+        return len(self._holders)
+
+    def open(self) -> EngineBlocks:
+        """The blocks of a new engine: none."""
+        self.version += 1
+        return EngineBlocks(self._take_bit())
+
+    def close(self, engine: EngineBlocks) -> None:
+        """Forget an engine."""
+        self.version += 1
+        engine.is_live = engine.is_complete = False
+        self._retired.append((engine.bit, engine.keys))
+        engine.keys = PackedMap()
+
+    def wipe(self, engine: EngineBlocks, *, is_complete: bool) -> None:
+        """Forget the blocks of an engine that goes on.
+
+        Args:
+            engine: The engine.
+            is_complete: Whether it holds none now; else it is unknown which.
+        """
+        is_live = engine.is_live
+        self.close(engine)
+        engine.bit = self._take_bit()
+        engine.is_live = is_live
+        engine.is_complete = is_complete
+
+    def set_live(self, engine: EngineBlocks, *, is_live: bool) -> None:
+        """Note that events of an engine arrive, or no longer do."""
+        if engine.is_live != is_live:
+            self.version += 1
+            engine.is_live = is_live
+
+    def set_complete(self, engine: EngineBlocks) -> None:
+        """Note that all events of an engine since its start were taken in."""
+        if not engine.is_complete:
+            self.version += 1
+            engine.is_complete = True
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Remove some blocks of engines that were forgotten; returns whether any are left.
+
+        Args:
+            max_blocks: Blocks at most, but for one segment of a map (count).
+        """
+        holders = self._holders
+        while self._retired and max_blocks > 0:
+            bit, keys = self._retired[0]
+            if not len(keys):
+                self._retired.popleft()
+                self._free.append(bit)
+                continue
+            values = keys.pop_segment()
+            max_blocks -= len(values)
+            for key in values:
+                mask = holders.get(key)
+                if mask is not None and mask & bit:
+                    self._put(key, mask ^ bit)
+        return bool(self._retired)
+
+    def apply(self, engine: EngineBlocks, event: kv_events.KvEvent) -> int:
+        """Take in an event of an engine; returns its blocks (count, at least 1)."""
+        match event:
+            case kv_events.BlockStored():
+                self._store(engine, event)
+                return 1 + len(event.hashes)
+            case kv_events.BlockRemoved():
+                self._remove(engine, event)
+                return 1 + len(event.hashes)
+            case _:
+                self.wipe(engine, is_complete=True)
+                return 1
+
+    def _store(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
+        if event.medium != kv_events.DEVICE:
+            engine.other_media += len(event.hashes)
+            return
+        if not event.is_prefix:
+            if len(engine.left_out) < _MAX_GROUPS:
+                engine.left_out.add(event.group)
+            return
+        if event.group in engine.left_out or not event.tokens:
+            return
+        self.block_tokens = self.block_tokens or event.block_tokens
+        parent = (
+            kv_events.root_key(event.adapter)
+            if event.parent is None
+            else engine.keys.get(event.parent)
+        )
+        room = self._max_blocks - len(engine.keys)
+        if parent is None or event.block_tokens != self.block_tokens or room < len(event.hashes):
+            engine.dropped += len(event.hashes)
+            return
+        keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
+        if event.parent is not None:
+            self._note_continuation(parent, keys)
+        known, holders, bit = engine.keys, self._holders, engine.bit
+        for hashed, key in zip(event.hashes, keys, strict=True):
+            known.set(hashed, key)
+            mask = holders.get(key)
+            if mask is None:
+                holders.set(key, bit)
+            elif not mask & bit:
+                self._put(key, mask | bit)
+
+    def _remove(self, engine: EngineBlocks, event: kv_events.BlockRemoved) -> None:
+        if event.medium != kv_events.DEVICE or event.group in engine.left_out:
+            return
+        known, holders, bit = engine.keys, self._holders, engine.bit
+        for hashed in event.hashes:
+            key = known.pop(hashed)
+            if key is None:
+                continue
+            mask = holders.get(key)
+            if mask is not None and mask & bit:
+                self._put(key, mask ^ bit)
+
+    def holders(self, keys: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Engines by the leading blocks of a chain that they hold.
+
+        Engines give up the end of a chain before its beginning, so this is a binary search for each
+        depth at which engines end.
+
+        Args:
+            keys: Keys of the chain.
+            count: Blocks of it that count.
+
+        Returns:
+            Depths, at least 1, and the bits of the engines that hold so many blocks.
+        """
+        if not count:
+            return []
+        get = self._holders.get
+        alive = get(keys[0]) or 0
+        ends: list[tuple[int, int]] = []
+        #: Blocks of which every bit of `alive` is known to be held.
+        depth = 1
+        while alive:
+            if depth == count:
+                ends.append((depth, alive))
+                break
+            held, above = depth, count
+            mask = (get(keys[above - 1]) or 0) & alive
+            if mask == alive:
+                ends.append((count, alive))
+                break
+            # The deepest block that all of `alive` hold, and what the next one lacks.
+            lost = mask
+            while above - held > 1:
+                middle = (held + above) // 2
+                mask = (get(keys[middle - 1]) or 0) & alive
+                if mask == alive:
+                    held = middle
+                else:
+                    above, lost = middle, mask
+            ends.append((held, alive ^ lost))
+            alive, depth = lost, above
+        return ends
+
+    def continuation(self, key: int) -> array[int]:
+        """Keys of the blocks that went on from a block last, on any engine; empty for none.
+
+        Args:
+            key: Key of the block.
+        """
+        known = self._continuations
+        start = known.get(key)
+        if start is None:
+            return _NOTHING
+        # A chain is put together once, where it begins.
+        last = start[-1]
+        while len(start) < _MAX_CONTINUED and (further := known.pop(last, None)) is not None:
+            start.extend(further)
+            last = start[-1]
+        return start
+
+    def _note_continuation(self, parent: int, keys: Sequence[int]) -> None:
+        known = self._continuations
+        known[parent] = array("Q", keys[:_MAX_CONTINUED])
+        known.move_to_end(parent)
+        if len(known) > _MAX_CONTINUATIONS:
+            known.popitem(last=False)
+
+    def _put(self, key: int, mask: int) -> None:
+        """Set the holders of a key; masks of several engines are shared objects."""
+        if not mask:
+            self._holders.pop(key)
+            return
+        if len(self._shared) > _MAX_SHARED:
+            self._shared.clear()
+        self._holders.set(key, self._shared.setdefault(mask, mask))
+
+    def _take_bit(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_bits += 1
+        return 1 << (self._num_bits - 1)

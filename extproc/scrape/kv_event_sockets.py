@@ -1,0 +1,168 @@
+"""Sockets of ZeroMQ for KV events, on the event loop; the only module that loads pyzmq."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from extproc import distribution
+from extproc.errors import ConfigError
+from extproc.prefix_cache import kv_events
+
+if TYPE_CHECKING:
+    import zmq
+
+#: Messages that wait in a socket (count); beyond, the engine holds them back. With `MAX_BATCH_BYTES`
+#: it bounds the memory of a hostile one.
+_MAX_QUEUED: Final = 64
+
+#: Milliseconds between attempts to connect, at first and at most; libzmq adds jitter.
+_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
+
+#: Milliseconds between heartbeats, and without an answer until a connection counts as lost.
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 500, 1500
+
+#: Sockets of a process at most (count): a subscription takes four.
+_MAX_SOCKETS: Final = 16_384
+
+
+def load_zmq() -> Any:
+    """Load pyzmq.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import zmq  # noqa: PLC0415 - an extra, not for everybody
+        import zmq.utils.monitor  # noqa: PLC0415 - the same
+    except ImportError:
+        raise ConfigError(
+            "kv_events.enabled",
+            wanted="the Python package pyzmq",
+            got="it is not installed",
+            fix=f"{distribution.install_command('kv-events')}, or set kv_events.enabled to false",
+        ) from None
+    return zmq
+
+
+def open_context() -> zmq.Context[Any]:
+    """Open a context, which has a thread of libzmq.
+
+    Raises:
+        ConfigError: pyzmq is not installed.
+    """
+    module = load_zmq()
+    context = module.Context()
+    context.set(module.MAX_SOCKETS, _MAX_SOCKETS)
+    return context  # type: ignore[no-any-return] # of a module that is loaded late
+
+
+def open_subscription(
+    context: zmq.Context[Any], url: str, wake: Callable[[], None]
+) -> tuple[SocketReader, SocketReader]:
+    """Subscribe to an engine.
+
+    Args:
+        context: Context of all sockets.
+        url: Address that the engine publishes on.
+        wake: Called when there may be messages.
+
+    Returns:
+        The subscription, and the monitor of its connection.
+    """
+    module = load_zmq()
+    sub = context.socket(module.SUB)
+    for option, value in (
+        (module.LINGER, 0),
+        (module.RCVHWM, _MAX_QUEUED),
+        (module.MAXMSGSIZE, kv_events.MAX_BATCH_BYTES),
+        (module.RECONNECT_IVL, _RECONNECT_MS),
+        (module.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
+        (module.HEARTBEAT_IVL, _HEARTBEAT_MS),
+        (module.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+        (module.IPV6, int("[" in url)),
+    ):
+        sub.setsockopt(option, value)
+    # Topics are free text of the engine: it is known by the socket.
+    sub.setsockopt(module.SUBSCRIBE, b"")
+    events = module.EVENT_HANDSHAKE_SUCCEEDED | module.EVENT_DISCONNECTED
+    monitor = SocketReader(sub.get_monitor_socket(events), wake, module)
+    reader = SocketReader(sub, wake, module)
+    sub.connect(url)
+    return reader, monitor
+
+
+def open_replay(
+    context: zmq.Context[Any], url: str, start: int, wake: Callable[[], None]
+) -> SocketReader:
+    """Ask an engine for the batches from a number on.
+
+    Args:
+        context: Context of all sockets.
+        url: Address of its replay socket.
+        start: First number, 64 bits.
+        wake: Called when there may be messages.
+    """
+    module = load_zmq()
+    dealer = context.socket(module.DEALER)
+    for option, value in (
+        (module.LINGER, 0),
+        (module.RCVHWM, _MAX_QUEUED),
+        (module.MAXMSGSIZE, kv_events.MAX_BATCH_BYTES),
+        (module.IPV6, int("[" in url)),
+    ):
+        dealer.setsockopt(option, value)
+    dealer.connect(url)
+    dealer.send_multipart((b"", start.to_bytes(8)), flags=module.NOBLOCK)
+    return SocketReader(dealer, wake, module)
+
+
+def parse_connection_event(frames: list[bytes]) -> bool:
+    """True if a monitor says that a subscription is connected, False if it no longer is."""
+    module = load_zmq()
+    event = module.utils.monitor.parse_monitor_message(frames)["event"]
+    return bool(event == module.EVENT_HANDSHAKE_SUCCEEDED)
+
+
+class SocketReader:
+    """Socket of ZeroMQ on the event loop.
+
+    Its file descriptor says only that something has changed, and goes on to say so until messages
+    are read. So it is watched only while there is none.
+
+    Args:
+        socket: The socket; it is closed with the reader.
+        wake: Called when there may be messages.
+        zmq: The module.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], wake: Callable[[], None], zmq: Any) -> None:
+        self.socket = socket
+        self._wake = wake
+        self._again = zmq.Again
+        self._flags = zmq.NOBLOCK
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._is_ready = True
+
+    def receive(self) -> list[bytes] | None:
+        """Frames of the next message; None where there is none."""
+        if not self._is_ready:
+            return None
+        try:
+            return self.socket.recv_multipart(self._flags)
+        except self._again:
+            self._is_ready = False
+            self._loop.add_reader(self._descriptor, self._on_readable)
+            return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._loop.remove_reader(self._descriptor)
+        self.socket.close(linger=0)
+
+    def _on_readable(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._is_ready = True
+        self._wake()

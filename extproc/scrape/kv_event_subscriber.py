@@ -1,0 +1,253 @@
+"""Subscriptions to KV events: a ZeroMQ socket per engine and rank, read in turns of the event loop.
+
+libzmq connects, reconnects with back-off and jitter, and reads in a thread of its own; here messages
+are taken from its queues, a bounded number of blocks per turn. A subscription that begins, or is
+connected again, asks the engine's replay socket for what was missed, and reads on only behind that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.pool.store import PoolStore
+from extproc.prefix_cache.cache_model import index_key
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.scrape import kv_event_sockets
+from extproc.scrape.kv_event_subscription import (
+    BatchResult,
+    EngineSubscription,
+    SubscriptionChange,
+)
+from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    import zmq
+
+#: Labels of an endpoint whose engine publishes on other ports.
+PORT_LABEL, REPLAY_PORT_LABEL = "kv-events-port", "kv-events-replay-port"
+
+#: Seconds between comparisons of the endpoint set with the subscriptions.
+_FOLLOW_S = 0.2
+
+#: Blocks that are taken in per turn of the event loop (count), a few milliseconds.
+_BLOCKS_PER_TURN = 512
+
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Events of engines about the blocks in their prefix caches, over ZeroMQ.
+
+    Attributes:
+        enabled: Subscribe to every endpoint, and know by its events which prefixes it holds. False:
+            engines publish events only where they are configured to, and it needs the extra
+            `kv-events`.
+        port: TCP port on which engines publish, on the address of the endpoint. 5557 is that of
+            vLLM. Label `kv-events-port` of an endpoint: another one.
+        replay_port: TCP port on which engines send earlier events again. 0: they do not, as engines
+            have none unless configured; what is cached when extproc starts is then not known, and
+            a lost event is only repaired as the cache turns over. Label `kv-events-replay-port` of
+            an endpoint: another one.
+        ranks: Data-parallel ranks behind an endpoint (count); rank r publishes, and sends again, on
+            the port plus r. 1: engines without data parallelism.
+        max_blocks: Blocks of an endpoint and rank that are remembered (count). 200000 are 3.2
+            million tokens in blocks of 16, and take about 8 MB.
+    """
+
+    enabled: bool = False
+    port: _Port = 5557
+    replay_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    max_blocks: Annotated[int, msgspec.Meta(ge=1)] = 200_000
+
+
+def require(settings: KvEventsSection) -> None:
+    """Refuse settings that need a package that is not installed.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    if settings.enabled:
+        kv_event_sockets.load_zmq()
+
+
+class KvEventSubscriber:
+    """Subscribes to every endpoint of a pool.
+
+    Args:
+        settings: Ports, ranks and bounds.
+        store: Source of endpoints.
+        exact: Receives what engines hold.
+        clock: Monotonic seconds.
+        rng: Jitter.
+        on_cleared: Called with an endpoint whose cache is empty now.
+        on_change: Called when a subscription is lost or regained.
+        supervisor: Counts and logs exceptions.
+
+    Raises:
+        ConfigError: The package is not installed.
+
+    Attributes:
+        batches: Batches by result (count), all results from the start.
+    """
+
+    def __init__(
+        self,
+        settings: KvEventsSection,
+        store: PoolStore,
+        exact: ExactPrefixes,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_cleared: Callable[[Endpoint], None],
+        on_change: Callable[[SubscriptionChange], None],
+        supervisor: Supervisor,
+    ) -> None:
+        kv_event_sockets.load_zmq()
+        self.settings = settings
+        self.exact = exact
+        self.clock = clock
+        self.rng = rng
+        self.on_cleared = on_cleared
+        self.on_change = on_change
+        self.batches: Counter[BatchResult] = Counter(dict.fromkeys(get_args(BatchResult), 0))
+        self._store = store
+        self._supervisor = supervisor
+        self._subscriptions: dict[str, list[EngineSubscription]] = {}
+        #: Those that are to work in the next turn, in order.
+        self._ready: dict[EngineSubscription, None] = {}
+        self._turn: asyncio.Handle | None = None
+        self.context: zmq.Context[Any] | None = None
+
+    @property
+    def subscriptions(self) -> Iterator[EngineSubscription]:
+        """Subscriptions of all endpoints and ranks."""
+        for subscriptions in self._subscriptions.values():
+            yield from subscriptions
+
+    async def run(self) -> None:
+        """Follow the endpoint set until cancelled."""
+        self.context = kv_event_sockets.open_context()
+        try:
+            while True:
+                self.step()
+                await asyncio.sleep(_FOLLOW_S)
+        finally:
+            for address in list(self._subscriptions):
+                self._stop(address)
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
+            self.context.destroy(linger=0)
+            self.context = None
+
+    def step(self) -> None:
+        """Start and stop subscriptions so that they match the pool, and end silent replays.
+
+        What an engine held before we listened is gone once blocks that we know fill its cache.
+        """
+        left = set(self._subscriptions)
+        for member in self._store.pool.members:
+            endpoint = member.endpoint
+            running = self._subscriptions.get(endpoint.address)
+            if running is not None and _is_same_source(running[0].endpoint, endpoint):
+                left.discard(endpoint.address)
+                if self.settings.ranks == 1:
+                    running[0].note_capacity(member.load.kv_blocks)
+                continue
+            self._stop(endpoint.address)
+            left.discard(endpoint.address)
+            self._start(endpoint)
+        for address in left:
+            self._stop(address)
+        now = self.clock()
+        for subscription in self.subscriptions:
+            subscription.check(now)
+        if self.exact.index.sweep(0):
+            self._schedule_turn(0.0)
+
+    def wake(self, subscription: EngineSubscription) -> None:
+        """Let a subscription work in the next turn."""
+        self._ready[subscription] = None
+        self._schedule_turn(0.0)
+
+    def _start(self, endpoint: Endpoint) -> None:
+        key = index_key(endpoint)
+        started = self._subscriptions[endpoint.address] = []
+        port, replay_port = _ports(self.settings, endpoint)
+        for rank in range(self.settings.ranks):
+            engine = self.exact.open(key, rank)
+            subscription = EngineSubscription(
+                self,
+                endpoint,
+                rank,
+                engine,
+                url=_url(endpoint, port + rank),
+                replay_url=_url(endpoint, replay_port + rank) if replay_port else "",
+            )
+            started.append(subscription)
+            subscription.open()
+
+    def _stop(self, address: str) -> None:
+        stopped = self._subscriptions.pop(address, ())
+        for subscription in stopped:
+            subscription.close()
+        if stopped:
+            self.exact.forget(index_key(stopped[0].endpoint))
+
+    def _schedule_turn(self, wait_s: float) -> None:
+        if self._turn is None:
+            loop = asyncio.get_running_loop()
+            self._turn = (
+                loop.call_later(wait_s, self._take_turn)
+                if wait_s
+                else loop.call_soon(self._take_turn)
+            )
+
+    def _take_turn(self) -> None:
+        """Work off some blocks of the subscriptions that have messages, each in its turn."""
+        self._turn = None
+        began, left, ready = self.clock(), _BLOCKS_PER_TURN, self._ready
+        while ready and left > 0:
+            subscription = next(iter(ready))
+            del ready[subscription]
+            try:
+                used = subscription.work(min(left, _BLOCKS_PER_TURN // 4))
+            except Exception as error:  # noqa: BLE001 - one engine must not end the others
+                self._supervisor.record_error(
+                    "kv_events", error, instance=subscription.endpoint.address
+                )
+                subscription.rest("its messages cannot be handled")
+                used = 0
+            if used:
+                left -= used
+                ready[subscription] = None
+        if self.exact.index.sweep(_BLOCKS_PER_TURN) or ready:
+            # As long as it took: never more than half of the loop.
+            self._schedule_turn(max(0.0005, self.clock() - began))
+
+
+def _ports(settings: KvEventsSection, endpoint: Endpoint) -> tuple[int, int]:
+    """Ports of events and of replays; a label that is no port is not used."""
+    ports = []
+    for label, usual in ((PORT_LABEL, settings.port), (REPLAY_PORT_LABEL, settings.replay_port)):
+        text = endpoint.labels.get(label, "")
+        is_port = text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535
+        ports.append(int(text) if is_port else usual)
+    return ports[0], ports[1]
+
+
+def _url(endpoint: Endpoint, port: int) -> str:
+    host = f"[{endpoint.ip}]" if ":" in endpoint.ip else endpoint.ip
+    return f"tcp://{host}:{port}"
+
+
+def _is_same_source(previous: Endpoint, current: Endpoint) -> bool:
+    return previous.incarnation == current.incarnation and previous.labels == current.labels

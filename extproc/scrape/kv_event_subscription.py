@@ -1,0 +1,406 @@
+"""Subscription to the KV events of one engine, or one rank of it: order, gaps, restarts."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import xxhash
+
+from extproc.endpoint import Endpoint
+from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.token_blocks import EngineBlocks
+from extproc.scrape import kv_event_sockets
+from extproc.scrape.kv_event_sockets import SocketReader
+
+if TYPE_CHECKING:
+    from extproc.scrape.kv_event_subscriber import KvEventSubscriber
+
+#: Cost of a message besides its blocks, in blocks.
+_MESSAGE_COST: Final = 4
+
+#: Seconds without any answer of a replay socket after which it counts as silent.
+_REPLAY_TIMEOUT_S = 2.0
+
+#: Malformed messages in a row after which a subscription rests (count), and for how long (seconds).
+_MAX_MALFORMED, _REST_S = 16, 30.0
+
+#: Share of the blocks of a cache that are known when it counts as known: the others are the last ones
+#: of running requests, which are not full.
+_FULL_RATIO: Final = 0.95
+
+#: Number that ends a replay.
+_END: Final = (1 << 64) - 1
+
+SubscriptionState = Literal["exact", "partial", "catching_up", "lost"]
+
+#: What came of a batch. Lost ones were published before they were missed; replayed ones are applied
+#: as well.
+BatchResult = Literal["applied", "replayed", "duplicate", "lost", "malformed"]
+
+
+class SubscriptionChange(msgspec.Struct, frozen=True, gc=False):
+    """A subscription was lost or regained.
+
+    Attributes:
+        address: Address of the endpoint.
+        rank: Rank behind it.
+        state: State of the subscription from now on.
+        detail: Reason.
+    """
+
+    address: str
+    rank: int
+    state: SubscriptionState
+    detail: str
+
+
+class EngineSubscription:
+    """Subscription to one rank of an endpoint.
+
+    Args:
+        owner: Settings, and where counts and changes go.
+        endpoint: The endpoint.
+        rank: Rank behind it.
+        engine: Its blocks.
+        url: Address that it publishes on.
+        replay_url: Address of its replay socket; empty for none.
+
+    Attributes:
+        endpoint: The endpoint.
+        rank: Rank behind it.
+        engine: Its blocks.
+    """
+
+    def __init__(
+        self,
+        owner: KvEventSubscriber,
+        endpoint: Endpoint,
+        rank: int,
+        engine: EngineBlocks,
+        *,
+        url: str,
+        replay_url: str,
+    ) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self.engine = engine
+        self._owner = owner
+        self._address = url
+        self._replay_address = replay_url
+        #: Sockets with their file descriptors, and whether they may have messages.
+        self._sub: SocketReader | None = None
+        self._monitor: SocketReader | None = None
+        self._replay: SocketReader | None = None
+        self._is_connected = False
+        self._is_reported_lost = False
+        self._was_live = False
+        #: Number of the batch that comes next, and digest of the one before it.
+        self._expected = 0
+        self._digest = 0
+        #: Number of the last batch that was published to us; -1 before the first.
+        self._last_live = -1
+        #: Whether every batch since the start of the engine was taken in.
+        self._is_from_start = True
+        #: Events of a batch that are still to be taken in.
+        self._pending: deque[msgspec.Raw] = deque()
+        #: Batch that showed a gap, until that is filled.
+        self._held: tuple[int, bytes] | None = None
+        self._has_replay = False
+        self._replay_until = 0.0
+        self._is_verifying = False
+        self._has_progress = False
+        self._has_hole = False
+        self._num_malformed = 0
+        self._rests_until: float | None = None
+
+    @property
+    def state(self) -> SubscriptionState:
+        """State for the metrics page."""
+        if not self._is_connected:
+            return "lost"
+        if not self.engine.is_live:
+            return "catching_up"
+        return "exact" if self.engine.is_complete else "partial"
+
+    def open(self) -> None:
+        """Begin to connect."""
+        context = self._owner.context
+        if context is None:
+            raise RuntimeError("subscriptions are opened while the loop of their owner runs")
+        self._sub, self._monitor = kv_event_sockets.open_subscription(
+            context, self._address, self._wake
+        )
+        self._wake()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._end_replay_socket()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._sub is not None:
+            self._sub.socket.disable_monitor()
+            self._sub.close()
+        self._sub = self._monitor = None
+        self._is_connected = False
+        self._pending.clear()
+        self._held = None
+
+    def rest(self, why: str) -> None:
+        """Close the sockets for a while: what the engine sends is of no use."""
+        self.close()
+        # Whatever it sends then may be another life of it.
+        self._num_malformed = self._expected = self._digest = 0
+        self._last_live = -1
+        self._is_from_start = True
+        owner = self._owner
+        self._rests_until = owner.clock() + _REST_S * owner.rng.uniform(0.5, 1.0)
+        owner.exact.index.wipe(self.engine, is_complete=False)
+        self._lose(why)
+
+    def check(self, now: float) -> None:
+        """End a replay that is silent, and a rest that is over."""
+        if self._replay is not None and now >= self._replay_until:
+            self._end_replay()
+        if self._rests_until is not None and now >= self._rests_until:
+            self._rests_until = None
+            self.open()
+
+    def note_capacity(self, num_blocks: int | None) -> None:
+        """Take the engine for exact once known blocks fill its cache.
+
+        Args:
+            num_blocks: Blocks of its cache (count); None while unknown.
+        """
+        engine = self.engine
+        if num_blocks and engine.is_live and engine.held >= _FULL_RATIO * num_blocks:
+            self._owner.exact.index.set_complete(engine)
+
+    def work(self, max_blocks: int) -> int:
+        """Take in messages and events; returns the blocks (count), 0 where there is nothing to do.
+
+        Args:
+            max_blocks: Blocks at most, but for those of one event (count).
+        """
+        used = 0
+        while used < max_blocks:
+            cost = self._work_once()
+            if not cost:
+                break
+            used += cost
+        return used
+
+    def _work_once(self) -> int:
+        if self._pending:
+            return self._apply_next()
+        for reader, handle in (
+            (self._monitor, self._on_monitor),
+            (self._replay, self._on_replay),
+            (self._sub if self._is_connected and self._replay is None else None, self._on_live),
+        ):
+            frames = None if reader is None else reader.receive()
+            if frames is not None:
+                handle(frames)
+                return _MESSAGE_COST
+        return 0
+
+    def _wake(self) -> None:
+        self._owner.wake(self)
+
+    # Connection.
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        if kv_event_sockets.parse_connection_event(frames):
+            self._is_connected = True
+            self._has_replay = bool(self._replay_address)
+            if self._has_replay:
+                self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
+            # Else the number of its next batch says what was missed.
+        else:
+            self._is_connected = False
+            self._held = None
+            self._end_replay_socket()
+            self._lose("the connection is gone")
+
+    def _lose(self, why: str) -> None:
+        owner = self._owner
+        owner.exact.index.set_live(self.engine, is_live=False)
+        if self._was_live and not self._is_reported_lost:
+            self._is_reported_lost = True
+            owner.on_change(SubscriptionChange(self.endpoint.address, self.rank, "lost", why))
+
+    def _go_live(self) -> None:
+        owner = self._owner
+        if self._sub is None:
+            return  # it rests
+        owner.exact.index.set_live(self.engine, is_live=True)
+        if self._is_from_start:
+            owner.exact.index.set_complete(self.engine)
+        if self._is_reported_lost or not self._was_live:
+            self._is_reported_lost, self._was_live = False, True
+            detail = (
+                "every batch is known" if self._is_from_start else "earlier batches are not known"
+            )
+            owner.on_change(
+                SubscriptionChange(self.endpoint.address, self.rank, self.state, detail)
+            )
+
+    # Batches.
+
+    def _on_live(self, frames: list[bytes]) -> None:
+        """A batch that was published: the next one, one behind a gap, or one of a new engine."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self._on_malformed()
+            return
+        seq, payload = int.from_bytes(frames[1]), frames[2]
+        restarted = seq <= self._last_live
+        self._last_live = seq
+        if restarted:
+            self._reset()
+        elif seq < self._expected:
+            self._owner.batches["duplicate"] += 1
+            return
+        if seq != self._expected:
+            if self._has_replay:
+                self._held = (seq, payload)
+                verify = self._expected > 0
+                self._request_replay(max(0, self._expected - 1), verify=verify)
+                return
+            self._note_lost(seq)
+        self._take(seq, payload)
+        if not self.engine.is_live or (self._is_from_start and not self.engine.is_complete):
+            self._go_live()
+
+    def _take(self, seq: int, payload: bytes) -> None:
+        """Take in a batch, which must be the next one."""
+        self._expected = seq + 1
+        self._digest = xxhash.xxh3_64_intdigest(payload)
+        try:
+            self._pending.extend(kv_events.decode_batch(payload))
+        except kv_events.Malformed:
+            self._on_malformed()
+            return
+        self._num_malformed = 0
+        self._owner.batches["applied"] += 1
+
+    def _apply_next(self) -> int:
+        try:
+            event = kv_events.decode_event(self._pending.popleft())
+        except kv_events.Malformed:
+            self._on_malformed()
+            return _MESSAGE_COST
+        if event is None:
+            return 1
+        owner = self._owner
+        cost = owner.exact.index.apply(self.engine, event)
+        if isinstance(event, kv_events.AllBlocksCleared):
+            owner.on_cleared(self.endpoint)
+        return cost
+
+    def _on_malformed(self) -> None:
+        """Forget the blocks of an engine, as a message that is unknown may have changed them."""
+        self._pending.clear()
+        self._owner.batches["malformed"] += 1
+        self._num_malformed += 1
+        self._is_from_start = False
+        if self._num_malformed >= _MAX_MALFORMED:
+            self.rest("its messages are malformed")
+        else:
+            self._owner.exact.index.wipe(self.engine, is_complete=False)
+
+    def _note_lost(self, seq: int) -> None:
+        """Batches up to this one are lost: what the engine holds is unknown."""
+        if self._expected:
+            # Before the first one, they are not lost but earlier than we are.
+            self._owner.batches["lost"] += seq - self._expected
+        self._is_from_start = False
+        self._expected = seq
+        self._owner.exact.index.wipe(self.engine, is_complete=False)
+
+    def _reset(self) -> None:
+        """Another engine process publishes: its cache began empty."""
+        self._expected = self._digest = 0
+        self._is_from_start = True
+        self._pending.clear()
+        owner = self._owner
+        owner.exact.index.wipe(self.engine, is_complete=False)
+        owner.on_cleared(self.endpoint)
+
+    # Replay.
+
+    def _request_replay(self, start: int, *, verify: bool) -> None:
+        """Ask for the batches from a number on.
+
+        Args:
+            start: First number.
+            verify: Whether the first one was taken in already: if it differs, the engine is another.
+        """
+        owner = self._owner
+        self._end_replay_socket()
+        if owner.context is None:
+            return
+        self._is_verifying = verify
+        self._has_progress = self._has_hole = False
+        self._replay_until = owner.clock() + _REPLAY_TIMEOUT_S
+        self._replay = kv_event_sockets.open_replay(
+            owner.context, self._replay_address, start, self._wake
+        )
+        self._wake()
+
+    def _on_replay(self, frames: list[bytes]) -> None:
+        """A batch that was sent again, behind an empty frame, and a topic from newer engines."""
+        self._replay_until = self._owner.clock() + _REPLAY_TIMEOUT_S
+        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
+            self._on_malformed()
+            return
+        seq, payload = int.from_bytes(frames[-2]), frames[-1]
+        if seq == _END:
+            self._end_replay()
+            return
+        if self._is_verifying:
+            self._is_verifying = False
+            if seq < self._expected:
+                if xxhash.xxh3_64_intdigest(payload) != self._digest:
+                    self._reset()
+                    self._request_replay(0, verify=False)
+                return
+        if self._has_hole or seq < self._expected:
+            pass
+        elif seq > self._expected and self._has_progress:
+            # The engine dropped some while we did not read: they are asked for again.
+            self._has_hole = True
+        else:
+            if seq > self._expected:
+                self._note_lost(seq)
+            self._has_progress = True
+            self._owner.batches["replayed"] += 1
+            self._take(seq, payload)
+
+    def _end_replay(self) -> None:
+        """A replay is over, or its socket is silent."""
+        if self._is_verifying and self._is_connected and self._owner.clock() < self._replay_until:
+            # Not even the batch before: the engine has published fewer, so it is another.
+            self._reset()
+            self._request_replay(0, verify=False)
+            return
+        if self._has_hole and self._has_progress:
+            self._request_replay(self._expected, verify=False)
+            return
+        if self._owner.clock() >= self._replay_until:
+            # It is not asked again on this connection: each gap would wait for it.
+            self._has_replay = self._is_from_start = False
+            self._owner.exact.index.wipe(self.engine, is_complete=False)
+        self._end_replay_socket()
+        held, self._held = self._held, None
+        if held is not None and held[0] >= self._expected:
+            if held[0] > self._expected:
+                self._note_lost(held[0])
+            self._take(*held)
+        self._go_live()
+        self._wake()
+
+    def _end_replay_socket(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None

@@ -1,0 +1,254 @@
+"""Prompt renderer: asks engines for the tokens of prompts that were routed to them.
+
+It works behind the choice of the endpoint: no request waits for it. An engine is sent the bytes of
+the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
+for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, get_args
+
+import aiohttp
+import msgspec
+
+from extproc.decision import Decision
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.request import HttpRequest
+from extproc.supervision import Supervisor
+
+#: What came of a prompt.
+PromptResult = Literal["mapped", "failed", "unsupported", "dropped"]
+
+#: Paths by API, in the order in which they are tried.
+_PATHS: Final[Mapping[str, Sequence[str]]] = {
+    "chat": ("/v1/chat/completions/render", "/tokenize"),
+    "completions": ("/v1/completions/render", "/tokenize"),
+}
+
+#: Statuses of a path that an engine does not have.
+_ABSENT: Final = frozenset({403, 404, 405, 501})
+
+#: Requests to engines at a time (count).
+_NUM_WORKERS = 4
+
+#: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
+_MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
+
+#: Bytes of a body at most, and of an answer: half a million tokens.
+_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
+
+#: Seconds that an engine may take.
+_TIMEOUT_S = 5.0
+
+#: Seconds in which an engine is not asked after it failed, and after it had none of the paths.
+_FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0
+
+#: Engines that are remembered (count).
+_MAX_ENGINES = 4096
+
+_JSON: Final = {"content-type": "application/json"}
+
+
+class _Features(msgspec.Struct, gc=False):
+    mm_hashes: dict[str, Any] | None = None
+
+
+class _Rendered(msgspec.Struct, gc=False):
+    """Answer of `/render`, or of `/tokenize`."""
+
+    token_ids: list[int] | None = None
+    tokens: list[int] | None = None
+    features: _Features | None = None
+
+
+class _UnmappedPrompt(msgspec.Struct, frozen=True):
+    """A prompt to be mapped."""
+
+    address: str
+    api: str
+    body: bytes
+    chain: Sequence[int]
+    adapter: str
+    prompt_bytes: int
+
+
+class _Engine(msgspec.Struct):
+    """Path that an engine has, by position, and when it is asked again."""
+
+    path: int = 0
+    paused_until: float = 0.0
+
+
+_decode = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
+
+
+class PromptRenderer:
+    """Maps the prompts of routed requests to tokens.
+
+    Args:
+        exact: Receives the tokens.
+        adapters: Returns the names of known adapters.
+        scheme: Of engines, `http` or `https`.
+        tls: For `https`; None for the usual one.
+        clock: Monotonic seconds.
+        supervisor: Keeps the workers alive.
+        instance: Name of the pool, for the log.
+
+    Attributes:
+        results: Prompts by result (count), all results from the start.
+    """
+
+    def __init__(
+        self,
+        exact: ExactPrefixes,
+        *,
+        adapters: Callable[[], Collection[str]],
+        scheme: str,
+        tls: ssl.SSLContext | None,
+        clock: Callable[[], float],
+        supervisor: Supervisor,
+        instance: str = "",
+    ) -> None:
+        self._exact = exact
+        self._adapters = adapters
+        self._scheme = scheme
+        self._tls = tls
+        self._clock = clock
+        self._supervisor = supervisor
+        self._instance = instance
+        self._queue: asyncio.Queue[_UnmappedPrompt] = asyncio.Queue(_MAX_QUEUED)
+        self._queued_bytes = 0
+        self._num_rendering = 0
+        self._engines: dict[str, _Engine] = {}
+        self.results: Counter[PromptResult] = Counter(dict.fromkeys(get_args(PromptResult), 0))
+
+    @property
+    def num_unmapped(self) -> int:
+        """Prompts that wait, or are being rendered (count)."""
+        return self._queue.qsize() + self._num_rendering
+
+    def note(self, decision: Decision, raw: HttpRequest) -> None:
+        """Take note of a routed request; cheap where its prompt is mapped already."""
+        chain, request, exact = decision.block_hashes, decision.request, self._exact
+        if not exact.index.block_tokens or exact.prompts.covers(chain):
+            return
+        address = decision.endpoints[0].address
+        engine = self._engines.get(address)
+        if engine is not None and self._clock() < engine.paused_until:
+            return
+        if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
+            return
+        if b'"cache_salt"' in raw.body:
+            self.results["unsupported"] += 1
+            return
+        edit = decision.body_edit
+        body = bytes(raw.body) if edit is None else edit.apply(raw.body)
+        if self._queue.full() or self._queued_bytes + len(body) > _MAX_QUEUED_BYTES:
+            self.results["dropped"] += 1
+            return
+        self._queued_bytes += len(body)
+        adapter = request.adapter or (request.model if request.model in self._adapters() else "")
+        self._queue.put_nowait(
+            _UnmappedPrompt(address, request.api, body, chain, adapter, request.prompt_bytes)
+        )
+
+    async def run(self) -> None:
+        """Map prompts until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(ssl=self._tls or True, limit=_NUM_WORKERS)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for number in range(_NUM_WORKERS):
+                supervised = self._supervisor.keep(
+                    "kv_events", partial(self._work, session), instance=f"renderer {number}"
+                )
+                tasks.create_task(supervised, name=f"prompt renderer {number}")
+
+    async def _work(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            prompt = await self._queue.get()
+            self._queued_bytes -= len(prompt.body)
+            self._num_rendering += 1
+            result: PromptResult
+            try:
+                result = await self._render(session, prompt)
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                result = "failed"
+                self._pause(prompt.address, _FAILED_PAUSE_S)
+            except Exception as error:  # noqa: BLE001 - one prompt must not end the worker
+                result = "failed"
+                self._supervisor.record_error("kv_events", error, instance=self._instance)
+            finally:
+                self._num_rendering -= 1
+            self.results[result] += 1
+
+    async def _render(
+        self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
+    ) -> PromptResult:
+        """Map a prompt; returns the result."""
+        if self._exact.prompts.covers(prompt.chain):
+            return "mapped"  # another one was the same
+        engine = self._engine(prompt.address)
+        paths = _PATHS[prompt.api]
+        while engine.path < len(paths):
+            url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
+            async with session.post(url, data=prompt.body, headers=_JSON) as response:
+                if response.status in _ABSENT:
+                    engine.path += 1
+                    continue
+                if response.status != 200:
+                    self._pause(prompt.address, _FAILED_PAUSE_S)
+                    return "failed"
+                return self._map(prompt, await _read(response))
+        engine.path = 0
+        self._pause(prompt.address, _ABSENT_PAUSE_S)
+        return "unsupported"
+
+    def _map(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
+        try:
+            rendered = _decode(answer)
+            if isinstance(rendered, list):
+                if len(rendered) != 1:
+                    return "unsupported"  # several prompts in one request
+                rendered = rendered[0]
+            tokens = array("I", rendered.token_ids or rendered.tokens or ())
+        except (msgspec.DecodeError, OverflowError, RecursionError):
+            self._pause(prompt.address, _FAILED_PAUSE_S)
+            return "failed"
+        if rendered.features is not None and rendered.features.mm_hashes:
+            return "unsupported"  # images are in the keys of their blocks
+        if not tokens:
+            return "failed"
+        self._exact.map_prompt(
+            prompt.chain, tokens, adapter=prompt.adapter, prompt_bytes=prompt.prompt_bytes
+        )
+        return "mapped"
+
+    def _engine(self, address: str) -> _Engine:
+        if len(self._engines) >= _MAX_ENGINES:
+            self._engines.clear()
+        return self._engines.setdefault(address, _Engine())
+
+    def _pause(self, address: str, seconds: float) -> None:
+        self._engine(address).paused_until = self._clock() + seconds
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer; empty where it is too long."""
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > _MAX_ANSWER_BYTES:
+            return b""
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,100 @@
+"""Prometheus families of KV events: subscriptions, blocks, prompts, and how good predictions were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from extproc.telemetry.metric_family import MetricFamily
+
+
+class KvEventStats(msgspec.Struct, frozen=True):
+    """Counts of KV events of a pool.
+
+    Attributes:
+        batches: Batches by result.
+        prompts: Prompts that were to be mapped, by result.
+        usage_tokens: Cached prompt tokens by source of the prediction, predicted and observed.
+        states: Address, rank and state of each subscription.
+        blocks: Address, rank and blocks on the device of each.
+        dropped_blocks: Stored blocks that were not taken in (count).
+    """
+
+    batches: Mapping[Any, int]
+    prompts: Mapping[Any, int]
+    usage_tokens: Mapping[Any, int]
+    states: Sequence[tuple[str, int, str]]
+    blocks: Sequence[tuple[str, int, int]]
+    dropped_blocks: int
+
+
+def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:
+    """Yield the families of pools that subscribe to KV events, by name of the pool."""
+    rank_labels = ("pool", "endpoint", "rank")
+    yield MetricFamily(
+        "gauge",
+        "extproc_kv_event_subscription_state",
+        "State of the subscription to an engine, as a label; always 1. Only with `kv_events`.",
+        (*rank_labels, "state"),
+        [
+            ((pool, address, str(rank), state), 1)
+            for pool, counts in stats.items()
+            for address, rank, state in counts.states
+        ],
+    )
+    yield MetricFamily(
+        "gauge",
+        "extproc_kv_event_blocks",
+        "Blocks on the device of an engine, by its events. Only with `kv_events`.",
+        rank_labels,
+        [
+            ((pool, address, str(rank)), held)
+            for pool, counts in stats.items()
+            for address, rank, held in counts.blocks
+        ],
+    )
+    yield MetricFamily(
+        "counter",
+        "extproc_kv_event_batches",
+        "Batches of KV events, by result. Only with `kv_events`.",
+        ("pool", "result"),
+        [
+            ((pool, result), count)
+            for pool, counts in stats.items()
+            for result, count in counts.batches.items()
+        ],
+    )
+    yield MetricFamily(
+        "gauge",
+        "extproc_kv_event_dropped_blocks",
+        "Stored blocks of the engines in the pool that were not taken in: their parents are "
+        "unknown, or there are too many. Only with `kv_events`.",
+        ("pool",),
+        [((pool,), counts.dropped_blocks) for pool, counts in stats.items()],
+    )
+    yield MetricFamily(
+        "counter",
+        "extproc_mapped_prompts",
+        "Prompts that engines were asked to render after the choice of the endpoint, by result. "
+        "Only with `kv_events`.",
+        ("pool", "result"),
+        [
+            ((pool, result), count)
+            for pool, counts in stats.items()
+            for result, count in counts.prompts.items()
+        ],
+    )
+    yield MetricFamily(
+        "counter",
+        "extproc_match_source_tokens",
+        "Cached prompt tokens as predicted and as engines reported, by source of the prediction. "
+        "Only with `kv_events`.",
+        ("pool", "source", "kind"),
+        [
+            ((pool, source, kind), count)
+            for pool, counts in stats.items()
+            for (source, kind), count in counts.usage_tokens.items()
+        ],
+    )

@@ -1,0 +1,139 @@
+"""Prompts by their tokens: what two prompts share is counted, and the oldest are given up."""
+
+from array import array
+
+from extproc.prefix_cache import blocks, kv_events
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes, PromptMap
+from extproc.prefix_cache.kv_events import BlockRemoved, BlockStored
+
+#: Byte blocks of 64 bytes, token blocks of four tokens of four bytes: four in a byte block.
+SCHEDULE = blocks.Schedule(block_bytes=64, growth=1, fine_bytes=4096)
+SIZE = 4
+
+
+def chain(prompt):
+    return blocks.chain(prompt, b"", schedule=SCHEDULE)
+
+
+def tokens(prompt):
+    """One token for four bytes."""
+    return array("I", prompt[: len(prompt) // 4 * 4])
+
+
+def exact():
+    """A pool with one engine that has stored a block, so that the size of blocks is known."""
+    found = ExactPrefixes(SCHEDULE, max_blocks=1000)
+    engine = found.open(("a", 0), 0)
+    found.index.set_live(engine, is_live=True)
+    found.index.apply(engine, BlockStored([1], None, tokens(b"x" * 16).tobytes(), SIZE))
+    return found, engine
+
+
+def add(found, prompt):
+    found.map_prompt(chain(prompt), tokens(prompt), adapter="", prompt_bytes=len(prompt))
+
+
+def text(*letters):
+    return b"".join(letter * 8 for letter in letters)
+
+
+SYSTEM = b"".join(b"%08d" % number for number in range(20))  # 160 bytes: ten blocks of tokens
+
+
+def test_the_same_prompt_and_its_next_turn_are_found_to_the_last_block():
+    """Of the same prompt the last token is computed again; a longer one shares all of it."""
+    found, _ = exact()
+    prompt = SYSTEM + text(*[b"%d" % digit for digit in range(4)])
+    assert len(prompt) == 192
+    add(found, prompt)
+    assert found.prompts.find(chain(prompt))[1] == 11
+    assert found.prompts.find(chain(prompt + b"y" * 200))[1] == 12
+    assert found.prompts.find(chain(b"z" + prompt)) is None
+    assert found.prompts.find(()) is None
+
+
+def test_blocks_that_prompts_share_are_counted_where_they_part():
+    """The first prompt estimates, the second one knows: 160 bytes are ten blocks of tokens."""
+    found, _ = exact()
+    first, second = SYSTEM + b"a" * 300, SYSTEM + b"b" * 300
+    add(found, first)
+    assert found.prompts.find(chain(second))[1] == 8
+    add(found, second)
+    assert found.prompts.find(chain(SYSTEM + b"c" * 300))[1] == 10
+
+
+def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
+    """The next turn of a conversation may drop what an engine generated before."""
+    found, _ = exact()
+    prompt = SYSTEM + b"a" * 96
+    add(found, prompt)
+    longer = prompt + b"b" * 64
+    other = tokens(SYSTEM) + tokens(b"q" * 160)
+    found.map_prompt(chain(longer), other, adapter="", prompt_bytes=len(longer))
+    assert found.prompts.find(chain(prompt + b"c" * 64))[1] == 10
+
+
+def test_oldest_prompts_are_given_up_with_what_only_they_have():
+    """What a later prompt shares stays."""
+    prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)
+    for letter in b"abcdefgh":
+        prompt = SYSTEM + bytes([letter]) * 160
+        keys = kv_events.block_keys(1, tokens(prompt).tobytes(), SIZE)
+        prompts.add(chain(prompt), keys, tokens=80, block_tokens=SIZE, prompt_bytes=len(prompt))
+    assert len(prompts) == 2
+    assert prompts.find(chain(SYSTEM + b"a" * 160))[1] == 10
+    assert prompts.covers(chain(SYSTEM + b"h" * 160))
+    assert not prompts.covers(chain(SYSTEM + b"a" * 160))
+    prompts.add(chain(SYSTEM), [1] * 60, tokens=240, block_tokens=SIZE, prompt_bytes=160)
+    assert len(prompts) == 2
+
+
+def test_match_says_what_each_engine_holds():
+    """Depths are in blocks of tokens, by slot; unmapped prompts have none."""
+    found, engine = exact()
+    other = found.open(("b", 0), 0)
+    prompt = SYSTEM + b"a" * 96
+    assert found.match(chain(prompt)) is None
+    add(found, prompt)
+    packed = tokens(prompt).tobytes()
+    found.index.apply(engine, BlockStored([2, 3], None, packed[: 2 * 16], SIZE))
+    found.index.apply(other, BlockStored([7], None, packed[:16], SIZE))
+    mapped, depths = found.match(chain(prompt))
+    assert depths == [2, 1]
+    found.record_sent("a", chain(prompt), 3.0)
+    assert mapped.sent == {"a": 3.0}
+    found.forget(("b", 0))
+    found.index.sweep(100)
+    assert found.match(chain(prompt))[1] == [2, 0]
+    assert found.engines(("b", 0)) == ()
+
+
+def test_the_next_turn_finds_the_answer_that_engines_stored():
+    """The blocks behind the earlier prompt count, where an engine holds them."""
+    found, engine = exact()
+    prompt = SYSTEM + b"a" * 96
+    add(found, prompt)
+    packed = tokens(prompt).tobytes()
+    found.index.apply(engine, BlockStored(list(range(10, 26)), None, packed, SIZE))
+    for number in range(3):
+        answer = tokens(b"%016d" % number).tobytes()
+        found.index.apply(
+            engine,
+            BlockStored([30 + number], 25 + 5 * (number > 0) + max(0, number - 1), answer, SIZE),
+        )
+    assert found.match(chain(prompt))[1] == [15]
+    longer = chain(prompt + b"b" * 128)
+    assert found.match(longer)[1] == [19]
+    assert found.match(longer)[1] == [19]
+    found.index.apply(engine, BlockRemoved([32]))
+    assert found.match(longer)[1] == [18]
+
+
+def test_a_prompt_remembers_few_engines():
+    """Prompts that go everywhere do not grow."""
+    found, _ = exact()
+    add(found, SYSTEM)
+    for number in range(100):
+        found.record_sent(f"e{number}", chain(SYSTEM), float(number))
+    assert len(found.match(chain(SYSTEM))[0].sent) == 16
+    found.record_sent("e1", chain(b"unknown" * 64), 1.0)

@@ -1,0 +1,212 @@
+"""KV events of engines: every form that vLLM and SGLang send, and bytes that are none."""
+
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+_encode = msgspec.msgpack.encode
+_TOKENS = list(range(32))
+
+#: As vLLM 0.32 sends it: fields with their default values are left out.
+_MAP = {
+    "type": "BlockStored",
+    "block_hashes": [2**64 - 1, 7],
+    "parent_block_hash": 5,
+    "token_ids": _TOKENS,
+    "block_size": 16,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [None, None],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+    "session_id": "of a later version",
+}
+_STORED = BlockStored([2**64 - 1, 7], 5, array("I", _TOKENS).tobytes(), 16)
+
+
+def decode(batch):
+    return [kv_events.decode_event(raw) for raw in kv_events.decode_batch(_encode(batch))]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param([1.5, [_MAP], 0], id="map"),
+        pytest.param([1.5, [_MAP]], id="map, no rank"),
+        pytest.param({"ts": 1.5, "events": [_MAP], "attn_dp_rank": 0}, id="batch as a map"),
+        pytest.param(
+            [1.5, [["BlockStored", [2**64 - 1, 7], 5, _TOKENS, 16, None]], None],
+            id="short array of vLLM up to 0.10",
+        ),
+        pytest.param(
+            [
+                1.5,
+                [
+                    [
+                        "BlockStored",
+                        [2**64 - 1, 7],
+                        5,
+                        _TOKENS,
+                        16,
+                        None,
+                        "GPU",
+                        None,
+                        [None, None],
+                        0,
+                        "full_attention",
+                        None,
+                        "more",
+                    ]
+                ],
+            ],
+            id="array of vLLM 0.23 with more behind it",
+        ),
+        pytest.param(
+            [1.5, [["BlockStored", [-1, 7], 5, _TOKENS, 16, None, "GPU"]]],
+            id="negative hash of SGLang",
+        ),
+        pytest.param(
+            [
+                1.5,
+                [
+                    [
+                        "BlockStored",
+                        [bytes(24) + b"\xff" * 8, bytes(31) + b"\7"],
+                        bytes(31) + b"\5",
+                        _TOKENS,
+                        16,
+                        None,
+                    ]
+                ],
+            ],
+            id="hashes as bytes",
+        ),
+        pytest.param(
+            [1.5, [["BlockStored", [-1, 7], 5, [[t, t + 1] for t in _TOKENS], 16, None]]],
+            id="pairs of tokens of SGLang with EAGLE",
+        ),
+    ],
+)
+def test_stored_blocks_read_alike_in_every_form(batch):
+    """What an engine stored does not depend on the version that says so."""
+    assert decode(batch) == [_STORED]
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"type": "BlockRemoved", "block_hashes": [3]}, BlockRemoved([3])),
+        (["BlockRemoved", [3, -1], "cpu"], BlockRemoved([3, 2**64 - 1], "CPU")),
+        (["BlockRemoved", [3], None, 2], BlockRemoved([3], "GPU", 2)),
+        ({"type": "AllBlocksCleared"}, AllBlocksCleared()),
+        (["AllBlocksCleared"], AllBlocksCleared()),
+        (["BlockMigrated", [3], "elsewhere"], None),
+        ({"type": "Heartbeat", "at": 1}, None),
+    ],
+)
+def test_events_read_in_both_forms(event, expected):
+    """Removals name tier and group; events of another kind are none."""
+    assert decode([0.0, [event]]) == [expected]
+
+
+def test_stored_blocks_carry_what_keeps_them_apart():
+    """Adapter, salt and images are read; the name of the adapter counts once."""
+    fields = _MAP | {"lora_name": "ad", "extra_keys": [["ad", "salt"], ["ad", ["img", 3]]]}
+    (event,) = decode([0.0, [fields]])
+    assert event.adapter == "ad"
+    assert event.extras == [_encode("salt"), _encode(["img", 3])]
+    (event,) = decode([0.0, [_MAP | {"lora_name": "ad", "extra_keys": [["ad"], ["ad"]]}]])
+    assert event.extras == ()
+    (event,) = decode([0.0, [_MAP | {"lora_id": 3}]])
+    assert event.adapter == "#3"
+    (event,) = decode([0.0, [_MAP | {"cache_salt": "s"}]])
+    assert event.extras == (b"s", b"")
+    metadata = ["BlockStored", [1, 2], 5, _TOKENS, 16, None, "GPU", {"cache_salt": "s"}]
+    (event,) = decode([0.0, [metadata]])
+    assert event.adapter == ""
+    assert event.extras[0]
+
+
+def test_blocks_of_sliding_windows_are_no_prefixes():
+    """A block of such a group says nothing about the tokens before it."""
+    (event,) = decode([0.0, [_MAP | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}]])
+    assert (event.group, event.is_prefix) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(7, id="number"),
+        pytest.param([1.0], id="no events"),
+        pytest.param({"ts": 1.0}, id="map without events"),
+        pytest.param([1.0, "events"], id="text for events"),
+        pytest.param([1.0, [_MAP | {"block_hashes": "no"}]], id="hashes of another type"),
+        pytest.param([1.0, [_MAP | {"token_ids": [1]}]], id="too few tokens"),
+        pytest.param([1.0, [_MAP | {"token_ids": [-1] * 32}]], id="negative token"),
+        pytest.param([1.0, [_MAP | {"token_ids": [[0, 1]] * 31 + [[-1, 0]]}]], id="negative pair"),
+        pytest.param([1.0, [_MAP | {"block_size": 0}]], id="blocks of nothing"),
+        pytest.param([1.0, [_MAP | {"extra_keys": [None, ["a"], None]}]], id="keys of more blocks"),
+        pytest.param([1.0, [_MAP | {"block_hashes": [1] * 5000}]], id="too many blocks"),
+        pytest.param([1.0, [[]] * 20_000], id="too many events"),
+        pytest.param([1.0, [[]]], id="event without a tag"),
+        pytest.param([1.0, [3]], id="event of another type"),
+        pytest.param([1.0, bytes(2_000_000)], id="too many bytes"),
+    ],
+)
+def test_malformed_batches_are_refused(batch):
+    """They raise one exception."""
+    with pytest.raises(kv_events.Malformed):
+        decode(batch)
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.binary(max_size=9)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+_FIELDS = st.dictionaries(st.sampled_from(sorted(_MAP)), _VALUES)
+
+
+@given(
+    st.binary(max_size=200)
+    | st.builds(lambda fields: _encode([0.0, [_MAP | fields]]), _FIELDS)
+    | st.builds(
+        lambda values: _encode([0.0, [["BlockStored", *values]]]), st.lists(_VALUES, max_size=11)
+    )
+)
+@example(b"\x91" * 100_000)
+@example(b"\x92\x00\x91" + b"\x91" * 100_000)
+@example(b"\xdd\xff\xff\xff\xff")
+def test_any_bytes_have_an_answer(payload):
+    """An event, none, or the one exception: nothing else."""
+    try:
+        for raw in kv_events.decode_batch(payload):
+            event = kv_events.decode_event(raw)
+            assert event is None or isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared)
+    except kv_events.Malformed:
+        pass
+
+
+def test_keys_cover_all_tokens_before_them():
+    """A key depends on the adapter, every token up to the end of its block, and the extras."""
+    tokens = array("I", range(40)).tobytes()
+    root = kv_events.root_key("")
+    keys = kv_events.block_keys(root, tokens, 16)
+    assert len(keys) == 2
+    assert kv_events.block_keys(keys[0], tokens[64:128], 16) == keys[1:]
+    assert kv_events.block_keys(kv_events.root_key("ad"), tokens, 16)[0] != keys[0]
+    salted = kv_events.block_keys(root, tokens[:128], 16, (b"salt", b""))
+    assert not set(salted) & set(keys)

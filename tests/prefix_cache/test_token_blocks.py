@@ -1,0 +1,143 @@
+"""Blocks of engines by their events, against sets."""
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from extproc.prefix_cache.token_blocks import TokenBlockIndex
+
+SIZE = 4
+
+
+def tokens(*numbers):
+    """Tokens of blocks, each of one number."""
+    return array("I", [number for number in numbers for _ in range(SIZE)]).tobytes()
+
+
+def stored(hashes, numbers, parent=None, **fields):
+    return BlockStored(hashes, parent, tokens(*numbers), SIZE, **fields)
+
+
+def keys(*numbers, adapter=""):
+    return kv_events.block_keys(kv_events.root_key(adapter), tokens(*numbers), SIZE)
+
+
+def depth(index, engine, chain):
+    """Leading blocks of a chain on an engine."""
+    return next((d for d, bits in index.holders(chain, len(chain)) if bits & engine.bit), 0)
+
+
+def test_index_follows_stored_and_removed_blocks():
+    """Chains that go on from a block are found from the root, on each engine alone."""
+    index = TokenBlockIndex(100)
+    first, second = index.open(), index.open()
+    index.apply(first, stored([11, 12], [1, 2]))
+    index.apply(first, stored([13], [3], parent=12))
+    index.apply(second, stored([91], [1]))
+    chain = keys(1, 2, 3)
+    assert index.holders(chain, 3) == [(1, second.bit), (3, first.bit)]
+    index.apply(first, BlockRemoved([13]))
+    index.apply(first, BlockRemoved([4711]))
+    assert index.holders(chain, 3) == [(1, second.bit), (2, first.bit)]
+    assert (first.held, second.held, index.num_keys) == (2, 1, 2)
+
+
+def test_index_keeps_adapters_and_extras_apart():
+    """The same tokens with another adapter are another chain."""
+    index = TokenBlockIndex(100)
+    engine = index.open()
+    index.apply(engine, stored([1], [1], adapter="ad"))
+    assert depth(index, engine, keys(1)) == 0
+    assert depth(index, engine, keys(1, adapter="ad")) == 1
+
+
+def test_index_leaves_out_what_it_cannot_place():
+    """Blocks behind an unknown parent, of another size, in other tiers or beyond the bound."""
+    index = TokenBlockIndex(2)
+    engine = index.open()
+    index.apply(engine, stored([1], [1], parent=99))
+    index.apply(engine, BlockStored([2], None, array("I", [1, 2]).tobytes(), 2))
+    index.apply(engine, stored([3], [1], medium="CPU"))
+    index.apply(engine, stored([4, 5, 6], [1, 2, 3]))
+    index.apply(engine, BlockStored([7], None, b"", 0))
+    assert (engine.held, engine.dropped, engine.other_media) == (0, 5, 1)
+
+
+def test_index_leaves_out_groups_of_sliding_windows():
+    """Their removals do not remove the same hashes of the full group."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    index.apply(engine, stored([1], [1]))
+    index.apply(engine, stored([1], [1], group=1, is_prefix=False))
+    index.apply(engine, BlockRemoved([1], group=1))
+    assert depth(index, engine, keys(1)) == 1
+    index.apply(engine, BlockRemoved([1]))
+    assert depth(index, engine, keys(1)) == 0
+
+
+def test_a_cleared_engine_holds_nothing_at_once_and_is_complete():
+    """The rest of the old blocks is swept in steps, and its bit is used again."""
+    index = TokenBlockIndex(5000)
+    engine, other = index.open(), index.open()
+    for number in range(3000):
+        index.apply(engine, stored([number], [number]))
+    index.apply(other, stored([1], [1]))
+    index.apply(engine, AllBlocksCleared())
+    assert engine.is_complete
+    assert (engine.held, depth(index, engine, keys(1)), depth(index, other, keys(1))) == (0, 0, 1)
+    steps = 0
+    while index.sweep(512):
+        steps += 1
+    assert steps > 1
+    assert index.num_keys == 1
+    assert index.open().bit == 1
+
+
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(("store", "remove", "clear", "close")),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 1), min_size=1, max_size=5),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=100)
+@given(_EVENTS)
+def test_index_agrees_with_sets_of_chains(events):  # noqa: C901 - an engine and its model
+    """Whatever engines do to the ends of chains, depths are those of sets."""
+    index = TokenBlockIndex(10_000)
+    engines = [index.open() for _ in range(3)]
+    held = [set() for _ in engines]
+    for action, at, chain in events:
+        engine = engines[at]
+        if action == "store":
+            for end in range(1, len(chain) + 1):
+                part = tuple(chain[:end])
+                if part not in held[at]:
+                    parent = hash(part[:-1]) % 2**64 if end > 1 else None
+                    index.apply(engine, stored([hash(part) % 2**64], part[-1:], parent))
+                    held[at].add(part)
+        elif action == "remove":
+            # Engines give up ends only.
+            for part in sorted(held[at], key=len, reverse=True):
+                if part[: len(chain)] == tuple(chain):
+                    index.apply(engine, BlockRemoved([hash(part) % 2**64]))
+                    held[at].discard(part)
+        elif action == "clear":
+            index.apply(engine, AllBlocksCleared())
+            held[at].clear()
+        else:
+            index.close(engine)
+            engines[at], held[at] = index.open(), set()
+        index.sweep(2)
+        for chain_of in (chain, [0, 1, 0, 1, 0], [0, 0, 0]):
+            for engine, parts in zip(engines, held, strict=True):
+                expected = 0
+                while expected < len(chain_of) and tuple(chain_of[: expected + 1]) in parts:
+                    expected += 1
+                assert depth(index, engine, keys(*chain_of)) == expected

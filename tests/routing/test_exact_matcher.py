@@ -1,0 +1,151 @@
+"""Matched tokens by what engines publish, beside what was routed."""
+
+from array import array
+
+import pytest
+
+from extproc.decision import Decision
+from extproc.prefix_cache import blocks, kv_events
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from extproc.request import HttpRequest
+from tests.support.pool_fixture import PoolFixture, load
+
+SIZE = 16
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+TOKENS = array("I", range(512))
+KEYS = kv_events.block_keys(kv_events.root_key(""), TOKENS.tobytes(), SIZE)
+
+
+def request(text):
+    body = b'{"model": "m", "prompt": "%b"}' % text
+    return HttpRequest({":path": "/v1/completions", ":method": "POST"}, body)
+
+
+class Pool:
+    """Two endpoints whose engines publish, and a prompt of 2,048 bytes: 512 tokens, 32 blocks."""
+
+    def __init__(self):
+        self.exact = ExactPrefixes(blocks.DEFAULT, max_blocks=10_000)
+        self.fixture = PoolFixture({A: load(0, 0.0), B: load(0, 0.0)}, exact=self.exact)
+        self.engines = {
+            member.endpoint.address: self.exact.open(
+                (member.endpoint.address, member.endpoint.incarnation), 0
+            )
+            for member in self.fixture.store.pool.members
+        }
+        for engine in self.engines.values():
+            self.exact.index.set_live(engine, is_live=True)
+            self.exact.index.set_complete(engine)
+        self.text = b"".join(b"%08d" % number for number in range(256))
+        self.raw = request(self.text)
+        self.chain = self.fixture.director.prepare(self.raw).chain
+
+    def store(self, address, count):
+        """Store the first blocks of the prompt on an engine."""
+        event = BlockStored(list(range(count)), None, TOKENS[: count * SIZE].tobytes(), SIZE)
+        self.exact.index.apply(self.engines[address], event)
+
+    def map_prompt(self):
+        self.exact.map_prompt(self.chain, TOKENS, adapter="", prompt_bytes=len(self.text))
+
+    def decide(self):
+        outcome = self.fixture.decide(self.raw)
+        assert isinstance(outcome, Decision)
+        return outcome
+
+    def matched(self):
+        return {c.endpoint.address: c.matched_tokens for c in self.decide().candidates}
+
+
+@pytest.fixture
+def pool():
+    return Pool()
+
+
+def test_events_say_what_is_cached(pool):
+    """Once a prompt is mapped, its blocks count where engines hold them, to the block."""
+    pool.store(A, 20)
+    assert pool.matched() == {A: 0, B: 0}
+    assert pool.decide().match_source == "estimate"
+    pool.map_prompt()
+    assert pool.matched() == {A: 320, B: 0}
+    decision = pool.decide()
+    assert decision.endpoints[0].address == A
+    assert decision.match_source == "events"
+    pool.exact.index.apply(pool.engines[A], BlockRemoved(list(range(5, 20))))
+    assert pool.matched() == {A: 80, B: 0}
+    pool.exact.index.apply(pool.engines[A], AllBlocksCleared())
+    assert pool.matched() == {A: 0, B: 0}
+
+
+def test_the_same_prompt_is_never_cached_as_a_whole(pool):
+    """Engines compute the last token again."""
+    pool.store(A, 32)
+    pool.map_prompt()
+    assert pool.matched()[A] == 31 * SIZE
+
+
+def test_a_prompt_that_was_just_sent_is_believed_until_its_events_come(pool):
+    """A request that follows at once finds it there; after two seconds the events count alone."""
+    pool.store(B, 1)
+    pool.map_prompt()
+    decision = pool.decide()
+    reservation = pool.fixture.director.reserve(decision, pool.fixture.now)
+    sent = decision.endpoints[0].address
+    believed = pool.matched()[sent]
+    assert believed > 400
+    assert pool.decide().match_source == "estimate"
+    pool.fixture.now += 3.0
+    pool.fixture.director.release(reservation, pool.fixture.now)
+    assert pool.matched() == {A: 0, B: 16}
+
+
+def test_what_is_partly_known_counts_beside_the_belief(pool):
+    """The larger of both counts."""
+    pool.store(A, 4)
+    pool.map_prompt()
+    for engine in pool.engines.values():
+        pool.exact.index.wipe(engine, is_complete=False)
+    pool.store(A, 4)
+    assert pool.matched() == {A: 64, B: 0}
+    assert pool.decide().match_source == "both"
+    key = (A, pool.fixture.store.pool.members[0].endpoint.incarnation)
+    pool.fixture.index.record(key, pool.chain)
+    assert pool.matched()[A] == 512
+    assert pool.decide().match_source == "estimate"
+
+
+def test_a_lost_subscription_falls_back_to_the_belief(pool):
+    """At once, and back."""
+    pool.store(A, 4)
+    pool.map_prompt()
+    key = (A, pool.fixture.store.pool.members[0].endpoint.incarnation)
+    pool.fixture.index.record(key, pool.chain)
+    assert pool.matched()[A] == 64
+    pool.exact.index.set_live(pool.engines[A], is_live=False)
+    assert pool.matched()[A] == 512
+    pool.exact.index.set_live(pool.engines[A], is_live=True)
+    assert pool.matched()[A] == 64
+
+
+def test_ranks_of_an_endpoint_count_as_their_mean(pool):
+    """Any of them may serve the request."""
+    key = (A, pool.fixture.store.pool.members[0].endpoint.incarnation)
+    second = pool.exact.open(key, 1)
+    pool.exact.index.set_live(second, is_live=True)
+    pool.exact.index.set_complete(second)
+    pool.store(A, 8)
+    pool.map_prompt()
+    assert pool.matched()[A] == 64
+
+
+def test_reported_usage_is_counted_by_source(pool):
+    """What engines found stands beside what was predicted."""
+    pool.store(A, 20)
+    pool.map_prompt()
+    decision = pool.decide()
+    pool.fixture.director.on_usage(
+        decision, {"prompt": 512, "cached": 304}, served=decision.endpoints[0]
+    )
+    assert pool.exact.usage_tokens == {("events", "predicted"): 320, ("events", "observed"): 304}

@@ -1,0 +1,389 @@
+"""Subscriptions over real sockets on loopback: gaps, restarts, losses and garbage."""
+
+import asyncio
+import contextlib
+import random
+
+import msgspec
+import pytest
+
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.store import PoolStore
+from extproc.prefix_cache import blocks, kv_events
+from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.scrape.kv_event_subscriber import KvEventsSection, KvEventSubscriber
+from extproc.simulator import faults, kv, prompt
+from extproc.simulator.http.kv_publisher import KvPublisher, KvPublisherSettings
+from extproc.supervision import Supervisor
+
+zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+
+SIZE = 16
+HOST = "127.0.0.1"
+
+
+class Engine:
+    """Blocks of an engine, and their publisher."""
+
+    def __init__(self, *, form="map", port=0, replay_port=0, rank=0, blocks=1000):
+        self.blocks = blocks
+        self.pool = kv.BlockPool(blocks)
+        self.faults = faults.Faults(random.Random(1))
+        settings = KvPublisherSettings(form=form, port=port, replay_port=replay_port, rank=rank)
+        self.publisher = KvPublisher(settings, self.pool, block_tokens=SIZE, trouble=self.faults)
+        self.publisher.bind(HOST)
+        self.ports = {
+            "kv-events-port": str(self.publisher.port),
+            "kv-events-replay-port": str(self.publisher.replay_port),
+        }
+
+    def run_prompt(self, text, *, adapter=""):
+        """Compute a prompt, evicting what was used longest ago, and publish what changed."""
+        hashes = prompt.hashes(text, salt=adapter, block_tokens=SIZE)
+        self.publisher.note(hashes, text, adapter=adapter, salt="")
+        depth = self.pool.match(hashes, len(hashes))
+        held = hashes[:depth]
+        self.pool.pin(held)
+        self.pool.allocate(len(hashes) - depth)
+        self.pool.register(held, hashes, len(hashes))
+        self.pool.release(held, 0)
+        self.publisher.flush()
+
+    def arm(self, *texts):
+        self.faults.arm([faults.parse(text) for text in texts], 0.0)
+
+    async def close(self):
+        self.publisher.close()
+
+
+class Subscriber:
+    """A subscriber to one endpoint, and what it reported."""
+
+    def __init__(self, labels, **settings):
+        self.changes, self.cleared = [], []
+        self.store = PoolStore(on_gone=lambda _: None)
+        self.store.set_endpoints([Endpoint(f"{HOST}:8000", labels=labels)], 0.0)
+        self.exact = ExactPrefixes(blocks.DEFAULT, max_blocks=10_000)
+        self.now = asyncio.get_running_loop().time
+        self.supervisor = Supervisor()
+        self.events = KvEventSubscriber(
+            KvEventsSection(enabled=True, **settings),
+            self.store,
+            self.exact,
+            clock=self.now,
+            rng=random.Random(1),
+            on_cleared=self.cleared.append,
+            on_change=self.changes.append,
+            supervisor=self.supervisor,
+        )
+
+    @property
+    def subscription(self):
+        return next(iter(self.events.subscriptions), None)
+
+    @property
+    def state(self):
+        return None if self.subscription is None else self.subscription.state
+
+    def holds(self, engine):
+        """True if as many blocks are known as the engine has, and every one of them."""
+        return self.subscription.engine.held == engine.pool.cached + engine.pool.used
+
+    async def until(self, fact):
+        async with asyncio.timeout(300):
+            while not fact():
+                await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def running(engine, *, labels=None, **settings):
+    """A subscriber that follows an engine, which answers replays."""
+    subscriber = Subscriber(engine.ports if labels is None else labels, **settings)
+    tasks = [
+        asyncio.ensure_future(engine.publisher.run()),
+        asyncio.ensure_future(subscriber.events.run()),
+    ]
+    try:
+        yield subscriber
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await engine.close()
+
+
+def text(number, length=256):
+    return (b"%08d" % number) * (length // 8)
+
+
+def depth(subscriber, words, *, adapter=""):
+    """Leading blocks of a text on the engine."""
+    packed = kv_events.array("I", prompt.token_ids(words)).tobytes()
+    keys = kv_events.block_keys(kv_events.root_key(adapter), packed, SIZE)
+    ends = subscriber.exact.index.holders(keys, len(keys))
+    return max((end for end, _ in ends), default=0)
+
+
+def run_async(test):
+    asyncio.run(asyncio.wait_for(test, 300))
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_subscription_learns_what_was_published_before_it_and_since(form):
+    """A replay has the beginning, in both forms; what is evicted is gone."""
+
+    async def test():
+        engine = Engine(form=form, blocks=12)
+        engine.run_prompt(text(1))
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            assert depth(subscriber, text(1)) == 4
+            engine.run_prompt(text(2))
+            engine.run_prompt(text(1) + text(3), adapter="")
+            await subscriber.until(
+                lambda: subscriber.holds(engine) and depth(subscriber, text(1) + text(3)) == 8
+            )
+            assert depth(subscriber, text(2)) == 4
+            engine.run_prompt(text(4))
+            await subscriber.until(lambda: depth(subscriber, text(4)) == 4)
+            assert depth(subscriber, text(2)) == 0
+            assert subscriber.holds(engine)
+            assert subscriber.events.batches["lost"] == 0
+            assert [change.state for change in subscriber.changes] == ["exact"]
+
+    run_async(test())
+
+
+def test_adapters_have_blocks_of_their_own():
+    """The name of the adapter comes with the events."""
+
+    async def test():
+        engine = Engine()
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            engine.run_prompt(text(1), adapter="ad")
+            await subscriber.until(lambda: depth(subscriber, text(1), adapter="ad") == 4)
+            assert depth(subscriber, text(1)) == 0
+
+    run_async(test())
+
+
+def test_batches_that_were_lost_are_asked_for_again():
+    """With a replay socket no block is missed, whatever share is lost."""
+
+    async def test():
+        engine = Engine(blocks=40)
+        engine.arm("kv-drop,rate=0.3")
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            for number in range(100):
+                engine.run_prompt(text(number))
+                await asyncio.sleep(0)
+            engine.faults.clear()
+            engine.run_prompt(text(1000))
+            await subscriber.until(
+                lambda: depth(subscriber, text(1000)) == 4 and subscriber.state == "exact"
+            )
+            assert subscriber.holds(engine)
+            assert all(
+                depth(subscriber, text(number)) == (4 if number > 90 else 0)
+                for number in range(100)
+            )
+            assert subscriber.events.batches["replayed"] > 0
+            assert subscriber.events.batches["lost"] == 0
+
+    run_async(test())
+
+
+def test_without_replay_a_lost_batch_leaves_what_is_known_partial():
+    """It is wiped, and never taken for exact; a cleared cache is exact again."""
+
+    async def test():
+        engine = Engine()
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        async with running(engine, labels=labels) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            engine.run_prompt(text(1))
+            await subscriber.until(lambda: subscriber.state == "exact")
+            engine.arm("kv-drop,count=1")
+            engine.run_prompt(text(2))
+            engine.run_prompt(text(3))
+            await subscriber.until(lambda: subscriber.state == "partial")
+            assert depth(subscriber, text(1)) == 0
+            await subscriber.until(lambda: depth(subscriber, text(3)) == 4)
+            assert subscriber.events.batches["lost"] == 1
+            engine.pool.clear()
+            engine.publisher.flush()
+            await subscriber.until(lambda: subscriber.state == "exact")
+            assert depth(subscriber, text(3)) == 0
+            assert [endpoint.address for endpoint in subscriber.cleared] == [f"{HOST}:8000"]
+
+    run_async(test())
+
+
+def test_what_is_partial_is_exact_once_known_blocks_fill_the_cache():
+    """What was there before has been evicted by then."""
+
+    async def test():
+        engine = Engine(blocks=8)
+        engine.run_prompt(text(1))
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        async with running(engine, labels=labels) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: subscriber.state == "partial")
+            store = subscriber.store
+            load = Load(at=1.0, kv_blocks=8, block_tokens=16)
+            store.observe(store.begin_scrape(store.pool.members[0].endpoint), load, 1.0)
+            subscriber.events.step()
+            assert subscriber.state == "partial"
+            engine.run_prompt(text(3))
+            await subscriber.until(lambda: subscriber.state == "exact")
+            assert subscriber.holds(engine)
+
+    run_async(test())
+
+
+def test_a_late_subscriber_without_replay_is_partial():
+    """It says nothing of what was stored before."""
+
+    async def test():
+        engine = Engine()
+        engine.run_prompt(text(1))
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        async with running(engine, labels=labels) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "catching_up")
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: subscriber.state == "partial")
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            assert subscriber.events.batches["lost"] == 0
+
+    run_async(test())
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 5])
+def test_an_engine_that_restarts_is_known_from_its_start(num_batches):
+    """Whether it has published less or more than before, its earlier life is wiped."""
+
+    async def test():
+        first = Engine()
+        first.run_prompt(text(1))
+        first.run_prompt(text(2))
+        async with running(first) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(first))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            await first.close()
+            await subscriber.until(lambda: subscriber.state == "lost")
+            assert not subscriber.subscription.engine.is_live
+            second = Engine(port=first.publisher.port, replay_port=first.publisher.replay_port)
+            for number in range(num_batches):
+                second.run_prompt(text(100 + number))
+            answering = asyncio.ensure_future(second.publisher.run())
+            await subscriber.until(lambda: subscriber.state == "exact" and subscriber.holds(second))
+            assert depth(subscriber, text(1)) == 0
+            assert subscriber.cleared
+            states = [change.state for change in subscriber.changes]
+            assert states == ["exact", "lost", "exact"]
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+            first.publisher = second.publisher
+
+    run_async(test())
+
+
+def test_garbage_is_counted_and_ends_the_subscription_for_a_while():
+    """What it left is forgotten, and nothing more is read."""
+
+    async def test():
+        engine = Engine()
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            engine.arm("kv-garble")
+            for number in range(40):
+                engine.run_prompt(text(number))
+            await subscriber.until(lambda: subscriber.state == "lost")
+            assert subscriber.events.batches["malformed"] == 16
+            assert subscriber.subscription.engine.held == 0
+            assert subscriber.changes[-1].detail == "its messages are malformed"
+            assert not subscriber.supervisor.failures["kv_events"]
+
+    run_async(test())
+
+
+def test_a_replay_socket_that_is_silent_does_not_stop_the_subscription(monkeypatch):
+    """After a time-out what was before is unknown."""
+    monkeypatch.setattr("extproc.scrape.kv_event_subscription._REPLAY_TIMEOUT_S", 0.05)
+
+    async def test():
+        engine = Engine()
+        engine.run_prompt(text(1))
+        labels = engine.ports | {"kv-events-replay-port": "9"}
+        async with running(engine, labels=labels) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "partial")
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            assert subscriber.state == "partial"
+
+    run_async(test())
+
+
+def test_ranks_are_subscribed_to_on_the_ports_behind_the_first():
+    """Each has blocks of its own."""
+
+    async def test():
+        engine = Engine()
+        labels = {"kv-events-port": engine.ports["kv-events-port"]}
+        second = None
+        with contextlib.suppress(zmq.ZMQError):
+            second = Engine(port=engine.publisher.port + 1, rank=1)
+        if second is None:
+            await engine.close()
+            pytest.skip("the port behind a free one is taken")
+        async with running(engine, labels=labels, ranks=2) as subscriber:
+            await subscriber.until(lambda: len(list(subscriber.events.subscriptions)) == 2)
+            await subscriber.until(
+                lambda: {sub.state for sub in subscriber.events.subscriptions} == {"catching_up"}
+            )
+            second.run_prompt(text(1))
+            await subscriber.until(
+                lambda: [sub.engine.held for sub in subscriber.events.subscriptions] == [0, 4]
+            )
+        await second.close()
+
+    run_async(test())
+
+
+def test_an_endpoint_that_leaves_takes_its_blocks_along():
+    """Sockets are closed, and its blocks are swept."""
+
+    async def test():
+        engine = Engine()
+        engine.run_prompt(text(1))
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            assert subscriber.exact.index.num_keys == 4
+            subscriber.store.set_endpoints([], 1.0)
+            await subscriber.until(lambda: not subscriber.exact.index.num_keys)
+            assert subscriber.subscription is None
+
+    run_async(test())
+
+
+def test_messages_of_other_forms_are_malformed():
+    """Any frames have an answer."""
+
+    async def test():
+        engine = Engine()
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            send = engine.publisher.send
+            send((b"",))
+            send((b"", b"12345678"))
+            send((b"", b"short", b"x"))
+            send((b"", (0).to_bytes(8), msgspec.msgpack.encode([0.0, [["Other", 1], 7]])))
+            await subscriber.until(lambda: subscriber.events.batches["malformed"] == 4)
+            assert subscriber.state in ("exact", "partial")
+
+    run_async(test())
