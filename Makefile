@@ -34,6 +34,11 @@ marked = $(shell grep -rlE --include='test_*.py' 'mark[.]$(1)|first_and_$(1)' $(
 
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
+# Files whose tests need programs that make and pip do not install.
+TOOLS := $(addprefix tests/,kubernetes console monitoring/test_alerts.py monitoring/test_faults.py \
+  manifests/test_chart.py manifests/test_overlays.py server/test_redis_peer_channel.py \
+  http2/test_h2spec.py http2/test_interop.py)
+
 # Tests that run on each transport. Behind Envoy: what streams, waits, ends or fails.
 TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
   lifecycle.py rollout.py stalled.py bodies.py modes.py requests.py feedback.py flow_control.py grpc.py)
@@ -41,7 +46,7 @@ TRANSPORT := tests/protocol tests/server $(addprefix tests/e2e/test_, \
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test test-slow test-grpcio proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
+.PHONY: help demo demo-scale test test-tools test-slow test-grpcio proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools http2tools bench-peers clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -67,7 +72,10 @@ demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and 
 	@$(BIN)/python -m extproc demo-scale
 
 test: $(VENV)/.dev ## All tests that need nothing else, but for those of the next targets
-	$(PYTEST) -m 'not versions and not proof and not slow' $(ARGS)
+	$(PYTEST) -m 'not versions and not proof and not slow' $(TOOLS:%=--ignore=%) $(ARGS)
+
+test-tools: $(VENV)/.dev ## Tests that need kube-apiserver, kustomize, helm, Redis, Prometheus, Chromium or h2spec
+	$(PYTEST) -m 'not versions and not proof and not slow' $(TOOLS) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Outages, demos and restarts under load, of many seconds each, on both transports
 	$(PYTEST) -m 'slow and not versions' $(call marked,slow) $(ARGS)

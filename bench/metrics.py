@@ -1,12 +1,14 @@
-"""Measures what metrics cost: CPU of a request in the core, and the page of 500 endpoints.
+"""Measures what metrics, log lines and recordings cost: CPU of a request, and pages of 500 endpoints.
 
-    python -m bench.metrics [--rounds 40] [--endpoints 500]
+    python -m bench.metrics [--parts processes core pages] [--rounds 12] [--seconds 1.0]
 
-Requests pass the core, without gRPC, with nothing recorded, with metrics and the ring of decisions
-as always, with `log.requests: all` besides (each line written to /dev/null on its own), with a
-recording of decisions besides, and with both; in turns, so that a busy machine is the same for all.
-Pages are rendered under the names of extproc alone, with those of llm-d, and with the table of
-series full; they are rendered in pieces, between which requests are routed.
+`processes`: pickers over 8 and 20 endpoints are loaded in turns by streams of `bench.stream_load`, each
+round in another order: one that observes no request, one with metrics and the ring of decisions as
+always, one with `log.requests: all` besides, and one with a recording of decisions besides. Ratios are
+taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
+without gRPC, with the body and the usage of an answer. `pages`: pages are rendered under the names of
+extproc alone, with those of llm-d, and with the table of series full; they are rendered in pieces,
+between which requests are routed.
 """
 
 from __future__ import annotations
@@ -14,20 +16,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import logging
 import os
+import random
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
+import uvloop
 
-from bench import soak
+import extproc.cli.main
+from bench import rig, soak
+from bench.stream_load import load_streams
+from bench.transport import messages
 from extproc.config.settings import LogSection
 from extproc.decision import Decision
+from extproc.demo import stack
 from extproc.endpoint import Endpoint, Load
 from extproc.request import InferenceRequest, RequestLabels
 from extproc.telemetry import log_format
@@ -37,25 +48,137 @@ from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
+#: Share of the CPU of a request that metrics, log and recording may cost together.
+BAR_RATIO = 1.08
+
+#: Endpoints of a pool, and the first of the two has the bar.
+POOL_SIZES = (8, 20)
+
+#: Connections of the load, each with one stream at a time.
+CONNECTIONS = 16
+
 #: Requests of a round (count).
 REQUESTS = 50
 
 
-class NoObserver:
-    """Observer of streams and of requests that records nothing."""
-
-    def observe_request(self, _: str) -> NoObserver:
-        return self
-
-    def on_routed(self, decision: Decision, **_: object) -> Decision:
-        return decision
-
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return _ignore
-
-
 def _ignore(*_: object, **__: object) -> None:
     """Nothing."""
+
+
+class NoObserver:
+    """Observer of a request that records nothing."""
+
+    on_pool_selected = on_direct_response = on_rejected = on_abandoned = staticmethod(_ignore)
+    on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
+    on_response_chunk = on_finished = on_usage = staticmethod(_ignore)
+
+    def on_routed(self, decision: Decision, **_: object) -> Decision:
+        """The decision as it is."""
+        return decision
+
+
+#: What the pickers record, by name: a row each, the first without any.
+OFF, METRICS, LOG, RECORDING = "off", "metrics", "+ log", "+ recording"
+
+
+def _config(name: str, file: Path) -> str:
+    """Configuration of a picker."""
+    scheduling = {
+        "profile": {
+            "name": "bench",
+            "scorers": [
+                {"kind": "in-flight", "weight": 4},
+                {"kind": "prefix-cache-scorer", "weight": 3},
+            ],
+            "picker": {"kind": "max-score-picker"},
+        }
+    }
+    config: dict[str, Any] = {
+        "apiVersion": "extproc/v1alpha1",
+        "kind": "ExtProcConfig",
+        "scrape": {"enabled": False},
+        "scheduling": scheduling,
+    }
+    if name in (LOG, RECORDING):
+        config["log"] = {"requests": "all"}
+    if name == RECORDING:
+        config["decisions"] = {"record": {"file": str(file), "max_files": 2}}
+    return json.dumps(config)
+
+
+async def compare_processes(
+    rounds: int, seconds: float, transport: str
+) -> Mapping[tuple[str, int], Sequence[float]]:
+    """CPU of a request (us) by round, by what is recorded and the number of endpoints."""
+    rows = list(itertools.product((OFF, METRICS, LOG, RECORDING), POOL_SIZES))
+    used: dict[tuple[str, int], list[float]] = {row: [] for row in rows}
+    with tempfile.TemporaryDirectory() as folder:
+        async with stack.stack() as children:
+            running = {}
+            for name, size in rows:
+                port = stack.free_port()
+                entry = ["bench.metrics", "--serve"] if name == OFF else ["extproc", "serve"]
+                child = await children.start(
+                    name,
+                    [
+                        *(sys.executable, "-m", *entry, "--host", "127.0.0.1"),
+                        *("--endpoints", ",".join(f"127.0.0.{at + 2}:9" for at in range(size))),
+                        *("--secure-serving=false", "--transport", transport),
+                        *("--grpc-port", str(port), "--metrics-port", "0"),
+                        *("--grpc-health-port", "0", "--drain-timeout", "0s"),
+                        *("--config-text", _config(name, Path(folder) / f"{size}.jsonl")),
+                    ],
+                    ready="extproc is listening",
+                )
+                running[name, size] = port, child.process.pid
+            rng = random.Random(1)
+            for number in range(-1, rounds):
+                for row in rng.sample(rows, len(rows)):
+                    cpu_us = await _load(*running[row], seconds)
+                    if number >= 0:
+                        used[row].append(cpu_us)
+    return used
+
+
+async def _load(port: int, pid: int, seconds: float) -> float:
+    """CPU of a request (us) in a slice of time."""
+    body = rig.chat(2_000)
+    before = threads_cpu_s(pid)
+    stats = await load_streams(
+        port, *messages(body), body_bytes=len(body), connections=CONNECTIONS, seconds=seconds
+    )
+    return (threads_cpu_s(pid) - before) / stats["requests"] * 1e6
+
+
+def threads_cpu_s(pid: int) -> float:
+    """CPU seconds of the threads that a process has, to the nanosecond."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+def confidence(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its confidence interval of 95 %, by bootstrap."""
+    rng = random.Random(1)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2_000))
+    return statistics.median(values), medians[50], medians[-51]
+
+
+def print_processes(used: Mapping[tuple[str, int], Sequence[float]]) -> None:
+    """The table of pickers, and the verdict."""
+    print("endpoints  recorded        CPU us  added us  ratio to off [95 %]")
+    for (name, size), values in sorted(used.items(), key=lambda row: row[0][1]):
+        base = used[OFF, size]
+        ratio, least, most = confidence(
+            [value / less for value, less in zip(values, base, strict=True)]
+        )
+        added, *_ = confidence([value - less for value, less in zip(values, base, strict=True)])
+        print(
+            f"{size:9}  {name:13} {statistics.median(values):8.1f}  {added:8.1f}  "
+            f"{ratio:.3f} [{least:.3f} to {most:.3f}]"
+        )
+        if (name, size) == (RECORDING, POOL_SIZES[0]):
+            verdict = "met" if ratio <= BAR_RATIO else "missed"
+            print(f"           bar {BAR_RATIO}: {verdict}")
 
 
 async def drivers() -> dict[str, Callable[[], float]]:
@@ -74,15 +197,18 @@ async def drivers() -> dict[str, Callable[[], float]]:
         "record": soak.Core(plain),
         "log+record": soak.Core(logged),
     }
-    cores["nothing"].shared.observer = NoObserver()
+    nothing = NoObserver()
+    cores["nothing"].shared.observer.observe_request = lambda _: nothing
     rounds = {}
     for name, core in cores.items():
         await core.picker.sync()
-        rounds[name] = _round_of(core, is_recorded=name.endswith("record"))
+        rounds[name] = _round_of(core, handler, is_recorded=name.endswith("record"))
     return rounds
 
 
-def _round_of(core: soak.Core, *, is_recorded: bool) -> Callable[[], float]:
+def _round_of(
+    core: soak.Core, handler: logging.Handler, *, is_recorded: bool
+) -> Callable[[], float]:
     source = soak.Chats(Random(1))
     recording = core.picker.decision_recorder.recordings.start() if is_recorded else None
 
@@ -96,6 +222,7 @@ def _round_of(core: soak.Core, *, is_recorded: bool) -> Callable[[], float]:
             stream.finish()
         while recording is not None and recording.take(32):
             pass
+        handler.flush()  # which an event loop does at the end of a turn
         used = time.process_time() - used
         core.passes(1.0)
         return used / REQUESTS * 1e6
@@ -156,16 +283,14 @@ def page_ms(page: Exposition, rounds: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--endpoints", type=int, default=500)
-    args = parser.parse_args()
-    runs = asyncio.run(drivers())
+async def compare_core(rounds: int) -> None:
+    """Print what requests cost in the core."""
+    runs = await drivers()
     took: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for name, run in runs.items():
             took[name].append(run())
+            await asyncio.sleep(0)
     base = took["nothing"]
     for name, costs in took.items():
         added = statistics.median(cost - less for cost, less in zip(costs, base, strict=True))
@@ -173,14 +298,42 @@ def main() -> None:
             f"{name:10} least {min(costs):.1f} us, median {statistics.median(costs):.1f} us, "
             f"added {min(costs) - min(base):.1f} us by the least, {added:.1f} us by the median"
         )
+
+
+def print_pages(endpoints: int, rounds: int) -> None:
+    """Print what pages cost."""
     figures: dict[str, Any] = {
-        "extproc": exposition(args.endpoints, series=10, has_llmd_names=False),
-        "and llm-d": exposition(args.endpoints, series=10, has_llmd_names=True),
-        "1000 series": exposition(args.endpoints, series=1000, has_llmd_names=False),
-        "1000 series and llm-d": exposition(args.endpoints, series=1000, has_llmd_names=True),
+        "extproc": exposition(endpoints, series=10, has_llmd_names=False),
+        "and llm-d": exposition(endpoints, series=10, has_llmd_names=True),
+        "1000 series": exposition(endpoints, series=1000, has_llmd_names=False),
+        "1000 series and llm-d": exposition(endpoints, series=1000, has_llmd_names=True),
     }
     for name, page in figures.items():
-        print(name, page_ms(page, args.rounds))
+        print(name, page_ms(page, rounds))
+
+
+def main() -> None:
+    """Run from the command line."""
+    if sys.argv[1:2] == ["--serve"]:
+        # A picker of which nothing of a request is recorded; there is no such setting.
+        nothing = NoObserver()
+        StreamRecorder.observe_request = lambda *_: nothing
+        sys.exit(extproc.cli.main.main(["serve", *sys.argv[2:]]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parts = ("processes", "core", "pages")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--transport", default="native")
+    parser.add_argument("--core-rounds", type=int, default=40)
+    parser.add_argument("--endpoints", type=int, default=500)
+    args = parser.parse_args()
+    if "processes" in args.parts:
+        print_processes(uvloop.run(compare_processes(args.rounds, args.seconds, args.transport)))
+    if "core" in args.parts:
+        asyncio.run(compare_core(args.core_rounds))
+    if "pages" in args.parts:
+        print_pages(args.endpoints, args.core_rounds)
 
 
 if __name__ == "__main__":

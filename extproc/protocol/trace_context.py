@@ -120,7 +120,8 @@ class TraceSampler:
         if value and self._is_parent_based and value[_LENGTH - 1 : _LENGTH] in _UNSAMPLED_DIGITS:
             return None
         caller = parse_traceparent(value) if value else None
-        data_plane = parse_traceparent(read_call_traceparent())
+        call_value = read_call_traceparent()
+        data_plane = parse_traceparent(call_value) if call_value else None
         if data_plane is not None and (caller is None or data_plane.trace_id == caller.trace_id):
             caller = data_plane
         if caller is None:

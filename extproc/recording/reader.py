@@ -6,9 +6,10 @@ One pass in bounded memory: a decision is yielded when it is read, its end later
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -23,6 +24,11 @@ MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 _SAME_CLOCK_S: Final = 1.0
 
 _RESIDENCIES: Final = tuple(AdapterResidency)
+
+_read_columns = operator.attrgetter(*rows.CandidateTable.__struct_fields__)
+
+#: Columns before the first table.
+_NO_COLUMNS: Final = (None,) * len(rows.CandidateTable.__struct_fields__)
 
 
 class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +91,7 @@ class RecordingReader:
         self._decoder = msgspec.json.Decoder(rows.Row)
         self._epoch = 0
         self._clock_offset_s = 0.0
+        self._columns: Sequence[Sequence[Any] | None] = _NO_COLUMNS
         self.header: rows.HeaderRow | None = None
         self.endpoints: dict[int, RecordedEndpoint] = {}
         self.lost = 0
@@ -149,36 +156,46 @@ class RecordingReader:
         self._clock_offset_s = offset_s
         self.header = header
         self.endpoints = {}
+        self._columns = _NO_COLUMNS
 
     def _to_decision(self, row: rows.DecisionRow, number: int) -> RecordedDecision:
         chosen = self._find(row.endpoint, number).endpoint
-        candidates = [self._to_candidate(values, row.at, number) for values in row.candidates]
+        candidates: Sequence[Candidate] = ()
+        if row.candidates is not None:
+            candidates = self._to_candidates(row.candidates, row.at, number)
         return RecordedDecision(
             (self._epoch, row.n), row.at + self._clock_offset_s, row, chosen, candidates
         )
 
-    def _to_candidate(self, values: rows.CandidateRow, now: float, number: int) -> Candidate:
+    def _to_candidates(
+        self, table: rows.CandidateTable, now: float, number: int
+    ) -> list[Candidate]:
+        columns = [
+            column
+            for values, before in zip(_read_columns(table), self._columns, strict=True)
+            if (column := before if values is None else values) is not None
+        ]
+        if len(columns) < len(_NO_COLUMNS) or len({*map(len, columns)}) > 1:
+            raise _bad_line(self._where, number, "a table without some of its columns")
+        self._columns = columns
+        return [self._to_candidate(values, now, number) for values in zip(*columns, strict=True)]
+
+    def _to_candidate(self, values: tuple[Any, ...], now: float, number: int) -> Candidate:
         known = self._find(values[0], number)
-        state = known.state
-        if state is None or not 0 <= values[7] < len(_RESIDENCIES):
+        fields = dict(zip(rows.CANDIDATE_FIELDS, values[1:], strict=True))
+        state, residency = known.state, fields["residency"]
+        if state is None or not 0 <= residency < len(_RESIDENCIES):
             raise _bad_line(self._where, number, f"endpoint {values[0]} without a state before")
+        fields["residency"] = _RESIDENCIES[residency]
         page = known.page
         at = known.load.at if page is None else page.at
         return Candidate(
             endpoint=known.endpoint,
             load=known.load,
             age_s=now - at if at > -math.inf else math.inf,
-            in_flight=values[1],
-            estimated_requests=values[2],
-            prompt_tokens=values[3],
-            matched_tokens=values[4],
-            queued_tokens=values[5],
-            unscraped_tokens=values[6],
             rates=state.rates,
-            residency=_RESIDENCIES[values[7]],
-            active_context_tokens=values[8],
-            conversation_local=values[9],
             page=page,
+            **fields,
         )
 
     def _find(self, n: int, number: int) -> RecordedEndpoint:

@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import mmh3
 import msgspec
@@ -96,10 +96,14 @@ _MAX_CANDIDATES: Final = 40_000
 #: decision has any, so that the work per request has a bound.
 _CANDIDATES_PER_DECISION: Final = 64
 
-_read_candidate = operator.attrgetter(*rows.CANDIDATE_FIELDS)
+#: Columns of candidates, of which each is a tuple of its fields: those that rows of endpoints follow
+#: from, and those of a table.
+_position = Candidate.__struct_fields__.index
+_read_states = operator.itemgetter(*map(_position, ("endpoint", "load", "rates", "page")))
+_read_columns = operator.itemgetter(*map(_position, rows.CANDIDATE_FIELDS))
 
 
-class RoutedRequest(NamedTuple):
+class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     """A decision that waits for its row.
 
     Attributes:
@@ -158,6 +162,10 @@ class Recording:
         self._states: dict[str, _KnownEndpoint] = {}
         self._is_headed = False
         self._candidate_credit = 0
+        # Columns of the last table: what rows of endpoints have, their numbers, and the others.
+        self._state_columns: Sequence[Sequence[object]] = ()
+        self._numbers: Sequence[int] = ()
+        self._columns: Sequence[Sequence[Any]] = ((),) * len(rows.CANDIDATE_FIELDS)
 
     def add(self, entry: RoutedRequest | rows.EndRow) -> None:
         """Take in a decision or an end, or drop it where too many wait."""
@@ -204,27 +212,15 @@ class Recording:
         request, pool = decision.request, decision.pool or entry.pool
         chosen = decision.endpoints[0]
         candidates: Sequence[Candidate] = decision.candidates
-        self._candidate_credit = min(
-            self._candidate_credit + _CANDIDATES_PER_DECISION,
-            max(len(candidates), _CANDIDATES_PER_DECISION),
-        )
-        known = self._states
-        written: list[rows.CandidateRow] = []
-        if self._candidate_credit >= len(candidates):
-            self._candidate_credit -= len(candidates)
-            for candidate in candidates:
-                endpoint = candidate.endpoint
-                state = known.get(endpoint.address)
-                if (
-                    state is None
-                    or state.load is not candidate.load
-                    or state.rates is not candidate.rates
-                    or state.endpoint is not endpoint
-                    or state.page is not candidate.page
-                ):
-                    yield from self._rows_of_endpoint(candidate, entry.at, pool)
-                    state = known[endpoint.address]
-                written.append((state.n, *_read_candidate(candidate)))
+        known, table = self._states, None
+        if self._may_take(len(candidates)):
+            columns = tuple(zip(*map(msgspec.structs.astuple, candidates), strict=True))
+            states, numbers = _read_states(columns), self._numbers
+            if states != self._state_columns:
+                yield from self._rows_of_states(candidates, entry.at, pool)
+                numbers = tuple([known[candidate.endpoint.address].n for candidate in candidates])
+                self._state_columns = states
+            table = self._build_table(numbers, _read_columns(columns))
         if chosen.address not in known:
             yield from self._rows_of_endpoint(Candidate(chosen), entry.at, pool)
         yield rows.DecisionRow(
@@ -249,8 +245,48 @@ class Recording:
             blocks=entry.blocks,
             matched_tokens=decision.matched_tokens,
             conversation_stats=decision.conversation_stats,
-            candidates=written,
+            candidates=table,
         )
+
+    def _may_take(self, num_candidates: int) -> bool:
+        """True if a decision may be recorded with so many candidates, which are counted then."""
+        if num_candidates <= _CANDIDATES_PER_DECISION:
+            return num_candidates > 0
+        self._candidate_credit += _CANDIDATES_PER_DECISION
+        if self._candidate_credit < num_candidates:
+            return False
+        self._candidate_credit = 0
+        return True
+
+    def _build_table(
+        self, numbers: Sequence[int], columns: Sequence[Sequence[Any]]
+    ) -> rows.CandidateTable:
+        """The columns of candidates that differ from those of the table before."""
+        table = rows.CandidateTable(
+            None if numbers == self._numbers else numbers,
+            *[
+                None if values == before else values
+                for values, before in zip(columns, self._columns, strict=True)
+            ],
+        )
+        self._numbers, self._columns = numbers, columns
+        return table
+
+    def _rows_of_states(
+        self, candidates: Sequence[Candidate], now: float, pool: str
+    ) -> Iterator[rows.Row]:
+        """Endpoints and states that changed."""
+        known = self._states
+        for candidate in candidates:
+            state = known.get(candidate.endpoint.address)
+            if (
+                state is None
+                or state.load is not candidate.load
+                or state.rates is not candidate.rates
+                or state.endpoint is not candidate.endpoint
+                or state.page is not candidate.page
+            ):
+                yield from self._rows_of_endpoint(candidate, now, pool)
 
     def _rows_of_endpoint(self, candidate: Candidate, now: float, pool: str) -> Iterator[rows.Row]:
         """State of an endpoint, and the endpoint if it is new or was relabeled."""

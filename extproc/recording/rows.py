@@ -2,7 +2,8 @@
 
 A recording begins with a header. An endpoint and its state have a row before the first decision that
 refers to them, and a state again when it changed. A decision has a row when it is made, and another one
-when its request ended. A second header starts anew, so recordings may be concatenated.
+when its request ended; a column of its candidates is left out where the decision before has the same.
+A second header starts anew, so recordings may be concatenated.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import msgspec
 from extproc.endpoint import NO_EXTRA, NO_LABELS, NO_LOAD, Load, StepTimeModel
 
 #: Version of the rows; a reader refuses others.
-VERSION: Final = 1
+VERSION: Final = 2
 
 
-class RecordingRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+class RecordingRow(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", gc=False
+):
     """Base of all rows."""
 
 
@@ -58,7 +61,7 @@ class AddressRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, ta
     pool: str = ""
 
 
-class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A scraped load, without the counters; attributes as in `Load`."""
 
     at: float
@@ -111,21 +114,31 @@ class StateRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag=
     scraped_at: float | None = None
 
 
-#: Fields of a candidate in a decision, behind the number of its endpoint.
-CANDIDATE_FIELDS: Final = (
-    "in_flight",
-    "estimated_requests",
-    "prompt_tokens",
-    "matched_tokens",
-    "queued_tokens",
-    "unscraped_tokens",
-    "residency",
-    "active_context_tokens",
-    "conversation_local",
-)
+class CandidateTable(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Candidates of a decision by column; a column that is None is as in the table before.
 
-#: A candidate: the number of its endpoint, and `CANDIDATE_FIELDS`.
-CandidateRow = tuple[int, int, float, int, int, float, float, int, float, bool]
+    The columns behind the first are fields of `Candidate`, aligned with the endpoints. Most of them
+    stay from one decision to the next, and are left out.
+
+    Attributes:
+        endpoints: Numbers of their endpoints.
+        residency: Position in `AdapterResidency`.
+    """
+
+    endpoints: Sequence[int] | None = None
+    in_flight: Sequence[int] | None = None
+    estimated_requests: Sequence[float] | None = None
+    prompt_tokens: Sequence[int] | None = None
+    matched_tokens: Sequence[int] | None = None
+    queued_tokens: Sequence[float] | None = None
+    unscraped_tokens: Sequence[float] | None = None
+    residency: Sequence[int] | None = None
+    active_context_tokens: Sequence[float] | None = None
+    conversation_local: Sequence[bool] | None = None
+
+
+#: Columns of a table behind the endpoints.
+CANDIDATE_FIELDS: Final = CandidateTable.__struct_fields__[1:]
 
 
 class DecisionRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="decision"):
@@ -154,7 +167,7 @@ class DecisionRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, t
         blocks: Chain of block hashes of the prompt, root first.
         matched_tokens: Prompt tokens believed cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
-        candidates: Candidates of the scheduler; empty where they were left out.
+        candidates: Candidates of the scheduler; None where they were left out.
     """
 
     n: int
@@ -178,7 +191,7 @@ class DecisionRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, t
     blocks: Sequence[int] = ()
     matched_tokens: int = 0
     conversation_stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    candidates: Sequence[CandidateRow] = ()
+    candidates: CandidateTable | None = None
 
 
 class EndRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="end"):

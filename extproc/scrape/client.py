@@ -272,8 +272,9 @@ class ScrapeClient:
     Args:
         timeout_s: Time limit for connecting, sending and reading together (seconds).
         cap_bytes: Longest body taken.
-        idle_s: A connection unused for longer is not used again. Engines close theirs after 5 s
-            (uvicorn's default), and a request that crosses the close is lost.
+        idle_s: A connection unused for longer is not used again: what lies between may have
+            forgotten it. Engines close theirs after 5 s (uvicorn's default), which is noticed; a
+            request that crosses the close is sent again.
         tls: Context for https; None for http.
     """
 
@@ -282,7 +283,7 @@ class ScrapeClient:
         *,
         timeout_s: float,
         cap_bytes: int,
-        idle_s: float = 4.8,
+        idle_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._timeout_s = timeout_s

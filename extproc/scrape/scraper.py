@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load
-from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.pool.store import PoolStore, ScrapeToken
 from extproc.scrape import client, engines, metrics_page, model_list_poller, schedule
 from extproc.supervision import Supervisor
@@ -158,24 +158,28 @@ class EndpointScraper:
             await self.step()
             wait_s = scraper.wait_s(self) - (scraper.clock() - self._began)
 
-    def hasten(self) -> None:
+    def hasten(self, *, is_rest_over: bool) -> None:
         """Brings the next scrape forward where the endpoint was idle and requests went there since.
 
         Its page would show no load for up to `slow_s` otherwise, and whatever scores waiting
         requests and KV usage would send it every request until then. So does the end of a rest,
         for every endpoint; those that are late by then are spread over a fast interval.
+
+        Args:
+            is_rest_over: Whether some endpoint of the process had a request lately.
         """
         if self.busy or self.failures or self._timer is None:
             return
+        has_requests = self.member.account.opened != self._opened
+        if not has_requests and not (is_rest_over and self.is_resting):
+            return
         scraper = self._scraper
         now, soonest_s = scraper.clock(), 0.0
-        if self.member.account.opened != self._opened:
+        if has_requests:
             self.busy = True
             scraper.endpoint_counts.change_busy(1, now)
-        elif self.is_resting and not scraper.endpoint_counts.is_resting(now):
-            soonest_s = scraper.rng.uniform(0.0, scraper.settings.schedule.fast_s)
         else:
-            return
+            soonest_s = scraper.rng.uniform(0.0, scraper.settings.schedule.fast_s)
         self._set_timer(max(soonest_s, scraper.wait_s(self) - (now - self._began)))
 
     def _set_timer(self, wait_s: float) -> None:
@@ -296,6 +300,8 @@ class Scraper:
         self.endpoint_counts = endpoint_counts or EndpointCounts()
         self.supervisor = supervisor or Supervisor(clock=clock)
         self.watches: dict[str, EndpointScraper] = {}
+        # Of the snapshot whose endpoints are scraped: the same object until endpoints change.
+        self._positions: object = None
 
     async def run(self) -> None:
         """Follows the endpoint set and scrapes it until cancelled."""
@@ -309,24 +315,32 @@ class Scraper:
                 self._stop(watch.member.endpoint.address)
 
     async def step(self, tasks: asyncio.TaskGroup) -> None:
-        """Starts and stops scrape loops so that they match the pool."""
-        left = dict(self.watches)
-        for member in self.store.pool.members:
+        """Starts and stops scrape loops so that they match the pool, and brings scrapes forward."""
+        pool = self.store.pool
+        if pool.positions is not self._positions:
+            self._positions = pool.positions if self._follow(pool, tasks) else None
+        is_rest_over = not self.endpoint_counts.is_resting(self.clock())
+        for watch in self.watches.values():
+            watch.hasten(is_rest_over=is_rest_over)
+
+    def _follow(self, pool: Pool, tasks: asyncio.TaskGroup) -> bool:
+        """Starts and stops loops; returns False if one could not be started."""
+        left, is_complete = dict(self.watches), True
+        for member in pool.members:
             address = member.endpoint.address
-            watch = left.get(address)
+            watch = left.pop(address, None)
             if watch is not None and _is_same_target(watch.member.endpoint, member.endpoint):
                 watch.member = member
-                watch.hasten()
-                del left[address]
-            else:
-                self._stop(address)
-                left.pop(address, None)
-                try:
-                    self._start(member, tasks)
-                except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
-                    self.supervisor.record_error("scrape", error, instance=address)
+                continue
+            self._stop(address)
+            try:
+                self._start(member, tasks)
+            except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
+                self.supervisor.record_error("scrape", error, instance=address)
+                is_complete = False
         for address in left:
             self._stop(address)
+        return is_complete
 
     def wait_s(self, watch: EndpointScraper) -> float:
         """Returns seconds from the start of the last scrape of this endpoint to the next one."""

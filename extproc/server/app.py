@@ -47,7 +47,6 @@ from extproc.telemetry.control_plane_metrics import WatchMetrics
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_log import RejectionLog
-from extproc.telemetry.recorded_request import RecordedRequest
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.telemetry.traffic_history import INTERVAL_S, TrafficHistory
 
@@ -173,12 +172,7 @@ class EndpointPickerProcess:
 
     def _set_recording(self, is_active: bool) -> None:  # noqa: FBT001 - a callback
         """Put requests into recordings, or end that."""
-        recordings = self.decision_recorder.recordings
-        self._recorder.set_recording(
-            (lambda recorder, pool: RecordedRequest(recorder, recordings, pool))
-            if is_active
-            else None
-        )
+        self._recorder.set_recordings(self.decision_recorder.recordings if is_active else None)
 
     def _on_pools_changed(self) -> None:
         self._autoscaler.sync_pools()

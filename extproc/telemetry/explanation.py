@@ -114,9 +114,9 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded,
         match_source, endpoints, runner_up, candidates, excluded_by_model, excluded_by_health,
-        model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a rejection outcome,
-        status, message, reason and retry_after_s; for a deferral the same of its rejection, and
-        preferred_endpoint, which is None for any.
+        model_unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a rejection
+        outcome, status, message, reason and retry_after_s; for a deferral the same of its
+        rejection, and preferred_endpoint, which is None for any.
     """
     match outcome:
         case Decision():
@@ -242,29 +242,29 @@ def format_short(decision: Decision) -> str:
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
     """
-    request = decision.request
-    words = [decision.profile, f"chose={decision.endpoints[0].address}"]
     chosen = _find_chosen(decision)
-    words += _displayed_value(decision, chosen)
-    words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
+    text = (
+        f"{decision.profile}; chose={decision.endpoints[0].address}"
+        f"{_displayed_value(decision, chosen)}"
+        f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
+    )
     other = _find_runner_up(decision.totals, chosen)
     if other is not None:
-        words.append(f"next={decision.scored_candidates[other].endpoint.address}")
-        words += _displayed_value(decision, other)
-    if decision.degraded:
-        words.append("degraded")
-    return "; ".join(words)
+        address = decision.scored_candidates[other].endpoint.address
+        text += f"; next={address}{_displayed_value(decision, other)}"
+    return text + "; degraded" if decision.degraded else text
 
 
-def _displayed_value(decision: Decision, at: int | None) -> list[str]:
+def _displayed_value(decision: Decision, at: int | None) -> str:
     """Cost or score of a finalist as text; empty when nothing was compared."""
     priced = decision.cost
     if at is None:
-        return []
-    if priced is not None:
-        unit = "ms" if priced.unit == "s" else priced.unit
-        return [f"cost={_factor(priced) * priced.costs[at]:.1f}{unit}"]
-    return [f"score={decision.totals[at]:.3f}"] if decision.scores else []
+        return ""
+    if priced is None:
+        return f"; score={decision.totals[at]:.3f}" if decision.scores else ""
+    if priced.unit == "s":
+        return f"; cost={1000.0 * priced.costs[at]:.1f}ms"
+    return f"; cost={priced.costs[at]:.1f}{priced.unit}"
 
 
 def _runner_up(decision: Decision) -> str | None:
@@ -435,11 +435,11 @@ def _find_runner_up(totals: Sequence[float], chosen: int | None) -> int | None:
     """Position of the highest total but that of the chosen candidate; None without one."""
     if chosen is None:
         return totals.index(max(totals)) if totals else None
-    others = [*totals[:chosen], *totals[chosen + 1 :]]
-    if not others:
+    if len(totals) < 2:
         return None
-    at = others.index(max(others))
-    return at if at < chosen else at + 1
+    others = list(totals)
+    others[chosen] = -math.inf
+    return others.index(max(others))
 
 
 def _addresses(candidates: Iterable[Candidate]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TextIO
 
 import msgspec
@@ -21,8 +21,21 @@ REQUESTS: Final = "extproc.requests"
 
 _encode = msgspec.json.Encoder().encode
 
+#: Message of the line of a routed request.
+REQUEST: Final = "request"
+
 #: Text that needs no quotes; all other text could look like a further field or another line.
 _BARE: Final = re.compile(r"[A-Za-z0-9_.:/@%+~\[\]-]+")
+
+#: All other text, in quotes and with escapes: what `json.dumps` writes.
+_quote: Final = json.encoder.encode_basestring_ascii
+
+#: JSON of a line of a request between its time and its fields.
+_JSON_HEAD: Final = f'"level":"info","logger":"{REQUESTS}","message":"{REQUEST}",'
+
+#: `log.requests` alone decides what it writes, whatever `log.level` is.
+_requests: Final = logging.getLogger(REQUESTS)
+_requests.setLevel(logging.INFO)
 
 
 #: Attributes of other records that an event does not have.
@@ -60,45 +73,105 @@ class EventRecord(logging.LogRecord):
         }
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes records at once, but lines of requests together when the event loop is through a turn."""
+class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """Fields of the line of a routed request, in their order; None leaves a field out.
 
-    def __init__(self, stream: TextIO) -> None:
+    It is a struct, and formatted by code of its own, because there may be one for every request.
+    """
+
+    id: str
+    pool: str | None = None
+    model: str | None = None
+    endpoint: str = ""
+    status: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    estimated_prompt_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    queue_s: float | None = None
+    response_headers_s: float | None = None
+    total_s: float | None = None
+    pick: str = ""
+
+    def round_times(self) -> None:
+        """Keep three digits of times."""
+        for name in ("queue_s", "response_headers_s", "total_s"):
+            seconds = getattr(self, name)
+            if seconds is not None:
+                setattr(self, name, round(seconds, 3))
+
+    def to_fields(self) -> dict[str, FieldValue]:
+        """The fields by name, as `log_event` has them."""
+        return _drop_unknown(msgspec.structs.asdict(self))
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes records at once, but lines of requests together, a moment later.
+
+    Args:
+        delay_s: Seconds that lines of requests wait for others: a write for every request would cost
+            more than the line.
+    """
+
+    def __init__(self, stream: TextIO, *, delay_s: float = 0.02) -> None:
         super().__init__(stream)
-        self._lines: list[str] = []
+        self._delay_s = delay_s
+        #: Lines, and what builds a line with its Unix time.
+        self._waiting: list[str | tuple[float, Callable[[], RequestLine]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or keep its line for the end of the turn."""
-        if record.name != REQUESTS or not self._will_flush():
+        """Write a record, or keep its line for the next write."""
+        if record.name != REQUESTS:
             self.flush()
             super().emit(record)
             return
         try:
-            self._lines.append(self.format(record))
+            self._waiting.append(self.format(record) + self.terminator)
         except Exception:  # noqa: BLE001 - as other handlers
             self.handleError(record)
+        else:
+            self._flush_soon()
 
-    def _will_flush(self) -> bool:
-        """Flush at the end of the turn; False where no event loop runs."""
-        if self._lines:
-            return True
+    def add_request(self, at: float, build_line: Callable[[], RequestLine]) -> None:
+        """Write the line of a routed request that ended at this Unix time."""
+        self._waiting.append((at, build_line))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Flush in a moment, or at once where no event loop runs."""
+        if len(self._waiting) > 1 and self._loop is not None and not self._loop.is_closed():
+            return
         try:
-            loop = asyncio.get_running_loop()
+            self._loop = asyncio.get_running_loop()
         except RuntimeError:
-            return False
-        loop.call_soon(self.flush)
-        return True
+            self.flush()
+        else:
+            self._loop.call_later(self._delay_s, self.flush)
 
     def flush(self) -> None:
         """Write the lines that wait."""
         self.acquire()
         try:
-            lines, self._lines = self._lines, []
-            if lines:
-                self.stream.write("\n".join(lines) + self.terminator)
+            waiting, self._waiting = self._waiting, []
+            if waiting:
+                lines = [it if isinstance(it, str) else self._format_request(*it) for it in waiting]
+                self.stream.write("".join(lines))
             super().flush()
         finally:
             self.release()
+
+    def _format_request(self, at: float, build_line: Callable[[], RequestLine]) -> str:
+        """The line of a request; empty, with a note on standard error, where a bug prevents it."""
+        formatter = self.formatter
+        if not isinstance(formatter, _OURS):
+            return ""
+        try:
+            return formatter.format_request(build_line(), at) + self.terminator
+        except Exception:  # noqa: BLE001 - as other handlers
+            self.handleError(EventRecord(REQUESTS, logging.INFO, REQUEST, {}))
+            return ""
 
 
 class TextFormatter(logging.Formatter):
@@ -119,6 +192,28 @@ class TextFormatter(logging.Formatter):
         if not fields:
             return line
         return line + "".join([f" {name}={_to_text(value)}" for name, value in fields.items()])
+
+    def format_request(self, line: RequestLine, at: float) -> str:
+        """Formats the line of a routed request; as any event, in one expression."""
+        request_id, pool, model, status = line.id, line.pool, line.model, line.status
+        prompt, cached, output = line.prompt_tokens, line.cached_tokens, line.output_tokens
+        queue_s, headers_s = line.queue_s, line.response_headers_s
+        return (
+            f"{_format_second(int(at))},{int(at % 1.0 * 1000.0):03d} INFO {REQUESTS} {REQUEST}"
+            f" id={request_id if _BARE.fullmatch(request_id) else _quote(request_id)}"
+            f"{'' if pool is None else f' pool={_to_label(pool)}'}"
+            f"{'' if model is None else f' model={_to_label(model)}'}"
+            f" endpoint={_to_label(line.endpoint)}"
+            f"{'' if status is None else f' status={status}'}"
+            f"{'' if prompt is None else f' prompt_tokens={prompt}'}"
+            f"{'' if cached is None else f' cached_tokens={cached}'}"
+            f"{'' if output is None else f' output_tokens={output}'}"
+            f" estimated_prompt_tokens={line.estimated_prompt_tokens}"
+            f" predicted_cached_tokens={line.predicted_cached_tokens}"
+            f"{'' if queue_s is None else f' queue_s={queue_s:.3f}'}"
+            f"{'' if headers_s is None else f' response_headers_s={headers_s:.3f}'}"
+            f" total_s={line.total_s:.3f} pick={_quote(line.pick)}"
+        )
 
 
 class JsonFormatter(logging.Formatter):
@@ -141,6 +236,20 @@ class JsonFormatter(logging.Formatter):
         except UnicodeEncodeError:  # half of a surrogate pair
             return json.dumps(values)
 
+    def format_request(self, line: RequestLine, at: float) -> str:
+        """Formats the line of a routed request."""
+        head = (
+            f'{{"time":"{_format_utc_second(int(at))}.{int(at % 1.0 * 1000.0):03d}Z",{_JSON_HEAD}'
+        )
+        line.round_times()
+        try:
+            return head + _encode(line).decode()[1:]
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return head + json.dumps(line.to_fields())[1:]
+
+
+_OURS: Final = (TextFormatter, JsonFormatter)
+
 
 def build_formatter(log_format: Literal["text", "json"]) -> logging.Formatter:
     """Builds the formatter of `log.format`."""
@@ -155,12 +264,35 @@ def log_event(logger: logging.Logger, level: int, event: str, **fields: FieldVal
         fields: Values by name; of a float three digits are kept. None is left out.
     """
     if logger.isEnabledFor(level):
-        known = {
-            name: round(value, 3) if isinstance(value, float) else value
-            for name, value in fields.items()
-            if value is not None
-        }
-        logger.handle(EventRecord(logger.name, level, event, known))
+        logger.handle(EventRecord(logger.name, level, event, _drop_unknown(fields)))
+
+
+def log_request(build_line: Callable[[], RequestLine]) -> None:
+    """Logs a routed request: as a line where the handler is ours, as an event anywhere else.
+
+    Args:
+        build_line: Builds its line, perhaps a moment later.
+    """
+    if not _requests.isEnabledFor(logging.INFO):
+        return
+    logger: logging.Logger | None = _requests
+    while logger is not None:
+        for handler in logger.handlers:
+            if isinstance(handler, LogHandler) and isinstance(handler.formatter, _OURS):
+                handler.add_request(time.time(), build_line)  # noqa: TID251 - as other log records
+            elif handler.level <= logging.INFO:
+                fields = build_line().to_fields()
+                handler.handle(EventRecord(REQUESTS, logging.INFO, REQUEST, fields))
+        logger = logger.parent if logger.propagate else None
+
+
+def _drop_unknown(fields: Mapping[str, FieldValue]) -> dict[str, FieldValue]:
+    """The fields that are known, with three digits of a float."""
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
 
 
 @functools.lru_cache(maxsize=2)
@@ -185,4 +317,8 @@ def _to_text(value: FieldValue) -> str:
     if isinstance(value, int):
         return str(value)
     text = str(value)
-    return text if _BARE.fullmatch(text) else json.dumps(text)
+    return text if _BARE.fullmatch(text) else _quote(text)
+
+
+#: Text of a label value; few of them are ever written.
+_to_label = functools.lru_cache(maxsize=4096)(_to_text)

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar, Final, Literal
 
 from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
 from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry import explanation
-from extproc.telemetry.log_format import REQUESTS, FieldValue, log_event
+from extproc.telemetry.log_format import REQUESTS, RequestLine, log_event, log_request
 from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder, model_of
-
-#: `log.requests` alone decides what it writes, whatever `log.level` is.
-_log = logging.getLogger(REQUESTS)
-_log.setLevel(logging.INFO)
 
 
 class LoggedRequestRecorder(RequestRecorder):
     """Recorder that logs its request: when it is refused or abandoned, or at its end."""
 
     failures_only: ClassVar[bool] = False
-    _queue_s: float | None = None
+    #: The endpoint that served; None if it left the pool.
+    _served: str | None = None
 
     def on_rejected(
         self,
@@ -53,7 +51,7 @@ class LoggedRequestRecorder(RequestRecorder):
         self, message: str, rejection: Rejection, request_id: str, labels: RequestLabels | None
     ) -> None:
         log_event(
-            _log,
+            logging.getLogger(REQUESTS),
             logging.INFO,
             message,
             id=shorten_id(request_id) or None,
@@ -64,30 +62,35 @@ class LoggedRequestRecorder(RequestRecorder):
             retry_after_s=rejection.retry_after_s,
         )
 
-    def on_dequeued(self, wait_s: float, *, priority: int) -> None:
-        """Count the time in the queue."""
-        RequestRecorder.on_dequeued(self, wait_s, priority=priority)
-        self._queue_s = wait_s
-
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Count and log the end of a routed request."""
         RequestRecorder.on_finished(self, endpoint=endpoint, status=status, duration_s=duration_s)
         record = self._record
         if record is None or self._refusal_status:
             return
-        if self.failures_only and not _is_failure(record.decision, status):
-            return
-        log_event(
-            _log,
-            logging.INFO,
-            "request",
-            **_describe_record(record, endpoint),
+        if not self.failures_only or _is_failure(record.decision, status):
+            self._served = endpoint
+            log_request(partial(self._build_line, record))
+
+    def _build_line(self, record: DecisionRecord) -> RequestLine:
+        """The line of a routed request that ended."""
+        decision, read = record.decision, record.usage.get
+        request, status, has_headers = decision.request, record.status, self._headers_s >= 0.0
+        return RequestLine(
+            id=record.id,
+            pool=decision.pool or None,
+            model=request.target or None,
+            endpoint=self._served or decision.endpoints[0].address,
+            status=int(status) if _STATUS.fullmatch(status) else None,
+            prompt_tokens=read("prompt"),
+            cached_tokens=read("cached"),
+            output_tokens=read("completion"),
+            estimated_prompt_tokens=request.prompt_tokens,
+            predicted_cached_tokens=decision.matched_tokens,
             queue_s=self._queue_s,
-            response_headers_s=(
-                None if self._headers_s < 0.0 else self._headers_s - self._routed_s
-            ),
-            total_s=duration_s,
-            pick=explanation.format_short(record.decision),
+            response_headers_s=self._headers_s - self._routed_s if has_headers else None,
+            total_s=record.seconds,
+            pick=explanation.format_short(decision),
         )
 
 
@@ -115,21 +118,3 @@ def recorder_type(requests: Literal["off", "errors", "all"]) -> type[RequestReco
 def _is_failure(decision: Decision, status: str) -> bool:
     """True for a response without a status below 400, unless responses of its kind are not watched."""
     return status >= "4" if status else decision.request.api not in surfaces.UNOBSERVED
-
-
-def _describe_record(record: DecisionRecord, endpoint: str | None) -> dict[str, FieldValue]:
-    """Fields of a routed request that do not depend on its times."""
-    decision, usage = record.decision, record.usage
-    request = decision.request
-    return {
-        "id": record.id,
-        "pool": decision.pool or None,
-        "model": request.target or None,
-        "endpoint": endpoint or decision.endpoints[0].address,
-        "status": int(record.status) if _STATUS.fullmatch(record.status) else None,
-        "prompt_tokens": usage.get("prompt"),
-        "cached_tokens": usage.get("cached"),
-        "output_tokens": usage.get("completion"),
-        "estimated_prompt_tokens": request.prompt_tokens,
-        "predicted_cached_tokens": decision.matched_tokens,
-    }

@@ -27,7 +27,7 @@ from extproc.telemetry.request_series import (
 )
 
 if TYPE_CHECKING:
-    from extproc.telemetry.recorded_request import RecordedRequest
+    from extproc.recording.recorder import Recordings
     from extproc.telemetry.request_trace import TracedRequest
 
 _log = logging.getLogger("extproc.server")
@@ -86,7 +86,7 @@ NO_USAGE: Mapping[str, int] = {}
 RequestResult = Literal["open", "ok", "failed", "refused"]
 
 
-class DecisionRecord(msgspec.Struct, eq=False):
+class DecisionRecord(msgspec.Struct, eq=False, gc=False):
     """One decision and the result of its request.
 
     Attributes:
@@ -179,26 +179,22 @@ class DecisionLog:
             decision: The committed decision.
             pool: Name of the pool, where the decision does not name it.
         """
-        request_id = shorten_id(request_id)
-        request = decision.request
+        request_id, request = shorten_id(request_id), decision.request
         if request.prompt:
             request = msgspec.structs.replace(request, prompt=b"")
         slim = msgspec.structs.replace(
             decision, request=request, block_hashes=(), pool=decision.pool or pool
         )
-        recorded = DecisionRecord(request_id, now, slim)
+        recorded, records = DecisionRecord(request_id, now, slim), self._records
         if not self._capacity:
             return recorded
-        old = self._records.pop(request_id, None)
-        if old is not None:
-            self._candidates -= _weight(old.decision)
-        self._records[request_id] = recorded
+        if request_id in records:
+            self._candidates -= _weight(records.pop(request_id).decision)
+        records[request_id] = recorded
         self._candidates += _weight(slim)
-        while len(self._records) > self._capacity or (
-            self._candidates > self._most and len(self._records) > 1
-        ):
-            _, gone = self._records.popitem(last=False)
-            self._candidates -= _weight(gone.decision)
+        while len(records) > self._capacity or (self._candidates > self._most and len(records) > 1):
+            _, dropped = records.popitem(last=False)
+            self._candidates -= _weight(dropped.decision)
         return recorded
 
     def add_rejection(self, record: RejectionRecord) -> None:
@@ -258,18 +254,19 @@ class RequestTracer(Protocol):
         """Create the observer of a traced request, which reports to its recorder as well."""
 
 
-class RequestRecorder(msgspec.Struct, eq=False):
+class RequestRecorder(msgspec.Struct, eq=False, gc=False):
     """Recorder of one request, which `StreamRecorder` creates."""
 
-    _counters: ProcessCounters
+    _streams: StreamRecorder
     _pool_counters: PoolCounters
-    _decisions: DecisionLog
-    _pool: str
-    _tracer: RequestTracer | None = None
     _trace_id: str = ""
     _record: DecisionRecord | None = None
     _labels: RequestLabels = UNPARSED
     _series: RequestSeries | None = None
+    #: Number of its decision in recordings; 0 for none.
+    _number: int = 0
+    #: Seconds in the queue; None without.
+    _queue_s: float | None = None
     #: Seconds from the first message to the choice of the endpoint, response headers, and the
     #: first and the last chunk of a streamed response; negative before.
     _routed_s: float = -1.0
@@ -278,6 +275,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
     _last_chunk_s: float = -1.0
     _is_stream: bool = False
     _is_served: bool = False
+    _is_chunked: bool = False
     _is_ttft_due: bool = False
     _refusal_status: str = ""
 
@@ -286,17 +284,16 @@ class RequestRecorder(msgspec.Struct, eq=False):
     ) -> RequestRecorder | TracedRequest:
         """Note the trace of the request, and return the observer that sends its spans."""
         self._trace_id = trace.trace_id
-        if self._tracer is None:
-            return self
-        return self._tracer.observe(self, trace, started_s=started_s)
+        tracer = self._streams.tracer
+        return self if tracer is None else tracer.observe(self, trace, started_s=started_s)
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
-        self._pool_counters = self._counters.for_pool(pool)
+        self._pool_counters = self._streams.counters.for_pool(pool)
 
     def on_direct_response(self) -> None:
         """Count a request that was answered without an endpoint."""
-        self._counters.direct_responses += 1
+        self._streams.counters.direct_responses += 1
 
     def on_rejected(
         self,
@@ -333,11 +330,12 @@ class RequestRecorder(msgspec.Struct, eq=False):
                 rejection,
                 self._trace_id,
             )
-            self._decisions.add_rejection(record)
+            self._streams.decisions.add_rejection(record)
 
     def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Count the time in the queue."""
         self._pool_counters.record_queued(wait_s, priority=priority)
+        self._queue_s = wait_s
 
     def on_routed(
         self,
@@ -349,21 +347,27 @@ class RequestRecorder(msgspec.Struct, eq=False):
         now: float,
         duration_s: float,
     ) -> Decision:
-        """Count a routed request, and log the decision.
+        """Count a routed request, and record the decision.
 
         Returns:
             The decision without prompt and block hashes.
         """
-        self._counters.routing_duration_s.add(duration_s)
-        counters = self._pool_counters
+        streams, counters = self._streams, self._pool_counters
+        streams.counters.routing_duration_s.add(duration_s)
         counters.record_routed(decision)
         self._labels, self._trace_id = labels, trace_id
-        self._record = self._decisions.add(request_id, decision, now, pool=self._pool)
+        record = streams.decisions.add(request_id, decision, now, pool=counters.name)
+        self._record, slim = record, record.decision
         if trace_id:
-            self._record.trace_id = trace_id
-        self._series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
-        self._series.record_routed()
-        return self._record.decision
+            record.trace_id = trace_id
+        series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
+        self._series = series
+        series.record_routed()
+        if streams.recordings is not None:
+            self._number = streams.recordings.add_routed(
+                decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
+            )
+        return slim
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
@@ -382,7 +386,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
             return
         self._is_served = True
         if is_stream and is_shown:
-            self._is_ttft_due = True
+            self._is_chunked = self._is_ttft_due = True
         else:
             self._record_ttft(elapsed_s)
 
@@ -429,13 +433,30 @@ class RequestRecorder(msgspec.Struct, eq=False):
         if self._is_served:
             if endpoint is not None:
                 counters.record_headers(endpoint, self._headers_s - self._routed_s)
-            # The engine serves the model, even if it does not list it.
-            series = counters.series.find(self._labels, is_served=True)
+            if series.labels != self._labels:
+                # The engine serves the model, even if it does not list it.
+                series = counters.series.find(self._labels, is_served=True)
+        if self._number:
+            self._record_end(record, status, duration_s)
         status = status or self._refusal_status
         if not status:
             is_watched = record.decision.request.api not in surfaces.UNOBSERVED
             status = NO_STATUS if is_watched else UNOBSERVED_STATUS
         series.record_duration(status, duration_s, self._trace_id)
+
+    def _record_end(self, record: DecisionRecord, status: str, duration_s: float) -> None:
+        """Put the end into recordings; only chunks of a stream show the first token."""
+        recordings, routed_s = self._streams.recordings, max(self._routed_s, 0.0)
+        if recordings is None:
+            return
+        has_token = self._is_chunked and self._first_chunk_s >= 0.0
+        recordings.add_end(
+            self._number,
+            status=status,
+            ttft_s=self._first_chunk_s - routed_s if has_token else None,
+            total_s=duration_s - routed_s,
+            usage=record.usage,
+        )
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """Count the tokens that the response reported."""
@@ -445,8 +466,7 @@ class RequestRecorder(msgspec.Struct, eq=False):
         series = self._series
         if series is None:
             return
-        for kind, tokens in usage.items():
-            series.record(kind, tokens)
+        series.record_tokens(usage)
         gaps = usage.get("completion", 0) - 1
         if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
             series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
@@ -465,6 +485,9 @@ class StreamRecorder:
         decisions: Log of recent decisions.
         recorder_type: Recorder of a request, which may log it as well.
         tracer: Sends the traces of requests; None sends none.
+
+    Attributes:
+        recordings: Recordings under way; None without any.
     """
 
     def __init__(
@@ -477,24 +500,18 @@ class StreamRecorder:
     ) -> None:
         self.counters = counters
         self.decisions = decisions
+        self.tracer = tracer
+        self.recordings: Recordings | None = None
         self._recorder_type = recorder_type
-        self._tracer = tracer
-        self._observe: Callable[[RequestRecorder, str], RecordedRequest] | None = None
         self._exceptions = ExceptionLog(counters.exceptions, clock)
 
     def reconfigure(self, recorder_type: type[RequestRecorder]) -> None:
         """Record requests with another recorder from the next one on."""
         self._recorder_type = recorder_type
 
-    def set_recording(
-        self, observe: Callable[[RequestRecorder, str], RecordedRequest] | None
-    ) -> None:
-        """Put requests into recordings from the next one on; None ends that.
-
-        Args:
-            observe: Creates the observer of a request from its recorder and the default pool.
-        """
-        self._observe = observe
+    def set_recordings(self, recordings: Recordings | None) -> None:
+        """Put requests into recordings from the next decision on; None ends that."""
+        self.recordings = recordings
 
     def on_stream_opened(self) -> None:
         """Count an open stream."""
@@ -509,10 +526,6 @@ class StreamRecorder:
         """Count and log an unexpected exception."""
         self._exceptions.record(error)
 
-    def observe_request(self, pool: str) -> RequestRecorder | RecordedRequest:
+    def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
-        counters = self.counters
-        recorder = self._recorder_type(
-            counters, counters.for_pool(pool), self.decisions, pool, self._tracer
-        )
-        return recorder if self._observe is None else self._observe(recorder, pool)
+        return self._recorder_type(self, self.counters.for_pool(pool))

@@ -198,20 +198,37 @@ class RequestSeries(msgspec.Struct, eq=False, gc=False):
 
     def record(self, name: str, value: float, trace_id: str = "") -> None:
         """Counts a value in the histogram of that name; of a sampled trace, where it has an id."""
-        bucket = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value)
+        at = bisect_left(_BOUNDS.get(name, DURATION_BOUNDS_S), value) + 1
         try:
             values = self._values[name]
-            values[bucket + 1] += 1
+            values[at] += 1
         except (KeyError, IndexError):
-            shorter = self._values.get(name, ())
-            values = self._values[name] = [0] * (bucket + 2)
-            values[: len(shorter)] = shorter
-            values[bucket + 1] = 1
+            values = self._extend(name, at)
         values[0] += value
         if trace_id:
             if self._exemplars is None:
                 self._exemplars = {}
-            self._exemplars.setdefault(name, {})[bucket] = (trace_id, value)
+            self._exemplars.setdefault(name, {})[at - 1] = (trace_id, value)
+
+    def record_tokens(self, usage: Mapping[str, int]) -> None:
+        """Counts the tokens of a response, by kind."""
+        by_name = self._values
+        for kind, tokens in usage.items():
+            at = bisect_left(TOKEN_BOUNDS, tokens) + 1
+            try:
+                values = by_name[kind]
+                values[at] += 1
+            except (KeyError, IndexError):
+                values = self._extend(kind, at)
+            values[0] += tokens
+
+    def _extend(self, name: str, at: int) -> list[float]:
+        """Counts one value at a position that the values of a histogram do not reach yet."""
+        shorter = self._values.get(name, ())
+        values = self._values[name] = [0] * (at + 1)
+        values[: len(shorter)] = shorter
+        values[at] = 1
+        return values
 
     def total(self, name: str) -> float:
         """Sum of the values of a histogram."""

@@ -45,6 +45,23 @@ def test_candidates_come_back_as_the_scheduler_saw_them():
     assert event.unix_s == 1_000_010.0
 
 
+def test_columns_that_stay_come_back():
+    """Those that a decision leaves out are as in the decision before that has candidates."""
+    idle, busy = a_candidate(1), a_candidate(1, in_flight=2, matched_tokens=16)
+    other = a_candidate(2, conversation_local=True)
+    tables = [[idle], [idle], [busy], [busy, other], [], [other, busy], [idle]]
+    chosen = [a_decision(candidates or [idle]) for candidates in tables]
+    chosen[4] = msgspec.structs.replace(chosen[4], candidates=())
+    _, events = read(recorded(*chosen))
+    for event, candidates in zip(events, tables, strict=True):
+        numbers = [
+            (it.endpoint.address, it.in_flight, it.matched_tokens) for it in event.candidates
+        ]
+        assert numbers == [
+            (it.endpoint.address, it.in_flight, it.matched_tokens) for it in candidates
+        ]
+
+
 def test_imputed_loads_come_back_as_imputed():
     """The age is that of the endpoint's own page."""
     page = Load(at=4.0)
@@ -73,16 +90,28 @@ def test_a_last_line_that_was_cut_is_left_out():
     assert source.header is not None
 
 
+_TABLE_WITHOUT_COLUMNS = b"""\
+{"kind":"recording","version":2}
+{"kind":"endpoint","n":0,"address":"10.0.0.1:8000"}
+{"kind":"decision","n":1,"at":1,"endpoint":0,"candidates":{"endpoints":[0]}}
+"""
+
+
 @pytest.mark.parametrize(
     ("lines", "where", "words"),
     [
         (b"no JSON\n", "line 1", "malformed"),
         (b'{"kind":"decision","n":1,"at":1,"endpoint":0}\n', "line 1", "before any header"),
-        (b'{"kind":"recording","version":2}\n', "line 1", "version 2"),
+        (b'{"kind":"recording","version":1}\n', "line 1", "version 1"),
         (
-            b'{"kind":"recording","version":1}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
+            b'{"kind":"recording","version":2}\n{"kind":"decision","n":1,"at":1,"endpoint":5}\n',
             "line 2",
             "endpoint 5 without a row",
+        ),
+        (
+            _TABLE_WITHOUT_COLUMNS,
+            "line 3",
+            "a table without some of its columns",
         ),
     ],
 )

@@ -77,12 +77,16 @@ async def test_decisions_are_recorded_in_a_file(tmp_path):
 
 
 async def test_a_picker_without_a_recording_adds_nothing():
-    """The observer of a request is the recorder alone."""
+    """Requests are recorded from the first recording's start to the last one's end."""
     core = soak.Core(settings())
     await core.picker.sync()
     assert "recording" not in core.picker.loops()
-    observer = core.shared.observer.observe_request("")
-    assert type(observer).__name__ == "RequestRecorder"
+    assert core.shared.observer.recordings is None
+    recordings = core.picker.decision_recorder.recordings
+    recording = recordings.start()
+    assert core.shared.observer.recordings is recordings
+    recordings.stop(recording)
+    assert core.shared.observer.recordings is None
 
 
 async def test_files_are_rotated(tmp_path):

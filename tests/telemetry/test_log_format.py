@@ -10,6 +10,8 @@ import logging
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from extproc.telemetry import log_format
 
@@ -110,10 +112,16 @@ class Written(io.StringIO):
         return super().write(text)
 
 
-def test_lines_of_requests_are_written_at_the_end_of_a_turn():
-    """Together, before whatever else is logged, and at once where no event loop runs."""
+async def turn():
+    """Let timers without a delay run."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+def test_lines_of_requests_are_written_together():
+    """Before whatever else is logged, and at once where no event loop runs."""
     stream = Written()
-    handler = log_format.LogHandler(stream)
+    handler = log_format.LogHandler(stream, delay_s=0.0)
     handler.setFormatter(logging.Formatter("%(message)s"))
 
     def handle(logger, message):
@@ -123,7 +131,7 @@ def test_lines_of_requests_are_written_at_the_end_of_a_turn():
         for number in range(3):
             handle(log_format.REQUESTS, f"request {number}")
         assert stream.writes == 0
-        await asyncio.sleep(0)
+        await turn()
         assert (stream.getvalue(), stream.writes) == ("request 0\nrequest 1\nrequest 2\n", 1)
         handle(log_format.REQUESTS, "request 3")
         handle("extproc.pool", "endpoint ejected")
@@ -133,6 +141,66 @@ def test_lines_of_requests_are_written_at_the_end_of_a_turn():
     asyncio.run(scene())
     handle(log_format.REQUESTS, "request 5")
     assert stream.getvalue().endswith("request 4\nrequest 5\n")
+
+
+@pytest.mark.parametrize("name", ["text", "json"])
+@given(
+    facts=st.fixed_dictionaries(
+        {
+            "id": st.text(),
+            "endpoint": st.just("10.0.0.1:8000"),
+            "pick": st.text().map("a; {}".format),
+        },
+        optional={
+            **dict.fromkeys(("pool", "model"), st.text()),
+            **dict.fromkeys(("status", "prompt_tokens", "output_tokens"), st.integers(0, 2**40)),
+            **dict.fromkeys(("queue_s", "response_headers_s"), st.floats(0.0, 1e6)),
+        },
+    ),
+    at=st.floats(0.0, 4e9),
+)
+@settings(max_examples=50)
+def test_a_line_of_a_request_is_that_of_an_event(name, facts, at):
+    """The formatter of request lines writes what that of all events writes."""
+    known = {"estimated_prompt_tokens": 5, "total_s": 0.1 + 0.2}
+    line = log_format.RequestLine(**known, predicted_cached_tokens=0, **facts)
+    record = log_format.EventRecord(
+        log_format.REQUESTS, logging.INFO, log_format.REQUEST, line.to_fields()
+    )
+    record.created, record.msecs = at, at % 1.0 * 1000.0
+    formatter = log_format.build_formatter(name)
+    assert formatter.format_request(line, at) == formatter.format(record)
+
+
+def test_requests_are_logged_by_any_handler(caplog):
+    """One of ours gets a line, any other one an event."""
+    stream = Written()
+    handler = log_format.LogHandler(stream, delay_s=0.0)
+    handler.setFormatter(log_format.build_formatter("json"))
+    logger = logging.getLogger(log_format.REQUESTS)
+    line = log_format.RequestLine(
+        id="a", pool=None, model="m", endpoint="10.0.0.1:8000", total_s=0.25, pick="p"
+    )
+
+    async def scene():
+        log_format.log_request(lambda: line)
+        assert stream.writes == 0
+        await turn()
+
+    logger.addHandler(handler)
+    try:
+        asyncio.run(scene())
+        log_format.log_request(lambda: line)
+    finally:
+        logger.removeHandler(handler)
+    fields = {"id": "a", "model": "m", "endpoint": "10.0.0.1:8000", "total_s": 0.25, "pick": "p"}
+    written = [json.loads(text) for text in stream.getvalue().splitlines()]
+    assert stream.writes == len(written) == 2
+    for shown in written:
+        del shown["time"]
+        head = {"level": "info", "logger": "extproc.requests", "message": "request"}
+        assert shown == {**head, **fields}
+    assert [record.fields for record in caplog.records] == [fields] * 2
 
 
 @pytest.mark.parametrize("name", ["text", "json"])
