@@ -64,6 +64,13 @@ def agreement_block() -> str:
     return agreement.block(run.read("agreement"))
 
 
+def replay_block() -> str:
+    """Replays of recordings beside the runs that were recorded."""
+    if not (rig.RESULTS / "replay.json").exists():
+        return "Nothing measured yet."
+    return agreement.replay_block(run.read("replay"))
+
+
 def sharing_block() -> str:
     """Several pickers behind a real Envoy, by themselves and talking."""
     return replicas.real_block(run.read("replicas"))
@@ -166,6 +173,7 @@ BLOCKS: Mapping[str, Block] = {
     "results": Block("benchmarks/overhead.md", block),
     "real vllm": Block("benchmarks/real-engines.md", real_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),
+    "replay": Block("benchmarks/real-engines.md", replay_block),
     "replicas": Block("benchmarks/replicas.md", replicas_block),
     "peer_sync": Block("benchmarks/replicas.md", sharing_block),
     "capacity": Block("benchmarks/capacity.md", capacity_block),

@@ -11,10 +11,13 @@ import argparse
 import difflib
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
 from typing import Any, Protocol, TextIO, cast
 
+from extproc import distribution
 from extproc.errors import ConfigError, ExtprocError
 
 #: Command to module and the line in --help.
@@ -52,7 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "plugin": ("extproc.cli.plugin", "print a plugin template, or test a plugin file"),
     "completion": ("extproc.cli.completion", "print a completion script for a shell"),
-    "version": ("extproc.cli.version", "print the version"),
+    "version": ("extproc.cli.main", "print the version"),
 }
 
 
@@ -109,6 +112,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def add_parser(subparsers: Any) -> None:
+    """Add `extproc version`, the command of this module."""
+    parser = subparsers.add_parser("version", help="print the version")
+    parser.set_defaults(run=run)
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print the version of this package and what it runs on; returns the exit status."""
+    print(version_line())
+    print(f"python {platform.python_version()}, grpcio {metadata.version('grpcio')}")
+    return 0
+
+
+def version_line() -> str:
+    """The version in a line."""
+    version = distribution.installed_version()
+    return f"extproc {version or '(run from a checkout that is not installed)'}"
+
+
 def print_error(error: ExtprocError) -> None:
     """Show an error on standard error."""
     print(f"{paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
@@ -142,9 +164,7 @@ def _run(words: Sequence[str]) -> int:
     # The word in front: what follows may be the value of a flag that is called like a command.
     name = words[0] if words and words[0] in COMMANDS else ""
     if words == ["--version"]:
-        from extproc.cli import version
-
-        print(version.line())
+        print(version_line())
         return 0
     if words and not name and not words[0].startswith("-"):
         raise _unknown_command_error(words[0])

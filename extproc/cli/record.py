@@ -14,15 +14,18 @@ files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from extproc.cli import explain
 from extproc.errors import ConfigError
+from extproc.recording import parquet
+from extproc.recording.parquet import RecordingFile
 
 #: Seconds without a row after which the server is looked for: it may have no requests.
 _IDLE_S = 30.0
@@ -41,7 +44,13 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="JSON lines; an older file is replaced")
+    add(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="written as JSON lines, or as Parquet if it ends in .parquet (extra parquet); an older "
+        "file is replaced",
+    )
     add("--server", metavar="URL", default=explain.SERVER, help="metrics port (%(default)s)")
     add("--seconds", type=_seconds, default=60.0, help="length (%(default)s)")
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
@@ -55,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
+    parquet.require(args.file)
     url = f"{explain.base_url(args.server)}/debug/record?seconds={args.seconds:g}"
     request = urllib.request.Request(url)  # noqa: S310 - base_url made it http or https
     token = explain.read_token(args)
@@ -63,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with (
             urllib.request.urlopen(request, timeout=args.seconds + _IDLE_S) as response,  # noqa: S310
-            _open(args.file) as file,
+            contextlib.closing(_open(args.file)) as file,
         ):
             lines = _copy(response, file)
     except urllib.error.HTTPError as error:
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(response: Any, file: BinaryIO) -> int:
+def _copy(response: Any, file: RecordingFile) -> int:
     """Copy until the recording ends or Ctrl-C; returns the number of lines."""
     lines = 0
     try:
@@ -93,9 +103,9 @@ def _copy(response: Any, file: BinaryIO) -> int:
     return lines
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> RecordingFile:
     try:
-        return path.open("wb")
+        return parquet.for_lines(path.open("wb"), path)
     except OSError as error:
         raise ConfigError(
             str(path),

@@ -340,9 +340,10 @@ class RecordSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     Attributes:
         file: File that is written as JSON lines; when it is full it becomes FILE.1, and that FILE.2.
-            No default: a recording has a place.
+            A name that ends in `.parquet` is written as Parquet, with the extra `parquet`. No
+            default: a recording has a place.
         max_file_bytes: Size of a file (bytes). 256 MiB are half a million requests to a few
-            endpoints.
+            endpoints as JSON lines, and some more as Parquet.
         max_files: Files in total (count). 4, so that a full disk needs other causes.
     """
 

@@ -1,6 +1,6 @@
 """Recordings of decisions: their rows, how a picker writes them, and how tools read them.
 
-- `rows`: the lines of a recording.
+- `rows`: the lines of a recording; `parquet`: the same as a table.
 - `recorder`: decisions of a running picker as lines, in bounded memory, and files of bounded size.
 - `reader`: lines back into decisions with the candidates that the scheduler saw.
 

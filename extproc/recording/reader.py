@@ -15,7 +15,7 @@ import msgspec
 
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
 from extproc.errors import ConfigError
-from extproc.recording import rows
+from extproc.recording import parquet, rows
 
 #: Longest line (bytes): a decision among ten thousand endpoints.
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
@@ -206,13 +206,16 @@ class RecordingReader:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file, with their line feeds.
+    """Lines of a file, with their line feeds; those of the recording in a Parquet file.
 
     Raises:
         ConfigError: It cannot be read, or a line is longer than `MAX_LINE_BYTES`.
     """
     number = 0
     try:
+        if parquet.is_parquet(path):
+            yield from parquet.read_lines(path)
+            return
         with path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1

@@ -6,12 +6,13 @@ is full drops what comes, and counts it: no request ever waits for a recording.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import mmh3
 import msgspec
@@ -20,7 +21,8 @@ from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint, Load, StepTimeModel
 from extproc.parsing import surfaces
 from extproc.prefix_cache import blocks
-from extproc.recording import rows
+from extproc.recording import parquet, rows
+from extproc.recording.parquet import RecordingFile
 from extproc.request import InferenceRequest
 
 
@@ -30,8 +32,8 @@ class RotatingFile:
     Writes block; call them in a thread.
 
     Args:
-        path: The file; one from before becomes `NAME.1`.
-        max_bytes: Bytes of a file; it may exceed them by one write.
+        path: The file, as `for_lines` writes it; one from before becomes `NAME.1`.
+        max_bytes: Bytes of a file; it may exceed them by one write, or by a row group of Parquet.
         max_files: Files in total (count).
     """
 
@@ -39,8 +41,7 @@ class RotatingFile:
         self._path = Path(path)
         self._max_bytes = max_bytes
         self._max_files = max_files
-        self._file: BinaryIO | None = None
-        self._size = 0
+        self._file: RecordingFile | None = None
 
     def write(self, lines: bytes) -> bool:
         """Append lines.
@@ -56,23 +57,23 @@ class RotatingFile:
                 self._rotate()
                 # Not for other users: names of models, and when who asked.
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                self._file, self._size = os.fdopen(descriptor, "wb"), 0
+                self._file = parquet.for_lines(os.fdopen(descriptor, "wb"), self._path)
             self._file.write(lines)
             self._file.flush()
+            if self._file.tell() < self._max_bytes:
+                return False
         except OSError:
-            self.close()
+            with contextlib.suppress(OSError):
+                self.close()
             raise
-        self._size += len(lines)
-        if self._size < self._max_bytes:
-            return False
         self.close()
         return True
 
     def close(self) -> None:
         """Close the file; the next write begins another one."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _rotate(self) -> None:
         """Move every file to the next number; the last one is gone."""
@@ -151,7 +152,7 @@ class Recording:
     def __init__(self, header: Callable[[], rows.HeaderRow], counts: Counter[str]) -> None:
         self._header = header
         self._counts = counts
-        self._entries: deque[RoutedRequest | rows.EndRow] = deque()
+        self._entries: deque[RoutedRequest | rows.EndRow | rows.HeaderRow] = deque()
         self._waiting_candidates = 0
         self._dropped = 0
         self._encoder = msgspec.json.Encoder()
@@ -166,6 +167,11 @@ class Recording:
         self._state_columns: Sequence[Sequence[object]] = ()
         self._numbers: Sequence[int] = ()
         self._columns: Sequence[Sequence[Any]] = ((),) * len(rows.CANDIDATE_FIELDS)
+
+    def add_header(self) -> None:
+        """Begin anew behind the entries that wait, as with other settings."""
+        if self._is_headed or self._entries:
+            self._entries.append(self._header())
 
     def add(self, entry: RoutedRequest | rows.EndRow) -> None:
         """Take in a decision or an end, or drop it where too many wait."""
@@ -198,6 +204,11 @@ class Recording:
             self._dropped = 0
         for _ in range(min(most, len(self._entries))):
             entry = self._entries.popleft()
+            if isinstance(entry, rows.HeaderRow):
+                self.restart()
+                self._is_headed = True
+                lines.append(entry)
+                continue
             if isinstance(entry, RoutedRequest):
                 self._waiting_candidates -= len(entry.decision.candidates)
                 lines += self._rows_of(entry)
@@ -359,6 +370,11 @@ class Recordings:
         self._active.append(recording)
         self._on_change(len(self._active))
         return recording
+
+    def add_header(self) -> None:
+        """Let every recording under way go on behind a new header."""
+        for recording in self._active:
+            recording.add_header()
 
     def stop(self, recording: Recording) -> None:
         """Stop a recording; what waits in it can still be taken."""

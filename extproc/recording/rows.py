@@ -34,6 +34,7 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
         unix_s: Unix time at which `clock_s` was read.
         clock_s: Monotonic seconds, the clock of all rows.
         settings: Sections of the configuration that decisions depend on, as in a file.
+        pools: Those of them that a pool has for itself, by its name.
     """
 
     version: int
@@ -41,6 +42,7 @@ class HeaderRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag
     unix_s: float = 0.0
     clock_s: float = 0.0
     settings: Mapping[str, object] = {}
+    pools: Mapping[str, Mapping[str, object]] = {}
 
 
 class AddressRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint"):

@@ -351,6 +351,7 @@ class EndpointPickerProcess:
         self._max_body_bytes = settings.limits.max_body_bytes
         self.decisions.resize(settings.decisions.decisions)
         self._recorder.reconfigure(request_log.recorder_type(settings.log.requests))
+        self.decision_recorder.reconfigure(settings)
         self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 

@@ -28,7 +28,7 @@ from extproc.telemetry.request_recorder import DecisionLog, DecisionRecord
 from extproc.telemetry.strategy_comparison import StrategyComparison
 from extproc.telemetry.traffic_history import INTERVAL_S, EndpointTrend, TrafficHistory
 
-#: Seconds for which an answer of `/debug/overview` serves all who ask: many tabs cost as much as one.
+#: Seconds for which a description of the endpoints serves all who ask: many tabs cost as much as one.
 _CACHE_S: Final = 1.0
 
 #: Endpoints that are described before other work has its turn (count).
@@ -118,7 +118,7 @@ class ConsolePages:
         self._readiness = readiness
         self._about = about
         self._clock = clock
-        self._overview = b""
+        self._overview: dict[str, Any] = {}
         self._overview_at = -math.inf
 
     def routes(self) -> list[web.RouteDef]:
@@ -144,13 +144,19 @@ class ConsolePages:
         """Scripts and styles of the console."""
         return _serve(request, request.match_info["file"])
 
-    async def overview(self, _: web.Request) -> web.Response:
-        """Problems, pools with their endpoints, and traffic of the last quarter of an hour."""
+    async def overview(self, request: web.Request) -> web.Response:
+        """Problems, pools with their endpoints, and traffic of the last quarter of an hour.
+
+        `?pool=` has the traffic of that pool in place of all together.
+        """
         now = self._clock()
         if now - self._overview_at >= _CACHE_S:
             self._overview = await self._describe(now)
             self._overview_at = now
-        return _json(self._overview)
+        pool = request.query.get("pool")
+        history = self._history
+        points = history.points if pool is None else history.points_of(pool)
+        return _json(msgspec.json.encode({**self._overview, "traffic": list(points)}))
 
     async def strategies(self, _: web.Request) -> web.Response:
         """Strategies side by side on the last requests; estimates."""
@@ -173,7 +179,7 @@ class ConsolePages:
         """Settings that differ from their defaults, and the reloads of this process."""
         return _json(msgspec.json.encode(self._reloads.describe(self._clock())))
 
-    async def _describe(self, now: float) -> bytes:
+    async def _describe(self, now: float) -> dict[str, Any]:
         views, reloads = self._views(), self._reloads
         listed = problems.find_process_problems(
             is_ready=self._readiness.ready,
@@ -185,19 +191,16 @@ class ConsolePages:
         for name, view in views.items():
             listed += problems.find_pool_problems(name, view, self._history, now)
             pools.append(await self._describe_pool(name, view, now))
-        return msgspec.json.encode(
-            {
-                "version": distribution.installed_version(),
-                "profile": self._about.get("profile", ""),
-                "is_ready": self._readiness.ready,
-                "streams_open": self._counters.streams_open,
-                "problems": problems.sort_problems(listed),
-                "pools": pools,
-                "interval_s": INTERVAL_S,
-                "now": now,
-                "traffic": list(self._history.points),
-            }
-        )
+        return {
+            "version": distribution.installed_version(),
+            "profile": self._about.get("profile", ""),
+            "is_ready": self._readiness.ready,
+            "streams_open": self._counters.streams_open,
+            "problems": problems.sort_problems(listed),
+            "pools": msgspec.Raw(msgspec.json.encode(pools)),
+            "interval_s": INTERVAL_S,
+            "now": now,
+        }
 
     async def _describe_pool(self, name: str, view: PoolView, now: float) -> dict[str, Any]:
         trends = self._history.trends(name)

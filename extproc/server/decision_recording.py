@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -68,6 +69,11 @@ class DecisionRecorder:
     def has_room(self) -> bool:
         """True if another client may record."""
         return self._clients < MAX_CLIENTS
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take other settings, which recordings under way name in a new header."""
+        self._settings = settings
+        self.recordings.add_header()
 
     def close(self) -> None:
         """End the recordings of clients."""
@@ -151,7 +157,7 @@ class DecisionRecorder:
 
     def _header(self) -> rows.HeaderRow:
         """First row of a recording."""
-        settings = self._settings
+        settings, to_tree = self._settings, functools.partial(msgspec.to_builtins, str_keys=True)
         flow_control = msgspec.structs.replace(settings.flow_control, limit=None, limits={})
         sections = {
             "scheduling": settings.scheduling,
@@ -165,9 +171,11 @@ class DecisionRecorder:
             software=distribution.installed_version() or "",
             unix_s=time.time(),  # noqa: TID251 - the only way from the clock of the rows to that of people
             clock_s=self._clock(),
-            settings={
-                name: msgspec.to_builtins(section, str_keys=True)
-                for name, section in sections.items()
+            settings={name: to_tree(section) for name, section in sections.items()},
+            pools={
+                pool.name: {"scheduling": to_tree(pool.scheduling)}
+                for pool in settings.pools
+                if pool.scheduling is not None
             },
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
+from extproc.recording import parquet
 from extproc.scrape import kv_event_subscriber
 from extproc.server import admin_access, listeners, redis_peer_channel
 
@@ -23,6 +24,9 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
         lambda: redis_peer_channel.require(settings.peer_sync),
         lambda: kv_event_subscriber.require(settings.kv_events),
     ]
+    record = settings.decisions.record
+    if record is not None:
+        steps.append(lambda: parquet.require(record.file))
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))
     if settings.server.transport == "native" and settings.server.secure_serving:

@@ -23,6 +23,10 @@ _OBJECTIVE: Final = re.compile(
 )
 
 
+#: Part by which a simulation has to miss a limit for others with other seeds to be left out.
+_HOPELESS_RATIO: Final = 2.0
+
+
 class Objective(msgspec.Struct, frozen=True):
     """A limit of a time.
 
@@ -93,6 +97,7 @@ class FleetPlanner:
         column: The strategy.
         objectives: Limits to meet.
         num_requests: Requests that are to be answered.
+        until_s: Seconds from the first request after which what is open counts as unanswered.
         jobs: Processes.
         on_run: Called with the engines of each size that is over.
     """
@@ -104,10 +109,11 @@ class FleetPlanner:
         objectives: Sequence[Objective],
         *,
         num_requests: int,
+        until_s: float,
         jobs: int,
         on_run: Callable[[int], None],
     ) -> None:
-        self._definition = definition
+        self._definition = msgspec.structs.replace(definition, until_s=until_s)
         self._column = column
         self._objectives = objectives
         self._num_requests = num_requests
@@ -155,21 +161,36 @@ class FleetPlanner:
             functools.partial(replay.simulate, definition, self._column, seed=seed)
             for seed in definition.seeds
         ]
-        runs: list[ReplayRun] = [
-            run for _, run in simulation_runs.run_calls(calls, jobs=self._jobs)
-        ]
-        figures = {
-            objective.figure: report.interval(
-                report.FIGURES[objective.figure](run.summary) for run in runs
-            ).mean
-            for objective in self._objectives
-        }
+        # An overloaded fleet takes longest to simulate, and needs no second opinion.
+        runs = self._run(calls[:1])
+        if len(calls) > 1 and not self._is_hopeless(runs[0]):
+            runs += self._run(calls[1:])
+        figures = self._figures(runs)
         unanswered = statistics.fmean(self._unanswered(run) for run in runs)
         is_enough = not unanswered and all(
             not math.isnan(figures[o.figure]) and figures[o.figure] <= o.limit_s
             for o in self._objectives
         )
         return FleetSize(engines, figures, unanswered, is_enough)
+
+    def _run(self, calls: Sequence[Callable[[], ReplayRun]]) -> list[ReplayRun]:
+        return [run for _, run in simulation_runs.run_calls(calls, jobs=self._jobs)]
+
+    def _figures(self, runs: Sequence[ReplayRun]) -> dict[str, float]:
+        return {
+            objective.figure: report.interval(
+                report.FIGURES[objective.figure](run.summary) for run in runs
+            ).mean
+            for objective in self._objectives
+        }
+
+    def _is_hopeless(self, run: ReplayRun) -> bool:
+        """True if a run leaves requests unanswered, or misses an objective by far."""
+        figures = self._figures([run])
+        return bool(self._unanswered(run)) or any(
+            figures[objective.figure] > _HOPELESS_RATIO * objective.limit_s
+            for objective in self._objectives
+        )
 
     def _unanswered(self, run: ReplayRun) -> float:
         """Share of the requests that failed, or were not over at the end of the simulation."""

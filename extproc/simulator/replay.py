@@ -23,7 +23,7 @@ from extproc.recording import reader, rows
 from extproc.simulator import replay_traces, replay_traffic, simulation_runs
 from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
-from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary
+from extproc.simulator.replay_agreement import AgreementMeter, AgreementSummary, merge_summaries
 from extproc.simulator.replay_traffic import Traffic, TrafficPart
 from extproc.simulator.simulation_runs import SimulationColumn
 
@@ -53,6 +53,8 @@ class Replay(msgspec.Struct, frozen=True):
         columns: Strategies to simulate, the recorded one first.
         lost: Rows that the recorder dropped (count).
         since_s: Seconds from the first request; earlier ones warm up.
+        is_reconfigured: Whether the configuration changed while it was recorded; `settings` and
+            `columns` are of the last one.
     """
 
     where: str
@@ -63,6 +65,7 @@ class Replay(msgspec.Struct, frozen=True):
     columns: Sequence[SimulationColumn]
     lost: int = 0
     since_s: float = 0.0
+    is_reconfigured: bool = False
 
 
 class ReplayRun(msgspec.Struct, frozen=True):
@@ -127,17 +130,27 @@ def load(
     where = str(path)
     source = reader.RecordingReader(where)
     requests = replay_traffic.TrafficReader(pool=pool, where=where, max_requests=max_requests)
+    header: rows.HeaderRow | None = None
+    settings: Settings | None = None
     columns: list[SimulationColumn] = []
     meters: list[AgreementMeter] = []
+    ended: list[AgreementMeter] = []
     for event in requests.read(source.read(reader.read_lines(path))):
-        if not columns:
-            settings = recorded_settings(source.header, where)
-            columns = columns_of(settings, strategies, configs)
-            meters = [AgreementMeter(c.name, c.settings) for c in columns if c.settings]
-        if isinstance(event, reader.RecordedDecision):
-            for meter in meters:
-                meter.add(event)
-    settings = recorded_settings(replay_traffic.read_header(source, where), where)
+        if not isinstance(event, reader.RecordedDecision):
+            continue
+        if source.header is not header:
+            header = source.header
+            current = recorded_settings(header, where, pool=event.row.pool)
+            if current != settings:
+                ended += meters
+                settings = current
+                columns = columns_of(settings, strategies, configs)
+                meters = [AgreementMeter(c.name, c.settings) for c in columns if c.settings]
+        for meter in meters:
+            meter.add(event)
+    if settings is None:
+        header = replay_traffic.read_header(source, where)
+        settings = recorded_settings(header, where, pool=pool or "")
     traffic = requests.traffic(settings.prefix.schedule, source.endpoints)
     fleet = requests.fleet(source.endpoints.values(), limits or {})
     return Replay(
@@ -145,9 +158,10 @@ def load(
         traffic,
         fleet,
         settings,
-        [meter.summary() for meter in meters],
+        merge_summaries(meter.summary() for meter in (*ended, *meters)),
         columns,
         lost=source.lost,
+        is_reconfigured=len(ended) > 0,
         since_s=0.0 if requests.is_cold else _WARM_UP_RATIO * traffic.duration_s,
     )
 
@@ -183,15 +197,20 @@ def load_trace(
     return Replay(str(path), traffic, [fleet], settings, (), columns)
 
 
-def recorded_settings(header: rows.HeaderRow | None, where: str) -> Settings:
-    """Configuration of the picker that recorded, as far as decisions depend on it."""
+def recorded_settings(header: rows.HeaderRow | None, where: str, *, pool: str = "") -> Settings:
+    """Configuration of the picker that recorded, as far as decisions depend on it.
+
+    Args:
+        pool: Name of the pool, which may have sections of its own.
+    """
     if header is None:
         raise ConfigError(where, wanted="a recording", got="no header", fix="check the file")
     base = Settings()
+    trees = {**header.settings, **header.pools.get(pool, {})}
     try:
         sections = {
             name: msgspec.convert(tree, type(getattr(base, name)))
-            for name, tree in header.settings.items()
+            for name, tree in trees.items()
             if name in base.__struct_fields__
         }
     except msgspec.ValidationError as error:

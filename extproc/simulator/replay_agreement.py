@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -118,6 +119,24 @@ class AgreementMeter:
             candidates=event.candidates,
             matched_tokens=event.row.matched_tokens,
         )
+
+
+def merge_summaries(summaries: Iterable[AgreementSummary]) -> list[AgreementSummary]:
+    """Summaries of the same strategy as one, by the first of each."""
+    merged: dict[str, AgreementSummary] = {}
+    for summary in summaries:
+        known = merged.get(summary.strategy)
+        if known is not None:
+            summary = AgreementSummary(  # noqa: PLW2901 - the sum of both
+                summary.strategy,
+                known.decisions + summary.decisions,
+                known.agreed + summary.agreed,
+                known.by_chance + summary.by_chance,
+                known.skipped + summary.skipped,
+                known.unknown or summary.unknown,
+            )
+        merged[summary.strategy] = summary
+    return [*merged.values()]
 
 
 def _request_of(row: rows.DecisionRow) -> InferenceRequest:

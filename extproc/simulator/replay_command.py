@@ -105,9 +105,16 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def load(
-    args: argparse.Namespace, *, strategies: Sequence[str], configs: Sequence[Path]
+    args: argparse.Namespace,
+    *,
+    strategies: Sequence[str],
+    configs: Sequence[Path],
+    num_engines: int | None = None,
 ) -> replay.Replay:
     """Read what the flags of `add_source` name.
+
+    Args:
+        num_engines: Engines of a trace where `--engines` is missing; None demands the flag.
 
     Raises:
         ConfigError: The file, a flag, a strategy or a configuration is wrong.
@@ -135,19 +142,22 @@ def load(
             max_requests=args.requests,
             limits=limits,
         )
-    if args.engines is None or args.profile is None:
+    num_engines = args.engines or num_engines
+    if num_engines is None or args.profile is None:
         raise ConfigError(
-            "--engines, --profile",
+            "--engines, --profile" if num_engines is None else "--profile",
             wanted=f"a fleet, as {args.file} has none",
-            got="no --engines" if args.engines is None else "no --profile",
-            fix="write --engines 4 --profile h100-8b-bf16",
+            got="no --profile" if args.profile is None else "no --engines",
+            fix="write --engines 4 --profile h100-8b-bf16"
+            if num_engines is None
+            else "write --profile h100-8b-bf16",
         )
     return replay.load_trace(
         args.file,
         format_,
         strategies=strategies,
         configs=configs,
-        fleet=scenario.EngineGroup(count=args.engines, profile=args.profile, set=limits),
+        fleet=scenario.EngineGroup(count=num_engines, profile=args.profile, set=limits),
         rate_per_s=args.rate,
         max_requests=args.requests,
     )
@@ -238,6 +248,8 @@ def _notes(loaded: replay.Replay) -> Iterator[str]:
             f"estimated: the length of {traffic.num_estimated} answers, whose usage was not shown "
             "(responses.stream_sample_ratio shows it)"
         )
+    if loaded.is_reconfigured:
+        yield "reconfigured: settings changed meanwhile; estimates are of the last ones"
     if loaded.since_s:
         yield f"warm-up: the first {loaded.since_s:.0f} s are not counted"
 

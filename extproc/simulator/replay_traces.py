@@ -6,7 +6,9 @@ They have no fleet and some have no times, so whoever replays them names both.
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -15,6 +17,7 @@ import mmh3
 import msgspec
 
 from extproc.errors import ConfigError
+from extproc.recording import parquet
 from extproc.recording.reader import read_lines
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator.fleet import traces
@@ -23,8 +26,12 @@ from extproc.simulator.replay_traffic import Traffic, TrafficRequest
 
 Format = Literal["recording", "mooncake", "azure", "sharegpt", "vllm-bench"]
 
-#: Largest file of one JSON value (bytes), which is read as a whole: ShareGPT is 700 MB.
-MAX_JSON_BYTES: Final = 1 << 30
+#: Characters of ShareGPT that are read at a time, and longest conversation (characters).
+_PIECE: Final = 1 << 20
+_MAX_OBJECT: Final = 1 << 24
+
+#: What may stand between the objects of a list.
+_GAP: Final = re.compile(r"[\s,\[\]]*")
 
 #: Bytes of the beginning of a file that show its format.
 _HEAD_BYTES: Final = 4096
@@ -36,10 +43,12 @@ _KEY_BYTES: Final = KEY_TOKENS * BYTES_PER_TOKEN
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """A message of ShareGPT."""
+    """A message of ShareGPT, or of its likes that name its fields as OpenAI does."""
 
     value: str = ""
     speaker: str = msgspec.field(name="from", default="")
+    content: str = ""
+    role: str = ""
 
 
 class _Conversation(msgspec.Struct, frozen=True):
@@ -62,17 +71,20 @@ def find_format(path: Path) -> Format:
         ConfigError: It cannot be read, or is none of the formats.
     """
     head = next(iter(_head_lines(path)), b"")
+    if head.startswith(parquet.MAGIC):
+        return "recording"
     if head.startswith(b"TIMESTAMP,"):
         return "azure"
     if head.startswith(b"["):
         return "sharegpt"
+    bare = head.replace(b" ", b"")
     for mark, name in _MARKS:
-        if head.startswith(b"{") and mark in head:
+        if head.startswith(b"{") and mark in bare:
             return name
     raise ConfigError(
         f"{path}: line 1",
         wanted="a recording, or a trace of Mooncake (JSON lines with hash_ids), of Azure (CSV), a "
-        "ShareGPT file (a JSON list) or a dataset of vllm bench (JSON lines with prompt)",
+        "ShareGPT file (JSON with conversations) or a dataset of vllm bench (JSON lines with prompt)",
         got=repr(head[:60].decode(errors="replace")) if head else "nothing",
         fix="name a file in one of these formats",
     )
@@ -82,6 +94,7 @@ def find_format(path: Path) -> Format:
 _MARKS: Final[Sequence[tuple[bytes, Format]]] = (
     (b'"kind":"recording"', "recording"),
     (b'"hash_ids"', "mooncake"),
+    (b'"conversations"', "sharegpt"),
     (b'"prompt"', "vllm-bench"),
 )
 
@@ -215,33 +228,55 @@ def _prompts(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
 
 def _sharegpt(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
     """Turns of every conversation: the text until the question, and the length of the answer."""
+    for number, value in enumerate(_objects(path), 1):
+        try:
+            row = msgspec.convert(value, _Conversation)
+        except msgspec.ValidationError as error:
+            raise _bad_sharegpt(path, number, str(error)) from None
+        turns: list[tuple[str, int]] = []
+        text = ""
+        for message in row.conversations:
+            words = message.value or message.content
+            if (message.speaker or message.role) in ("gpt", "assistant") and text:
+                answer = len(words.encode("utf-8", "surrogatepass"))
+                turns.append((text, answer // BYTES_PER_TOKEN))
+            text += words
+        if turns:
+            yield turns
+
+
+def _objects(path: Path) -> Iterator[object]:
+    """Objects of a JSON list or of JSON lines, of which one after the other is in memory."""
+    decoder = json.JSONDecoder()
+    number, text, at, is_ended = 1, "", 0, False
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(
-                str(path),
-                wanted=f"a file of at most {MAX_JSON_BYTES} bytes, as JSON is read as a whole",
-                got=f"{path.stat().st_size} bytes",
-                fix="cut the list",
-            )
-        rows = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+        with path.open(encoding="utf-8", errors="replace") as file:
+            while True:
+                gap = _GAP.match(text, at)
+                at = gap.end() if gap else at
+                try:
+                    value, at = decoder.raw_decode(text, at)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    rest = text[at:]
+                    if is_ended and not rest:
+                        return
+                    if is_ended or len(rest) > _MAX_OBJECT or isinstance(error, RecursionError):
+                        raise _bad_sharegpt(path, number, str(error)) from None
+                    piece = file.read(_PIECE)
+                    text, at, is_ended = rest + piece, 0, not piece
+                    continue
+                yield value
+                number += 1
     except OSError as error:
         raise ConfigError(
             str(path), wanted="a readable file", got=error.strerror or "", fix="check the path"
         ) from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            str(path),
-            wanted='a list of objects with conversations: [{"from": "human", "value": "..."}, ...]',
-            got=str(error),
-            fix="check the file; it has the format of ShareGPT_V3",
-        ) from None
-    for row in rows:
-        turns: list[tuple[str, int]] = []
-        text = ""
-        for message in row.conversations:
-            if message.speaker in ("gpt", "assistant") and text:
-                answer = len(message.value.encode("utf-8", "surrogatepass"))
-                turns.append((text, answer // BYTES_PER_TOKEN))
-            text += message.value
-        if turns:
-            yield turns
+
+
+def _bad_sharegpt(path: Path, number: int, got: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: conversation {number}",
+        wanted='a list of objects with conversations: [{"from": "human", "value": "..."}, ...]',
+        got=got,
+        fix="check the file; it has the format of ShareGPT_V3",
+    )

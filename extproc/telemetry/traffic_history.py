@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -45,7 +45,7 @@ _QUICK_QUANTILE: Final = 0.25
 
 
 class TrafficPoint(msgspec.Struct, frozen=True, gc=False):
-    """Traffic of all pools between two samples.
+    """Traffic of one pool, or of all, between two samples.
 
     Attributes:
         at: Monotonic seconds of the later sample.
@@ -116,7 +116,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 
 class _Totals(msgspec.Struct, frozen=True):
-    """Sums over all pools since the start."""
+    """Sums of one pool, or of all, since the start."""
 
     routed: int = 0
     refused: int = 0
@@ -124,21 +124,25 @@ class _Totals(msgspec.Struct, frozen=True):
     ttft_counts: Sequence[int] = ()
 
 
+_NO_TOTALS: Final = _Totals()
+
+
 class TrafficHistory:
-    """Ring of samples.
+    """Rings of samples: of all pools together, and of each where there are several.
 
     Attributes:
-        points: Oldest first.
+        points: Of all pools, oldest first.
     """
 
     def __init__(self) -> None:
         self.points: deque[TrafficPoint] = deque(maxlen=_MAX_POINTS)
+        self._pool_points: dict[str, deque[TrafficPoint]] = {}
         self._marks: deque[_Mark] = deque(maxlen=_WINDOW_SAMPLES + 1)
-        self._totals = _Totals()
+        self._totals: Mapping[str, _Totals] = {}
         self._streams_ended = -1
 
     def sample(self, counters: ProcessCounters, views: Mapping[str, PoolView], now: float) -> None:
-        """Add a point, and one mark for trends.
+        """Add a point of all pools and one of each, and one mark for trends.
 
         Args:
             views: Views of all pools, by name.
@@ -147,15 +151,47 @@ class TrafficHistory:
         is_idle = bool(self._marks) and not counters.streams_open and ended == self._streams_ended
         self._streams_ended = ended
         before = self._totals
-        totals = before if is_idle else _sum_totals(counters.pools)
+        totals = (
+            before
+            if is_idle
+            else {name: _sum_totals(pool) for name, pool in counters.pools.items()}
+        )
         if self._marks:
-            self.points.append(_point(before, totals, self._marks[-1].at, now, views))
+            since = self._marks[-1].at
+            sums = _merge_totals(before.values()), _merge_totals(totals.values())
+            self._add_pool_points(before, totals, now, views)
+            self.points.append(_point(*sums, since, now, views.values()))
         self._totals = totals
         self._marks.append(
             _Mark(
                 now, {name: _mark(view, counters.pools.get(name)) for name, view in views.items()}
             )
         )
+
+    def points_of(self, pool: str) -> Sequence[TrafficPoint]:
+        """Points of a pool, oldest first; empty where it is not known."""
+        return self._pool_points.get(pool, ())
+
+    def _add_pool_points(
+        self,
+        before: Mapping[str, _Totals],
+        after: Mapping[str, _Totals],
+        now: float,
+        views: Mapping[str, PoolView],
+    ) -> None:
+        if len(views) < 2:
+            # The points of all pools are those of the only one.
+            self._pool_points = dict.fromkeys(views, self.points)
+            return
+        since = self._marks[-1].at
+        known, self._pool_points = self._pool_points, {}
+        for name, view in views.items():
+            points = known.get(name)
+            if points is None or points is self.points:
+                points = deque(() if points is None else points, maxlen=_MAX_POINTS)
+            sums = before.get(name, _NO_TOTALS), after.get(name, _NO_TOTALS)
+            points.append(_point(*sums, since, now, [view]))
+            self._pool_points[name] = points
 
     def window_s(self) -> float:
         """Seconds that trends cover; 0 before the second sample."""
@@ -208,14 +244,14 @@ class TrafficHistory:
 
 
 def _point(
-    before: _Totals, after: _Totals, since: float, now: float, views: Mapping[str, PoolView]
+    before: _Totals, after: _Totals, since: float, now: float, views: Collection[PoolView]
 ) -> TrafficPoint:
     span_s = max(now - since, 1e-3)
     gained = [
         max(0, count - less)
         for count, less in itertools.zip_longest(after.ttft_counts, before.ttft_counts, fillvalue=0)
     ]
-    members = (member for view in views.values() for member in view.pool.members)
+    members = (member for view in views for member in view.pool.members)
     return TrafficPoint(
         at=now,
         routed=max(0, after.routed - before.routed) / span_s,
@@ -223,19 +259,31 @@ def _point(
         failed=max(0, after.failed - before.failed) / span_s,
         ttft_p50_s=quantile(TTFT_BOUNDS_S, gained, 0.5),
         ttft_p95_s=quantile(TTFT_BOUNDS_S, gained, 0.95),
-        queued=sum(view.queue[0] for view in views.values() if view.queue is not None),
+        queued=sum(view.queue[0] for view in views if view.queue is not None),
         in_flight=sum(member.account.in_flight for member in members),
     )
 
 
-def _sum_totals(pools: Mapping[str, PoolCounters]) -> _Totals:
-    series = list(itertools.chain.from_iterable(counters.series for counters in pools.values()))
+def _sum_totals(counters: PoolCounters) -> _Totals:
+    series = list(counters.series)
     ttft = merge_histogram(series, "stream_ttft", "complete_ttft")
     return _Totals(
-        routed=sum(counters.routed_total for counters in pools.values()),
-        refused=sum(sum(counters.rejections.values()) for counters in pools.values()),
+        routed=counters.routed_total,
+        refused=sum(counters.rejections.values()),
         failed=sum(map(_count_failed, series)),
         ttft_counts=() if ttft is None else ttft.counts,
+    )
+
+
+def _merge_totals(totals: Collection[_Totals]) -> _Totals:
+    if len(totals) == 1:
+        return next(iter(totals))
+    counts = itertools.zip_longest(*(pool.ttft_counts for pool in totals), fillvalue=0)
+    return _Totals(
+        routed=sum(pool.routed for pool in totals),
+        refused=sum(pool.refused for pool in totals),
+        failed=sum(pool.failed for pool in totals),
+        ttft_counts=list(map(sum, counts)),
     )
 
 

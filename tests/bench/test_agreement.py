@@ -32,6 +32,25 @@ def test_a_scenario_at_another_speed_predicts_the_same_in_less_time():
     assert fast["requests_per_s"] == pytest.approx(slow["requests_per_s"] * 2)
 
 
+def a_replay(**facts):
+    """A row of a recorded run and its replay."""
+    return {"ttft_mean_s": 0.4, "timers_late_ms": 1.0, "ratio": 1.1, "agreement": 1.0} | facts
+
+
+def test_a_run_on_a_late_machine_does_not_count():
+    """Lateness is judged by the time to the first token; 3 ms are always good enough."""
+    assert not agreement.is_late(a_replay(timers_late_ms=7.9))
+    assert agreement.is_late(a_replay(timers_late_ms=8.1))
+    assert not agreement.is_late(a_replay(timers_late_ms=3.0, ttft_mean_s=0.01))
+
+
+def test_every_replay_has_to_be_within_the_bounds():
+    """Without a run nothing is shown."""
+    assert agreement.is_replay_met({"runs": [a_replay(), a_replay(ratio=0.86)]})
+    for runs in ([], [a_replay(ratio=1.16)], [a_replay(agreement=0.98)]):
+        assert not agreement.is_replay_met({"runs": runs})
+
+
 def test_the_worst_deviation_is_of_what_is_judged():
     """Throughput and mean TTFT count, in either direction; the rest is only reported."""
     ratio = {"requests_per_s": 1.02, "ttft_mean_s": 0.93, "ttft_p99_s": 1.8}

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from extproc.config.pool_schema import PoolSection
 from extproc.config.reloading import Change
 from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import ScrapeSection
 from extproc.demo import stack
 from extproc.request import HttpRequest, RequestLabels
+from extproc.routing.pool_match import PoolMatch
 from extproc.scheduling import presets
 from extproc.scheduling.shadow import ShadowScheduler
 from extproc.server.reload import ReloadResult
@@ -50,14 +52,18 @@ class Scene:
         self.picker = running.picker
         self.port = running.ports.pages
 
-    def route(self, request_id, *, model="demo", status="200"):
-        """Let a request be routed, answered and recorded; its endpoint."""
+    def route(self, request_id, *, model="demo", status="200", pool=""):
+        """Let a request be routed, answered and recorded; its endpoint.
+
+        Args:
+            pool: Name of its pool, which is the host as well; empty for the only one.
+        """
         picker, now = self.picker, self.picker._clock()
         message = {"role": "user", "content": "word " * 400}
         body = json.dumps({"model": model, "messages": [message]}).encode()
-        headers = {":method": "POST", ":path": "/v1/chat/completions"}
+        headers = {":method": "POST", ":path": "/v1/chat/completions", ":authority": pool}
         decision = picker.pool_registry.pool_selector.route(HttpRequest(headers, body), now).outcome
-        recorder = picker._recorder.observe_request("")
+        recorder = picker._recorder.observe_request(pool)
         recorder.on_routed(
             decision,
             request_id=request_id,
@@ -154,6 +160,49 @@ async def test_a_decision_is_one_click_away(scene, chromium):
         assert "ok 200" in result
         assert "prompt 400, completion 20" in result
         assert page.complaints == []
+
+
+async def test_a_pool_is_shown_by_itself(chromium):
+    """Figures, charts, endpoints and decisions are of the chosen pool; the address keeps the choice."""
+    async with engines() as addresses:
+        match = PoolMatch(hosts=("chat",))
+        pools = (
+            PoolSection(name="chat", endpoints=tuple(addresses[:2]), match=match),
+            PoolSection(name="code", endpoints=(addresses[2],)),
+        )
+        settings = msgspec.structs.replace(serving.settings(), pools=pools)
+        async with (
+            serving.running(settings) as running,
+            chromium.page(running.ports.pages) as page,
+        ):
+            await running.picker.sync()
+            scene, picker = Scene(running), running.picker
+            for at in (0.0, 5.0):
+                picker._history.sample(picker.counters, picker.pool_registry.views(), at)
+                for number in range(20):
+                    scene.route(f"{at}-{number}", pool="chat")
+                    picker.counters.streams["ok"] += 1
+            scene.route("of-code", pool="code")
+            await page.open()
+            await page.until("document.querySelectorAll('#endpoints tbody tr').length == 3")
+            chart = page.page.locator("#rate-chart svg")
+            assert "routed 4.0" in await chart.get_attribute("aria-label")
+            assert await page.text("#last-decisions tbody th") == "of-code"
+            for name, endpoints, routed in (("code", 1, "routed 0"), ("chat", 2, "routed 4.0")):
+                await page.page.locator("#pool").select_option(name)
+                await page.until(
+                    f"document.querySelectorAll('#endpoints tbody tr').length == {endpoints}"
+                )
+                assert routed in await chart.get_attribute("aria-label")
+                assert page.page.url.endswith(f"#/overview/{name}")
+            assert "of-code" not in await page.text("#last-decisions")
+            assert await page.violations() == []
+            await page.page.reload()
+            await page.until("document.querySelectorAll('#endpoints tbody tr').length == 2")
+            assert await page.page.locator("#pool").input_value() == "chat"
+            await page.page.locator("#pool").select_option("all together")
+            await page.until("document.querySelectorAll('#endpoints tbody tr').length == 3")
+            assert page.complaints == []
 
 
 async def test_text_of_clients_is_text(scene, chromium):

@@ -14,13 +14,13 @@ from extproc.demo import stack
 from tests.e2e import http1, installation
 from tests.monitoring.test_faults import (
     CLIENTS,
-    CONFIG,
     ENGINE,
     ENGINES,
     PATH,
     Fleet,
     again_and_again,
     body,
+    config_text,
 )
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @contextlib.asynccontextmanager
 async def _fleet(folder):
     listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
-    config.write_text(CONFIG.replace("FILE", str(listed)))
+    config.write_text(config_text(folder, listed))
     async with contextlib.AsyncExitStack() as items:
         children = await items.enter_async_context(stack.stack())
         started = await asyncio.gather(*(children.engine(*ENGINE) for _ in range(ENGINES)))

@@ -103,7 +103,10 @@ ROWS: tuple[tuple[tuple[str, ...], str], ...] = (
             "encoder_cache_hits_total",
             "encoder_cache_hit_ratio",
         ),
-        "",
+        (
+            "not provided: they are of separate prefill and encode engines, which extproc refuses or"
+            " leaves idle ([limits](../about/limits.md)); all of its decisions would be `decode-only`"
+        ),
     ),
     (
         (

@@ -295,7 +295,7 @@ async def test_every_staged_fault_is_named():
         pages = await reader.collect(envoy=url, picker=None)
     by_fault = {}
     for result in envoy_diagnosis.diagnose(pages.envoy, Settings(), endpoints=()):
-        if result.severity != "fine" and result.check not in ("picker_hosts", "http2_keepalive"):
+        if result.severity != "fine" and result.check != "picker_hosts":
             for name in FAULTS:
                 words = result.place.replace(",", " ").split()
                 if {name, f"extproc-{name}", f"engines-{name}", f"listener-{name}"} & set(words):

@@ -33,6 +33,7 @@ keda.sh/v1alpha1 ScaledObject:
           policies: [{type!: Percent|Pods, value!: number, periodSeconds!: number}]
 gateway.networking.k8s.io/v1 Gateway:
   gatewayClassName!: text
+  infrastructure: {parametersRef: {group!: text, kind!: text, name!: text}}
   listeners!: [{name!: text, port!: port, protocol!: HTTP|HTTPS|TLS|TCP|UDP, hostname: text}]
 gateway.networking.k8s.io/v1 HTTPRoute:
   hostnames: [text]
@@ -48,6 +49,19 @@ gateway.envoyproxy.io/v1alpha1 ClientTrafficPolicy:
     earlyRequestHeaders: {remove: [text]}
     requestID: PreserveOrGenerate|Preserve|Generate|Disable
   timeout: {http: {requestReceivedTimeout: duration}}
+gateway.envoyproxy.io/v1alpha1 EnvoyProxy:
+  telemetry:
+    accessLog:
+      settings:
+        - format: {type!: JSON|Text, json: texts, text: text}
+          sinks!: [{type!: File|ALS|OpenTelemetry, file: {path: text}}]
+gateway.envoyproxy.io/v1alpha1 EnvoyPatchPolicy:
+  type!: text
+  targetRef!: {group!: text, kind!: text, name!: text}
+  jsonPatches:
+    - type!: text
+      name!: text
+      operation!: {op!: add|remove|replace|move|copy|test, path: text, value: any}
 networking.istio.io/v1alpha3 EnvoyFilter:
   workloadSelector!: {labels!: labels}
   configPatches!:
@@ -88,6 +102,7 @@ _WORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"type": "string"},
     "texts": {"type": "object", "additionalProperties": {"type": "string"}},
     "flag": {"type": "boolean"},
+    "any": {},
     "envoy": {"type": "object", "required": ["@type"]},
     "number": {"type": "integer"},
     "port": {"type": "integer", "minimum": 1, "maximum": 65535},

@@ -161,17 +161,40 @@ def test_gateways_remove_the_same_headers_as_the_shipped_files():
 
 
 def test_gateways_write_the_access_log_of_the_shipped_files():
-    """As far as they can: kgateway all of it, agentgateway what it does not log by itself."""
+    """All of it, but agentgateway, which adds what it does not log by itself."""
     manager, _ = edge()
     log_format = manager["access_log"][0]["typed_config"]["log_format"]["json_format"]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/kgateway")
     (log,) = parts.only(documents, "HTTPListenerPolicy")["spec"]["accessLog"]
     assert log["fileSink"]["jsonFormat"] == log_format
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")
+    (log,) = parts.only(documents, "EnvoyProxy")["spec"]["telemetry"]["accessLog"]["settings"]
+    assert log["format"]["json"] == log_format
+    reference = parts.only(documents, "Gateway")["spec"]["infrastructure"]["parametersRef"]
+    assert reference["name"] == parts.only(documents, "EnvoyProxy")["metadata"]["name"]
     documents = tools.kustomized(tools.MANIFESTS / "overlays/agentgateway")
     log = parts.only(documents, "AgentgatewayPolicy")["spec"]["frontend"]["accessLog"]
     for attribute in log["attributes"]["add"]:
         ((header,),) = (re.findall(r'headers\["(.+?)"\]', attribute["expression"]),)
         assert f"({header.upper()})" in log_format[attribute["name"]]
+
+
+def test_envoy_gateway_is_patched_where_it_has_no_policy():
+    """Errors and request ids are those of the shipped files, on the listener of the Gateway."""
+    manager, _ = edge()
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")
+    policy, gateway = parts.only(documents, "EnvoyPatchPolicy"), parts.only(documents, "Gateway")
+    name = gateway["metadata"]["name"]
+    assert policy["spec"]["targetRef"]["name"] == name
+    (listener,) = gateway["spec"]["listeners"]
+    patched = {}
+    for patch in policy["spec"]["jsonPatches"]:
+        assert patch["name"] == f"models/{name}/{listener['name']}"
+        folder, _, field = patch["operation"]["path"].rpartition("/")
+        assert folder == "/default_filter_chain/filters/0/typed_config"
+        patched[field] = patch["operation"]["value"]
+    assert set(patched) == {"always_set_request_id_in_response", "local_reply_config"}
+    assert patched == {field: manager[field] for field in patched}
 
 
 def test_policies_are_for_the_gateway_of_their_overlay():

@@ -390,6 +390,19 @@ OVERVIEW = Board(
                     width=6,
                     steps=_COUNT_BAD,
                 ),
+                Panel(
+                    "Recordings",
+                    "Decisions and ends of requests for recordings per second, by result. dropped: too many"
+                    " waited; failed: the file cannot be written.",
+                    "cps",
+                    [
+                        Query(
+                            "sum by (result) (rate(extproc_recorded_rows_total{<process>}[<rate>]))",
+                            "{{result}}",
+                            "recording",
+                        )
+                    ],
+                ),
             ],
         ),
     ],
@@ -584,6 +597,60 @@ ONE_POOL = Board(
                     "Tokens that the prefix cache of the endpoint holds, estimated.",
                     "short",
                     _gauge("extproc_prefix_capacity_tokens", "endpoint", fold="max"),
+                ),
+            ],
+        ),
+        Row(
+            "Shadow",
+            [
+                Panel(
+                    "Agreement with the shadow",
+                    "Share of compared requests for which the shadow prefers the same endpoint.",
+                    "percentunit",
+                    [
+                        Query(
+                            "sum by (pool, shadow) (rate(extproc_shadow_decisions_total"
+                            '{<pool>,result="agreed"}[<rate>]))'
+                            " / (sum by (pool, shadow) (rate(extproc_shadow_decisions_total"
+                            '{<pool>,result=~"agreed|differed|rejected"}[<rate>])) > 0)',
+                            "{{shadow}}",
+                            "shadow",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Shadow by result",
+                    "Requests per second by what the shadow preferred; dropped: it was behind.",
+                    "reqps",
+                    _rates(
+                        "extproc_shadow_decisions_total",
+                        "shadow",
+                        "result",
+                        staged="shadow",
+                    ),
+                    stacked=True,
+                ),
+                Panel(
+                    "Expected saving of the shadow",
+                    "Share of the expected seconds that the choices of the shadow would save, by the profile"
+                    " that expects them; below 0 they would cost more. Each profile likes its own choices.",
+                    "percentunit",
+                    [
+                        Query(
+                            "1 - sum by (pool, shadow, judge) (rate(extproc_shadow_expected_seconds_total"
+                            '{<pool>,choice="preferred"}[<rate>]))'
+                            " / (sum by (pool, shadow, judge) (rate(extproc_shadow_expected_seconds_total"
+                            '{<pool>,choice="routed"}[<rate>])) > 0)',
+                            "{{shadow}}, judged by {{judge}}",
+                            "shadow",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Cost of the shadow",
+                    "Share of a core that the shadow takes to decide, over all replicas.",
+                    "percentunit",
+                    _rates("extproc_shadow_seconds_total", "shadow", staged="shadow"),
                 ),
             ],
         ),

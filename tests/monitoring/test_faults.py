@@ -34,8 +34,17 @@ flow_control: {enabled: true, max_requests: 4, timeout_s: 20}
 health: {base_s: 1}
 responses: {stream_sample_ratio: 1.0}
 server: {llmd_metrics: true}
+scheduling: {shadow: {strategy: least-load, sample_ratio: 1.0}}
+decisions: {record: {file: RECORDING}}
 pool: {endpoints_file: FILE}
 """
+
+
+def config_text(folder, listed):
+    """The configuration of the installation whose engines fail, which records in the folder."""
+    text = CONFIG.replace("FILE", str(listed))
+    return text.replace("RECORDING", str(folder / "decisions.jsonl"))
+
 
 SCALED = {
     "apiVersion": "extproc/v1alpha1",
@@ -201,7 +210,7 @@ def fleet(live, tmp_path_factory):
 @contextlib.asynccontextmanager
 async def _fleet(folder):
     listed, config = folder / "endpoints.yaml", folder / "extproc.yaml"
-    config.write_text(CONFIG.replace("FILE", str(listed)))
+    config.write_text(config_text(folder, listed))
     async with contextlib.AsyncExitStack() as items:
         children = await items.enter_async_context(stack.stack())
         started = await asyncio.gather(*(children.engine(*ENGINE) for _ in range(ENGINES)))
@@ -278,7 +287,15 @@ def test_every_staged_query_has_a_test():
 
 
 #: What is there as soon as there is traffic.
-USUAL = ("", "autoscaling", "bodies of responses", "chunks of streams", "flow control")
+USUAL = (
+    "",
+    "autoscaling",
+    "bodies of responses",
+    "chunks of streams",
+    "flow control",
+    "recording",
+    "shadow",
+)
 
 #: What tests of this file stage.
 STAGED = (

@@ -1,9 +1,13 @@
+import sys
+
 import msgspec
 import pytest
 
+from extproc.config.settings import DecisionsSection, RecordSection, Settings
 from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load
 from extproc.errors import ConfigError
-from extproc.recording import reader
+from extproc.recording import parquet, reader
+from extproc.server import preflight
 from tests.recording.test_recorder import a_candidate, a_decision, add
 from tests.support import recordings
 
@@ -60,6 +64,21 @@ def test_columns_that_stay_come_back():
         assert numbers == [
             (it.endpoint.address, it.in_flight, it.matched_tokens) for it in candidates
         ]
+
+
+def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
+    """The error names the extra, before anything is written or read."""
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    path = tmp_path / "decisions.parquet"
+    with pytest.raises(ConfigError, match=r"extproc-epp\[parquet\]"):
+        parquet.require(path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"extproc-epp\[parquet\]"):
+        list(reader.read_lines(path))
+    parquet.require(tmp_path / "decisions.jsonl")
+    record = RecordSection(file=str(path))
+    (problem,) = preflight.find_problems(Settings(decisions=DecisionsSection(record=record)))
+    assert problem.where == str(path)
 
 
 def test_imputed_loads_come_back_as_imputed():

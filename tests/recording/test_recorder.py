@@ -85,6 +85,21 @@ def test_states_are_written_when_they_change():
     assert kinds[1:] == [["decision"], ["state", "decision"], ["state", "decision"], ["decision"]]
 
 
+def test_other_settings_begin_with_a_header():
+    """What waits stays behind the header that it was decided with."""
+    active = recordings.recordings()
+    recording = active.start()
+    active.add_header()
+    assert lines(recording) == []
+    for _ in range(2):
+        add(active, a_decision([a_candidate(1)]))
+        active.add_header()
+    assert [line["kind"] for line in lines(recording)] == [
+        *("recording", "endpoint", "state", "decision") * 2,
+        "recording",
+    ]
+
+
 def test_a_restarted_recording_begins_with_everything():
     """The next file can be read without the one before."""
     active = recordings.recordings()

@@ -6,8 +6,10 @@ import contextlib
 import json
 import re
 
+import msgspec
 import pytest
 
+from extproc.config.pool_schema import PoolSection
 from extproc.config.settings import PeerSyncSection
 from extproc.decision import no_endpoints
 from extproc.request import HttpRequest, RequestLabels
@@ -115,6 +117,28 @@ def test_overview_is_made_once_for_many_tabs():
             process._clock = lambda: 0.0
             first = await http1.ask(port, "/debug/overview")
             assert (await http1.ask(port, "/debug/overview")).body == first.body
+
+    serving.run(test())
+
+
+def test_overview_has_the_traffic_of_a_pool():
+    """Of one pool, or of all together; a pool that is not known has none."""
+
+    async def test() -> None:
+        pools = tuple(
+            PoolSection(name=name, endpoints=(endpoint,))
+            for name, endpoint in zip("ab", ENDPOINTS, strict=True)
+        )
+        settings = msgspec.structs.replace(serving.settings(), pools=pools)
+        async with serving.running(settings) as running:
+            await running.picker.sync()
+            process, port = running.picker, running.ports.pages
+            for at in (0.0, 5.0):
+                process._history.sample(process.counters, process.pool_registry.views(), at)
+            for query, expected in (("", 1), ("?pool=a", 1), ("?pool=none", 0)):
+                overview = (await http1.ask(port, f"/debug/overview{query}")).json()
+                assert len(overview["traffic"]) == expected
+                assert [pool["name"] for pool in overview["pools"]] == ["a", "b"]
 
     serving.run(test())
 

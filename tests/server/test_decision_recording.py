@@ -15,6 +15,8 @@ import pytest
 
 from bench import soak
 from extproc.cli import main
+from extproc.config.pool_schema import PoolSection
+from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import DecisionsSection, RecordSection
 from extproc.demo import stack
 from extproc.recording import reader, recorder
@@ -74,6 +76,25 @@ async def test_decisions_are_recorded_in_a_file(tmp_path):
     assert len(loaded.traffic.requests) == 40
     assert loaded.traffic.num_estimated == 0
     assert {request.spec.output_tokens for request in loaded.traffic.requests} == {64}
+
+
+async def test_a_recording_names_the_settings_in_force():
+    """Those of each pool too; a reload begins anew with a header."""
+    plain = settings()
+    own = SchedulingSection(strategy="random")
+    pools = (PoolSection(name="a"), PoolSection(name="b", scheduling=own))
+    subject = decision_recording.DecisionRecorder(
+        plain, Counter(), clock=lambda: 1.0, on_change=lambda _: None
+    )
+    recording = subject.recordings.start()
+    subject.recordings.add_end(1, status="", ttft_s=None, total_s=0.0, usage={})
+    first, _ = map(json.loads, recording.take(100).splitlines())
+    subject.reconfigure(msgspec.structs.replace(plain, scheduling=own, pools=pools))
+    (second,) = map(json.loads, recording.take(100).splitlines())
+    assert (first["settings"]["scheduling"]["strategy"], "pools" in first) == ("adaptive", False)
+    assert second["settings"]["scheduling"]["strategy"] == "random"
+    assert second["pools"]["b"]["scheduling"]["strategy"] == "random"
+    assert set(second["pools"]) == {"b"}
 
 
 async def test_a_picker_without_a_recording_adds_nothing():

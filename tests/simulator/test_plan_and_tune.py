@@ -5,7 +5,7 @@ import pytest
 from extproc.cli import main
 from extproc.errors import ConfigError
 from extproc.scheduling import presets
-from extproc.simulator import fleet_plan, replay, replay_tuning, tune_command
+from extproc.simulator import fleet_plan, plan_command, replay, replay_tuning, tune_command
 from extproc.simulator.fleet import client, scenario
 from tests.simulator.fleet import builders
 from tests.simulator.test_replay import talks, write
@@ -113,3 +113,43 @@ def test_plots_and_pages_are_drawn(recording, tmp_path):
     assert main.main(argv) == 0
     assert plot.read_text().lstrip().startswith("<?xml")
     assert scenario.CLAIRVOYANT not in page.read_text()
+
+
+def test_a_fleet_far_from_enough_is_simulated_once(recording):
+    """One that nearly is enough has the mean over all seeds."""
+    loaded = replay.load(recording, strategies=(), configs=())
+    definition = replay.scenario_of(loaded, [1, 2, 3])
+    runs = []
+    for limit_s, expected in ((0.001, 1), (100.0, 3)):
+        planner = fleet_plan.FleetPlanner(
+            definition,
+            loaded.columns[0],
+            [fleet_plan.Objective("ttft_mean", "ttft_mean_s", limit_s)],
+            num_requests=len(loaded.traffic.requests),
+            until_s=1e6,
+            jobs=1,
+            on_run=lambda _: None,
+        )
+        run_some = planner._run
+        planner._run = lambda calls, run_some=run_some: runs.append(len(calls)) or run_some(calls)
+        planner._simulate(2)
+        assert sum(runs) == expected
+        runs.clear()
+
+
+def test_what_is_open_at_the_end_is_unanswered(recording):
+    """An overloaded fleet is not simulated for ever, and has no time to show."""
+    loaded = replay.load(recording, strategies=(), configs=())
+    planner = fleet_plan.FleetPlanner(
+        replay.scenario_of(loaded, [1]),
+        loaded.columns[0],
+        [fleet_plan.Objective("ttft_mean", "ttft_mean_s", 1.0)],
+        num_requests=len(loaded.traffic.requests),
+        until_s=0.001,
+        jobs=1,
+        on_run=lambda _: None,
+    )
+    assert planner.plan(1) is None
+    (size,) = planner.sizes
+    assert size.unanswered == 1.0
+    assert "no answer" in "\n".join(plan_command.describe(planner._objectives, [size], None))

@@ -134,6 +134,44 @@ def test_what_cannot_be_replayed_is_refused(tmp_path, facts, words):
         replay.load(path, **({"strategies": (), "configs": ()} | facts))
 
 
+def test_a_pool_is_replayed_with_its_own_strategy(tmp_path):
+    """The header names what a pool has for itself."""
+    path, _ = write(tmp_path, "round-robin", talks(4), client=client.Client(users=2))
+    header, *lines = map(json.loads, path.read_bytes().splitlines())
+    header["pools"] = {"b": {"scheduling": header["settings"]["scheduling"]}}
+    header["settings"] = {"scheduling": {"strategy": "adaptive"}}
+    for line in lines:
+        if line["kind"] == "decision":
+            line["pool"] = "b"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *lines)))
+    loaded = replay.load(path, strategies=(), configs=())
+    assert [column.name for column in loaded.columns] == ["recorded (round-robin)"]
+    assert loaded.agreements[0].ratio == 1.0
+
+
+def test_settings_may_change_while_it_is_recorded(tmp_path, capsys):
+    """Each part agrees with the strategy that was in force; estimates are of the last one."""
+    parts = []
+    for number, strategy in enumerate(("round-robin", "adaptive")):
+        path, _ = write(tmp_path, strategy, talks(4), client=client.Client(users=2))
+        header, _, rest = path.read_bytes().partition(b"\n")
+        later = json.loads(header)
+        later["unix_s"] += 3600 * number
+        parts.append(json.dumps(later).encode() + b"\n" + rest)
+    path.write_bytes(b"".join(parts))
+    loaded = replay.load(path, strategies=["least-load"], configs=())
+    assert [(row.strategy, row.decisions) for row in loaded.agreements] == [
+        ("recorded (round-robin)", 16),
+        ("least-load", 32),
+        ("recorded (adaptive)", 16),
+    ]
+    assert loaded.agreements[0].ratio == 1.0
+    assert loaded.agreements[2].ratio >= 0.9
+    assert [column.name for column in loaded.columns] == ["recorded (adaptive)", "least-load"]
+    assert main.main(["replay", str(path), "--jobs", "1", "--seeds", "1"]) == 0
+    assert "reconfigured: settings changed meanwhile" in capsys.readouterr().out
+
+
 def test_an_empty_file_is_refused(tmp_path):
     """There is nothing to replay."""
     path = tmp_path / "empty"

@@ -69,6 +69,54 @@ def test_requests_have_their_lengths(tmp_path, name, rate, lengths):
     assert traffic.requests[0].at == 0.0
 
 
+LIKE_SHAREGPT = [
+    {
+        "conversations": [
+            {"role": "user", "content": "é" * 80},
+            {"role": "assistant", "content": "y"},
+        ]
+    }
+]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        (json.dumps(SHAREGPT), [(100, 20), (130, 2)]),
+        (json.dumps(SHAREGPT, indent=2), [(100, 20), (130, 2)]),
+        ("\n".join(map(json.dumps, SHAREGPT)), [(100, 20), (130, 2)]),
+        (json.dumps(LIKE_SHAREGPT, ensure_ascii=False), [(40, 1)]),
+    ],
+)
+def test_conversations_are_read_piece_by_piece(tmp_path, monkeypatch, piece, text, lengths):
+    """A list or lines, wherever a piece ends; nobody needs memory for the file."""
+    monkeypatch.setattr(replay_traces, "_PIECE", piece)
+    path = write(tmp_path, text)
+    assert replay_traces.find_format(path) == "sharegpt"
+    traffic = replay_traces.read(path, "sharegpt", rate_per_s=1.0, max_requests=100)
+    assert [
+        (request.spec.prompt_tokens, request.spec.output_tokens) for request in traffic.requests
+    ] == lengths
+
+
+def test_only_wanted_conversations_are_read(tmp_path):
+    """Others may be broken."""
+    path = write(tmp_path, json.dumps(SHAREGPT)[:-1] + ", nonsense")
+    traffic = replay_traces.read(path, "sharegpt", rate_per_s=1.0, max_requests=2)
+    assert len(traffic.requests) == 2
+    with pytest.raises(ConfigError, match="conversation 3"):
+        replay_traces.read(path, "sharegpt", rate_per_s=1.0, max_requests=3)
+
+
+def test_times_of_azure_may_have_a_zone(tmp_path):
+    """As those of 2024 have; a fraction may be missing."""
+    rows = ("2024-05-10 00:00:00.009930+00:00,1,2", "2024-05-10 00:00:01+00:00,3,4")
+    path = write(tmp_path, "\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    traffic = replay_traces.read(path, "azure", rate_per_s=None, max_requests=9)
+    assert traffic.duration_s == pytest.approx(0.99007)
+
+
 def test_turns_of_sharegpt_repeat_what_was_said(tmp_path):
     """The second prompt begins with the first and its answer, in one session."""
     path = write(tmp_path, FILES["sharegpt"])
@@ -99,7 +147,9 @@ def test_other_files_are_refused(tmp_path, text, words):
         ("mooncake", MOONCAKE + '{"timestamp": "x"}\n', "line 3"),
         ("azure", AZURE + "yesterday,1,2\n", "line 4"),
         ("vllm-bench", VLLM + '{"prompt": 5}\n', "line 3"),
-        ("sharegpt", '[{"conversations": 5}]', "trace"),
+        ("sharegpt", '[{"conversations": 5}]', "trace: conversation 1"),
+        ("sharegpt", '[{"conversations": []}, {"x": ', "trace: conversation 2"),
+        ("sharegpt", "[" + '{"x":' * 100_000, "trace: conversation 1"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, name, text, where):

@@ -36,8 +36,9 @@ class HistoryFixture:
 
         return PoolView(self.store.pool, read_cache, queue=(3, 100), queue_capacity=10)
 
-    def sample(self):
-        self.history.sample(self.counters, {"": self.view}, self.now)
+    def sample(self, *pools):
+        views = dict.fromkeys(pools or ("",), self.view)
+        self.history.sample(self.counters, views, self.now)
         self.now += INTERVAL_S
 
     def answer(self, address, headers_s, *, status="200", count=10):
@@ -76,6 +77,27 @@ def test_a_point_has_rates_and_percentiles_since_the_one_before(scene):
     assert 0.05 < point.ttft_p50_s <= 0.1
     assert 0.6 < point.ttft_p95_s <= 0.8
     assert point.queued == 3
+
+
+def test_each_pool_has_points_of_its_own(scene):
+    """They begin with those of the only pool, and end with the pool."""
+    scene.answer(FIRST, 0.1)
+    scene.sample()
+    scene.answer(FIRST, 0.1)
+    scene.sample()
+    assert scene.history.points_of("") is scene.history.points
+    other = scene.counters.for_pool("other")
+    scene.answer(FIRST, 0.1)
+    other.routed_total += 20
+    scene.sample("", "other")
+    assert [point.routed for point in scene.history.points] == [2.0, 6.0]
+    assert [point.routed for point in scene.history.points_of("")] == [2.0, 2.0]
+    (point,) = scene.history.points_of("other")
+    assert (point.routed, point.ttft_p50_s, point.queued) == (4.0, None, 3)
+    assert scene.history.points[-1].ttft_p50_s == scene.history.points_of("")[-1].ttft_p50_s
+    assert scene.history.points[-1].queued == 6
+    scene.sample()
+    assert not scene.history.points_of("other")
 
 
 def test_a_point_without_traffic_has_no_percentiles(scene):

@@ -122,6 +122,7 @@ byId("pause").addEventListener("click", () => {
   refresh();
 });
 views.decisions.onChange(refresh);
+views.overview.onChange(refresh);
 document.addEventListener("visibilitychange", repeat);
 window.addEventListener("hashchange", () => showView(false));
 showView(true);

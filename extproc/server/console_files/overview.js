@@ -14,6 +14,7 @@ const SPANS_S = [120, 300, 900];
 const HEALTH_RANKS = { down: 0, ejected: 1, probing: 2, suspect: 3, healthy: 4 };
 
 export function createOverview() {
+  const choice = createPoolChoice();
   const last = decisionTable("Last decisions, newest first");
   byId("last-decisions").append(last.node);
   const endpoints = endpointTable();
@@ -25,7 +26,7 @@ export function createOverview() {
     if (overview === null) {
       return;
     }
-    const state = `${overview.traffic.at(-1)?.at} ${byId("rate-chart").clientWidth}`;
+    const state = `${overview.traffic.at(-1)?.at} ${byId("rate-chart").clientWidth} ${choice.pool}`;
     if (state !== drawn) {
       drawCharts(overview);
       drawn = state;
@@ -33,7 +34,7 @@ export function createOverview() {
   }
   function drawEndpoints() {
     if (overview !== null) {
-      endpoints.update(overview.pools, byId("endpoints-filter").value.toLowerCase());
+      endpoints.update(choice.select(overview.pools), byId("endpoints-filter").value.toLowerCase());
     }
   }
   byId("endpoints-filter").addEventListener("input", drawEndpoints);
@@ -41,18 +42,70 @@ export function createOverview() {
   return {
     title: "Overview",
     isLive: true,
+    show(pool) {
+      choice.pool = pool;
+    },
+    /** Call a function whenever another pool is chosen. */
+    onChange(change) {
+      byId("pool").addEventListener("change", change);
+    },
     async refresh() {
+      const { pool } = choice;
+      const part = pool === "" ? "" : `pool=${encodeURIComponent(pool)}`;
       const [state, { decisions }] = await Promise.all([
-        fetchJson("../debug/overview"),
-        fetchJson(`../debug/decisions?limit=${NUM_LAST}`),
+        fetchJson(`../debug/overview?${part}`),
+        fetchJson(`../debug/decisions?limit=${NUM_LAST}&${part}`),
       ]);
+      if (pool !== choice.pool) {
+        return; // the pool was changed meanwhile, and is read by now
+      }
       overview = state;
       drawProblems(overview.problems);
-      drawFigures(overview);
+      choice.update(overview.pools);
+      drawFigures(overview, choice.select(overview.pools));
       drawEndpoints();
       last.update(decisions);
       draw();
       setText(byId("version"), `${overview.version ?? ""} ${overview.profile}`.trim());
+    },
+  };
+}
+
+/** The choice of a pool, which the address keeps; an empty one is all of them. */
+function createPoolChoice() {
+  const list = byId("pool");
+  let pool = "";
+  list.addEventListener("change", () => {
+    pool = list.value;
+    history.replaceState(null, "", `#/overview/${encodeURIComponent(pool)}`);
+  });
+  return {
+    get pool() {
+      return pool;
+    },
+    set pool(name) {
+      pool = name;
+    },
+    /** Pools of the overview that are shown. */
+    select(pools) {
+      return pool === "" ? pools : pools.filter(({ name }) => name === pool);
+    },
+    /** Offer the pools, and one that is in the address but gone. */
+    update(pools) {
+      const names = pools.map(({ name }) => name);
+      if (pool !== "" && !names.includes(pool)) {
+        names.push(pool);
+      }
+      byId("pool-choice").hidden = names.length < 2;
+      const state = JSON.stringify(names);
+      if (list.dataset.state !== state) {
+        list.dataset.state = state;
+        list.replaceChildren(
+          element("option", { value: "" }, "all together"),
+          ...names.map((name) => element("option", { value: name }, name)),
+        );
+      }
+      list.value = pool;
     },
   };
 }
@@ -83,10 +136,10 @@ function drawProblems(problems) {
   );
 }
 
-function drawFigures(overview) {
-  const states = overview.pools.flatMap((pool) => pool.endpoints.map(({ state }) => state));
-  const point = overview.traffic.at(-1);
-  const queues = overview.pools.map(({ queue }) => queue).filter((queue) => queue !== null);
+function drawFigures({ traffic }, pools) {
+  const states = pools.flatMap((pool) => pool.endpoints.map(({ state }) => state));
+  const point = traffic.at(-1);
+  const queues = pools.map(({ queue }) => queue).filter((queue) => queue !== null);
   const queued = queues.reduce((total, queue) => total + queue.requests, 0);
   const capacity = queues.reduce((total, queue) => total + queue.capacity, 0);
   const healthy = states.filter(({ health }) => health === "healthy").length;
@@ -103,7 +156,7 @@ function drawFigures(overview) {
 }
 
 function drawCharts({ traffic, now }) {
-  const ages = traffic.map(({ at }) => now - at);
+  const ages = traffic.map(({ at }) => Math.max(0, now - at));
   const shared = { ages, spanS: SPANS_S.find((span) => span >= (ages[0] ?? 0)) ?? SPANS_S.at(-1) };
   const valuesOf = (name) => traffic.map((point) => point[name]);
   drawLines(byId("rate-chart"), {

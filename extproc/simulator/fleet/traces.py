@@ -98,8 +98,8 @@ def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec
             continue
         try:
             stamp, prompt, output = text.split(",")
-            # Seven digits of a second; datetime takes six.
-            at = dt.datetime.fromisoformat(stamp[:26])
+            # Seven digits of a second; datetime takes six. Some have a zone, which is always UTC.
+            at = dt.datetime.fromisoformat(stamp[:26]).replace(tzinfo=None)
             tokens, answer = max(1, int(prompt)), max(1, int(output))
         except ValueError as error:
             raise _unreadable(where, number, _AZURE_HEAD, str(error)) from None
