@@ -3,9 +3,9 @@
 Two bytes of JSON can make an object of a hundred. So a body is decoded at once only where it cannot
 hold many values: where it is short, where it holds nothing but narrow types (`narrow_types`), or where
 counting shows it. Any other one is decoded field by field: long texts become
-UTF-8 without ever being one `str`, lists of token ids become bytes, and what has more values than the
-rest of the budget stays JSON, as the client wrote it. Equal beginnings stay equal, so such a body
-still finds its prefix.
+UTF-8 without ever being one `str`, lists of token ids become bytes where a field may hold them, and
+what has more values than the rest of the budget stays JSON, as the client wrote it. Equal beginnings
+stay equal, so such a body still finds its prefix.
 
 What surfaces get in place of a decoded value:
 
@@ -53,10 +53,15 @@ _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 _CHUNK_BYTES: Final = 64 * 1024
 #: Values of JSON that is decoded at once as long as the budget lasts (count).
 _CHEAP: Final = 64
+#: Bytes of an array in which its first element begins.
+_LONGEST_GAP: Final = 16
 #: Bytes of a body for each quotation mark, below which its strings are gone through one by one.
 _BYTES_PER_QUOTE: Final = 4096
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
+#: Bytes of JSON for each value in it, up to which it is not looked into: it holds hardly any text, and
+#: every time that it is gone through takes ten times as long as through text.
+_BYTES_PER_DENSE_VALUE: Final = 4
 #: Arrays that begin in one another. Going through them takes ten times as long as through others.
 _DEEP = b"[" * 64
 
@@ -260,6 +265,7 @@ class _Reading:
     def _build(self, kind: Any, raws: Any) -> Any:
         """A struct of a surface from its fields as JSON."""
         _, elements = _twin(kind)
+        raw_fields, ids_fields = _raw_fields(kind), narrow_types.ids_fields(kind)
         built = {}
         for field in kind.__struct_fields__:
             raw = getattr(raws, field)
@@ -267,8 +273,10 @@ class _Reading:
                 continue
             if field in elements:
                 built[field] = self._structs(elements[field], raw)
+            elif field in raw_fields:
+                built[field] = raw
             else:
-                built[field] = raw if field in _raw_fields(kind) else self.value(raw, _DEEPEST)
+                built[field] = self.value(raw, _DEEPEST, may_be_ids=field in ids_fields)
         return kind(**built)
 
     def _structs(self, kind: Any, raw: msgspec.Raw) -> list[Any] | None:
@@ -290,26 +298,36 @@ class _Reading:
             return [kind(content=raw)]
         return [self._build(kind, element) for element in elements]
 
-    def value(self, raw: msgspec.Raw, depth: int) -> Any:
-        """A value of any type, as the table of the module has it."""
+    def value(self, raw: msgspec.Raw, depth: int, *, may_be_ids: bool = False) -> Any:
+        """A value of any type, as the table of the module has it.
+
+        Args:
+            raw: The value.
+            depth: Arrays and objects in one another that may be looked into.
+            may_be_ids: Whether it may list token ids, or lists of them.
+        """
         first = memoryview(raw)[0]
         if first == _OPENING_QUOTE:
             return _text(raw)
         if first not in (_OPENING_BRACKET, _OPENING_BRACE):
             return _DECODE(raw)
-        if first == _OPENING_BRACKET and (packed := canonical_prompt.scan(bytes(raw))) is not None:
+        if (
+            may_be_ids
+            and first == _OPENING_BRACKET
+            and (packed := canonical_prompt.scan(bytes(raw))) is not None
+        ):
             return packed
         # What is long is looked into anyway, and its values are counted where they are found.
         is_long = depth > 0 and len(memoryview(raw)) > _LONG_BYTES
-        if is_long and (read := self._look_into(raw, first, depth - 1)) is not None:
+        if is_long and (read := self._look_into(raw, depth - 1, may_be_ids=may_be_ids)) is not None:
             return read
         is_wide, cost = _measure(bytes(raw), self._left)
         # Marks in texts are no values: what has many is looked into before it is paid for.
         if (
             depth
             and not is_long
-            and (is_wide or cost > min(self._left, _CHEAP))
-            and (read := self._look_into(raw, first, depth - 1)) is not None
+            and cost > min(self._left, _CHEAP)
+            and (read := self._look_into(raw, depth - 1, may_be_ids=may_be_ids)) is not None
         ):
             return read
         if is_wide or cost > self._left:
@@ -318,17 +336,35 @@ class _Reading:
         return _DECODE(raw)
 
     def _look_into(
-        self, raw: msgspec.Raw, first: int, depth: int
+        self, raw: msgspec.Raw, depth: int, *, may_be_ids: bool
     ) -> dict[str, Any] | list[Any] | None:
-        return self._object(raw, depth) if first == _OPENING_BRACE else self._array(raw, depth)
+        json = memoryview(raw)
+        is_array = json[0] == _OPENING_BRACKET
+        opening = bytes(json[1:_LONGEST_GAP]).lstrip()[:1]
+        if may_be_ids and is_array and opening == b"[":
+            # Members of a batch are token ids, which are packed however dense they are.
+            return self._array(raw, 0, may_be_ids=True)
+        # There is no text in an array of numbers.
+        if is_array and opening not in b'"[{':
+            return None
+        # Once: what is dense within JSON that is not is little of it.
+        if depth == _DEEPEST - 1 and _is_dense(bytes(raw)):
+            return None
+        if is_array:
+            return self._array(raw, depth, may_be_ids=may_be_ids)
+        return self._object(raw, depth)
 
-    def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
+    def _array(self, raw: msgspec.Raw, depth: int, *, may_be_ids: bool) -> list[Any] | None:
         elements = self._elements(raw)
         if elements is None:
             return None
         # An array in an array is a member of a batch: token ids, or nothing worth a look.
         return [
-            self.value(element, depth if memoryview(element)[0] == _OPENING_BRACE else 0)
+            self.value(
+                element,
+                depth if memoryview(element)[0] == _OPENING_BRACE else 0,
+                may_be_ids=may_be_ids,
+            )
             for element in elements
         ]
 
@@ -365,6 +401,13 @@ class _Reading:
             if type(kind) is str and kind in canonical_prompt.TEXT_PARTS:
                 return {"type": kind, "text": self.value(parts.text, 0)}
         return None
+
+
+def _is_dense(json: bytes) -> bool:
+    """True for JSON of little but short values. Its caller holds no copy of it."""
+    most = len(json) // _BYTES_PER_DENSE_VALUE
+    texts = _cut_few(json)
+    return num_values(json if texts is None else texts[0], most) >= most
 
 
 def _measure(json: bytes, most: int) -> tuple[bool, int]:

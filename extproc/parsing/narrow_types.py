@@ -114,7 +114,7 @@ def decode_around_ids(kind: Any, body: RequestBody) -> Any:
     Returns:
         The narrow struct; None for any other body.
     """
-    for name in _ids_fields(kind):
+    for name in ids_fields(kind):
         key = b'"%b"' % name.encode()
         at = body.find(key)
         begin = at + len(key)
@@ -122,9 +122,11 @@ def decode_around_ids(kind: Any, body: RequestBody) -> Any:
         stop = body.find(b"]", start) + 1 if start >= 0 else 0
         if not stop or body[begin:start].strip() != b":":
             continue
+        if start + len(body) - stop > LONGEST_IDS_BYTES:
+            continue
         rest = b"".join((body[:start], _IDS_JSON, body[stop:]))
         # Once: then what is decoded as this text was written here, and not in a text of the client.
-        if len(rest) > LONGEST_IDS_BYTES or rest.count(_IDS_JSON) > 1:
+        if rest.count(_IDS_JSON) > 1:
             continue
         try:
             decoded = decoder_for(kind, LONGEST_BYTES).decode(rest)
@@ -141,7 +143,7 @@ def decode_around_ids(kind: Any, body: RequestBody) -> Any:
 
 
 @functools.cache
-def _ids_fields(kind: Any) -> tuple[str, ...]:
+def ids_fields(kind: Any) -> tuple[str, ...]:
     """Fields of a struct that may list token ids."""
     fields = msgspec.structs.fields(kind)
     return tuple(field.name for field in fields if field.type == TextOrIds)
@@ -153,7 +155,7 @@ def _build(kind: Any, has_ids: bool) -> NarrowDecoder:  # noqa: FBT001 - the key
     return NarrowDecoder(
         msgspec.json.Decoder(_narrow(kind, has_ids=has_ids)),
         tuple(field.name for field in fields if element_of(field.type) is not None),
-        _ids_fields(kind) if has_ids else (),
+        ids_fields(kind) if has_ids else (),
     )
 
 

@@ -112,7 +112,7 @@ class NativeGenerateBody(envelope.Envelope, gc=False):
 
     input_ids: narrow_types.TextOrIds = None
     text: Any = None
-    prompt: Any = None
+    prompt: narrow_types.TextOrIds = None
     inputs: Any = None
 
 

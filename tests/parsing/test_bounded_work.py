@@ -3,12 +3,13 @@
 import json
 from typing import ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import bounded_decoder, surfaces
+from extproc.parsing import bounded_decoder, canonical_prompt, surfaces
 from extproc.prefix_cache import blocks
 from extproc.request import HttpRequest, InferenceRequest
 
@@ -32,9 +33,9 @@ class CountingReading(bounded_decoder._Reading):
         self.granted = (self._left, self._elements_left)
         self.all.append(self)
 
-    def value(self, raw, depth):
+    def value(self, raw, depth, *, may_be_ids=False):
         self.num_calls += 1
-        return super().value(raw, depth)
+        return super().value(raw, depth, may_be_ids=may_be_ids)
 
     @property
     def spent(self):
@@ -128,6 +129,30 @@ def test_stepwise_decoding_gives_the_same_blocks(unit, ascii_only, turns):
         patch.setattr(bounded_decoder, "is_light", lambda _: False)
         always = _chain(messages, ascii_only=ascii_only, tools=True)
     assert slowly == at_once == always
+
+
+def test_json_of_short_values_is_not_read_part_by_part():
+    """It is hashed as it is written; elements of a batch are read all the same."""
+    parts = b'[{"role":"user","content":[%b{}]}]' % (b"{}," * 100_000)
+    reading = bounded_decoder._Reading(parts)
+    before = reading._elements_left
+    assert bytes(reading.value(msgspec.Raw(parts), 4)) == parts
+    assert reading._elements_left == before
+    batch = b"[[%b1],[2]]" % (b"1," * 100_000)
+    packed = reading.value(msgspec.Raw(batch), 4, may_be_ids=True)
+    assert [len(ids.ids) for ids in packed] == [400_004, 4]
+
+
+def test_punctuation_in_texts_does_not_make_json_dense():
+    """A text of nothing but numbers is a text, also in a body of thousands of messages."""
+    text = "0,1," * 20_000
+    part = {"type": "text", "text": "a"}
+    messages = [{"role": "user", "content": [part, part]} for _ in range(3000)]
+    messages[1]["content"] = [part, {**part, "text": text}]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    assert not bounded_decoder.is_light(body)
+    _, prompt, _ = _chain(messages, ascii_only=True, tools=False)
+    assert canonical_prompt.TEXT + text.encode() + canonical_prompt.MESSAGE in prompt
 
 
 @pytest.mark.parametrize(
