@@ -214,6 +214,8 @@ class Imputer:
             or not means.is_close(self._means)
             or not are_extra_means_close(extra_means, self._extra_means)
         ):
+            if means.kv_usage is not None:
+                means = means._replace(kv_usage=self._clamp_usage(means.kv_usage))
             self._means, self._extra_means, self._fillable = means, extra_means, fillable
             imputation.counted[:] = members
             imputation.pages[:] = [None] * len(members)
@@ -233,6 +235,13 @@ class Imputer:
                         held = (load.kv_usage or 0.0) * (load.kv_tokens or 0)
                         imputation.held_tokens[n] = held
             imputation.counted[n], imputation.pages[n] = counted, page
+
+    def _clamp_usage(self, mean: float) -> float:
+        """Clamp a mean to the known shares: rounding makes that of equal ones less than each."""
+        members = zip(self._members, self._flaws, strict=True)
+        sound = [member.load for member, flaw in members if not flaw & UNSOUND]
+        known = [usage for load in sound if (usage := load.kv_usage) is not None]
+        return min(max(mean, min(known)), max(known))
 
     def _average_extra(self) -> Mapping[str, float]:
         """Mean of every extra metric over the pages that have it.

@@ -161,6 +161,13 @@ def test_imputed_loads_lie_within_known_loads(loads, own):
     assert all(c.queued_tokens >= 0.0 for c in imputed)
 
 
+@given(st.floats(0.001, 1.0), st.integers(1, 7))
+def test_the_mean_of_equal_kv_usages_is_that_usage(usage, count):
+    """Without a page, an endpoint is not better than equal ones by a rounding error."""
+    store = fleet_of(*[change(FULL, kv_usage=usage)] * count, None)
+    assert candidates(store)[-1].load.kv_usage == usage
+
+
 def test_an_imputation_is_valid_until_a_scrape_or_expiry():
     """The same pages give the same object, whatever our own requests do meanwhile."""
     imputer = candidate_builder.Imputer()

@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from extproc.scheduling import presets
 from tests.support.xds_fixture import STEP_S, Scene
 
 #: Strategies that count what they send. Those that go by pages alone, as upstream's do, herd between
@@ -22,6 +23,18 @@ COUNTING = (
 
 #: Of these, the ones that look at pages too.
 READING = ("adaptive", "balanced", "lmetric")
+
+#: The other ones: by pages alone, or by chance.
+PAGES_ALONE = (
+    "weighted",
+    "least-queue",
+    "least-kv-cache",
+    "queue-kv",
+    "lora-queue",
+    "lora-kv",
+    "filter-chain",
+    "random",
+)
 
 
 def most(total, size):
@@ -86,6 +99,11 @@ def test_an_engine_without_a_page_gets_its_share_of_requests(strategy):
     assert scene.picks[scene.engines[0].address] >= 1
 
 
+def test_every_strategy_is_tried():
+    """A strategy that is added stands in one of the lists; `maximum` is `filter-chain`."""
+    assert {*COUNTING, *PAGES_ALONE, "maximum"} == {*presets.profiles()}
+
+
 @hypothesis.given(data=st.data(), strategy=st.sampled_from(COUNTING), size=st.integers(2, 12))
 def test_no_engine_has_much_more_than_its_share(data, strategy, size):
     """Whatever the age of pages, and whatever others do, alike engines hold alike many.
@@ -130,7 +148,7 @@ def runs(strategy, page, *, size, seed, running, waiting):
 
 
 @hypothesis.given(
-    strategy=st.sampled_from(COUNTING),
+    strategy=st.sampled_from(COUNTING + PAGES_ALONE),
     page=st.sampled_from(("still", "low", "negative", "absurd", "fails")),
     size=st.integers(2, 8),
     seed=st.integers(0, 2**32),
