@@ -11,7 +11,7 @@ _DUPLEX = 4
 
 
 def headers(
-    pairs: Mapping[str, str],
+    pairs: Mapping[str, str | bytes],
     *,
     response: bool = False,
     ends: bool = False,
@@ -24,7 +24,8 @@ def headers(
         message.protocol_config.request_body_mode = _DUPLEX
         message.protocol_config.response_body_mode = _DUPLEX
     for key, value in pairs.items():
-        part.headers.headers.add(key=key, raw_value=value.encode())
+        raw_value = value.encode() if isinstance(value, str) else value
+        part.headers.headers.add(key=key, raw_value=raw_value)
     part.end_of_stream = ends
     if subset is not None:
         hint = message.metadata_context.filter_metadata[protobuf_decoder.SUBSET_NAMESPACE]

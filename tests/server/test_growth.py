@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bench import soak, soak_kinds
+from bench import soak, soak_kinds, soak_messages
+from extproc.flow_control.request_headers import FlowHeaders
+from extproc.parsing import envelope, surfaces
+from extproc.protocol.headers import CONTROL_HEADERS
+from tests.support.seeded import examples
 
 #: Bytes that a hostile request may leave on average while tables of fixed sizes fill: its place among
 #: conversations, its blocks in the prefix index, a session, a tenant.
@@ -39,3 +47,42 @@ async def test_hostile_requests_leave_no_memory(kind):
     assert left < LEFT_BYTES
     assert all(member.account.in_flight == 0 for member in core.store.pool.members)
     assert core.picker.budget.held_bytes == 0
+
+
+#: Headers that something reads.
+_NAMES = (
+    *(":method", ":authority", "content-type", "content-length", "x-request-id", "traceparent"),
+    *CONTROL_HEADERS,
+    *envelope.SESSION_HEADERS,
+    *surfaces.PATH_HEADERS,
+    *FlowHeaders().timeout_headers,
+)
+_VALUES = st.one_of(
+    st.binary(max_size=30),
+    st.integers(-(10**30), 10**30).map(lambda number: str(number).encode()),
+    st.sampled_from(
+        [b"1e308", b"NaN", b"-0", b"\xff\xfe", b"\0", b"h" * 20_000, b"[" * 500, b"1,2", b"POST"]
+    ),
+)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(headers=st.dictionaries(st.sampled_from(sorted(_NAMES)), _VALUES, max_size=8))
+def test_any_headers_are_survived(headers):
+    """Whatever clients write into headers, nothing raises and nothing stays open."""
+
+    async def scenario():
+        core = soak.Core(soak.settings(engines=2, decisions=10))
+        await core.picker.sync()
+        path = {":method": "POST", ":path": "/v1/chat/completions"}
+        chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        stream = core.open(
+            soak_messages.headers({**path, **headers}),
+            soak_messages.body(json.dumps(chat).encode()),
+        )
+        stream.finish()
+        assert not core.picker.counters.exceptions
+        assert all(member.account.in_flight == 0 for member in core.store.pool.members)
+        assert core.picker.budget.held_bytes == 0
+
+    asyncio.run(scenario())

@@ -7,8 +7,10 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
-from extproc.autoscaling.demand_estimator import PickerCounters
+from extproc.autoscaling.demand_estimator import MAX_REQUESTS, MAX_TOTAL, PickerCounters
 from extproc.autoscaling.runtime import demand_counters
 from extproc.autoscaling.runtime.demand_counters import (
     PATH,
@@ -143,6 +145,31 @@ def test_addresses_need_a_port(written):
 def test_reports_out_of_range_are_unreadable(page):
     """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
     assert read_report(page) is None
+
+
+_NUMBERS = st.one_of(
+    st.integers(-(10**400), 10**400).map(str),
+    st.floats().map(str),
+    st.sampled_from(["9" * 400, "1e400", "NaN", "-0.0", "null", "true", '"7"', "[1]", "{}", "7"]),
+)
+
+
+@given(st.dictionaries(st.sampled_from(PickerCounters.__struct_fields__), _NUMBERS, max_size=3))
+def test_any_report_is_in_range_or_unreadable(counters):
+    """Whatever numbers a peer names, what is read can be summed over peers."""
+    fields = ",".join(f'"{name}":{number}' for name, number in counters.items())
+    report = read_report(b'{"picker":"x","pools":{"p":{%b}}}' % fields.encode())
+    if report is not None:
+        read = report.pools["p"]
+        assert all(type(n) is int and 0 <= n <= MAX_REQUESTS for n in (read.held, read.in_flight))
+        totals = (read.arrived, read.prompt_tokens, read.answered, read.answer_tokens)
+        assert all(0.0 <= total <= MAX_TOTAL for total in totals)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_report_or_none(page):
+    """Bytes of something else behind a peer's address raise nothing."""
+    assert read_report(page) is None or page.lstrip().startswith(b"{")
 
 
 async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
