@@ -25,6 +25,7 @@ from extproc.scrape.metric_families import (
     read_labels,
 )
 
+_HELP: Final = b"# HELP "
 _ESCAPE = re.compile(rb"\\(.)")
 _COMMENTS = re.compile(rb"(?:\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z))*+")
 
@@ -97,10 +98,11 @@ class MetricsPageReader:
         Returns:
             The load; for an unknown engine with an empty `engine` and every value None.
         """
-        text = b"\n" + page
+        # Names are looked for behind line feeds; a page that begins with help need not be copied for it.
+        text = page if page.startswith(_HELP) else b"\n" + page
         engine = _recognize_engine(text, engine_type)
         if engine is None:
-            return _unknown_engine_load(text, now, extra)
+            return _unknown_engine_load(b"\n" + page, now, extra)
         families = self._families.cut(text) or MetricFamilies(
             text, joined=is_joined(text, engine.waiting[0].name)
         )

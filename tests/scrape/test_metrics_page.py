@@ -2,6 +2,7 @@
 
 import pathlib
 import random
+import re
 
 import hypothesis
 import pytest
@@ -339,6 +340,17 @@ def test_looking_up_families_reads_what_searching_them_reads(at, noise, gap):
     assert metrics_page.read(damaged, 7.0) == search(damaged)
 
 
+#: Names of samples that are read of a page of vLLM.
+NAMES = [
+    b"vllm:num_requests_waiting",
+    b"vllm:num_requests_running",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:prefix_cache_queries_total",
+    b"vllm:request_success_total",
+    b"vllm:request_prompt_tokens_sum",
+    b"process_start_time_seconds",
+]
+
 _STEPS = st.lists(
     st.tuples(st.integers(0, len(LORA)), st.sampled_from([b"", b"1", b"\n", b"# TYPE ", b"vllm:"]))
     | st.sampled_from([LORA, IDLE, LORA + LORA]),
@@ -368,6 +380,32 @@ def test_a_family_that_changes_is_read_again():
     assert (before.prefix_queries, after.prefix_queries) == (254591.0, 300000.0)
     assert after.prefix_hits == before.prefix_hits
     assert reader.read(LORA, 7.0) == before
+
+
+_VALUES = (
+    b"0.0",
+    b"17",
+    b"2.5e+06",
+    b"-1.0",
+    b"NaN",
+    b"+Inf",
+    b"1_0",
+    b"5 1700000000",
+    b"",
+    b"7\r",
+)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(_VALUES)), min_size=1, max_size=12)
+)
+@hypothesis.settings(max_examples=examples(100), deadline=None)
+def test_values_that_change_read_as_on_a_new_page(changes):
+    """Whatever a value becomes, and whatever it was, the page reads as it does on its own."""
+    reader, page = metrics_page.MetricsPageReader(), LORA
+    for name, value in changes:
+        page = re.sub(rb"(?m)^(%b(?:\{.*\})?) .*$" % re.escape(name), rb"\g<1> " + value, page)
+        assert reader.read(page, 7.0) == metrics_page.read(page, 7.0)
 
 
 @hypothesis.given(

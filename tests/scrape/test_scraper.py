@@ -126,7 +126,7 @@ def test_the_scrape_token_is_taken_before_the_request():
         (client.FetchFailed("refused"), "refused"),
         (client.FetchFailed("status 500"), "status 500"),
         (b"<html>", "unreadable"),
-        (12, "bug: TypeError"),
+        (12, "bug: AttributeError"),
     ],
 )
 def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
