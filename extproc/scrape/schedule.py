@@ -1,4 +1,4 @@
-"""Scrape intervals as pure functions.
+"""Scrape intervals as pure functions, of counts that all scrape loops share.
 
 Fast where traffic goes, since a load there is soon wrong; slow where nothing happens; slower still
 when there are many, so that scraping costs a bounded share of a core; and backing off from an
@@ -7,6 +7,7 @@ endpoint that does not answer, because a /metrics request is work for a struggli
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Final
 
@@ -50,6 +51,38 @@ _REST_TICKS: Final = 10
 #: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
 #: refusal costs no engine anything, and an endpoint that is back should have traffic again at once.
 _MAX_REFUSED_WAIT_S = 2.0
+
+
+class EndpointCounts:
+    """Number of scraped endpoints over all pools, which share one scrape budget.
+
+    Attributes:
+        busy: Endpoints with requests.
+        all: All of them.
+    """
+
+    __slots__ = ("_changed", "all", "busy")
+
+    def __init__(self) -> None:
+        self.busy = 0
+        self.all = 0
+        self._changed = -math.inf
+
+    def change_busy(self, change: int, now: float) -> None:
+        """Counts an endpoint that turned busy (1) or idle (-1); 0 for neither."""
+        if change:
+            self.busy += change
+            self._changed = now
+
+    def change_all(self, change: int, now: float) -> None:
+        """Counts endpoints that came, or left (below 0)."""
+        self.all += change
+        if change > 0:
+            self._changed = now
+
+    def is_resting(self, now: float) -> bool:
+        """Returns True if no endpoint had a request for `REST_AFTER_S`."""
+        return not self.busy and now - self._changed >= REST_AFTER_S
 
 
 def wait_s(

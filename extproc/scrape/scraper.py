@@ -81,32 +81,6 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
     listing: bool = False
 
 
-class EndpointCounts:
-    """Number of scraped endpoints over all pools, which share one scrape budget.
-
-    Attributes:
-        busy: Endpoints with requests.
-        all: All of them.
-    """
-
-    __slots__ = ("_changed", "all", "busy")
-
-    def __init__(self) -> None:
-        self.busy = 0
-        self.all = 0
-        self._changed = -math.inf
-
-    def change_busy(self, change: int, now: float) -> None:
-        """Counts an endpoint that turned busy (1) or idle (-1); 0 for neither."""
-        if change:
-            self.busy += change
-            self._changed = now
-
-    def is_resting(self, now: float) -> bool:
-        """Returns True if no endpoint had a request for `REST_AFTER_S`."""
-        return not self.busy and now - self._changed >= schedule.REST_AFTER_S
-
-
 class EndpointScraper:
     """Scrapes one endpoint incarnation.
 
@@ -287,7 +261,7 @@ class Scraper:
         rng: random.Random,
         on_result: Callable[[ScrapeResult], None] = lambda _: None,
         unlisted_models: Callable[[], int] = lambda: 0,
-        endpoint_counts: EndpointCounts | None = None,
+        endpoint_counts: schedule.EndpointCounts | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self.settings = settings
@@ -297,7 +271,7 @@ class Scraper:
         self.rng = rng
         self.on_result = on_result
         self.unlisted_models = unlisted_models
-        self.endpoint_counts = endpoint_counts or EndpointCounts()
+        self.endpoint_counts = endpoint_counts or schedule.EndpointCounts()
         self.supervisor = supervisor or Supervisor(clock=clock)
         self.watches: dict[str, EndpointScraper] = {}
         # Of the snapshot whose endpoints are scraped: the same object until endpoints change.
@@ -360,7 +334,7 @@ class Scraper:
         watch = EndpointScraper(self, member)
         address = member.endpoint.address
         self.endpoint_counts.change_busy(int(watch.busy), self.clock())
-        self.endpoint_counts.all += 1
+        self.endpoint_counts.change_all(1, self.clock())
         self.watches[address] = watch
         supervised = self.supervisor.keep("scrape", watch.run, instance=address)
         watch.task = tasks.create_task(supervised, name=f"scrape {address}")
@@ -370,7 +344,7 @@ class Scraper:
         if watch is None:
             return
         self.endpoint_counts.change_busy(-int(watch.busy), self.clock())
-        self.endpoint_counts.all -= 1
+        self.endpoint_counts.change_all(-1, self.clock())
         if watch.task is not None:
             watch.task.cancel()
         self._forget(watch)

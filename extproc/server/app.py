@@ -23,7 +23,7 @@ from extproc.prefix_cache.index import IndexBudget
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule
 from extproc.server import (
     admin,
     admin_access,
@@ -108,7 +108,7 @@ class EndpointPickerProcess:
             counters=self.counters,
             guards=guards,
             http=self._http,
-            endpoint_counts=scraper.EndpointCounts(),
+            endpoint_counts=schedule.EndpointCounts(),
             clock=clock,
             prefix_budget=IndexBudget(settings.prefix.max_bytes),
         )

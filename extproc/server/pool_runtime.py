@@ -16,7 +16,7 @@ from extproc.endpoint import Endpoint
 from extproc.prefix_cache.index import IndexBudget
 from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule, scraper
 from extproc.server import kv_event_loops
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
@@ -53,7 +53,7 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     counters: ProcessCounters
     guards: plugin_guard.GuardFactory
     http: client.ScrapeClient
-    endpoint_counts: scraper.EndpointCounts
+    endpoint_counts: schedule.EndpointCounts
     clock: Callable[[], float]
     prefix_budget: IndexBudget | None = None
 

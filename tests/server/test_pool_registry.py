@@ -15,7 +15,7 @@ from extproc.prefix_cache.index import IndexBudget
 from extproc.request import HttpRequest
 from extproc.routing import pool_match
 from extproc.scheduling.plugin_guard import GuardFactory
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
@@ -34,7 +34,7 @@ def sites(text, *, written=None, heard=True, on_change=lambda: None, prefix_budg
         counters,
         GuardFactory(lambda: 0.0, counters.plugins),
         client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
-        scraper.EndpointCounts(),
+        schedule.EndpointCounts(),
         lambda: 1.0,
         prefix_budget,
     )

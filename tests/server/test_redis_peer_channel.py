@@ -21,7 +21,7 @@ from extproc.config.settings import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
 from extproc.scheduling.plugin_guard import GuardFactory
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule
 from extproc.server import redis_peer_channel
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
@@ -94,7 +94,7 @@ def sites():
     counters = ProcessCounters()
     guards = GuardFactory(lambda: 0.0, counters.plugins)
     http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
-    shared = RuntimeContext(counters, guards, http, scraper.EndpointCounts(), time.monotonic)
+    shared = RuntimeContext(counters, guards, http, schedule.EndpointCounts(), time.monotonic)
     return PoolRegistry(
         loader.settings(loader.parse(POOLS, where="f")),
         shared,

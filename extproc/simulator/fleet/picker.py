@@ -109,6 +109,9 @@ class ExtprocPicker:
         self._failures = [0] * len(nodes)
         self._watches = [0] * len(nodes)
         self._busy: dict[int, int] = {}
+        self._counts = schedule.EndpointCounts()
+        #: Start of the last scrape of endpoints whose next one was set while the picker was at rest.
+        self._resting: dict[int, float] = {}
         self._touched: set[int] = set()
         self._bits: EndpointBits | None = None
         self.gate: flow_control.SimFlowController[Decision] | None = None
@@ -132,6 +135,7 @@ class ExtprocPicker:
                 self._kv_events.follow(n, self._endpoint(n))
         self._changed()
         fresh = set(up) - self._watched
+        self._counts.change_all(len(set(up)) - len(self._watched), self._timeline.now)
         self._watched = set(up)
         if not self._scraping:
             return
@@ -139,9 +143,7 @@ class ExtprocPicker:
             # A new endpoint is asked at once, like the real scraper does, but not all together.
             spread = self._pace.fast_s * self.parts.rng.random()
             self._failures[n] = 0
-            self._watches[n] += 1
-            watch = self._watches[n]
-            self._timeline.after(spread, lambda n=n, watch=watch: self._scrape(n, watch))  # type: ignore[misc]
+            self._watch(n, spread)
 
     def pick(self, sim_request: SimRequest) -> int:
         """See `SimPicker`."""
@@ -235,9 +237,29 @@ class ExtprocPicker:
             self._kv_events.map_prompt(work, outcome.block_hashes)
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
-        self._busy[n] = self._busy.get(n, 0) + 1
+        if n not in self._busy:
+            self._busy[n] = 0
+            self._counts.change_busy(1, self._timeline.now)
+        self._busy[n] += 1
         self._touched.add(n)
+        if self._resting:
+            self._end_rest()
         return n
+
+    def _end_rest(self) -> None:
+        """Bring the next scrapes forward, as the real scraper does."""
+        resting, self._resting = self._resting, {}
+        for n, began in resting.items():
+            if n in self._watched:
+                soonest_s = self._pace.fast_s * self.parts.rng.random()
+                wait_s = self._wait_s(n, busy=n in self._busy) - (self._timeline.now - began)
+                self._watch(n, max(soonest_s, wait_s))
+
+    def _watch(self, n: int, wait_s: float) -> None:
+        """Scrape an endpoint after so many seconds, and again and again; drops its earlier loop."""
+        self._watches[n] += 1
+        watch = self._watches[n]
+        self._timeline.after(wait_s, lambda: self._scrape(n, watch))
 
     def _chain(self, work: RequestSpec) -> Sequence[int]:
         """The prompt's block hashes; like a real picker, none where no profile reads them."""
@@ -263,6 +285,7 @@ class ExtprocPicker:
             self._busy[sim_request.node] = left
         else:
             del self._busy[sim_request.node]
+            self._counts.change_busy(-1, self._timeline.now)
 
     def rates(self) -> StepTimeModel | None:
         """See `SimPicker`."""
@@ -273,7 +296,8 @@ class ExtprocPicker:
         if n not in self._watched or self._watches[n] != watch:
             return  # dropped since; when it was listed again, that began a watch of its own
         timeline, fleet = self._timeline, self.parts.store
-        mark = fleet.begin_scrape(self._endpoint(n))
+        self._resting.pop(n, None)
+        began, mark = timeline.now, fleet.begin_scrape(self._endpoint(n))
         node = self._nodes[n]
         page = node.page(timeline.now) if node.up else None
         busy = n in self._busy or n in self._touched
@@ -281,8 +305,11 @@ class ExtprocPicker:
 
         def taken() -> None:
             self._taken(n, mark, page)
+            resting = not busy and self._counts.is_resting(timeline.now)
+            if resting and not self._failures[n]:
+                self._resting[n] = began
             # From the start of the scrape to the start of the next one.
-            wait = self._wait_s(n, busy=busy) - self._delay_s
+            wait = self._wait_s(n, busy=busy, resting=resting) - self._delay_s
             timeline.after(max(wait, 0.0), lambda: self._scrape(n, watch))
 
         timeline.after(self._delay_s, taken)
@@ -306,14 +333,15 @@ class ExtprocPicker:
         if self.gate is not None:
             self.gate.notify_capacity()
 
-    def _wait_s(self, n: int, *, busy: bool) -> float:
-        all_, active = len(self._watched), len(self._busy)
+    def _wait_s(self, n: int, *, busy: bool, resting: bool = False) -> float:
+        counts = self._counts
         return schedule.wait_s(
             self._pace,
             busy=busy,
-            busy_endpoints=max(active, int(busy)),
-            idle_endpoints=max(0, all_ - active),
+            busy_endpoints=max(counts.busy, int(busy)),
+            idle_endpoints=max(0, counts.all - counts.busy),
             failures=self._failures[n],
+            resting=resting,
             refused=bool(self._failures[n]),  # the one way a simulated scrape fails
             rng=self.parts.rng,
         )

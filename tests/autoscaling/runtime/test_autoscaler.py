@@ -14,7 +14,7 @@ from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
@@ -35,7 +35,7 @@ class AutoscalerFixture:
         counters = ProcessCounters()
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
         guards = GuardFactory(lambda: 0.0, counters.plugins)
-        shared = RuntimeContext(counters, guards, http, scraper.EndpointCounts(), lambda: self.now)
+        shared = RuntimeContext(counters, guards, http, schedule.EndpointCounts(), lambda: self.now)
         self.gone = []
         self.registry = PoolRegistry(
             settings,

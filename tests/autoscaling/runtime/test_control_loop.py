@@ -15,7 +15,7 @@ from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.request import HttpRequest
 from extproc.scheduling.plugin_guard import GuardFactory
-from extproc.scrape import client, scraper
+from extproc.scrape import client, schedule
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
@@ -81,7 +81,7 @@ class ControlLoopFixture:
             counters,
             GuardFactory(lambda: 0.0, counters.plugins),
             client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
-            scraper.EndpointCounts(),
+            schedule.EndpointCounts(),
             lambda: self.now,
         )
         pool = {"kubernetes": {"inference_pool": "p", "namespace": "n"}}

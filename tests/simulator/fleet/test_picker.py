@@ -3,6 +3,7 @@ import pytest
 
 from extproc.config.settings import ScrapeSection
 from extproc.endpoint import ServedModels
+from extproc.scrape import schedule
 from extproc.simulator import profiles
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
@@ -62,9 +63,22 @@ class PickerFixture:
 def test_idle_endpoints_are_scraped_at_the_slow_beat():
     """About one page every two seconds, spread by a tenth."""
     fixture = PickerFixture(busy_interval_s=0.2, idle_interval_s=2.0)
-    fixture.until(60.0)
+    fixture.until(schedule.REST_AFTER_S)
     for node in fixture.nodes:
-        assert len(node.read) == pytest.approx(30, abs=3)
+        assert len(node.read) == pytest.approx(15, abs=2)
+
+
+def test_a_request_ends_the_rest_of_all_endpoints():
+    """After half a minute without requests endpoints are scraped half as often, until one comes."""
+    fixture = PickerFixture(busy_interval_s=0.2, idle_interval_s=2.0)
+    fixture.until(100.0)
+    for node in fixture.nodes:
+        resting = [at for at in node.read if at > 40.0]
+        assert len(resting) == pytest.approx(15, abs=2)
+    busy = fixture.send(sim_request(output=700)).node
+    fixture.until(102.5)
+    assert fixture.nodes[1 - busy].read[-1] > 100.0
+    assert len([at for at in fixture.nodes[busy].read if at > 100.0]) >= 8
 
 
 def test_busy_endpoints_are_scraped_at_the_fast_beat():
