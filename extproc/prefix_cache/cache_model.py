@@ -12,6 +12,7 @@ import bisect
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.prefix_cache.index import Key, PrefixIndex
@@ -35,6 +36,10 @@ _FACTOR = (0.02, 2.0)
 
 #: Requests remembered while their look-up was not seen yet.
 _MOST_PENDING = 4096
+
+#: Bits of a number of tokens, far above that of any prompt.
+_TOKEN_BITS: Final = 48
+_TOKEN_MASK: Final = (1 << _TOKEN_BITS) - 1
 
 
 class Calibration:
@@ -65,20 +70,21 @@ class Calibration:
         self.predicted = 0.0
         self.observed = 0.0
         self.error = 0.0
-        self._pending: deque[tuple[int, int]] = deque()
+        #: Prompt tokens and cached ones of each request, in one number: thousands may be remembered.
+        self._pending: deque[int] = deque()
         self._unmatched_tokens = 0.0
         self._clear()
 
     def record_sent(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request was sent with so many of its prompt tokens predicted as cached."""
-        self._pending.append((prompt_tokens, cached_tokens))
+        self._pending.append(prompt_tokens << _TOKEN_BITS | cached_tokens)
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
 
     def record_cancelled(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request that was sent was never looked up: its engine refused it, or is gone."""
         with contextlib.suppress(ValueError):
-            self._pending.remove((prompt_tokens, cached_tokens))
+            self._pending.remove(prompt_tokens << _TOKEN_BITS | cached_tokens)
 
     def observe_counters(self, queries: float, hits: float) -> bool:
         """The engine's counters moved.
@@ -96,8 +102,9 @@ class Calibration:
         looked_up = predicted = 0
         pending = self._pending
         # A request belongs to the window in which most of it was looked up.
-        while pending and pending[0][0] <= 2 * self._unmatched_tokens:
-            prompt, cached = pending.popleft()
+        while pending and pending[0] >> _TOKEN_BITS <= 2 * self._unmatched_tokens:
+            packed = pending.popleft()
+            prompt, cached = packed >> _TOKEN_BITS, packed & _TOKEN_MASK
             self._unmatched_tokens -= prompt
             looked_up += prompt
             predicted += cached

@@ -77,14 +77,14 @@ class Director:
         self._prompt_listener: Callable[[Decision, HttpRequest], None] | None = None
         self._index = index
         self._cache_model = cache_model
-        self._schedule = schedule
+        self._tokens = schedule.tokens
         self._counts = counts or plugin_guard.PluginCounters()
         self._event_listener: RequestEventListener | None = None
         self._conversation_tracker = ConversationTracker()
         self.pending_load = conversations.PendingLoad(
             store,
             self._conversation_tracker,
-            schedule.tokens,
+            self._tokens,
             counted=routing.tracks_conversations,
         )
         self._scheduler = Scheduler(
@@ -186,7 +186,7 @@ class Director:
         outcome = self._scheduler.schedule(
             prepared.request,
             now,
-            chain=prepared.chain,
+            chain=prepared.unpack_chain(),
             headers=raw.headers,
             may_defer=may_defer,
             with_prompt=prepared.with_prompt,
@@ -335,7 +335,7 @@ class Director:
         if last_turn is not None:
             try:
                 growth = self._conversation_tracker.expected_growth_tokens(prompt_tokens)
-                account.track_context(reservation, chain, self._schedule.tokens, growth=growth)
+                account.track_context(reservation, chain, self._tokens, growth=growth)
             except BaseException:
                 reservation.close(now, answered=False)  # no other object holds it
                 raise
@@ -357,7 +357,7 @@ class Director:
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest chain (count)."""
-        return len(self._schedule.tokens) - 1
+        return len(self._tokens) - 1
 
     def estimate_cached_tokens(
         self,

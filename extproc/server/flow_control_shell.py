@@ -87,8 +87,9 @@ class QueuedRequest:
 
     def remove_pending(self) -> None:
         """Remove its pending load from the endpoint it waited for."""
-        conversations.remove_pending(self.pending_share)
-        self.pending_share = None
+        if self.pending_share is not None:
+            conversations.remove_pending(self.pending_share)
+            self.pending_share = None
 
 
 class AsyncFlowController:
@@ -304,7 +305,7 @@ class AsyncFlowController:
         if address:
             prepared = queued.prepared
             queued.pending_share = self._director.pending_load.add(
-                address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
+                address, prepared.unpack_chain(), prompt_tokens=prepared.request.prompt_tokens
             )
 
     def _dispatch(self, queued: QueuedRequest, decision: Decision) -> None:

@@ -11,7 +11,8 @@ Returns freed memory to the system after a peak of streams.
 Who allocates keeps what was freed: the C library its pages, Python whole arenas of 1 MiB in which a
 single object is left, some of them in lists of free objects that only a full collection empties. A
 picker that held ten thousand requests for a minute would look like one that still does, and an
-autoscaler or a memory limit would take it for that.
+autoscaler or a memory limit would take it for that. So what arrives while many requests wait is not
+allocated in arenas at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import asyncio
 import ctypes
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 ResultT = TypeVar("ResultT")
 
@@ -195,3 +196,82 @@ class IdleMemoryTrimmer:
             loop = asyncio.get_running_loop()
             for pause_s in _PAUSES_S:
                 loop.call_later(pause_s, self._trim)
+
+
+class _Allocator(ctypes.Structure):
+    """`PyMemAllocatorEx` of CPython."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("context", "malloc", "calloc", "realloc", "free")
+    )
+
+
+#: Domains of `PyMem_SetAllocator`: the C library, and those that share Python's arenas.
+_RAW_DOMAIN = 0
+_ARENA_DOMAINS = (1, 2)
+
+#: Waiting requests from which further ones are allocated apart (count): some 4 MB.
+APART_STREAMS: Final = 1000
+
+
+class ApartAllocator:
+    """Allocates what requests hold while they wait from the C library instead of Python's arenas.
+
+    An arena of 1 MiB goes back to the system once nothing is left in it, and after a burst some object
+    that outlives it is left in nearly all: counters, blocks of the index, the decisions of the log.
+    The C library returns every free page. It takes a tenth longer than an arena, so it serves only
+    turns of the event loop in which requests arrive while many wait. Memory is freed by Python's own
+    functions, which know whose it is.
+
+    Delete this once Python returns parts of arenas.
+
+    Args:
+        arenas: Allocators of the domains that have arenas.
+        library: Allocator that calls the C library.
+    """
+
+    def __init__(self, arenas: Mapping[int, _Allocator], library: _Allocator) -> None:
+        self._is_apart = False
+        self._arenas = arenas
+        self._apart = {
+            domain: _Allocator(None, library.malloc, library.calloc, arena.realloc, arena.free)
+            for domain, arena in arenas.items()
+        }
+
+    def begin_turn(self, waiting: int) -> None:
+        """Allocate apart until the next turn of the event loop, where many requests wait (count)."""
+        if waiting >= APART_STREAMS and not self._is_apart:
+            self._is_apart = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+            self._use(self._apart)
+
+    def _end_turn(self) -> None:
+        self._use(self._arenas)
+        self._is_apart = False
+
+    def _use(self, allocators: Mapping[int, _Allocator]) -> None:
+        for domain, allocator in allocators.items():
+            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(allocator))
+
+
+def build_apart_allocator() -> ApartAllocator | None:
+    """Build the allocator; None where the C library keeps its pages, or Python has no arenas.
+
+    An allocator with a context is another one's hook, such as that of `tracemalloc`.
+    """
+    try:
+        library, *arenas = map(_read_allocator, (_RAW_DOMAIN, *_ARENA_DOMAINS))
+        trims = hasattr(ctypes.CDLL(None), "malloc_trim")
+    except (AttributeError, OSError):
+        return None  # another interpreter, or another C library
+    if not trims or any(allocator.context for allocator in (library, *arenas)):
+        return None
+    if any(arena.malloc == library.malloc for arena in arenas):
+        return None
+    return ApartAllocator(dict(zip(_ARENA_DOMAINS, arenas, strict=True)), library)
+
+
+def _read_allocator(domain: int) -> _Allocator:
+    allocator = _Allocator()
+    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(allocator))
+    return allocator

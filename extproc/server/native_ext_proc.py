@@ -18,6 +18,7 @@ from extproc.protocol.messages import ProcessingResponse
 from extproc.request import HttpRequest
 from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
+from extproc.server.grpc_workarounds import APART_STREAMS
 from extproc.server.http2_server import CallFactory, Http2Protocol, ServerCall
 from extproc.server.request_observer import StreamResult
 from extproc.server.stream_handler import StreamContext, open_stream
@@ -268,6 +269,7 @@ class NativeExternalProcessor:
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
         self._memory_trimmer = grpc_workarounds.IdleMemoryTrimmer(grpc_workarounds.trimmer())
+        self._apart_allocator = grpc_workarounds.build_apart_allocator()
         self._calls: dict[ExtProcCall, None] = {}
         self._parses: dict[ExtProcCall, asyncio.Task[None]] = {}
         self._uploads: UploadMonitor[ExtProcCall] = UploadMonitor()
@@ -284,6 +286,11 @@ class NativeExternalProcessor:
         """Create the handler of a stream."""
         self.shared.observer.on_stream_opened()
         self.shared.on_opened()
+        if len(self._calls) >= APART_STREAMS and self._apart_allocator is not None:
+            controllers = self.shared.flow_controllers.values()
+            self._apart_allocator.begin_turn(
+                sum([controller.queue.count for controller in controllers])
+            )
         call = ExtProcCall(connection, stream_id, self)
         self._calls[call] = None
         self._memory_trimmer.count(len(self._calls))

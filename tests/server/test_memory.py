@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import tracemalloc
 import types
 
 import pytest
@@ -48,6 +50,37 @@ def test_malloc_keeps_memory_between_requests(monkeypatch):
     monkeypatch.setattr(grpc_workarounds.ctypes, "CDLL", lambda _: library)
     assert grpc_workarounds.configure_malloc({"PATH": "/bin"})
     assert options == {-1: 4 << 20, -3: 1 << 20}
+
+
+async def test_what_arrives_while_many_wait_is_allocated_apart():
+    """Until the next turn of the event loop no block of Python's arenas is taken."""
+    allocator = grpc_workarounds.build_apart_allocator()
+    if allocator is None:
+        pytest.skip("needs glibc, and Python with its arenas")
+    count = grpc_workarounds.APART_STREAMS
+    allocator.begin_turn(count - 1)
+    before = sys.getallocatedblocks()
+    held = [bytes((0, 0, number % 256)) for number in range(10_000)]
+    assert sys.getallocatedblocks() - before > 9_000
+    allocator.begin_turn(count)
+    allocator.begin_turn(count)
+    before = sys.getallocatedblocks()
+    apart = [bytes((1, 0, number % 256)) for number in range(10_000)]
+    assert sys.getallocatedblocks() - before < 1_000
+    await asyncio.sleep(0)
+    before = sys.getallocatedblocks()
+    again = [bytes((2, 0, number % 256)) for number in range(10_000)]
+    assert sys.getallocatedblocks() - before > 9_000
+    assert held[:300] != apart[:300] != again[:300]
+
+
+def test_a_hook_of_another_allocator_stands():
+    """Where `tracemalloc` or a debug build looks at each block nothing is allocated apart."""
+    tracemalloc.start()
+    try:
+        assert grpc_workarounds.build_apart_allocator() is None
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
