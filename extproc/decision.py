@@ -78,8 +78,11 @@ class LazySequence(Sequence[Item]):
     @property
     def _items(self) -> Sequence[Item]:
         if self._items_built is None:
-            self._items_built = self._build()
+            self._items_built = self._build_items()
         return self._items_built
+
+    def _build_items(self) -> Sequence[Item]:
+        return self._build()
 
     @overload
     def __getitem__(self, at: int) -> Item: ...
@@ -229,6 +232,39 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             if candidate.endpoint is chosen:
                 return predict(candidate)
         return None
+
+    def without_prompt(self, pool: str = "") -> Decision:
+        """Without prompt and blocks, which are as large as the body; `pool` where it names none."""
+        request = self.request
+        if request.prompt:
+            request = msgspec.structs.replace(request, prompt=b"")
+        # By position: `replace` takes six times as long, and every request passes here.
+        return Decision(
+            request,
+            self.endpoints,
+            self.profile,
+            self.candidates,
+            self.filters,
+            self.scored_candidates,
+            self.scores,
+            self.cost,
+            self.totals,
+            self.picker,
+            (),
+            self.matched_tokens,
+            self.answer_headers,
+            self.plugin_keys,
+            self.degraded,
+            self.excluded_by_model,
+            self.excluded_by_health,
+            self.model_unlisted,
+            self.model_rewrite,
+            self.body_edit,
+            self.client_model,
+            self.pool or pool,
+            self.conversation_stats,
+            self.match_source,
+        )
 
 
 class DirectResponse(msgspec.Struct, frozen=True, gc=False):

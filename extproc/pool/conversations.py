@@ -42,6 +42,8 @@ class ConversationTracker:
 
     __slots__ = (
         "_interval_s",
+        "_last_chain",
+        "_last_match",
         "_max_prompts",
         "_open_s",
         "_turns",
@@ -55,6 +57,9 @@ class ConversationTracker:
         self._interval_s = self._open_s = 0.0
         self.continuation_ratio = 0.5
         self.prompt_tokens = 0.0
+        #: The chain that was looked up last, and its turn: a request that is routed is sent next.
+        self._last_chain: Sequence[int] | None = None
+        self._last_match: LastTurn | None = None
 
     def __len__(self) -> int:
         """Prompts remembered (count)."""
@@ -114,6 +119,7 @@ class ConversationTracker:
             # Of the same turns, so that neither runs ahead while engines fill.
             self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
             self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
+        self._last_chain = None
         last_turn = turns[chain[-1]] = LastTurn(weakref.ref(account), now)
         turns.move_to_end(chain[-1])
         if len(turns) > self._max_prompts:
@@ -122,7 +128,10 @@ class ConversationTracker:
 
     def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """The latest turn that this prompt continues; None for a new conversation."""
-        return next(filter(None, map(self._turns.get, reversed(chain))), None)
+        if chain is not self._last_chain:
+            self._last_chain = chain
+            self._last_match = next(filter(None, map(self._turns.get, reversed(chain))), None)
+        return self._last_match
 
 
 class PendingShare(msgspec.Struct, frozen=True, gc=False):

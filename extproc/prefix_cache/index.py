@@ -111,6 +111,9 @@ class PrefixIndex:
         self._totals = SpanTotals()
         self._records = 0
         self._epoch = 0
+        #: The last chain and its packed form: what is matched is mostly recorded next.
+        self._last_chain: Sequence[int] = ()
+        self._last_packed = b""
         #: A heap of every slot with an epoch: none of its parts was touched before that.
         self._ages: list[tuple[int, int]] = []
 
@@ -140,10 +143,11 @@ class PrefixIndex:
             Depth by slot, one for every slot ever given out; 0 where nothing matches.
         """
         depths = [0] * len(self._bits)
-        run = self._root.child(blocks[0]) if blocks else None
+        children = self._root.children
+        run = children.get(blocks[0]) if blocks and children else None
         if run is None:
             return depths
-        chain = packed(blocks)
+        chain = self._pack(blocks)
         end = len(blocks)
         alive = run.holders
         depth = 0
@@ -171,10 +175,16 @@ class PrefixIndex:
             key: Key of the endpoint; a new key is given a slot.
             blocks: A chain, root first.
         """
-        slot = self.slot(key)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self.slot(key)
         cache = self._caches[slot]
-        end = min(len(blocks), cache.capacity)
-        chain = packed(blocks if end == len(blocks) else blocks[:end])
+        end = len(blocks)
+        if end <= cache.capacity:
+            chain = self._pack(blocks)
+        else:
+            end = cache.capacity
+            chain = packed(blocks[:end])
         path: list[tuple[RadixNode, int]] = []
         run = self._root
         depth = 0
@@ -203,6 +213,12 @@ class PrefixIndex:
             self.shrink(self._max_bytes)
         if self._budget is not None and not self._records % _LOOK:
             self._budget.enforce()
+
+    def _pack(self, blocks: Sequence[int]) -> bytes:
+        """Blocks as `packed` has them."""
+        if blocks is not self._last_chain:
+            self._last_chain, self._last_packed = blocks, packed(blocks)
+        return self._last_packed
 
     def shrink(self, max_bytes: int) -> None:
         """Give up what was used longest ago, on any endpoint, until so many bytes are left."""

@@ -6,6 +6,7 @@ member.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Final
@@ -44,12 +45,15 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
         excluded_by_health: Further excluded endpoints by reason: `failing` for endpoints whose
             requests fail or that are out of reach, `warming` for recent endpoints in slow start,
             `probe` for all but the endpoint that is probed.
+        valid_until: Monotonic seconds before which the same snapshot gives the same endpoints to
+            equal requests; minus infinity where it may not, because of chance or of a probe.
     """
 
     members: Sequence[EndpointSnapshot]
     excluded_by_model: Sequence[Endpoint] = ()
     model_unlisted: bool = False
     excluded_by_health: Sequence[ExclusionReason] = ()
+    valid_until: float = -math.inf
 
     @property
     def nothing_excluded(self) -> bool:
@@ -97,37 +101,44 @@ def find_eligible(
             return model_not_found(request.target, pool.serving.names)
         unlisted = True
     excluded_by_health: tuple[ExclusionReason, ...] = ()
+    valid_until = math.inf
     if pool.unhealthy_or_doubtful:
-        members, excluded_by_health = _healthy(members, now, max_wait_s=health.base_s)
+        members, excluded_by_health, valid_until = _healthy(members, now, max_wait_s=health.base_s)
     if now - pool.newest < health.slow_start_s:
         members, waiting = _slow_start(members, now, health, rng)
         excluded_by_health += waiting
-    return EligibleEndpoints(members, excluded_by_model, unlisted, excluded_by_health)
+        valid_until = -math.inf
+    return EligibleEndpoints(members, excluded_by_model, unlisted, excluded_by_health, valid_until)
 
 
 def _healthy(
     members: Sequence[EndpointSnapshot], now: float, *, max_wait_s: float
-) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...]]:
-    """Members to choose from, and excluded members by reason.
+) -> tuple[Sequence[EndpointSnapshot], tuple[ExclusionReason, ...], float]:
+    """Members to choose from, excluded members by reason, and until when that holds.
 
     One that no request has tried for `max_wait_s` since it was due gets the next one.
     """
     candidates: list[EndpointSnapshot] = []
     excluded: list[Endpoint] = []
+    valid_until = math.inf
     for member in members:
         record = member.condition
         if record.state and record.until > now:
             excluded.append(member.endpoint)
+            valid_until = min(valid_until, record.until)
             continue
-        if record.state > HealthState.SUSPECT and record.until + max_wait_s <= now:
-            others = [other.endpoint for other in members if other is not member]
-            return [member], ((PROBE, others),) if others else ()
+        if record.state > HealthState.SUSPECT:
+            probe_at = record.until + max_wait_s
+            if probe_at <= now:
+                others = [other.endpoint for other in members if other is not member]
+                return [member], ((PROBE, others),) if others else (), -math.inf
+            valid_until = min(valid_until, probe_at)
         candidates.append(member)
     if not candidates:
         candidates = list(snapshot.healthiest(members))
         on_probe = {member.endpoint.address for member in candidates}
         excluded = [endpoint for endpoint in excluded if endpoint.address not in on_probe]
-    return candidates, ((FAILING, excluded),) if excluded else ()
+    return candidates, ((FAILING, excluded),) if excluded else (), valid_until
 
 
 def _slow_start(

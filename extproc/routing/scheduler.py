@@ -20,6 +20,7 @@ from extproc.endpoint import Candidate
 from extproc.parsing import surfaces
 from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
+from extproc.pool.endpoint_health import OutlierDetectionSettings
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
@@ -242,6 +243,26 @@ class PrefixMatcher:
             self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))
 
 
+class _EligibilityCache(msgspec.Struct, frozen=True):
+    """Endpoints found for the last request without a subset hint.
+
+    Attributes:
+        pool: Snapshot that they are of.
+        health: Settings that they were found with.
+        model: Model of the request.
+        adapter: Adapter of the request, where it names one apart from the model.
+        at: Monotonic seconds of the request.
+        endpoints: The endpoints.
+    """
+
+    pool: snapshot.Pool
+    health: OutlierDetectionSettings
+    model: str
+    adapter: str
+    at: float
+    endpoints: eligibility.EligibleEndpoints
+
+
 class Scheduler:
     """Chooses endpoints for parsed and hashed requests, without charging them.
 
@@ -273,12 +294,14 @@ class Scheduler:
         self._schedule = schedule
         self._imputer = candidate_builder.Imputer()
         self._rng = rng
+        self._eligibility_cache: _EligibilityCache | None = None
         # Until then others leave more room, because a request of a priority above 0 came.
         self._priority_until = -math.inf
 
     def reconfigure(self, routing: RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
         self._routing = routing
+        self._eligibility_cache = None
 
     def schedule(
         self,
@@ -382,18 +405,37 @@ class Scheduler:
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
     ) -> eligibility.EligibleEndpoints | Deferral | Rejection:
-        """Find the eligible endpoints, or return why there are none."""
-        settings = self._routing.settings
-        return eligibility.find_eligible(
+        """Find the eligible endpoints, or return why there are none.
+
+        Many requests leave a queue, or arrive, between two changes of the pool.
+        """
+        settings, health = self._routing.settings, self._store.outlier_detector.settings
+        cache = self._eligibility_cache
+        if (
+            cache is not None
+            and cache.pool is pool
+            and request.subset is None
+            and cache.model == request.model
+            and cache.adapter == request.adapter
+            and cache.at <= now < cache.endpoints.valid_until
+            and cache.health is health
+        ):
+            return cache.endpoints
+        eligible = eligibility.find_eligible(
             pool,
             request,
             respect_subset=settings.respect_subset,
             reject_unlisted=settings.reject_unlisted,
             may_defer=settings.busy_s is not None,
-            health=self._store.outlier_detector.settings,
+            health=health,
             now=now,
             rng=self._rng,
         )
+        if request.subset is None and isinstance(eligible, eligibility.EligibleEndpoints):
+            self._eligibility_cache = _EligibilityCache(
+                pool, health, request.model, request.adapter, now, eligible
+            )
+        return eligible
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -247,13 +247,8 @@ class EstimatedTime(
         request_terms = _RequestTerms(
             tokens, most, returning, growth, conversations_per_open, best, wasted, per_request
         )
-        return CostResult(
-            self.kind,
-            "s",
-            costs,
-            LazySequence(partial(self._terms, request_terms, candidates)),
-            _TtftPredictor(self, request_terms),
-        )
+        explanation = _Explanation(self, request_terms, candidates)
+        return CostResult(self.kind, "s", costs, explanation, explanation)
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Learn how much of a prompt is computed."""
@@ -271,7 +266,7 @@ class EstimatedTime(
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
         return load + wait + c.estimated_requests * self.others_share * load
 
-    def _terms(
+    def list_terms(
         self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """Terms of the costs, by name; computed only when a decision is explained."""
@@ -357,15 +352,32 @@ class EstimatedTime(
         return answer * rates.iteration_s(c.estimated_requests) * excess
 
 
-class _TtftPredictor(msgspec.Struct, frozen=True, gc=False):
-    """Predicts the time to the first token of one request; equal for equal requests."""
+class _Explanation(LazySequence[tuple[str, Sequence[float]]]):
+    """Terms of the costs, computed when a decision is explained; called, it predicts first tokens.
 
-    cost_model: EstimatedTime
-    request_terms: _RequestTerms
+    One object for both: every open request has one.
+    """
+
+    __slots__ = ("_candidates", "_cost_model", "_request_terms")
+
+    def __init__(
+        self,
+        cost_model: EstimatedTime,
+        request_terms: _RequestTerms,
+        candidates: Sequence[Candidate],
+    ) -> None:
+        # Without the constructor of the base, whose function would refer to this object.
+        self._items_built = None
+        self._cost_model = cost_model
+        self._request_terms = request_terms
+        self._candidates = candidates
+
+    def _build_items(self) -> Sequence[tuple[str, Sequence[float]]]:
+        return self._cost_model.list_terms(self._request_terms, self._candidates)
 
     def __call__(self, candidate: Candidate) -> float:
-        """Seconds until the candidate answers with the first token."""
-        return self.cost_model.predict_ttft(self.request_terms, candidate)
+        """Predict the seconds to the first token of a candidate."""
+        return self._cost_model.predict_ttft(self._request_terms, candidate)
 
 
 def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -> int:

@@ -156,7 +156,10 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             remaining_candidates, filtered = self._filter(context, candidates, errors)
             if not remaining_candidates:
                 return decision.saturated()
-        scored, totals = self._score(context, remaining_candidates, errors)
+        scored: Sequence[ScorerResult] = ()
+        totals: Sequence[float] = [0.0] * len(remaining_candidates)
+        if self.scorers:
+            scored, totals = self._score(context, remaining_candidates, errors)
         priced = None
         if self.cost is not None:
             priced, totals = self._cost(self.cost, context, remaining_candidates, errors, totals)

@@ -179,12 +179,8 @@ class DecisionLog:
             decision: The committed decision.
             pool: Name of the pool, where the decision does not name it.
         """
-        request_id, request = shorten_id(request_id), decision.request
-        if request.prompt:
-            request = msgspec.structs.replace(request, prompt=b"")
-        slim = msgspec.structs.replace(
-            decision, request=request, block_hashes=(), pool=decision.pool or pool
-        )
+        request_id = shorten_id(request_id)
+        slim = decision.without_prompt(pool)
         recorded, records = DecisionRecord(request_id, now, slim), self._records
         if not self._capacity:
             return recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -87,6 +88,30 @@ def test_failing_endpoints_are_excluded():
     assert aside(eligible) == {"failing": [FIRST, SECOND]}
     fixture.now += 1.0
     assert fixture.eligible_addresses() == [SECOND, THIRD, FOURTH]
+
+
+def test_endpoints_stay_the_same_until_they_need_not():
+    """Before the time that is named nothing else is found, and at it a doubt has ended."""
+    fixture = EligibilityFixture()
+    assert fixture.find().valid_until == math.inf
+    fixture.fail(FIRST)
+    fixture.fail(SECOND, 1)
+    eligible = fixture.find()
+    assert fixture.now < eligible.valid_until < math.inf
+    fixture.now = math.nextafter(eligible.valid_until, 0.0)
+    assert fixture.find() == eligible
+    fixture.now = eligible.valid_until
+    assert fixture.find() != eligible
+
+
+def test_a_probe_holds_for_a_single_request():
+    """The request after a probe has other endpoints."""
+    fixture = EligibilityFixture()
+    fixture.fail(FIRST)
+    fixture.now += 60.0
+    eligible = fixture.find()
+    assert addresses(eligible.members) == [FIRST]
+    assert eligible.valid_until < fixture.now
 
 
 def test_the_healthiest_endpoints_remain_where_all_fail():

@@ -3,6 +3,7 @@ import pytest
 
 from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
+from extproc.request import InferenceRequest
 from extproc.scheduling import registry
 from extproc.scheduling.load_bounds import MaxWaiting
 from extproc.scheduling.load_scorers import InFlight, QueueScorer
@@ -215,3 +216,15 @@ def test_a_picker_may_widen_the_number_of_endpoints():
     """The larger of the requested number of endpoints and that of the picker counts."""
     decision = run(picker=Wide())
     assert builders.names(decision.endpoints) == ["b", "a"]
+
+
+def test_a_decision_without_its_prompt_has_everything_else():
+    """Only prompt and blocks go, and a pool is named where it named none."""
+    fields = {name: f"value of {name}" for name in Decision.__struct_fields__}
+    fields["request"] = InferenceRequest(api="chat", model="m", prompt=b"prompt")
+    decision = Decision(**fields)
+    request = InferenceRequest(api="chat", model="m")
+    slim = decision.without_prompt("other")
+    assert msgspec.structs.asdict(slim) == fields | {"request": request, "block_hashes": ()}
+    unnamed = msgspec.structs.replace(decision, pool="")
+    assert unnamed.without_prompt("other").pool == "other"

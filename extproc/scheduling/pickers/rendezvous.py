@@ -49,6 +49,8 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         count: int,
     ) -> list[int]:
         """See the class."""
+        if len(totals) == 1:
+            return [0]
         best = max(totals)
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
