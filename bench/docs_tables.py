@@ -111,6 +111,38 @@ def peers_routing_block() -> str:
     return peers_routing.block(run.read("peers_routing"))
 
 
+def collectors_block() -> str:
+    """Thresholds of the garbage collector beside each other."""
+    if not (rig.RESULTS / "pauses.json").exists():
+        return "Nothing measured yet."
+    result = run.read("pauses")
+    machine = result["machine"]
+    columns = {
+        "cpu_us": "CPU of a request, µs",
+        "paused_us": "of it collector",
+        "pause_max_ms": "longest pause, ms",
+        "collections_per_1000": "collections of 1,000 requests",
+        "full_collections": "full ones",
+        "memory_mib": "MiB",
+    }
+    rows = [
+        f"| {setting} | {' | '.join(str(figures[name]) for name in columns)} |"
+        for setting, figures in result["collectors"].items()
+    ]
+    return "\n".join(
+        [
+            f"| thresholds | {' | '.join(columns.values())} |",
+            f"|---|{'---|' * len(columns)}",
+            *rows,
+            "",
+            (
+                f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']}, "
+                f"{machine['memory_gib']} GiB, Python {machine['python']}. Load average {result['load']}."
+            ),
+        ]
+    )
+
+
 def sizing_block() -> str:
     """Needs of a replica, from the results of several benches."""
     overhead, route = run.read("overhead"), run.read("route")
@@ -171,6 +203,7 @@ class Block:
 BLOCKS: Mapping[str, Block] = {
     "summary": Block("benchmarks/index.md", summary.block),
     "results": Block("benchmarks/overhead.md", block),
+    "collectors": Block("benchmarks/overhead.md", collectors_block),
     "real vllm": Block("benchmarks/real-engines.md", real_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),
     "replay": Block("benchmarks/real-engines.md", replay_block),

@@ -61,6 +61,7 @@ async def rig(
     floor: Path | None = None,
     experiments: str = "",
     chunks: int = 0,
+    module: Sequence[str] = ("extproc", "serve"),
     arguments: Sequence[str] = (),
 ) -> AsyncIterator[Rig]:
     """Start backend, server and Envoy.
@@ -70,6 +71,7 @@ async def rig(
         floor: Start the constant-answer floor for this request body instead of the picker.
         experiments: How the floor's gRPC is run (`GRPC_EXPERIMENTS`); empty as it comes.
         chunks: Pieces of the backend's answer; 0 for a plain one.
+        module: Module that runs the picker, with its first arguments.
         arguments: Further arguments of `extproc serve`.
     """
     python = sys.executable
@@ -87,11 +89,13 @@ async def rig(
             argv += [str(ports.extproc), address, mode, str(floor)]
             server = await children.start("floor", argv, ready="floor is ready")
         else:
-            server = await children.extproc(
+            argv = [
+                *(python, "-m", *module),
                 *("--endpoints", address, "--host", "127.0.0.1", "--secure-serving=false"),
                 *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
                 *("--grpc-health-port", "0", "--drain-timeout", "0s", *arguments),
-            )
+            ]
+            server = await children.start("extproc", argv, ready="extproc is listening")
         config = _config(mode, ports, address)
         await children.envoy(config)
         yield Rig(ports.listener, pages, server.process.pid, children)

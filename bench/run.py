@@ -117,6 +117,12 @@ def holding() -> dict:
     return read("holding")
 
 
+def pauses() -> dict:
+    """What holds the event loop."""
+    command("-m", "bench.pauses", "--write")
+    return read("pauses")
+
+
 def simulator() -> dict:
     """A run of the offline simulator."""
     command("-m", "bench.simulator", "--write")
@@ -199,6 +205,8 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("-", "holding", "10,000 waiting requests: <= 12 kB each", lambda r: _waited(lambda name: f"{_kb_each(r, name):.1f}"), lambda r: max(_kb_each(r, name) for name in ("", "default_")) <= 12),
     ("-", "holding", "10 s after they left: <= 40 MB above the start", lambda r: _waited(lambda name: f"{_grown(r, name, when='after'):.0f}"), lambda r: max(_grown(r, name, when="after") for name in ("", "default_")) <= 40),
     ("-", "holding", "10,000 waiting requests are sent on within 1 s", lambda r: _waited(lambda name: f"{r[f'{name}release_s']:.2f}"), lambda r: max(r["release_s"], r["default_release_s"]) <= 1),
+    ("-", "pauses", "64 MiB bodies: peak memory <= 1.5 x body", lambda r: r["bodies"]["peak_ratio"], lambda r: r["bodies"]["peak_ratio"] <= 1.5),
+    ("-", "pauses", "64 MiB bodies: no stall over 20 ms of CPU", lambda r: f"{r['bodies']['stall_max_ms']} ms", lambda r: r["bodies"]["stall_max_ms"] <= 20),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
@@ -211,7 +219,8 @@ BENCHES: Mapping[str, Callable[[], dict]] = {
     "agreement": agreement,
     "cluster": cluster,
     "capacity": capacity,
-    "flow_control": holding,
+    "holding": holding,
+    "pauses": pauses,
     "simulator": simulator,
     "simulator_large": simulator_large,
 }

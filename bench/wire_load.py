@@ -146,6 +146,7 @@ async def load(port: int, request: bytes, *, connections: int, seconds: float) -
         "p50": stats[count // 2],
         "p95": stats[int(count * 0.95)],
         "p99": stats[int(count * 0.99)],
+        "max": stats[-1],
     }
 
 
