@@ -100,7 +100,7 @@ def serve(setting: str, path: Path, arguments: list[str]) -> None:
 
 
 async def read(pid: int, path: Path) -> dict[str, Any]:
-    """What a picker noted since the last call."""
+    """Read what a picker noted since the last call."""
     path.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)
     while not path.exists():

@@ -118,7 +118,7 @@ def holding() -> dict:
 
 
 def pauses() -> dict:
-    """What holds the event loop."""
+    """Pauses of the event loop."""
     command("-m", "bench.pauses", "--write")
     return read("pauses")
 

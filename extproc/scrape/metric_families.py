@@ -255,10 +255,10 @@ class _DeclaredFamilies(MetricFamilies):
 def _build_known(section: bytes, name: bytes, samples: list[Sample]) -> _KnownFamily:
     """Remembers a family, and where its value is if it has a single sample in the usual form."""
     if len(samples) == 1:
-        before, found, rest = section.partition(b"\n" + name + samples[0][0] + b" ")
+        before, line_start, rest = section.partition(b"\n" + name + samples[0][0] + b" ")
         value = rest.partition(b"\n")[0]
-        if found and _PLAIN_NUMBER.fullmatch(value):
-            return _KnownFamily(section, samples, before + found, rest[len(value) :])
+        if line_start and _PLAIN_NUMBER.fullmatch(value):
+            return _KnownFamily(section, samples, before + line_start, rest[len(value) :])
     return _KnownFamily(section, samples)
 
 
