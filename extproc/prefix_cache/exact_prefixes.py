@@ -38,16 +38,18 @@ class MappedPrompt:
         max_cached: Blocks that an engine finds of the same prompt at most: it computes the last token
             again (count).
         chain: Hashes of its byte blocks.
+        first_end: Depth at which the first engines ended when it was matched; 0 for none.
         sent: When it, or one that begins with it, was last sent to an engine, by address of the
             endpoint (monotonic seconds).
     """
 
-    __slots__ = ("chain", "keys", "max_cached", "sent")
+    __slots__ = ("chain", "first_end", "keys", "max_cached", "sent")
 
     def __init__(self, chain: Sequence[int], keys: array[int], max_cached: int) -> None:
         self.chain = chain
         self.keys = keys
         self.max_cached = max_cached
+        self.first_end = 0
         self.sent: dict[str, float] = {}
 
 
@@ -128,6 +130,7 @@ class PromptMap:
             known = at.get(block)
             count = int(cuts[depth] * per_byte)
             if known is not None:
+                prompt.first_end = known[0].first_end
                 # As many as were counted or estimated for the prompts before it, as far as it agrees.
                 shared, count = known, known[1]
                 at[block] = prompt, count
@@ -246,10 +249,14 @@ class ExactPrefixes:
         self.usage_tokens[source, "predicted"] += predicted
         self.usage_tokens[source, "observed"] += observed
 
-    def match(self, chain: Sequence[int]) -> tuple[MappedPrompt, list[int]] | None:
-        """Token blocks of a prompt by slot (the position of an engine's bit), and its mapped prompt.
+    def match(self, chain: Sequence[int]) -> tuple[MappedPrompt, Sequence[tuple[int, int]]] | None:
+        """The mapped prompt that shares most with a prompt, and who holds how much of it.
 
         None where no beginning of the prompt is mapped.
+
+        Returns:
+            The mapped prompt, and depths in token blocks with the bits of the engines that hold so
+            many, ascending.
         """
         mapped = self.prompts.find(chain)
         if mapped is None:
@@ -262,7 +269,22 @@ class ExactPrefixes:
             if answer:
                 keys = keys + answer
                 count = len(keys)
-        depths = [0] * index.num_slots
-        for depth, bits in index.holders(keys, count):
-            note_depth(depths, bits, depth)
-        return prompt, depths
+        ends = index.holders(keys, count, prompt.first_end)
+        if ends:
+            prompt.first_end = ends[0][0]
+        return prompt, ends
+
+    def tokens_by_slot(self, ends: Sequence[tuple[int, int]]) -> list[int]:
+        """Tokens that engines hold, by the positions of their bits; see `match`."""
+        index = self.index
+        num_slots, size = index.num_slots, index.block_tokens
+        tokens = [0] * num_slots
+        if ends and 2 * ends[0][1].bit_count() > num_slots:
+            # Most hold the same, such as a system prompt: the few others are set after.
+            depth, bits = ends[0]
+            tokens = [depth * size] * num_slots
+            note_depth(tokens, ((1 << num_slots) - 1) ^ bits, 0)
+            ends = ends[1:]
+        for depth, bits in ends:
+            note_depth(tokens, bits, depth * size)
+        return tokens

@@ -35,7 +35,7 @@ class PackedMap:
     def __init__(self, make_values: Callable[[], MutableSequence[int]] = packed_values) -> None:
         self._make_values = make_values
         #: Greatest key of each segment.
-        self._lasts: list[int] = []
+        self._lasts = array("Q")
         self._keys: list[array[int]] = []
         self._values: list[MutableSequence[int]] = []
         self._size = 0

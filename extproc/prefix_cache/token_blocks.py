@@ -223,7 +223,7 @@ class TokenBlockIndex:
             if mask is not None and mask & bit:
                 self._put(key, mask ^ bit)
 
-    def holders(self, keys: Sequence[int], count: int) -> list[tuple[int, int]]:
+    def holders(self, keys: Sequence[int], count: int, guess: int = 0) -> Sequence[tuple[int, int]]:
         """Engines by the leading blocks of a chain that they hold.
 
         Engines give up the end of a chain before its beginning, so this is a binary search for each
@@ -232,28 +232,31 @@ class TokenBlockIndex:
         Args:
             keys: Keys of the chain.
             count: Blocks of it that count.
+            guess: Depth at which the first engines ended before, and may end again; 0 for none.
 
         Returns:
-            Depths, at least 1, and the bits of the engines that hold so many blocks.
+            Depths, at least 1, ascending, and the bits of the engines that hold so many blocks.
         """
         if not count:
-            return []
+            return ()
         get = self._holders.get
         alive = get(keys[0]) or 0
         ends: list[tuple[int, int]] = []
         #: Blocks of which every bit of `alive` is known to be held.
         depth = 1
         while alive:
-            if depth == count:
-                ends.append((depth, alive))
-                break
-            held, above = depth, count
-            mask = (get(keys[above - 1]) or 0) & alive
-            if mask == alive:
+            last = (get(keys[count - 1]) or 0) & alive
+            if last == alive:
                 ends.append((count, alive))
                 break
             # The deepest block that all of `alive` hold, and what the next one lacks.
-            lost = mask
+            held, above, lost = depth, count, last
+            if held < guess < above:
+                mask = (get(keys[guess]) or 0) & alive
+                if mask != alive:
+                    above, lost = guess + 1, mask
+                    if (get(keys[guess - 1]) or 0) & alive == alive:
+                        held = guess
             while above - held > 1:
                 middle = (held + above) // 2
                 mask = (get(keys[middle - 1]) or 0) & alive

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -26,8 +27,8 @@ class ExactMatcher:
         self._store = store
         self._exact = exact
         self._engines: Mapping[str, Sequence[EngineBlocks]] = {}
-        #: Slots of the members in order, while each has one engine and all of them are exact.
-        self._slots: Sequence[int] | None = None
+        #: Takes the values of members by slot, while each has one engine and all of them are exact.
+        self._take_slots: Callable[[list[int]], Sequence[int]] | None = None
         self._positions: object = None
         self._version = -1
         #: Of the request that was matched last: the usual source, and others by address.
@@ -60,16 +61,16 @@ class ExactMatcher:
         match = self._exact.match(chain)
         if match is None:
             return matched
-        prompt, depths = match
+        prompt, ends = match
         self._follow_pool()
+        held = self._exact.tokens_by_slot(ends)
         recent = [address for address, at in prompt.sent.items() if now - at <= SETTLE_S]
-        if self._slots is None or recent or members is not self._store.pool.members:
-            return self._correct_singly(matched, members, depths, prompt_tokens, recent)
+        if self._take_slots is None or recent or members is not self._store.pool.members:
+            return self._correct_singly(matched, members, held, prompt_tokens, recent)
         self._source = "events"
-        size = self._exact.index.block_tokens
-        if max(depths) * size <= prompt_tokens:
-            return [depths[slot] * size for slot in self._slots]
-        return [min(prompt_tokens, depths[slot] * size) for slot in self._slots]
+        taken = self._take_slots(held)
+        most = ends[-1][0] * self._exact.index.block_tokens if ends else 0
+        return taken if most <= prompt_tokens else [min(prompt_tokens, some) for some in taken]
 
     def with_source(self, outcome: Outcome) -> Outcome:
         """The outcome of the request that was matched last, with the source of its tokens."""
@@ -82,14 +83,14 @@ class ExactMatcher:
         self,
         matched: Sequence[int],
         members: Sequence[EndpointSnapshot],
-        depths: Sequence[int],
+        held: Sequence[int],
         prompt_tokens: int,
         recent: Sequence[str],
     ) -> Sequence[int]:
         """As `correct`, where members differ in what is known of them.
 
         Args:
-            depths: Token blocks by slot.
+            held: Tokens by slot.
             recent: Addresses that the prompt was just sent to.
         """
         corrected = list(matched)
@@ -98,9 +99,8 @@ class ExactMatcher:
             engines = self._engines[address]
             if not engines or not all(engine.is_live for engine in engines):
                 continue
-            blocks = sum([depths[engine.slot] for engine in engines])
-            tokens = blocks * self._exact.index.block_tokens // len(engines)
-            tokens = min(prompt_tokens, tokens)
+            mean = sum([held[engine.slot] for engine in engines]) // len(engines)
+            tokens = min(prompt_tokens, mean)
             if address not in recent and all(engine.is_complete for engine in engines):
                 corrected[position] = tokens
                 self._sources[address] = "events"
@@ -119,6 +119,12 @@ class ExactMatcher:
             self._exact.engines(cache_model.index_key(member.endpoint)) for member in pool.members
         ]
         self._engines = dict(zip(pool.positions, engines, strict=True))
-        self._slots = None
+        self._take_slots = None
         if all(len(ranks) == 1 and ranks[0].is_exact for ranks in engines):
-            self._slots = [ranks[0].slot for ranks in engines]
+            slots = [ranks[0].slot for ranks in engines]
+            # A getter of a single item returns it bare.
+            self._take_slots = (
+                itemgetter(*slots)
+                if len(slots) > 1
+                else lambda held: [held[slot] for slot in slots]
+            )

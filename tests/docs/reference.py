@@ -43,6 +43,7 @@ SECTIONS = (
     ("scheduling", scheduling_schema.SchedulingSection),
     ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),
+    ("kv_events", settings.KvEventsSection),
     ("limits", settings.LimitsSection),
     ("flow_control", settings.FlowControlSection),
     ("flow_control.limit, flow_control.limits[]", rate_limit.RateLimit),

@@ -89,7 +89,7 @@ def test_oldest_prompts_are_given_up_with_what_only_they_have():
 
 
 def test_match_says_what_each_engine_holds():
-    """Depths are in blocks of tokens, by slot; unmapped prompts have none."""
+    """Depths are in blocks of tokens; unmapped prompts have none."""
     found, engine = exact()
     other = found.open(("b", 0), 0)
     prompt = SYSTEM + b"a" * 96
@@ -99,12 +99,13 @@ def test_match_says_what_each_engine_holds():
     found.index.apply(engine, BlockStored([2, 3], None, packed[: 2 * 16], SIZE))
     found.index.apply(other, BlockStored([7], None, packed[:16], SIZE))
     mapped, depths = found.match(chain(prompt))
-    assert depths == [2, 1]
+    assert depths == [(1, other.bit), (2, engine.bit)]
+    assert found.tokens_by_slot(depths) == [8, 4]
     found.record_sent("a", chain(prompt), 3.0)
     assert mapped.sent == {"a": 3.0}
     found.forget(("b", 0))
     found.index.sweep(100)
-    assert found.match(chain(prompt))[1] == [2, 0]
+    assert found.tokens_by_slot(found.match(chain(prompt))[1]) == [8, 0]
     assert found.engines(("b", 0)) == ()
 
 
@@ -121,12 +122,12 @@ def test_the_next_turn_finds_the_answer_that_engines_stored():
             engine,
             BlockStored([30 + number], 25 + 5 * (number > 0) + max(0, number - 1), answer, SIZE),
         )
-    assert found.match(chain(prompt))[1] == [15]
+    assert found.match(chain(prompt))[1] == [(15, engine.bit)]
     longer = chain(prompt + b"b" * 128)
-    assert found.match(longer)[1] == [19]
-    assert found.match(longer)[1] == [19]
+    assert found.match(longer)[1] == [(19, engine.bit)]
+    assert found.match(longer)[1] == [(19, engine.bit)]
     found.index.apply(engine, BlockRemoved([32]))
-    assert found.match(longer)[1] == [18]
+    assert found.match(longer)[1] == [(18, engine.bit)]
 
 
 def test_a_prompt_remembers_few_engines():

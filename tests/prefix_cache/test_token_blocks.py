@@ -27,7 +27,10 @@ def keys(*numbers, adapter=""):
 
 def depth(index, engine, chain):
     """Leading blocks of a chain on an engine."""
-    return next((d for d, bits in index.holders(chain, len(chain)) if bits & engine.bit), 0)
+    ends = index.holders(chain, len(chain))
+    for guess in range(len(chain) + 2):
+        assert index.holders(chain, len(chain), guess) == ends
+    return next((d for d, bits in ends if bits & engine.bit), 0)
 
 
 def test_index_follows_stored_and_removed_blocks():
