@@ -27,8 +27,8 @@ from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.flow_control.queue import MOST_DISPLACED
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import AsyncFlowController, QueuedRequest
+from extproc.supervision import ExceptionLog
 from extproc.telemetry.counters import ProcessCounters
-from extproc.telemetry.request_recorder import ExceptionLog
 
 ENDPOINTS = 8
 ADAPTERS = 300

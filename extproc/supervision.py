@@ -1,4 +1,4 @@
-"""Keeps long-running loops alive: an exception costs a log line, a count and a pause.
+"""Supervision: loops go on after an exception, at the cost of a log line, a count and a pause.
 
 What ends the process all the same is short, and `tests/test_supervision.py` holds it:
 
@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,17 @@ _MOST_PLACES = 512
 _ROOT = f"{Path(__file__).parent}{os.sep}"
 
 _log = logging.getLogger("extproc.supervision")
+
+_request_log = logging.getLogger("extproc.server")
+
+#: Seconds between two log entries about one place: a client may run into a bug with every request.
+_REQUEST_REPEAT_S = 60.0
+
+#: Places counted apart (count). The code has few of them, but plugins may raise any type.
+_MOST_REQUEST_PLACES = 100
+
+#: Key of all further places.
+_OTHER_PLACE = ("other", "other")
 
 
 class _FailureStreak(msgspec.Struct):
@@ -219,6 +231,35 @@ class Supervisor:
         finally:
             if timer is not None:
                 timer.cancel()
+
+
+class ExceptionLog:
+    """Counts and logs unexpected exceptions without messages, which may quote requests.
+
+    Each place is logged once a minute.
+
+    Args:
+        counts: Exceptions by type and place; updated here.
+    """
+
+    def __init__(self, counts: Counter[tuple[str, str]], clock: Callable[[], float]) -> None:
+        self._counts = counts
+        self._clock = clock
+        self._logged: dict[tuple[str, str], float] = {}
+
+    def record(self, error: BaseException) -> None:
+        """Count an exception, and log its type and stack."""
+        key = origin_of(error)
+        if key not in self._counts and len(self._counts) >= _MOST_REQUEST_PLACES:
+            key = _OTHER_PLACE
+        self._counts[key] += 1
+        now = self._clock()
+        if now - self._logged.get(key, -_REQUEST_REPEAT_S) < _REQUEST_REPEAT_S:
+            return
+        self._logged[key] = now
+        frames = traceback.extract_tb(error.__traceback__)
+        places = (f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+        _request_log.error("a request ran into a bug: %s\n%s", key[0], "\n".join(places))
 
 
 def place_of(error: BaseException) -> str:

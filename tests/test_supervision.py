@@ -6,13 +6,23 @@ import ast
 import asyncio
 import logging
 import random
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from extproc import supervision
 from extproc.scrape import client
-from extproc.supervision import LONGEST_PAUSE_S, LOOPS, REPEAT_S, Supervisor, place_of
+from extproc.server import grpcio_server
+from extproc.supervision import (
+    LONGEST_PAUSE_S,
+    LOOPS,
+    REPEAT_S,
+    ExceptionLog,
+    Supervisor,
+    place_of,
+)
 
 
 class Scene:
@@ -301,3 +311,50 @@ def test_every_task_is_supervised():
             if lines:
                 places[name] = lines
     assert {name: len(lines) for name, lines in places.items()} == dict.fromkeys(SHORT, 1)
+
+
+class BrokenError(Exception):
+    """What broken parts raise."""
+
+
+def broken(*_, **__):
+    """Any method with a bug."""
+    raise BrokenError("text of a request")
+
+
+def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
+    """A client that runs into a bug with every request fills no disk, and its text is not logged."""
+    times = iter((0.0, 1.0, 59.0, 61.0))
+    counts: Counter[tuple[str, str]] = Counter()
+    log = ExceptionLog(counts, lambda: next(times))
+    for _ in range(4):
+        try:
+            broken()
+        except BrokenError as error:
+            log.record(error)
+    assert len(caplog.records) == 2
+    assert "text of a request" not in caplog.text
+    assert list(counts.values()) == [4]
+
+
+def test_exception_log_counts_by_the_line_of_the_package():
+    """An exception of a library counts under the line of the package that called it."""
+    counts: Counter[tuple[str, str]] = Counter()
+    with pytest.raises(BrokenError) as raised:
+        grpcio_server.bind(
+            SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
+        )
+    ExceptionLog(counts, lambda: 0.0).record(raised.value)
+    ((kind, fixture),) = counts
+    assert kind == "BrokenError"
+    assert fixture.startswith("extproc/server/grpcio_server.py:")
+
+
+def test_exception_log_bounds_its_places():
+    """Plugins that raise ever new types share one key above a hundred."""
+    counts: Counter[tuple[str, str]] = Counter()
+    log = ExceptionLog(counts, lambda: 0.0)
+    for number in range(300):
+        log.record(type(f"Error{number}", (Exception,), {})())
+    assert len(counts) == 101
+    assert counts.total() == 300

@@ -19,11 +19,10 @@ from extproc.scheduling import plugin_guard
 from extproc.scrape import client, schedule, scraper
 from extproc.server import kv_event_loops
 from extproc.server.flow_control_shell import AsyncFlowController
-from extproc.supervision import Supervisor
+from extproc.supervision import ExceptionLog, Supervisor
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.pool_log import PoolLog
 from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStats
-from extproc.telemetry.request_recorder import ExceptionLog
 
 _log = logging.getLogger("extproc.server")
 

@@ -1,13 +1,11 @@
-"""Request recorder: counts streams and requests, and logs decisions and unexpected exceptions."""
+"""Request recorder: counts streams and requests, and remembers decisions and refused requests."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import re
-import traceback
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -17,7 +15,7 @@ from extproc.decision import Decision, Rejection
 from extproc.parsing import surfaces
 from extproc.protocol.trace_context import TraceContext
 from extproc.request import UNNAMED, RequestLabels, shorten_id
-from extproc.supervision import origin_of
+from extproc.supervision import ExceptionLog
 from extproc.telemetry.counters import REMOVED_ENDPOINT, PoolCounters, ProcessCounters
 from extproc.telemetry.request_series import (
     NO_STATUS,
@@ -29,47 +27,6 @@ from extproc.telemetry.request_series import (
 if TYPE_CHECKING:
     from extproc.recording.recorder import Recordings
     from extproc.telemetry.request_trace import TracedRequest
-
-_log = logging.getLogger("extproc.server")
-
-#: Seconds between two log entries about one place: a client may run into a bug with every request.
-_LOG_INTERVAL_S = 60.0
-
-#: Places counted apart (count). The code has few of them, but plugins may raise any type.
-_MAX_PLACES = 100
-
-#: Key of all further places.
-_OTHER = ("other", "other")
-
-
-class ExceptionLog:
-    """Counts and logs unexpected exceptions without messages, which may quote requests.
-
-    Each place is logged once a minute.
-
-    Args:
-        counts: Exceptions by type and place; updated here.
-    """
-
-    def __init__(self, counts: Counter[tuple[str, str]], clock: Callable[[], float]) -> None:
-        self._counts = counts
-        self._clock = clock
-        self._logged: dict[tuple[str, str], float] = {}
-
-    def record(self, error: BaseException) -> None:
-        """Count an exception, and log its type and stack."""
-        key = origin_of(error)
-        if key not in self._counts and len(self._counts) >= _MAX_PLACES:
-            key = _OTHER
-        self._counts[key] += 1
-        now = self._clock()
-        if now - self._logged.get(key, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
-            return
-        self._logged[key] = now
-        frames = traceback.extract_tb(error.__traceback__)
-        places = (f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
-        _log.error("a request ran into a bug: %s\n%s", key[0], "\n".join(places))
-
 
 #: What engines put in front of the request id, by API, to make the id of an answer.
 _ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|classify)[-_]")

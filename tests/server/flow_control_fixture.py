@@ -11,7 +11,7 @@ from extproc.decision import Deferral
 from extproc.endpoint import Endpoint, Load
 from extproc.request import HttpRequest
 from extproc.server.flow_control_shell import AsyncFlowController
-from extproc.telemetry.request_recorder import ExceptionLog
+from extproc.supervision import ExceptionLog
 from tests.support.pool_fixture import PoolFixture
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -1,25 +1,19 @@
-"""Request recorder: what it counts of a request, and how it logs unexpected exceptions."""
+"""Request recorder: what it counts of a request, and which decisions it remembers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from types import SimpleNamespace
-
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection, no_endpoints
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import InferenceRequest, RequestLabels
-from extproc.server import grpcio_server
 from extproc.telemetry import exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import (
     DecisionLog,
     DecisionRecord,
-    ExceptionLog,
     RejectionRecord,
     StreamRecorder,
 )
@@ -36,15 +30,6 @@ def page(counters):
     ).splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
-
-
-class BrokenError(Exception):
-    """What broken parts raise."""
-
-
-def broken(*_, **__):
-    """Any method with a bug."""
-    raise BrokenError("text of a request")
 
 
 LABELS = RequestLabels("m", "m", "none", 0)
@@ -150,44 +135,6 @@ def test_recorder_counts_removed_endpoints_under_a_common_label():
     counted = scene.counters.for_pool("default")
     assert counted.responses == {(REMOVED_ENDPOINT, "200"): 1}
     assert counted.without_response == {REMOVED_ENDPOINT: 1}
-
-
-def test_exception_log_writes_a_place_once_a_minute_without_the_message(caplog):
-    """A client that runs into a bug with every request fills no disk, and its text is not logged."""
-    times = iter((0.0, 1.0, 59.0, 61.0))
-    counts: Counter[tuple[str, str]] = Counter()
-    log = ExceptionLog(counts, lambda: next(times))
-    for _ in range(4):
-        try:
-            broken()
-        except BrokenError as error:
-            log.record(error)
-    assert len(caplog.records) == 2
-    assert "text of a request" not in caplog.text
-    assert list(counts.values()) == [4]
-
-
-def test_exception_log_counts_by_the_line_of_the_package():
-    """An exception of a library counts under the line of the package that called it."""
-    counts: Counter[tuple[str, str]] = Counter()
-    with pytest.raises(BrokenError) as raised:
-        grpcio_server.bind(
-            SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port"
-        )
-    ExceptionLog(counts, lambda: 0.0).record(raised.value)
-    ((kind, fixture),) = counts
-    assert kind == "BrokenError"
-    assert fixture.startswith("extproc/server/grpcio_server.py:")
-
-
-def test_exception_log_bounds_its_places():
-    """Plugins that raise ever new types share one key above a hundred."""
-    counts: Counter[tuple[str, str]] = Counter()
-    log = ExceptionLog(counts, lambda: 0.0)
-    for number in range(300):
-        log.record(type(f"Error{number}", (Exception,), {})())
-    assert len(counts) == 101
-    assert counts.total() == 300
 
 
 SPOT = Endpoint("10.0.0.1:8000")
