@@ -17,7 +17,7 @@ from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds
-from extproc.server.request_observer import StreamResult
+from extproc.server.stream_context import StreamResult
 from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
 from extproc.wire import codec
 

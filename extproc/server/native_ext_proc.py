@@ -20,7 +20,7 @@ from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
 from extproc.server.grpc_workarounds import APART_STREAMS
 from extproc.server.http2_server import CallFactory, Http2Protocol, ServerCall
-from extproc.server.request_observer import StreamResult
+from extproc.server.stream_context import StreamResult
 from extproc.server.stream_handler import StreamContext, open_stream
 from extproc.wire import codec
 
