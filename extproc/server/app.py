@@ -32,7 +32,7 @@ from extproc.server import (
     lease_client,
     listeners,
     reload,
-    stream_handler,
+    stream_context,
     transport,
 )
 from extproc.server.decision_recording import DecisionRecorder
@@ -191,7 +191,7 @@ class EndpointPickerProcess:
         )
 
     def _build_transport(self) -> transport.Transport:
-        shared = stream_handler.StreamContext(
+        shared = stream_context.StreamContext(
             pool_selector=self.pool_registry.pool_selector,
             exchange_settings=factory.build_exchange_settings(self._settings),
             body_budget=self.budget,
@@ -506,8 +506,8 @@ def _log_discovery_event(event: DiscoveryEvent) -> None:
     _log.log(level, "kubernetes: %s: %s, %d endpoints", event.kind, event.detail, event.endpoints)
 
 
-def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
-    return stream_handler.StreamSettings(
+def _stream_settings(settings: Settings) -> stream_context.StreamSettings:
+    return stream_context.StreamSettings(
         max_streams=settings.limits.max_streams,
         body_idle_s=settings.limits.body_idle_s,
         stream_sample_ratio=settings.responses.stream_sample_ratio,

@@ -17,8 +17,8 @@ from extproc.protocol.messages import ProcessingRequest, ProcessingResponse
 from extproc.protocol.trace_context import TRACEPARENT
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.server import grpc_workarounds
-from extproc.server.stream_context import StreamResult
-from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
+from extproc.server.stream_context import StreamContext, StreamResult
+from extproc.server.stream_handler import StreamHandler, open_stream
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config.settings import ServerSection, Settings
 from extproc.server import ext_proc_servicer, health, listeners
 from extproc.server.listeners import Keepalive
-from extproc.server.stream_handler import StreamContext
+from extproc.server.stream_context import StreamContext
 from extproc.server.transport import BoundServers
 
 _log = logging.getLogger("extproc.server")

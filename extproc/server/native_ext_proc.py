@@ -20,8 +20,8 @@ from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
 from extproc.server.grpc_workarounds import APART_STREAMS
 from extproc.server.http2_server import CallFactory, Http2Protocol, ServerCall
-from extproc.server.stream_context import StreamResult
-from extproc.server.stream_handler import StreamContext, open_stream
+from extproc.server.stream_context import StreamContext, StreamResult
+from extproc.server.stream_handler import open_stream
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")

@@ -18,7 +18,7 @@ from extproc.server import health, listeners
 from extproc.server.http2_server import CallFactory, Http2Protocol, Http2Server, ServerCall
 from extproc.server.listeners import Keepalive
 from extproc.server.native_ext_proc import NativeExternalProcessor
-from extproc.server.stream_handler import StreamContext
+from extproc.server.stream_context import StreamContext
 from extproc.server.transport import BoundServers
 
 #: Streams of a connection beyond those that are answered with 429, so that many can be at once.

@@ -1,16 +1,26 @@
-"""Observers of streams and requests: what a stream reports, and telemetry records.
+"""Stream context: what the streams of a server share, with the observers to which they report.
 
-They are called on the event loop for every request: they return at once and raise nothing.
+Observers are called on the event loop for every request: they return at once and raise nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
+import msgspec
+
 from extproc.decision import Decision, Rejection
-from extproc.protocol.trace_context import TraceContext
+from extproc.flow_control.request_headers import FlowHeaders
+from extproc.parsing.usage import UsageKind
+from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.exchange import ExchangeSettings
+from extproc.protocol.trace_context import TraceContext, TraceSampler
 from extproc.request import RequestLabels
+from extproc.routing.pool_selector import PoolSelector
+from extproc.server.flow_control_shell import AsyncFlowController
+from extproc.server.large_bodies import LargeBodies
 
 #: How a gRPC stream ended; `cancelled` by the data plane, or because this process drains.
 StreamResult = Literal["ok", "cancelled", "protocol", "error"]
@@ -110,3 +120,75 @@ class StreamObserver(Protocol):
 
     def observe_request(self, pool: str) -> RequestObserver:
         """Create the observer of a request to this pool."""
+
+
+class StreamSettings(msgspec.Struct, frozen=True):
+    """Reloadable settings of all streams.
+
+    Attributes:
+        max_streams: Open streams above which requests are refused.
+        body_idle_s: Seconds without a further message after which a request is rejected with 408.
+        stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
+        format_decision: Text of the response header `x-extproc-decision`; None adds no header.
+        request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
+        flow_headers: Headers that name the tenant.
+    """
+
+    max_streams: int
+    body_idle_s: float = 60.0
+    stream_sample_ratio: float = 0.0
+    format_decision: Callable[[Decision], str] | None = None
+    request_cost: Mapping[UsageKind, float] = {}
+    flow_headers: FlowHeaders = FlowHeaders()
+
+
+class StreamContext(msgspec.Struct, eq=False, kw_only=True):
+    """Dependencies and state shared by all streams of a server.
+
+    Attributes:
+        pool_selector: Selects the pool and routes.
+        exchange_settings: Settings of all exchanges.
+        body_budget: Limit of bytes that all exchanges buffer.
+        observer: Records streams and requests.
+        clock: Monotonic seconds.
+        rng: Random numbers for sampling streamed responses.
+        settings: Reloadable settings.
+        flow_controllers: Flow control by name of the pool; a missing pool has none.
+        large_bodies: Parses large bodies; None parses them on the event loop.
+        trace_sampler: Chooses the requests that are traced; None traces none.
+        on_opened: Called when a stream was opened.
+        is_draining: True once the server drains its streams.
+    """
+
+    pool_selector: PoolSelector
+    exchange_settings: ExchangeSettings
+    body_budget: BufferBudget
+    observer: StreamObserver
+    clock: Callable[[], float]
+    rng: random.Random
+    settings: StreamSettings
+    flow_controllers: Mapping[str, AsyncFlowController] = {}
+    large_bodies: LargeBodies | None = None
+    trace_sampler: TraceSampler | None = None
+    on_opened: Callable[[], None] = lambda: None
+    is_draining: bool = False
+
+    def reconfigure(self, exchange_settings: ExchangeSettings, settings: StreamSettings) -> None:
+        """Apply other settings from the next stream on."""
+        self.exchange_settings = exchange_settings
+        self.settings = settings
+
+    def start_draining(self) -> None:
+        """End each stream as soon as its request is decided."""
+        self.is_draining = True
+
+    @property
+    def overload_rejection(self) -> Rejection:
+        """Rejection of a request when too many streams are open."""
+        return Rejection(
+            429,
+            f"more than {self.settings.max_streams} requests are in progress",
+            reason="rejected-saturated",
+            retry_after_s=1,
+            cause="too-many-streams",
+        )

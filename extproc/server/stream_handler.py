@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,18 +9,16 @@ from functools import partial
 import msgspec
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
-from extproc.flow_control.request_headers import FlowHeaders
 from extproc.parsing import usage
 from extproc.pool.inflight import Reservation
-from extproc.protocol.body_buffer import BufferBudget
-from extproc.protocol.exchange import Exchange, ExchangeSettings
+from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
-from extproc.protocol.trace_context import TRACEPARENT, TraceSampler, sampled_trace_id
+from extproc.protocol.trace_context import TRACEPARENT, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
 from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
 from extproc.routing.director import Director
-from extproc.routing.pool_selector import PoolSelector, RoutingResult
+from extproc.routing.pool_selector import RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
 from extproc.server.flow_control_shell import (
     Admission,
@@ -29,8 +26,8 @@ from extproc.server.flow_control_shell import (
     QueuedRequest,
     RateReservation,
 )
-from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
-from extproc.server.request_observer import RequestObserver, StreamObserver, StreamResult
+from extproc.server.large_bodies import INLINE_BYTES
+from extproc.server.stream_context import RequestObserver, StreamContext, StreamResult
 
 _RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 _RESPONSE_BODY = MessageKind.RESPONSE_BODY
@@ -49,78 +46,6 @@ _CLIENT_LEFT = Rejection(499, "the stream ended before an endpoint was chosen", 
 
 #: Response to a client whose request met an unexpected exception.
 _BUG = Rejection(500, "the picker ran into a bug; its log says where", cause="bug")
-
-
-class StreamSettings(msgspec.Struct, frozen=True):
-    """Reloadable settings of all streams.
-
-    Attributes:
-        max_streams: Open streams above which requests are refused.
-        body_idle_s: Seconds without a further message after which a request is rejected with 408.
-        stream_sample_ratio: Share of streamed responses watched for usage, 0..1.
-        format_decision: Text of the response header `x-extproc-decision`; None adds no header.
-        request_cost: Weight of a token by kind, see `usage.cost`; empty emits no cost.
-        flow_headers: Headers that name the tenant.
-    """
-
-    max_streams: int
-    body_idle_s: float = 60.0
-    stream_sample_ratio: float = 0.0
-    format_decision: Callable[[Decision], str] | None = None
-    request_cost: Mapping[usage.UsageKind, float] = {}
-    flow_headers: FlowHeaders = FlowHeaders()
-
-
-class StreamContext(msgspec.Struct, eq=False, kw_only=True):
-    """Dependencies and state shared by all streams of a server.
-
-    Attributes:
-        pool_selector: Selects the pool and routes.
-        exchange_settings: Settings of all exchanges.
-        body_budget: Limit of bytes that all exchanges buffer.
-        observer: Records streams and requests.
-        clock: Monotonic seconds.
-        rng: Random numbers for sampling streamed responses.
-        settings: Reloadable settings.
-        flow_controllers: Flow control by name of the pool; a missing pool has none.
-        large_bodies: Parses large bodies; None parses them on the event loop.
-        trace_sampler: Chooses the requests that are traced; None traces none.
-        on_opened: Called when a stream was opened.
-        is_draining: True once the server drains its streams.
-    """
-
-    pool_selector: PoolSelector
-    exchange_settings: ExchangeSettings
-    body_budget: BufferBudget
-    observer: StreamObserver
-    clock: Callable[[], float]
-    rng: random.Random
-    settings: StreamSettings
-    flow_controllers: Mapping[str, AsyncFlowController] = {}
-    large_bodies: LargeBodies | None = None
-    trace_sampler: TraceSampler | None = None
-    on_opened: Callable[[], None] = lambda: None
-    is_draining: bool = False
-
-    def reconfigure(self, exchange_settings: ExchangeSettings, settings: StreamSettings) -> None:
-        """Apply other settings from the next stream on."""
-        self.exchange_settings = exchange_settings
-        self.settings = settings
-
-    def start_draining(self) -> None:
-        """End each stream as soon as its request is decided."""
-        self.is_draining = True
-
-    @property
-    def overload_rejection(self) -> Rejection:
-        """Rejection of a request when too many streams are open."""
-        return Rejection(
-            429,
-            f"more than {self.settings.max_streams} requests are in progress",
-            reason="rejected-saturated",
-            retry_after_s=1,
-            cause="too-many-streams",
-        )
 
 
 class StreamHandler(msgspec.Struct, eq=False):

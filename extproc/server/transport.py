@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.config.settings import Settings
 from extproc.server.health import Readiness
-from extproc.server.stream_handler import StreamContext
+from extproc.server.stream_context import StreamContext
 
 
 class RpcServer(Protocol):

@@ -27,7 +27,7 @@ from extproc.http2.limits import ReceiveBudget
 from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import native_ext_proc, native_server, stream_handler
+from extproc.server import native_ext_proc, native_server, stream_context
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer
 from extproc.server.http2_server import Http2Protocol
 from extproc.telemetry.counters import ProcessCounters
@@ -89,24 +89,24 @@ class WriteTransport(asyncio.Transport):
         return False
 
 
-def stream_context() -> stream_handler.StreamContext:
+def build_context() -> stream_context.StreamContext:
     """Dependencies of streams over two idle endpoints with the default strategy."""
     load = Load(at=99.0, waiting=0, running=1, kv_usage=0.1)
     pool_fixture = PoolFixture({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
-    return stream_handler.StreamContext(
+    return stream_context.StreamContext(
         pool_selector=PoolSelector([PoolRoute("", pool_fixture.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
         body_budget=BufferBudget(1 << 30),
         observer=StreamRecorder(ProcessCounters(), DecisionLog(10), lambda: pool_fixture.now),
         clock=lambda: pool_fixture.now,
         rng=random.Random(1),
-        settings=stream_handler.StreamSettings(max_streams=100),
+        settings=stream_context.StreamSettings(max_streams=100),
     )
 
 
 def grpcio_request() -> Callable[[], Awaitable[None]]:
     """Build the function that serves one request on grpcio."""
-    subject = ExternalProcessorServicer(stream_context())
+    subject = ExternalProcessorServicer(build_context())
 
     async def serve() -> None:
         context = Context(messages())
@@ -118,7 +118,7 @@ def grpcio_request() -> Callable[[], Awaitable[None]]:
 
 def native_request() -> Callable[[], Awaitable[None]]:
     """Build the function that serves one request on the native transport."""
-    subject = native_ext_proc.NativeExternalProcessor(stream_context())
+    subject = native_ext_proc.NativeExternalProcessor(build_context())
     server = native_server.build_server(
         subject.routes(), LimitsSection(), budget=ReceiveBudget(1 << 30), counts=Counter()
     )

@@ -20,7 +20,7 @@ from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import stream_handler
+from extproc.server import stream_context, stream_handler
 from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_log import LoggedRequestRecorder
@@ -49,14 +49,14 @@ class StreamFixture:
             clock=lambda: self.pool_fixture.now,
             on_exception=observer.on_exception,
         )
-        self.shared = stream_handler.StreamContext(
+        self.shared = stream_context.StreamContext(
             pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
             exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
             body_budget=BufferBudget(512 << 20),
             observer=observer,
             clock=lambda: self.pool_fixture.now,
             rng=random.Random(0),
-            settings=stream_handler.StreamSettings(max_streams=100),
+            settings=stream_context.StreamSettings(max_streams=100),
             flow_controllers={"": self.flow_controller},
         )
 

@@ -20,7 +20,7 @@ from extproc.protocol.messages import (
     ProcessingRequest,
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
-from extproc.server import stream_handler
+from extproc.server import stream_context, stream_handler
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
@@ -60,7 +60,7 @@ class StreamFixture:
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)))
         self.budget = BufferBudget(1 << 30)
         self.counters = ProcessCounters()
-        self.shared = stream_handler.StreamContext(
+        self.shared = stream_context.StreamContext(
             pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             body_budget=self.budget,
@@ -69,7 +69,7 @@ class StreamFixture:
             ),
             clock=lambda: self.pool_fixture.now,
             rng=random.Random(1),
-            settings=stream_handler.StreamSettings(max_streams=max_streams),
+            settings=stream_context.StreamSettings(max_streams=max_streams),
         )
 
     def begin(self, *events):

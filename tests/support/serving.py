@@ -30,7 +30,7 @@ from extproc.server import (
     health,
     native_ext_proc,
     native_server,
-    stream_handler,
+    stream_context,
 )
 from extproc.server.app import EndpointPickerProcess
 from extproc.server.http2_server import CallFactory, Http2Server
@@ -167,7 +167,7 @@ async def serving(
     transport: Literal["grpcio", "native"] = TRANSPORT,
 ) -> AsyncIterator[Serving]:
     """Serve a house, on the transport that tests run on unless another is named."""
-    shared = stream_handler.StreamContext(
+    shared = stream_context.StreamContext(
         pool_selector=PoolSelector([PoolRoute("", director or house.director)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         body_budget=BufferBudget(1 << 28),
@@ -176,7 +176,7 @@ async def serving(
         ),
         clock=lambda: house.now,
         rng=random.Random(1),
-        settings=stream_handler.StreamSettings(
+        settings=stream_context.StreamSettings(
             max_streams=max_streams, format_decision=format_decision, request_cost=request_cost
         ),
         trace_sampler=trace_sampler,
@@ -191,7 +191,7 @@ async def serving(
 
 
 def _bind_grpcio(
-    shared: stream_handler.StreamContext,
+    shared: stream_context.StreamContext,
 ) -> tuple[ExtProcServicer, RpcServer, int]:
     servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
     server = grpc.aio.server()
@@ -200,7 +200,7 @@ def _bind_grpcio(
 
 
 def _bind_native(
-    shared: stream_handler.StreamContext,
+    shared: stream_context.StreamContext,
 ) -> tuple[ExtProcServicer, RpcServer, int]:
     servicer = native_ext_proc.NativeExternalProcessor(shared)
     server = _build_native(servicer.routes())
