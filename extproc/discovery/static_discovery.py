@@ -30,6 +30,11 @@ from extproc.supervision import Supervisor
 #: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
 MAX_ADDRESSES: Final = 4096
 
+#: Kinds of events of the files and names below, then of Kubernetes, that are as they should be.
+_EXPECTED_EVENTS = frozenset(
+    {"list-replaced", "complete", "synced", "connected", "relisted", "not-installed"}
+)
+
 #: Host name to its IP addresses; an empty tuple means that it did not resolve.
 DnsAnswers = Mapping[str, tuple[str, ...]]
 
@@ -251,6 +256,11 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
     kind: str
     detail: str
     endpoints: int
+
+    @property
+    def is_expected(self) -> bool:
+        """False for an event that an operator should look at."""
+        return self.kind in _EXPECTED_EVENTS
 
 
 class StaticDiscovery:

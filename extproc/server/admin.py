@@ -1,11 +1,4 @@
-"""Admin HTTP endpoints on the metrics port: metrics, probes and debug pages.
-
-`/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
-pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
-`/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id;
-`/debug/shadow` what shadows would have done;
-`/debug/record` decisions as they are made.
-"""
+"""Admin HTTP server on the metrics port: metrics, probes and debug pages."""
 
 from __future__ import annotations
 
@@ -24,6 +17,7 @@ from extproc.pool.snapshot import Pool
 from extproc.protocol import messages
 from extproc.request import HttpRequest
 from extproc.scheduling.shadow import ShadowScheduler
+from extproc.server import listeners
 from extproc.server.admin_access import AdminAccess
 from extproc.server.decision_recording import MAX_CLIENT_S, MAX_CLIENTS, DecisionRecorder
 from extproc.server.health import Readiness
@@ -237,6 +231,34 @@ class AdminPages:
         return web.json_response(explanation.explain(decision, health=health))
 
 
+class AdminServer:
+    """HTTP server of the metrics port."""
+
+    def __init__(self) -> None:
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, application: web.Application, *, host: str, port: int) -> int:
+        """Listen, on every address where `host` is empty; returns the port.
+
+        Raises:
+            ConfigError: The port is taken.
+        """
+        runner = self._runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        _hide_software(runner)
+        try:
+            await web.TCPSite(runner, host or None, port).start()
+        except OSError as error:
+            why = error.strerror or ""
+            raise listeners.port_in_use_error("--metrics-port", port, why=why) from error
+        return int(runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Close all connections, if it was started."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
 class _Request(web.Request):
     """Request whose response does not name the server software."""
 
@@ -245,7 +267,7 @@ class _Request(web.Request):
         response.headers.pop("Server", None)
 
 
-def hide_software(runner: web.AppRunner) -> None:
+def _hide_software(runner: web.AppRunner) -> None:
     """Remove the name of the server software from all responses of a runner.
 
     The signal `on_response_prepare` does not see answers to what is no HTTP.

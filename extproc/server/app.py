@@ -11,11 +11,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
 
 from extproc.autoscaling.runtime import autoscaler
 from extproc.config import factory, kubernetes_plan, pools, tracing
-from extproc.config.settings import ServerSection, Settings
+from extproc.config.settings import Settings
 from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.discovery.kubernetes import controller, watch_plan
 from extproc.discovery.static_discovery import DiscoveryEvent
@@ -58,9 +57,6 @@ _log = logging.getLogger("extproc.server")
 #: What starts a loop that runs until it is cancelled.
 Loop = Callable[[], Awaitable[None]]
 
-#: Facts of discovery in Kubernetes that are as they should be.
-_INFO_EVENTS = frozenset({"synced", "connected", "relisted", "not-installed"})
-
 #: Seconds between two looks for refused requests to log.
 _REJECTION_LOG_S = 1.0
 
@@ -94,9 +90,8 @@ class EndpointPickerProcess:
             settings, self.counters.recorded_rows, clock=clock, on_change=self._set_recording
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
-        self._reloads = reload.ReloadHistory(settings, clock)
+        self.reloads = reload.ReloadHistory(settings, clock, self.counters)
         self._history = TrafficHistory()
-        self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = BufferBudget(settings.limits.max_assembly_bytes, free=free_in_turns)
         self._http = client.ScrapeClient(
             timeout_s=settings.scrape.timeout_s,
@@ -120,7 +115,7 @@ class EndpointPickerProcess:
             shared,
             configured=plan.pools if plan else {},
             is_discovery_synced=lambda: self._is_discovery_synced,
-            on_change=self._on_pools_changed,
+            on_change=lambda: self.autoscaler.sync_pools(),
         )
         self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
         self._info_labels["profile"] = self.pool_registry.profile
@@ -129,9 +124,9 @@ class EndpointPickerProcess:
         self._elector = lease_client.build_elector(
             settings, can_lead=lambda: self.readiness.can_serve, supervisor=self.counters.supervisor
         )
-        self._admin_token = _admin_token(settings)
-        self._control_planes = self._build_control_planes()
-        self._autoscaler = self._build_autoscaler()
+        self.admin_token = _admin_token(settings)
+        self.control_planes = self._build_control_planes()
+        self.autoscaler = self._build_autoscaler()
         self._large_bodies = LargeBodies(
             self.counters, max_prompt_bytes=lambda: self.pool_registry.max_prompt_bytes
         )
@@ -139,7 +134,7 @@ class EndpointPickerProcess:
         self.servicer = self._transport.servicer
         self._peer_channel = build_peer_channel(settings.peer_sync, self.pool_registry, clock)
         self._servers: list[transport.RpcServer] = []
-        self._admin_runner: web.AppRunner | None = None
+        self.admin_server = admin.AdminServer()
 
     def _build_kubernetes_discovery(
         self, plan: kubernetes_plan.KubernetesPlan | None
@@ -174,11 +169,8 @@ class EndpointPickerProcess:
         """Put requests into recordings, or end that."""
         self._recorder.set_recordings(self.decision_recorder.recordings if is_active else None)
 
-    def _on_pools_changed(self) -> None:
-        self._autoscaler.sync_pools()
-
     def _build_autoscaler(self) -> autoscaler.Autoscaler:
-        keda = None if self._control_planes is None else self._control_planes.keda
+        keda = None if self.control_planes is None else self.control_planes.keda
         listeners = {} if keda is None else {"on_step": keda.notify, "on_removed": keda.gone}
         return autoscaler.Autoscaler(
             self._settings,
@@ -216,7 +208,7 @@ class EndpointPickerProcess:
         from extproc.server.control_plane_servers import ControlPlaneServers  # noqa: PLC0415 - loads grpcio
 
         return ControlPlaneServers(
-            settings, self.pool_registry, self.counters, loops=lambda: self._autoscaler.loops
+            settings, self.pool_registry, self.counters, loops=lambda: self.autoscaler.loops
         )
 
     async def start(self) -> listeners.ListenAddresses:
@@ -229,14 +221,14 @@ class EndpointPickerProcess:
         bound = self._transport.bind(self._settings, self.readiness)
         self._servers = [*bound.servers]
         xds_port = keda_port = 0
-        planes = self._control_planes
+        planes = self.control_planes
         if planes is not None:
             try:
                 planes.bind(self.readiness)
             finally:
                 self._servers += planes.servers
             xds_port, keda_port = planes.xds_port, planes.keda_port
-        pages_port = await self._start_admin(server)
+        pages_port = await self.start_admin()
         for rpc_server in self._servers:
             await rpc_server.start()
         return listeners.ListenAddresses(
@@ -256,7 +248,7 @@ class EndpointPickerProcess:
         """
         await self.pool_registry.sync()
         self._stall_meter.start()
-        await self._autoscaler.start()
+        await self.autoscaler.start()
         if self._elector is not None:
             await self._elector.start()
         if self._kubernetes_discovery is not None:
@@ -302,7 +294,7 @@ class EndpointPickerProcess:
         """Background loops by name."""
         loops: dict[LoopName, Loop] = {
             "pools": self.pool_registry.run,
-            "autoscaling": self._autoscaler.run,
+            "autoscaling": self.autoscaler.run,
             "uploads": self.servicer.follow_uploads,
             "log": self._log_rejections,
             "history": self._sample_traffic,
@@ -311,8 +303,8 @@ class EndpointPickerProcess:
             loops["recording"] = self.decision_recorder.run
         if self._kubernetes_discovery is not None:
             loops["kubernetes"] = self._kubernetes_discovery.run
-        if self._control_planes is not None:
-            loops.update(self._control_planes.loops())
+        if self.control_planes is not None:
+            loops.update(self.control_planes.loops())
         if self._elector is not None:
             loops["election"] = self._elector.run
         if self._peer_channel is not None:
@@ -341,43 +333,30 @@ class EndpointPickerProcess:
             changed.
         """
         apply_pools = self.pool_registry.prepare_reload(settings)
-        token = self._admin_token
+        token = self.admin_token
         if settings.server.admin_token_file != token.path:
             token = _admin_token(settings)
         exchange, streams = factory.build_exchange_settings(settings), _stream_settings(settings)
         apply_pools()
-        self._admin_token = token
+        self.admin_token = token
         self.servicer.shared.reconfigure(exchange, streams)
-        self._max_body_bytes = settings.limits.max_body_bytes
         self.decisions.resize(settings.decisions.decisions)
         self._recorder.reconfigure(request_log.recorder_type(settings.log.requests))
         self.decision_recorder.reconfigure(settings)
         self._info_labels["profile"] = self.pool_registry.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
-    def log_reload(self, reloaded: reload.ReloadResult) -> None:
-        """Count, remember and log an attempt to reload the configuration."""
-        self._reloads.add(reloaded)
-        self.counters.record_reload(ok=not reloaded.error, restart=bool(reloaded.restart))
-        if reloaded.error:
-            _log.error("the configuration stays as it was: %s", reloaded.error)
-            return
-        changed = ", ".join(reloaded.changed) or "nothing"
-        _log.info("the configuration was read again; in force from now on: %s", changed)
-        if reloaded.restart:
-            _log.warning("only a restart changes %s", ", ".join(reloaded.restart))
-
     async def drain(self, skip_drain: asyncio.Event) -> None:
         """Turn unready, serve for the drain time, then end every stream."""
         supervisor = self.counters.supervisor
         self.readiness.start_draining()
         # What raises on the way must not cut the streams short that are still served.
-        await supervisor.attempt("drain", self._autoscaler.hand_over())
+        await supervisor.attempt("drain", self.autoscaler.hand_over())
         if self._elector is not None:
             # Another replica is to be ready while this one serves what is left.
             supervisor.call("drain", self._elector.resign)
-        if self._control_planes is not None:
-            await self._control_planes.release()
+        if self.control_planes is not None:
+            await self.control_planes.release()
         _log.info("draining, %d streams are open", self.counters.streams_open)
         # Where no stream ever came, no data plane knows of this picker.
         is_used = self.counters.streams_open or self.counters.streams
@@ -406,15 +385,19 @@ class EndpointPickerProcess:
         attempt = self.counters.supervisor.attempt
         for rpc_server in self._servers:
             await attempt("drain", rpc_server.stop(_STREAM_END_S))
-        if self._admin_runner is not None:
-            await attempt("drain", self._admin_runner.cleanup())
+        await attempt("drain", self.admin_server.close())
         self._http.close()
         await attempt("drain", self._large_bodies.close())
-        await attempt("drain", self._autoscaler.close())
+        await attempt("drain", self.autoscaler.close())
         if self._traces.tracer is not None:
             await attempt("drain", asyncio.to_thread(self._traces.tracer.close, _SPAN_END_S))
 
-    async def _start_admin(self, server: ServerSection) -> int:
+    async def start_admin(self) -> int:
+        """Listen on the metrics port only; returns it.
+
+        Raises:
+            ConfigError: The port is taken.
+        """
         pages = admin.AdminPages(
             exposition=Exposition(
                 self.counters,
@@ -422,7 +405,7 @@ class EndpointPickerProcess:
                 clock=self._clock,
                 gauges=self._gauges(),
                 about=self._info_labels,
-                scaling=self._autoscaler.metrics,
+                scaling=self.autoscaler.metrics,
                 watches=self._watch_metrics,
                 has_llmd_names=pools.serves_llmd_metrics(self._settings),
             ),
@@ -432,24 +415,17 @@ class EndpointPickerProcess:
             decisions=self.decisions,
             decision_recorder=self.decision_recorder,
             clock=self._clock,
-            access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
-            max_body_bytes=lambda: self._max_body_bytes,
+            access=admin_access.AdminAccess(self._current_token, self.autoscaler.peers.is_peer),
+            max_body_bytes=lambda: self.servicer.shared.exchange_settings.max_body_bytes,
             shadows=self.pool_registry.shadows,
         )
         application = pages.application()
-        application.add_routes(self._autoscaler.peers.routes())
+        application.add_routes(self.autoscaler.peers.routes())
         application.add_routes(self._build_console().routes())
-        self._admin_runner = web.AppRunner(application, access_log=None)
-        await self._admin_runner.setup()
-        admin.hide_software(self._admin_runner)
-        try:
-            await web.TCPSite(self._admin_runner, server.host or None, server.metrics_port).start()
-        except OSError as error:
-            why = error.strerror or ""
-            raise listeners.port_in_use_error(
-                "--metrics-port", server.metrics_port, why=why
-            ) from error
-        return int(self._admin_runner.addresses[0][1])
+        server = self._settings.server
+        return await self.admin_server.start(
+            application, host=server.host, port=server.metrics_port
+        )
 
     def _build_console(self) -> console.ConsolePages:
         return console.ConsolePages(
@@ -457,7 +433,7 @@ class EndpointPickerProcess:
             views=self.pool_registry.views,
             history=self._history,
             decisions=self.decisions,
-            reloads=self._reloads,
+            reloads=self.reloads,
             readiness=self.readiness,
             about=self._info_labels,
             clock=self._clock,
@@ -465,7 +441,7 @@ class EndpointPickerProcess:
 
     def _current_token(self) -> str:
         """Bearer token for debug pages; empty for none."""
-        return self._admin_token.current()
+        return self.admin_token.current()
 
     async def _dry_run(self, raw: HttpRequest) -> Outcome | DirectResponse:
         """Route a request without a reservation; raises as `LargeBodies.read`."""
@@ -502,7 +478,7 @@ def _admin_token(settings: Settings) -> admin_access.AdminToken:
 
 
 def _log_discovery_event(event: DiscoveryEvent) -> None:
-    level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
+    level = logging.INFO if event.is_expected else logging.WARNING
     _log.log(level, "kubernetes: %s: %s, %d endpoints", event.kind, event.detail, event.endpoints)
 
 

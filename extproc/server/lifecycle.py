@@ -60,7 +60,7 @@ async def serve(
     hurry: asyncio.Event = asyncio.Event()
     picker = EndpointPickerProcess(settings)
     reloader = reload.Reloader(
-        source, settings, apply_settings=picker.apply_settings, on_reload=picker.log_reload
+        source, settings, apply_settings=picker.apply_settings, on_reload=picker.reloads.add
     )
     install_signal_handlers(stop, hurry, reloader.request_reload)
     supervisor = picker.counters.supervisor

@@ -33,9 +33,6 @@ _MAX_FLOWS = 200
 _SHADOW_DELAY_S = 0.005
 _SHADOW_TURN_S = 0.002
 
-#: Facts of discovery that are as they should be.
-_INFO_EVENTS = frozenset({"list-replaced", "complete"})
-
 
 class RuntimeContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all pools.
@@ -312,7 +309,7 @@ class PoolRuntime:
         self._counts.forget(endpoint.address)
 
     def _on_discovery_event(self, event: static_discovery.DiscoveryEvent) -> None:
-        level = logging.INFO if event.kind in _INFO_EVENTS else logging.WARNING
+        level = logging.INFO if event.is_expected else logging.WARNING
         prefix = f"pool {self.name}: " if self.name else ""
         text = "%sendpoint discovery: %s: %s; endpoints in the pool: %d"
         _log.log(level, text, prefix, event.kind, event.detail, event.endpoints)

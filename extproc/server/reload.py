@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from extproc.config import loader, reloading
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.supervision import place_of
+from extproc.telemetry.counters import ProcessCounters
+
+_log = logging.getLogger("extproc.server")
 
 #: Seconds between two looks at the files. A stat costs microseconds, and a mounted ConfigMap takes
 #: a minute to arrive.
@@ -70,10 +74,14 @@ class ReloadHistory:
 
     Args:
         settings: Settings at the start.
+        counters: Counts reloads.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: Settings, clock: Callable[[], float], counters: ProcessCounters
+    ) -> None:
         self._settings = settings
+        self._counters = counters
         self._clock = clock
         self._started_at = clock()
         self._results: deque[tuple[float, ReloadResult]] = deque(maxlen=_MAX_REMEMBERED)
@@ -90,10 +98,18 @@ class ReloadHistory:
         return next((result.restart for result in accepted), ())
 
     def add(self, result: ReloadResult) -> None:
-        """Add the result of a reload."""
+        """Count, remember and log the result of a reload."""
         self._results.append((self._clock(), result))
         if result.settings is not None:
             self._settings = result.settings
+        self._counters.record_reload(ok=not result.error, restart=bool(result.restart))
+        if result.error:
+            _log.error("the configuration stays as it was: %s", result.error)
+            return
+        changed = ", ".join(result.changed) or "nothing"
+        _log.info("the configuration was read again; in force from now on: %s", changed)
+        if result.restart:
+            _log.warning("only a restart changes %s", ", ".join(result.restart))
 
     def describe(self, now: float) -> dict[str, Any]:
         """Settings that differ from their defaults, and reloads, newest first; without secrets."""

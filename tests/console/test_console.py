@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 
 import msgspec
 import pytest
@@ -58,12 +59,12 @@ class Scene:
         Args:
             pool: Name of its pool, which is the host as well; empty for the only one.
         """
-        picker, now = self.picker, self.picker._clock()
+        picker, now = self.picker, time.monotonic()
         message = {"role": "user", "content": "word " * 400}
         body = json.dumps({"model": model, "messages": [message]}).encode()
         headers = {":method": "POST", ":path": "/v1/chat/completions", ":authority": pool}
         decision = picker.pool_registry.pool_selector.route(HttpRequest(headers, body), now).outcome
-        recorder = picker._recorder.observe_request(pool)
+        recorder = picker.servicer.shared.observer.observe_request(pool)
         recorder.on_routed(
             decision,
             request_id=request_id,
@@ -282,7 +283,7 @@ async def test_shadows_stand_beside_strategies(scene, chromium):
         assert await page.text("#shadow-result") == ""
         director.reconfigure(msgspec.structs.replace(routing, shadow=second))
         try:
-            now = scene.picker._clock()
+            now = time.monotonic()
             message = {"role": "user", "content": "word " * 400}
             body = json.dumps({"model": "demo", "messages": [message]}).encode()
             headers = {":method": "POST", ":path": "/v1/chat/completions"}
@@ -302,8 +303,8 @@ async def test_shadows_stand_beside_strategies(scene, chromium):
 async def test_configuration_has_a_history(scene, chromium):
     """Settings, a reload with its changes, and one that was refused, which the overview names."""
     change = Change("log.level", '"info"', '"debug"', is_live=True)
-    scene.picker._reloads.add(ReloadResult(changes=(change,)))
-    scene.picker._reloads.add(ReloadResult(error="log.level: expected a level"))
+    scene.picker.reloads.add(ReloadResult(changes=(change,)))
+    scene.picker.reloads.add(ReloadResult(error="log.level: expected a level"))
     try:
         async with chromium.page(scene.port) as page:
             await page.open("#/configuration")
@@ -316,7 +317,7 @@ async def test_configuration_has_a_history(scene, chromium):
             await page.page.wait_for_selector(".problem.critical")
             assert "configuration was refused" in await page.text("#problems")
     finally:
-        scene.picker._reloads.add(ReloadResult())
+        scene.picker.reloads.add(ReloadResult())
 
 
 async def test_a_token_is_wanted_and_sent(chromium, tmp_path):

@@ -27,7 +27,7 @@ def test_pages_do_not_name_the_server_software():
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
-        await picker._start_admin(settings.server)
+        await picker.start_admin()
         try:
             for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
                 answer = await http1.ask(port, path)
@@ -40,7 +40,7 @@ def test_pages_do_not_name_the_server_software():
             assert answer.startswith(b"HTTP/1.0 400 ")
             assert b"server:" not in answer.lower()
         finally:
-            await picker._admin_runner.cleanup()
+            await picker.admin_server.close()
 
     asyncio.run(test())
 
@@ -60,11 +60,11 @@ def test_metrics_have_the_format_that_the_scraper_accepts(accept, kind, ending):
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
-        await picker._start_admin(settings.server)
+        await picker.start_admin()
         try:
             answer = await http1.ask(port, "/metrics", headers=[("accept", accept)])
         finally:
-            await picker._admin_runner.cleanup()
+            await picker.admin_server.close()
         assert kind in answer.head.all("content-type")[0]
         assert answer.body.endswith(ending)
 
@@ -84,7 +84,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
         )
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.EndpointPickerProcess(settings)
-        await picker._start_admin(settings.server)
+        await picker.start_admin()
         token = [("authorization", f"Bearer {TOKEN}")]
         try:
             for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
@@ -93,7 +93,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
             for path in ("/internal/load", "/debug/decisions", "/debug/nothing"):
                 wrong = [("authorization", f"Bearer {TOKEN[:-1]}")]
                 assert (await http1.ask(port, path, headers=wrong)).status == 401
-            peers = picker._autoscaler.peers
+            peers = picker.autoscaler.peers
             await peers.read("")
             # It reached itself, which it leaves out; without the token it would be unknown.
             assert peers.last("") == {}
@@ -104,7 +104,7 @@ def test_a_token_protects_debug_and_peer_pages(tmp_path, capsys):
             assert await asyncio.to_thread(main.main, [*words, str(file)]) == 1
             assert "no decision of that request id" in capsys.readouterr().err
         finally:
-            await picker._admin_runner.cleanup()
+            await picker.admin_server.close()
             peers.close()
 
     asyncio.run(test())
@@ -160,7 +160,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
         picker = app.EndpointPickerProcess(written[0])
         with pytest.raises(ConfigError):
             picker.apply_settings(written[1])
-        assert picker._current_token() == TOKEN
+        assert picker.admin_token.current() == TOKEN
 
     asyncio.run(test())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 
 import msgspec
 import pytest
@@ -23,22 +24,22 @@ ENDPOINTS = ("127.0.0.1:81", "127.0.0.2:81")
 
 
 @contextlib.asynccontextmanager
-async def picker(**server):
+async def picker(clock=time.monotonic):
     """A running picker and the port of its pages."""
-    async with serving.running(serving.settings(*ENDPOINTS, **server)) as running:
+    async with serving.running(serving.settings(*ENDPOINTS), clock=clock) as running:
         await running.sync()
         yield running.picker, running.ports.pages
 
 
 def route(picker, request_id):
     """Let a request be routed and recorded."""
-    now = picker._clock()
+    now = time.monotonic()
     raw = HttpRequest(
         {":method": "POST", ":path": "/v1/completions"},
         json.dumps({"model": "demo", "prompt": "SECRET PROMPT " * 50}).encode(),
     )
     decision = picker.pool_registry.pool_selector.route(raw, now).outcome
-    recorder = picker._recorder.observe_request("")
+    recorder = picker.servicer.shared.observer.observe_request("")
     labels = RequestLabels("demo", "demo", "none", 0)
     recorder.on_routed(
         decision, request_id=request_id, labels=labels, trace_id="", now=now, duration_s=0.001
@@ -97,7 +98,7 @@ def test_overview_has_endpoints_traffic_and_problems():
 
     async def test() -> None:
         async with picker() as (process, port):
-            process.log_reload(ReloadResult(error="f.yaml: expected a number"))
+            process.reloads.add(ReloadResult(error="f.yaml: expected a number"))
             overview = (await http1.ask(port, "/debug/overview")).json()
             (pool,) = overview["pools"]
             assert [item["state"]["address"] for item in pool["endpoints"]] == list(ENDPOINTS)
@@ -113,8 +114,7 @@ def test_overview_is_made_once_for_many_tabs():
     """Within a second all get the same bytes."""
 
     async def test() -> None:
-        async with picker() as (process, port):
-            process._clock = lambda: 0.0
+        async with picker(lambda: 1.0) as (_, port):
             first = await http1.ask(port, "/debug/overview")
             assert (await http1.ask(port, "/debug/overview")).body == first.body
 
@@ -216,7 +216,7 @@ def test_decisions_are_selected(query, expected):
             route(process, "a-1")
             route(process, "b-2").on_finished(endpoint=None, status="200", duration_s=1.0)
             route(process, "c-3").on_finished(endpoint=None, status="503", duration_s=1.0)
-            refusal = RejectionRecord("d-4", process._clock(), "", "", no_endpoints())
+            refusal = RejectionRecord("d-4", time.monotonic(), "", "", no_endpoints())
             process.decisions.add_rejection(refusal)
             answer = await http1.ask(port, f"/debug/decisions?{query}")
             assert {decision["id"] for decision in answer.json()["decisions"]} == expected

@@ -153,7 +153,7 @@ async def test_a_client_records_what_comes(tmp_path):
     chosen = settings()
     core = soak.Core(chosen)
     await core.picker.sync()
-    await core.picker._start_admin(chosen.server)
+    await core.picker.start_admin()
     path = tmp_path / "decisions.jsonl"
     words = ["record", str(path), "--server", f"127.0.0.1:{chosen.server.metrics_port}"]
     recordings = core.picker.decision_recorder.recordings
@@ -167,7 +167,7 @@ async def test_a_client_records_what_comes(tmp_path):
         assert not len(recordings)
     finally:
         core.picker.decision_recorder.close()
-        await core.picker._admin_runner.cleanup()
+        await core.picker.admin_server.close()
     source = reader.RecordingReader("f")
     events = list(source.read(reader.read_lines(path)))
     assert len(events) == 20
@@ -180,11 +180,11 @@ async def test_a_recording_has_a_length(seconds):
     chosen = settings()
     core = soak.Core(chosen)
     await core.picker.sync()
-    await core.picker._start_admin(chosen.server)
+    await core.picker.start_admin()
     try:
         answer = await http1.ask(chosen.server.metrics_port, f"/debug/record?seconds={seconds}")
     finally:
-        await core.picker._admin_runner.cleanup()
+        await core.picker.admin_server.close()
     assert answer.status == 400
     assert "expected ?seconds=" in json.loads(answer.body)["error"]["message"]
 
@@ -195,11 +195,11 @@ async def test_few_clients_record_at_a_time(monkeypatch):
     chosen = settings()
     core = soak.Core(chosen)
     await core.picker.sync()
-    await core.picker._start_admin(chosen.server)
+    await core.picker.start_admin()
     try:
         answer = await http1.ask(chosen.server.metrics_port, "/debug/record")
     finally:
-        await core.picker._admin_runner.cleanup()
+        await core.picker.admin_server.close()
     assert answer.status == 429
 
 

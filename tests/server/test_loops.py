@@ -204,7 +204,7 @@ async def test_an_exception_in_the_drain_does_not_shorten_it(monkeypatch):
         async def wrong(*_):
             raise OSError
 
-        monkeypatch.setattr(picker._autoscaler, "hand_over", wrong)
+        monkeypatch.setattr(picker.autoscaler, "hand_over", wrong)
         monkeypatch.setattr(picker.servicer, "drain_streams", wrong)
         skip_drain = asyncio.Event()
         skip_drain.set()

@@ -40,7 +40,7 @@ class Scene:
             source,
             settings,
             apply_settings=self.picker.apply_settings,
-            on_reload=self.picker.log_reload,
+            on_reload=self.picker.reloads.add,
         )
 
     def read(self):

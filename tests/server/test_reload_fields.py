@@ -97,7 +97,7 @@ LIVE = {
     "server.admin_token_file": (
         "server: {}",
         "server: {admin_token_file: FILE}",
-        lambda scene: scene.picker._current_token(),
+        lambda scene: scene.picker.admin_token.current(),
     ),
     "pool.objectives": (
         "pool: {objectives: {gold: 1}}",

@@ -33,7 +33,7 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = read(CONFIG + server)
         scene = Scene(settings)
-        await scene.picker._start_admin(settings.server)
+        await scene.picker.start_admin()
         try:
             route(scene, 20)
             assert compared(scene) == 0
@@ -42,7 +42,7 @@ def test_the_shadow_decides_after_the_turn(monkeypatch):
             page = (await http1.ask(port, "/debug/shadow")).json()["pools"][""]
             metrics = (await http1.ask(port, "/metrics")).body.decode()
         finally:
-            await scene.picker._admin_runner.cleanup()
+            await scene.picker.admin_server.close()
         return page, metrics
 
     page, metrics = asyncio.run(test())

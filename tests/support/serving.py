@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -298,9 +299,11 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(configuration: Settings, **changes: Any) -> AsyncIterator[Running]:
+async def running(
+    configuration: Settings, *, clock: Callable[[], float] = time.monotonic, **changes: Any
+) -> AsyncIterator[Running]:
     """Start a whole picker; it has not synced yet."""
-    picker = EndpointPickerProcess(msgspec.structs.replace(configuration, **changes))
+    picker = EndpointPickerProcess(msgspec.structs.replace(configuration, **changes), clock)
     started = Running(picker, await picker.start())
     try:
         yield started

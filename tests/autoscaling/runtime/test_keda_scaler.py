@@ -117,8 +117,8 @@ async def picker():
         picker = running.picker
         # Not `sync`: there is no API server; what it would say is said here.
         picker.pool_registry.on_pools_changed({"n/p": DiscoveredPool()}, ())
-        await picker._autoscaler.start()
-        loop = asyncio.ensure_future(picker._autoscaler.run())
+        await picker.autoscaler.start()
+        loop = asyncio.ensure_future(picker.autoscaler.run())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel:
             yield running, channel
         loop.cancel()
@@ -151,7 +151,7 @@ async def test_a_queued_request_is_pushed_to_keda():
             )
             await stream.hear()
             stream.call.cancel()
-        await running.picker._control_planes.release()
+        await running.picker.control_planes.release()
         assert await received.read() is grpc.aio.EOF
 
 
@@ -160,8 +160,8 @@ async def test_the_stream_of_a_removed_pool_ends():
     async with picker() as (running, channel):
         received = Client(channel).stream()
         await received.read()
-        scaler = running.picker._autoscaler
-        running.picker._control_planes.keda.gone(scaler.loops[""])
+        scaler = running.picker.autoscaler
+        running.picker.control_planes.keda.gone(scaler.loops[""])
         assert await received.read() is grpc.aio.EOF
 
 
@@ -203,7 +203,7 @@ async def test_a_call_that_raises_ends_no_other_call(caplog):
     """It ends with INTERNAL, what was said is not logged, and other calls are answered."""
     async with picker() as (running, channel):
         supervisor = running.picker.counters.supervisor
-        loop = running.picker._autoscaler.loops[""]
+        loop = running.picker.autoscaler.loops[""]
         kind = type(loop)
 
         class Broken(kind):

@@ -149,7 +149,7 @@ async def test_a_stopped_engine_finishes_its_requests(caplog):
     """It gets nothing new, and ends when what it does is done."""
     caplog.set_level("INFO", "extproc.server")
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
-        engines = running.picker._autoscaler.loops[""].actuator
+        engines = running.picker.autoscaler.loops[""].actuator
         async with running.channel() as channel:
             stream = serving.Stream(channel)
             await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
@@ -185,7 +185,7 @@ async def test_an_exception_for_an_engine_ends_no_other_engine(monkeypatch):
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
         first = await pick(running)
         supervisor = running.picker.counters.supervisor
-        engines = running.picker._autoscaler.loops[""].actuator
+        engines = running.picker.autoscaler.loops[""].actuator
         await engines.scale(ScalingDecision(2, ScalingReason.UP), 1)
         async with asyncio.timeout(300):
             while len(running.picker.pool_registry.pools()[""].members) < 2:
