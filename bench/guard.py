@@ -14,7 +14,7 @@ import statistics
 from time import perf_counter
 
 from extproc.scheduling.load_scorers import InFlight
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 from extproc.testing import builders, probes
 

@@ -33,14 +33,14 @@ from extproc.scheduling.filter_tree import FilterChain
 from extproc.scheduling.load_bounds import KvRange, QueueRange, TopK
 from extproc.scheduling.load_scorers import InFlight, KvCacheUtilizationScorer, QueueScorer
 from extproc.scheduling.lora_affinity import AdapterCapable, LoraAffinityFilter, LoraAffinityTiers
-from extproc.scheduling.pickers.load_balancing import (
+from extproc.scheduling.pickers import (
     LeastRequest,
     MaxScorePicker,
+    PrefixHash,
     RandomPicker,
+    Rendezvous,
     RoundRobin,
 )
-from extproc.scheduling.pickers.prefix_hash import PrefixHash
-from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.prefix_affinity import PrefixCacheScorer
 from extproc.scheduling.profile import SchedulerProfile
 

@@ -26,12 +26,12 @@ from extproc.scheduling import (
     load_bounds,
     load_scorers,
     lora_affinity,
+    pickers,
     plugin_guard,
     prefix_affinity,
     session_affinity,
 )
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
-from extproc.scheduling.pickers import load_balancing, prefix_hash, rendezvous
 
 PluginT = TypeVar("PluginT")
 
@@ -122,13 +122,13 @@ COSTS: Mapping[str, type[CostModel]] = {
 
 PICKERS: Mapping[str, type[Picker]] = _with_aliases(
     {
-        "least-request": load_balancing.LeastRequest,
-        "max-score-picker": load_balancing.MaxScorePicker,
-        "prefix-hash": prefix_hash.PrefixHash,
-        "random-picker": load_balancing.RandomPicker,
-        "rendezvous": rendezvous.Rendezvous,
-        "round-robin": load_balancing.RoundRobin,
-        "weighted-random-picker": load_balancing.WeightedRandomPicker,
+        "least-request": pickers.LeastRequest,
+        "max-score-picker": pickers.MaxScorePicker,
+        "prefix-hash": pickers.PrefixHash,
+        "random-picker": pickers.RandomPicker,
+        "rendezvous": pickers.Rendezvous,
+        "round-robin": pickers.RoundRobin,
+        "weighted-random-picker": pickers.WeightedRandomPicker,
     }
 )
 

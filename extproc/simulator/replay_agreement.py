@@ -16,7 +16,7 @@ from extproc.recording import rows
 from extproc.recording.reader import RecordedDecision
 from extproc.request import InferenceRequest
 from extproc.scheduling.framework import SchedulingContext, Signal
-from extproc.scheduling.pickers.prefix_hash import PrefixHash
+from extproc.scheduling.pickers import PrefixHash
 from extproc.scheduling.profile import SchedulerProfile
 
 #: Other draws of chance that are tried where a decision comes out differently (count).

@@ -8,7 +8,7 @@ import pytest
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.protocol import messages
-from extproc.scheduling.pickers.load_balancing import RandomPicker
+from extproc.scheduling.pickers import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.peer import DecodedReply

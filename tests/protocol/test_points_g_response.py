@@ -8,7 +8,7 @@ import pytest
 from extproc.parsing import usage
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.scheduling import session_affinity
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.ext_proc_script import ADDRESS, JSON, SSE

@@ -19,7 +19,7 @@ from extproc.request import HttpRequest
 from extproc.routing import request_preparer
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.load_bounds import ConcurrencyDetector, UtilizationDetector
-from extproc.scheduling.pickers.load_balancing import RoundRobin
+from extproc.scheduling.pickers import RoundRobin
 from extproc.scheduling.profile import SchedulerProfile
 from tests.support.pool_fixture import PoolFixture, load
 

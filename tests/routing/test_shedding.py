@@ -7,7 +7,7 @@ import pytest
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.routing import admission
 from extproc.scheduling.load_bounds import UtilizationDetector
-from extproc.scheduling.pickers.load_balancing import RandomPicker
+from extproc.scheduling.pickers import RandomPicker
 from extproc.scheduling.profile import SchedulerProfile
 
 

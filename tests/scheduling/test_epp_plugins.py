@@ -5,7 +5,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.scheduling import attributes, context_length, labels, registry
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.prefix_affinity import NoHitLruScorer
 from extproc.scheduling.profile import SchedulerProfile
 from tests.scheduling import builders

@@ -4,7 +4,7 @@ import pytest
 from extproc.decision import CostResult, Decision
 from extproc.scheduling.framework import BypassedError, Observer
 from extproc.scheduling.load_scorers import QueueScorer
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits, PluginCounters
 from extproc.scheduling.profile import SchedulerProfile
 from tests.scheduling import builders

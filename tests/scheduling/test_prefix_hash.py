@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import xxhash
 
-from extproc.scheduling.pickers import prefix_hash
-from extproc.scheduling.pickers.prefix_hash import PrefixHash
+from extproc.scheduling import pickers
+from extproc.scheduling.pickers import PrefixHash
 from tests.scheduling import builders
 
 MASK = (1 << 64) - 1
@@ -159,7 +159,7 @@ def test_a_new_endpoint_takes_only_its_share():
 def test_ring_positions_are_computed_once():
     """Loads, order and time do not matter, nor which profile asks."""
     picker, other = PrefixHash(replication=251), PrefixHash(replication=251, prefix_chars=7)
-    rings = prefix_hash._rings(251)
+    rings = pickers._rings(251)
     candidates = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
     picker.pick(builders.context(), candidates, [0.0] * 5, count=1)
     before = dict(rings)
@@ -170,12 +170,12 @@ def test_ring_positions_are_computed_once():
 
 def test_removed_endpoints_are_forgotten(monkeypatch):
     """The number of rings is bounded, however many endpoint names come and go."""
-    monkeypatch.setattr(prefix_hash, "_MAX_PLACES", 4096)
+    monkeypatch.setattr(pickers, "_MAX_PLACES", 4096)
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
         candidates = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
         picker.pick(builders.context(), candidates, [0.0] * 500, count=1)
-        assert len(prefix_hash._rings(1)) <= 4096 + 500
+        assert len(pickers._rings(1)) <= 4096 + 500
 
 
 def test_endpoints_with_equal_names_both_serve():

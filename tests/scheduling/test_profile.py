@@ -7,7 +7,7 @@ from extproc.request import InferenceRequest
 from extproc.scheduling import registry
 from extproc.scheduling.load_bounds import MaxWaiting
 from extproc.scheduling.load_scorers import InFlight, QueueScorer
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from tests.scheduling import builders
 

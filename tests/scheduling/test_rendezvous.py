@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from extproc.scheduling.pickers.rendezvous import Rendezvous
+from extproc.scheduling.pickers import Rendezvous
 from extproc.testing.builders import candidate, context
 
 

@@ -1,5 +1,5 @@
 from extproc.decision import Decision
-from extproc.scheduling.pickers.load_balancing import RoundRobin
+from extproc.scheduling.pickers import RoundRobin
 from tests.scheduling import builders
 
 

@@ -4,7 +4,7 @@ import pytest
 from extproc.decision import Decision
 from extproc.scheduling import session_affinity
 from extproc.scheduling.labels import HeaderLabelAffinityScorer
-from extproc.scheduling.pickers.load_balancing import MaxScorePicker
+from extproc.scheduling.pickers import MaxScorePicker
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.session_affinity import SessionAffinityFilter, SessionAffinityScorer
 from tests.scheduling import builders
