@@ -1,28 +1,5 @@
 """The settings: all sections of a configuration file, with defaults and units.
 
-    apiVersion: extproc/v1alpha1      # both required in a file
-    kind: ExtProcConfig
-    server:        listening addresses, TLS, shutdown
-    pool:          source of the endpoints of a single pool
-    pools:         the same for several pools, each with the requests it serves
-    cluster:       access to Kubernetes
-    scrape:        scraping of metrics and model lists
-    health:        outlier detection of endpoints
-    scheduling:    a strategy, or a profile
-    prefix:        blocks of prompts, size of the prefix index
-    kv_events:     events of engines about their prefix caches
-    limits:        bytes and streams
-    flow_control:  queueing of requests, limits of tenants
-    autoscaling:   autoscaling settings shared by all pools
-    responses:     processing of response headers and bodies
-    decisions:     recording and reporting of decisions
-    xds:           endpoints served over xDS
-    peer_sync:     exchange of request counts between replicas
-    log:           log on standard error
-    tracing:       OpenTelemetry traces
-    conformance:   bool
-    seed:          integer or null
-
 `Settings()` is a complete default configuration without endpoints. Sections reject unknown fields.
 Units are in names. Ranges are in the annotations, so that an error names the field and the bound.
 """
