@@ -84,7 +84,7 @@ class World:
             api="chat", model="m", prompt_tokens=spec.tokens, session=spec.session
         )
         dispatcher = self.parts.director
-        decision = dispatcher.choose(request, self.now, chain=chain, headers={})
+        decision = dispatcher.scheduler.schedule(request, self.now, chain=chain, headers={})
         assert isinstance(decision, Decision), decision
         ticket = dispatcher.reserve(decision, self.now)
         at = self.parts.store.pool.positions[decision.endpoints[0].address]

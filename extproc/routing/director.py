@@ -58,6 +58,7 @@ class Director:
 
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
+        scheduler: Chooses endpoints for requests that are parsed and hashed.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Director:
             self._tokens,
             counted=routing.tracks_conversations,
         )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             store,
             index,
             self._conversation_tracker,
@@ -159,7 +160,7 @@ class Director:
         self._routing = routing
         self._serving_bits = None
         self._preparer.reconfigure(routing)
-        self._scheduler.reconfigure(routing)
+        self.scheduler.reconfigure(routing)
         self.pending_load.reconfigure(counted=routing.tracks_conversations)
 
     def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
@@ -183,7 +184,7 @@ class Director:
             may_defer: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
-        outcome = self._scheduler.schedule(
+        outcome = self.scheduler.schedule(
             prepared.request,
             now,
             chain=prepared.unpack_chain(),
@@ -197,26 +198,6 @@ class Director:
             )
             if prepared.upstream_model
             else outcome
-        )
-
-    def choose(
-        self,
-        request: InferenceRequest,
-        now: float,
-        *,
-        chain: Sequence[int],
-        headers: Mapping[str, str],
-        may_defer: bool = True,
-    ) -> Outcome:
-        """Choose an endpoint for a parsed and hashed request, without charging it.
-
-        Args:
-            chain: Block hashes of the prompt, 64 bits each, root first, cut as the schedule cuts.
-            headers: Headers of the request, names in lower case.
-            may_defer: Whether it may wait for an endpoint while another one has a place.
-        """
-        return self._scheduler.schedule(
-            request, now, chain=chain, headers=headers, may_defer=may_defer
         )
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> Outcome:
@@ -376,7 +357,7 @@ class Director:
             prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
         """
         ratio = self._store.bytes_per_token.ratio_for(target, prompt_bytes)
-        return self._scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
+        return self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
 
     def on_response_headers(
         self, reservation: Reservation, status: str, now: float, *, served: str = ""

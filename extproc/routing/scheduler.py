@@ -310,10 +310,17 @@ class Scheduler:
         *,
         chain: Sequence[int],
         headers: Mapping[str, str],
-        may_defer: bool,
+        may_defer: bool = True,
         with_prompt: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
-        """See `Director.choose`; `with_prompt` supplies the request with its prompt."""
+        """Choose an endpoint for a parsed and hashed request, without charging it.
+
+        Args:
+            chain: Block hashes of the prompt, 64 bits each, root first, cut as the schedule cuts.
+            headers: Headers of the request, names in lower case.
+            may_defer: Whether it may wait for an endpoint while another one has a place.
+            with_prompt: Returns the request with its prompt, where `request` has none.
+        """
         pool = self._store.pool
         routing = self._routing
         settings = routing.settings

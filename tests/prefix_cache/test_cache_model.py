@@ -74,7 +74,9 @@ class TrafficFixture:
                 break
             chain.append((name << 20) + cut // 16)
         request = InferenceRequest(api="chat", model="m", prompt_tokens=tokens, session=str(name))
-        decision = self.parts.director.choose(request, self.now, chain=chain, headers={})
+        decision = self.parts.director.scheduler.schedule(
+            request, self.now, chain=chain, headers={}
+        )
         assert isinstance(decision, Decision)
         reservation = self.parts.director.reserve(decision, self.now)
         at = self.parts.store.pool.positions[decision.endpoints[0].address]

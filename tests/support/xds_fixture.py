@@ -128,7 +128,7 @@ class Scene:
             api="completions", model="m", prompt_tokens=tokens, session=f"talk {self._sent}"
         )
         chain = [1_000_000 * self._sent + depth for depth in range(1, 1 + tokens // 64)]
-        decision = director.choose(request, self.now, chain=chain[:8], headers={})
+        decision = director.scheduler.schedule(request, self.now, chain=chain[:8], headers={})
         reservation = director.reserve(decision, self.now)  # type: ignore[arg-type]
         engine = self._of[reservation.endpoint.address]
         engine.open[reservation] = tokens

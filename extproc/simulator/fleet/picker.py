@@ -206,7 +206,7 @@ class ExtprocPicker:
             session=work.session,
             priority=work.priority,
         )
-        return self.parts.director.choose(
+        return self.parts.director.scheduler.schedule(
             request,
             self._timeline.now,
             chain=self._chain(work),
