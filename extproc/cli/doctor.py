@@ -52,9 +52,9 @@ def add_parser(subparsers: Any) -> None:
         type=_page_s,
         default=_PAGE_S,
         metavar="SECONDS",
-        help="time limit of one page (default: %(default)g); all together have a minute",
+        help="time limit of one page (%(default)s); all together have a minute",
     )
-    add("--format", choices=("table", "json"), default="table", help="(default: %(default)s)")
+    add("--format", choices=("table", "json"), default="table", help="form of the report (%(default)s)")
     flags.add(parser)
     parser.set_defaults(run=run)
 

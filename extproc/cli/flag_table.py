@@ -221,7 +221,7 @@ FLAGS: Sequence[Flag] = (
         "gRPC health on the ext_proc port too",
         "BOOL",
     ),
-    Flag("transport", (*_SERVER, "transport"), _text, "gRPC by: grpcio, native", "NAME"),
+    Flag("transport", (*_SERVER, "transport"), _text, "implementation of gRPC", "NAME"),
     Flag(
         "drain-timeout",
         (*_SERVER, "drain_timeout_s"),
@@ -310,14 +310,8 @@ FLAGS: Sequence[Flag] = (
     Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
     Flag("log-level", ("log", "level"), _text, "least severe level that is logged", "LEVEL"),
     Flag("zap-encoder", ("log", "format"), _zap_encoder, "json, or console, which is text", "WORD"),
-    Flag("log-format", ("log", "format"), _text, "text or json", "FORMAT"),
-    Flag(
-        "log-requests",
-        ("log", "requests"),
-        _text,
-        "requests with a line: off, errors, all",
-        "WHICH",
-    ),
+    Flag("log-format", ("log", "format"), _text, "format of log lines", "FORMAT"),
+    Flag("log-requests", ("log", "requests"), _text, "requests with a line", "WHICH"),
     Flag(
         "tracing",
         ("tracing", "enabled"),

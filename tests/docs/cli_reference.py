@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Iterator
 
 from extproc.cli import flag_table, main
@@ -13,10 +14,15 @@ from tests.docs import reference
 def block() -> str:
     """All commands with their flags."""
     parts = ["\n".join(_commands())]
+    of_serve = set(_groups(_parser("serve", main.COMMANDS["serve"][0])))
     for name, (module, summary) in main.COMMANDS.items():
         parser = _parser(name, module)
         parts += [f"## {name}", (parser.description or f"`extproc {name}`: {summary}.").strip()]
-        parts += _groups(parser)
+        groups = list(_groups(parser))
+        own = [group for group in groups if name == "serve" or group not in of_serve]
+        parts += itertools.chain.from_iterable(own)
+        if len(own) < len(groups):
+            parts.append("It takes the flags of [`serve`](#serve) as well.")
     parts += ["## Flags of the upstream picker", "\n".join(_upstream())]
     return "\n\n".join(parts)
 
@@ -48,15 +54,16 @@ def _parser(name: str, module: str) -> argparse.ArgumentParser:
     return commands.choices[name]
 
 
-def _groups(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[str]:
+def _groups(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Title and table of each group of flags."""
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if _is_shown(action)]
         rows = [
             _row(action) for action in actions if not isinstance(action, argparse._SubParsersAction)
         ]
         if rows:
-            yield f"**{prefix}{group.title or 'flags'}**"
-            yield "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
+            table = ["| flag | value | default | meaning |", "|---|---|---|---|", *rows]
+            yield f"**{prefix}{group.title or 'flags'}**", "\n".join(table)
         for action in actions:
             if isinstance(action, argparse._SubParsersAction):
                 for name, below in action.choices.items():
@@ -78,7 +85,9 @@ def _row(action: argparse.Action) -> str:
             ",".join(map(str, action.choices)) if action.choices else action.dest.upper()
         )
         value = f"`{named}`" if isinstance(named, str) else f"`{' '.join(named)}`"
-    default = action.default
-    shown = "" if default in (None, False, argparse.SUPPRESS, (), [], "") else f"`{default}`"
-    text = (action.help or "").replace("%(default)s", str(default)).replace("%%", "%")
+    default, text = action.default, action.help or ""
+    # A default in words may differ from machine to machine.
+    is_shown = default not in (None, False, argparse.SUPPRESS, (), [], "") and "default:" not in text
+    shown = f"`{default}`" if is_shown else ""
+    text = text.replace(" (%(default)s)", "").replace("%%", "%")
     return f"| {flag} | {value.replace('|', chr(92) + '|')} | {shown} | {reference.cell(text)} |"
