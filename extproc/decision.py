@@ -180,7 +180,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             weighted sums of scores, or negated costs.
         picker: Kind of the picker.
         block_hashes: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
-        matched_tokens: Prompt tokens believed cached on the first endpoint.
+        matched_tokens: Prompt tokens predicted as cached on the first endpoint.
         answer_headers: Headers to add to the answer, where the data plane shows it to us.
         plugin_keys: Keys by which stateful plugins recognize the request, such as a session; name
             to value.

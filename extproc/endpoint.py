@@ -206,7 +206,7 @@ class AdapterResidency(IntEnum):
     UNKNOWN = 2
     #: A slot is free.
     ROOM = 3
-    #: Believed loaded, with no open request.
+    #: Predicted as loaded, with no open request.
     IDLE = 4
     #: Loaded and in use, or nothing to load: the request asks for the base model.
     RESIDENT = 5
@@ -224,8 +224,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         estimated_requests: Dead-reckoned requests on the engine: own now + max(0, scraped - own at scrape),
             where scraped = running + waiting. Equals `in_flight` while no load is known.
         prompt_tokens: Estimated prompt tokens of the requests this picker has open there.
-        matched_tokens: Estimated leading prompt tokens of this request believed to be cached there.
-        queued_tokens: Uncached prompt tokens sent there and believed not yet computed, others'
+        matched_tokens: Estimated leading prompt tokens of this request predicted as cached there.
+        queued_tokens: Uncached prompt tokens sent there and estimated as not yet computed, others'
             requests included as far as scrapes show them.
         unscraped_tokens: KV tokens that requests sent since the last scrape will take.
         rates: Its step times.

@@ -116,7 +116,7 @@ class ScalingPolicy(Protocol):
             times moved, for another clock.
         interval_s: Seconds between two steps. It is also stepped at once when a request waits and
             there is no replica.
-        watch_s: Seconds it must have watched before fewer replicas are believed.
+        watch_s: Seconds it must have watched before it may decide on fewer replicas.
         window_s: Seconds over which it averages demand.
     """
 

@@ -334,7 +334,7 @@ class FlowController(Generic[ItemT, GrantT]):
         """Seconds until an endpoint becomes free or a deadline expires.
 
         Args:
-            soonest_s: Seconds until an endpoint is believed free; infinity where only an event
+            soonest_s: Estimated seconds until an endpoint is free; infinity where only an event
                 brings it.
             now: Monotonic seconds.
 

@@ -100,7 +100,7 @@ class ConversationTracker:
     def record_sent(
         self, chain: Sequence[int], account: InflightLoad, *, prompt_tokens: int, now: float
     ) -> LastTurn | None:
-        """A prompt was sent.
+        """Record a prompt that was sent.
 
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.

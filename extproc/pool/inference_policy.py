@@ -32,7 +32,7 @@ class RewriteRule(msgspec.Struct, frozen=True):
 
 
 class InferencePolicy(msgspec.Struct, frozen=True):
-    """All of it for one pool.
+    """Priorities of objectives and rewrite rules of one pool.
 
     Attributes:
         priorities: Priorities by name of an InferenceObjective; other names have priority 0.

@@ -39,7 +39,7 @@ class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
         known: Names that were known to be adapters then.
         full: Every slot is in use.
         room: A slot is free.
-        idle: Adapters believed loaded, in use or not.
+        idle: Adapters predicted as loaded, in use or not.
     """
 
     load: Load
@@ -246,7 +246,7 @@ class InflightLoad:
         self.active_context_tokens = self._context.tokens
 
     def queued(self, now: float) -> float:
-        """Uncached prompt tokens sent and believed not yet computed."""
+        """Uncached prompt tokens sent and estimated as not yet computed."""
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s
         return max(0.0, left)
 
@@ -409,7 +409,7 @@ class Reservation(msgspec.Struct, eq=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were believed cached."""
+        """Prompt tokens that were predicted as cached."""
         return max(0, self.prompt_tokens - self.uncached_tokens)
 
     def allow_fallbacks(self) -> None:

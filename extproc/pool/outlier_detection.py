@@ -131,14 +131,14 @@ class HealthRecord:
         return (self.last_failed or self.refused) and self.unreachable
 
     def reset(self, now: float) -> None:
-        """Drop what requests held against it."""
+        """Drop the evidence of its requests."""
         self.consecutive_failures = 0
         self.good = self.bad = 0.0
         self.at = now
         self.ejection_cause = ""
 
     def fade(self, now: float, window_s: float) -> None:
-        """Let evidence age."""
+        """Decay the evidence of earlier requests."""
         keep = math.exp((self.at - now) / window_s)
         self.good *= keep
         self.bad *= keep
@@ -184,7 +184,7 @@ class OutlierDetector:
         return self._records[incarnation].ejections
 
     def on_endpoint_added(self, incarnation: int, now: float, *, late: bool) -> None:
-        """An endpoint came; `update_ejections` when all did.
+        """Begin the record of an endpoint; call `update_ejections` after the last new one.
 
         Args:
             now: Monotonic seconds; as everywhere.
@@ -195,11 +195,11 @@ class OutlierDetector:
             self.newest = now
 
     def on_endpoint_removed(self, incarnation: int) -> None:
-        """An endpoint left; `update_ejections` when all did."""
+        """Drop the record of an endpoint; call `update_ejections` after the last of them."""
         del self._records[incarnation]
 
     def record_sent(self, incarnation: int, now: float) -> None:
-        """A request was sent to an endpoint that is out: it is the probe, if one was due."""
+        """Record a request to an ejected endpoint: it is the probe, if one was due."""
         record = self._records[incarnation]
         known = record.condition
         if known.state is _SUSPECT:
@@ -247,7 +247,7 @@ class OutlierDetector:
     def record_scrape(
         self, incarnation: int, now: float, *, restarted: bool, moved: bool | None, idle: bool
     ) -> None:
-        """A scrape connected.
+        """Record a scrape that connected.
 
         Args:
             incarnation: `Endpoint.incarnation`.
@@ -284,7 +284,7 @@ class OutlierDetector:
     def record_scrape_failure(
         self, incarnation: int, now: float, *, connected: bool, refused: bool
     ) -> None:
-        """A scrape failed.
+        """Record a scrape that failed.
 
         Args:
             incarnation: `Endpoint.incarnation`.
@@ -389,7 +389,7 @@ class OutlierDetector:
             self._suspect(record, now)
 
     def _suspect(self, record: HealthRecord, now: float) -> None:
-        """Let others come first for a moment, while enough of them are there."""
+        """Prefer other endpoints for a moment, if enough of them are there."""
         known = record.condition
         others = sum(1 for other in self._records.values() if other.condition.state is not _HEALTHY)
         spare = int(self.settings.max_ejection_share * len(self._records))
@@ -399,7 +399,7 @@ class OutlierDetector:
             self._set_condition(record, doubt)
 
     def _clear_suspicion(self, record: HealthRecord) -> None:
-        """End a doubt."""
+        """End the suspicion of an endpoint."""
         known = record.condition
         self._set_condition(record, HealthStatus(since=known.since, times=known.times))
 

@@ -257,7 +257,7 @@ class BytesPerTokenEstimator:
         return own.ratio if own is not None and own.known else self._all.ratio
 
     def ratio_for(self, model: str, prompt_bytes: int) -> float:
-        """Of one prompt: token ids are `BYTES_PER_TOKEN` each.
+        """Bytes per token of one prompt; token ids are `BYTES_PER_TOKEN` each.
 
         Args:
             model: LLM or adapter name.
@@ -314,13 +314,13 @@ class BytesPerTokenEstimator:
         return True
 
     def forget(self, incarnation: int) -> None:
-        """An endpoint left."""
+        """Drop the comparison window of an endpoint that left."""
         self._windows.pop(incarnation, None)
 
     def _compare(
         self, texts: Mapping[str, Sequence[int]], mean_tokens: float, answered: int
     ) -> None:
-        """Take in a window.
+        """Update the ratio of a model by a window.
 
         What several models share is split as their ratios so far foretell: the factor by which all
         of them together were wrong is every one's.

@@ -312,7 +312,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
 
 def healthiest(members: Sequence[EndpointSnapshot]) -> Sequence[EndpointSnapshot]:
-    """Members that are in; where none is, the best of suspect, ejected, out of reach."""
+    """Healthy members; without any, the best of suspect, ejected and unreachable ones."""
     best = min((_RANKS[member.condition.state] for member in members), default=0)
     return [member for member in members if _RANKS[member.condition.state] == best]
 

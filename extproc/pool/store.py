@@ -68,7 +68,7 @@ class ScrapeObserver(Protocol):
         rates: StepTimeModel,
         restarted: bool,
     ) -> None:
-        """A scrape was taken in.
+        """Handle a scrape that was taken in.
 
         Args:
             endpoint: The endpoint scraped.
@@ -175,7 +175,7 @@ class PoolStore:
             members[endpoint.address] = (
                 self._build_member(endpoint, now)
                 if known is None
-                else _is_relabeled(known, endpoint)
+                else _relabel(known, endpoint)
             )
         self._synced = True
         for member in old.values():
@@ -287,7 +287,7 @@ class PoolStore:
         self._publish_conditions()
 
     def record_sent(self, endpoint: Endpoint, now: float) -> None:
-        """A request is on its way to an endpoint that is left out, perhaps to try it."""
+        """Record a request to an ejected endpoint, which may be its probe."""
         member = self._pool.find(endpoint.address)
         if member is not None and member.condition.state:
             self.outlier_detector.record_sent(member.endpoint.incarnation, now)
@@ -466,8 +466,8 @@ def _serving(members: Sequence[EndpointSnapshot]) -> ModelIndex:
     return ModelIndex([(member.endpoint, member.serves) for member in members])
 
 
-def _is_relabeled(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
-    """With what discovery says now. Where that is another word on models, the list is stale."""
+def _relabel(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
+    """A member with what discovery says now; its list of models is dropped where that differs."""
     renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
     if renamed == known.endpoint:
         return known

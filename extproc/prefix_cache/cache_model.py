@@ -46,7 +46,7 @@ class Calibration:
     """One endpoint's predictions held against its counters.
 
     Attributes:
-        factor: Believed capacity as a share of the nominal one.
+        factor: Estimated capacity as a share of the nominal one.
         predicted: Prompt tokens ever predicted to be found, of requests that were looked up.
         observed: Prompt tokens the engine found, as far as they were ours.
         error: Last difference of predicted and observed hit ratio, -1..1.
@@ -76,18 +76,18 @@ class Calibration:
         self._clear()
 
     def record_sent(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request was sent with so many of its prompt tokens predicted as cached."""
+        """Record a sent request and how many of its prompt tokens were predicted as cached."""
         self._pending.append(prompt_tokens << _TOKEN_BITS | cached_tokens)
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
 
     def record_cancelled(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A request that was sent was never looked up: its engine refused it, or is gone."""
+        """Take back a sent request that was never looked up: its engine refused it, or is gone."""
         with contextlib.suppress(ValueError):
             self._pending.remove(prompt_tokens << _TOKEN_BITS | cached_tokens)
 
     def observe_counters(self, queries: float, hits: float) -> bool:
-        """The engine's counters moved.
+        """Record an increase of the engine's counters.
 
         Args:
             queries: Prompt tokens looked up since the last scrape.
@@ -223,7 +223,7 @@ class CacheModel:
         cached_tokens: int,
         bytes_per_token: float = BYTES_PER_TOKEN,
     ) -> None:
-        """A request was committed to an endpoint.
+        """Record a request that was committed to an endpoint.
 
         Args:
             endpoint: Its endpoint.
@@ -252,7 +252,7 @@ class CacheModel:
         cached_tokens: int,
         bytes_per_token: float = BYTES_PER_TOKEN,
     ) -> None:
-        """A request that was committed did not run: nothing of it is cached.
+        """Take back a committed request that did not run: nothing of it is cached.
 
         Args:
             endpoint: The endpoint, in its incarnation when the request was sent.
@@ -281,7 +281,7 @@ class CacheModel:
         rates: StepTimeModel,
         restarted: bool,
     ) -> None:
-        """A scrape was taken in: see `pool.store.ScrapeObserver`.
+        """Size and correct the cache of an endpoint by a scrape; see `pool.store.ScrapeObserver`.
 
         A restarted engine has an empty cache; `rates` say how much room answers take in it.
         """
@@ -305,7 +305,7 @@ class CacheModel:
             self._resize(endpoint, state, DEFAULT_STEP_TIMES)
 
     def forget(self, endpoint: Endpoint) -> None:
-        """An endpoint left."""
+        """Drop the cache state of an endpoint that left."""
         self._states.pop(index_key(endpoint), None)
         self._index.forget(index_key(endpoint))
 

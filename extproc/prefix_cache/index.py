@@ -167,7 +167,7 @@ class PrefixIndex:
         return depths
 
     def record(self, key: Key, blocks: Sequence[int]) -> None:
-        """Believe that an endpoint now holds a chain, most recently used.
+        """Predict that an endpoint holds a chain, as the most recently used one.
 
         A chain longer than the endpoint's capacity is cut at its tail.
 
@@ -235,7 +235,7 @@ class PrefixIndex:
                 heapq.heapreplace(ages, (later, slot))
 
     def retract(self, key: Key, blocks: Sequence[int], keep: int) -> None:
-        """Stop believing that an endpoint holds a chain, or anything that goes on from it.
+        """Drop the prediction that an endpoint holds a chain, or anything that continues it.
 
         Args:
             key: Key of the endpoint.
@@ -276,7 +276,7 @@ class PrefixIndex:
         return self._capacity if slot is None else self._caches[slot].capacity
 
     def clear(self, key: Key) -> None:
-        """Believe that an endpoint holds nothing; it keeps its slot and capacity."""
+        """Predict that an endpoint holds nothing; it keeps its slot and capacity."""
         capacity = self.capacity(key)
         self.resize(key, 0)
         self.resize(key, capacity)

@@ -167,7 +167,7 @@ class DecisionRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, t
         affinity_seed: Hash of session or first user message by which ties are broken, 32 bits; None
             without either.
         blocks: Chain of block hashes of the prompt, root first.
-        matched_tokens: Prompt tokens believed cached on the chosen endpoint.
+        matched_tokens: Prompt tokens predicted as cached on the chosen endpoint.
         conversation_stats: As in `Decision`.
         candidates: Candidates of the scheduler; None where they were left out.
     """

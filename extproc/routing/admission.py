@@ -3,11 +3,11 @@
 Saturation: estimated wait on an endpoint before prefill starts.
 
 Engines serve first come first served, so what was sent to one is ahead of every later request,
-whatever its priority. All that holding can do for a priority is to send the others late: one prompt
-after another, as each is believed computed, and not into the last of the memory. Both cost little:
-an engine that gets its next prompt one iteration late still decodes the full batch, and a batch that
-is a tenth smaller is hardly slower in tokens per second, while each of its iterations, of which a
-prompt always has to wait for one or two, is shorter (`bench.capacity` has the numbers).
+whatever its priority. All that queueing can do for a priority is to send the others late: one
+prompt after another, as each is estimated to be computed, and not into the last of the memory. Both
+cost little: an engine that gets its next prompt one iteration late still decodes the full batch, and
+a batch that is a tenth smaller is hardly slower in tokens per second, while each of its iterations,
+of which a prompt always has to wait for one or two, is shorter (`bench.capacity` has the numbers).
 
 Shedding: drops requests of negative priority under saturation.
 """
@@ -52,7 +52,7 @@ _CACHED_WAIT_FACTOR: Final = 1.0
 def wait_s(candidate: Candidate, *, ceiling: float = _MAX_KV_USAGE) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
-    wait = q p + i(n) + w b, with q the uncached prompt tokens sent there and believed not yet
+    wait = q p + i(n) + w b, with q the uncached prompt tokens sent there and estimated as not yet
     computed, p the seconds of each, i(n) the iteration with n requests that they are computed
     beside, 0 where q is; w the requests in front that wait for a place or memory, and b = o i(r) / r
     the seconds between two answers that end (o tokens of an answer, i(r) seconds of an iteration
@@ -87,7 +87,7 @@ def excess_wait_s(
 ) -> list[float]:
     """Seconds of wait above the limit, 0 or less with capacity: wait - m p - limit.
 
-    m are the prompt tokens believed cached there, p the seconds each takes to compute.
+    m are the prompt tokens predicted as cached there, p the seconds each takes to compute.
 
     Args:
         candidates: Eligible endpoints, at least one.

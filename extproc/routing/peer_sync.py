@@ -151,7 +151,7 @@ class PeerEventLog:
         return PoolEventLog(self, pool)
 
     def request_started(self, pool: str, reservation: Reservation, blocks: Sequence[int]) -> None:
-        """A request was charged to an endpoint."""
+        """Record a request that was charged to an endpoint."""
         self._latest += 1
         self._numbers[reservation] = self._latest
         self._put(
@@ -335,9 +335,9 @@ class PeerReplica:
             return
         target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
         blocks = fact.blocks[: director.max_blocks]
-        # What we believe, not what the other one does: how much of it is true changes what we
-        # believe of that cache. Held against predictions of others, ours would never be corrected,
-        # and pickers would come to differ more and more.
+        # Our own prediction, not that of the other replica: reported hits correct it. Compared with
+        # predictions of others it would never be corrected, and those of the replicas would differ
+        # more and more.
         cached = director.estimate_cached_tokens(
             member, blocks, target=target, prompt_bytes=prompt_bytes
         )

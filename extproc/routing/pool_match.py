@@ -38,7 +38,7 @@ class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def matches(match: PoolMatch, headers: Mapping[str, str]) -> bool:
-    """True if a headers of a request match; models are not checked.
+    """True if the headers of a request match; models are not checked.
 
     Args:
         match: The conditions.

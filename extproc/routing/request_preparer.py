@@ -293,7 +293,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     reparsable: bool = False
 
     def without_prompt(self) -> PreparedRequest:
-        """Without the prompt: it is as large as the body, which tells the opening again."""
+        """The request without its prompt, which `with_prompt` parses again from the body."""
         if not (self.reparsable and self.request.prompt):
             return self
         replace = msgspec.structs.replace

@@ -107,11 +107,11 @@ class RoutingConfig(msgspec.Struct, frozen=True):
 #: Share of others from which there are others: what pages show late is less.
 MIN_PEER_SHARE = 0.1
 
-#: Share of a prompt believed at home at most; its last turn is new.
+#: Largest share of a prompt that is expected on its affinity endpoint; its last turn is new.
 _MAX_EXPECTED_SHARE = 0.95
 
-#: Times the fleet's hit ratio that is believed. Pickers that do not agree yet find half of what they
-#: will find; prompts that share nothing with any other have no home.
+#: Expected hit ratio on the affinity endpoint, as a multiple of the pool's. Replicas that do not
+#: agree yet find half of what they will find; prompts that share nothing have no such endpoint.
 _HIT_RATIO_FACTOR = 2.0
 
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
@@ -141,7 +141,7 @@ def with_expected_hits(
         key: Identity of the conversation; empty for none.
         tokens: Tokens of the prompt.
         members: Candidates.
-        matched: Per member, prompt tokens that our own index believes cached there.
+        matched: Per member, prompt tokens that our own index predicts as cached there.
         peers: Load of other replicas.
 
     Returns:

@@ -267,7 +267,7 @@ class TokenLoadScorer(
     """`score = 1 - min(t, T) / T`, with T = `queueThresholdTokens`.
 
     t is the uncached prompt tokens sent to the candidate and not yet computed, plus the tokens of
-    this prompt that are not believed cached there. Range 0 to 1; t is always known. Like those of
+    this prompt that are not predicted as cached there. Range 0 to 1; t is always known. Like those of
     the upstream producer, tokens are added at dispatch and freed at the first token; requests of
     other pickers that scrapes show count besides. Upstream: `scorer/tokenload/token_load.go`.
 

@@ -1,6 +1,6 @@
 """Replay of recorded requests: simulated with the learned step times, strategy beside strategy.
 
-What comes out are estimates. How far they can be believed shows the recording itself: its own strategy
+What comes out are estimates. How far they can be trusted shows the recording itself: its own strategy
 is simulated as well, and compared with what was measured.
 """
 

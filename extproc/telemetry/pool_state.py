@@ -63,7 +63,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         adapter_slots: Adapters that fit.
         models: Base models it serves, as it listed them; None when unknown.
         model_adapters: Adapters it listed.
-        matched_tokens: Leading prompt tokens of the request in question believed cached there;
+        matched_tokens: Leading prompt tokens of the request in question predicted as cached there;
             only read, because a pool knows nothing of a request.
     """
 

@@ -35,7 +35,7 @@ class StrategyResult(msgspec.Struct, frozen=True, kw_only=True):
         is_in_force: Whether these are the recorded choices.
         agreement_ratio: Share of requests for which it names the endpoint that was chosen, 0..1.
         first_token_s: Mean predicted seconds from the choice to the first token.
-        cached_ratio: Share of prompt tokens believed cached on its choices, 0..1.
+        cached_ratio: Share of prompt tokens predicted as cached on its choices, 0..1.
         max_share: Share of requests on the endpoint that it names most often, 0..1.
         num_endpoints: Endpoints that it names.
     """

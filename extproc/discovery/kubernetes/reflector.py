@@ -21,7 +21,7 @@ from extproc.supervision import Supervisor
 #: store may have been restored from a copy and not know our version.
 _MAX_FAILURES = 3
 
-#: Seconds a collection has to be missing before it is believed gone: an API server that has just
+#: Seconds a collection has to be missing before it counts as absent: an API server that has just
 #: started may not know its CRDs yet. One deleted in earnest ends its objects one by one before.
 _MISSING_GRACE_S = 10.0
 
@@ -43,7 +43,7 @@ class ReflectorListener(Protocol):
         """Signals that objects of the cluster may have changed."""
 
     def on_state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
-        """Reports the on_state of a collection, of `watch_plan.STATES`; repeats are possible."""
+        """Reports the state of a collection, of `watch_plan.STATES`; repeats are possible."""
 
     def on_event(self, kind: str, detail: str) -> None:
         """Reports an event worth a log line, once."""

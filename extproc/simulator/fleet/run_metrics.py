@@ -82,7 +82,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         e2e_s: Time to the last token.
         token_s: Time to the last token per token: what llmperf calls inter-token latency.
         hit_ratio: Share of prompt tokens that engines had cached.
-        predicted_ratio: The same as pickers believed when they picked.
+        predicted_ratio: The same as pickers predicted when they picked.
         requests_max_over_mean: Most requests of one engine over the mean.
         tokens_max_over_mean: The same for prompt tokens.
         endpoints: Every engine.

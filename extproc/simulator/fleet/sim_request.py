@@ -65,7 +65,7 @@ class SimRequest:
         first_s: Seconds to the first token.
         took_s: Seconds to the last token.
         cached_tokens: Prompt tokens the engine found cached.
-        predicted_tokens: Prompt tokens the picker believed cached.
+        predicted_tokens: Prompt tokens the picker predicted as cached.
         preemptions: How often the engine recomputed it.
         failure: Why it failed; empty while it did not.
         refused_s: Seconds until it was refused; NaN while it was not.
