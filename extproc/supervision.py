@@ -233,6 +233,11 @@ class Supervisor:
                 timer.cancel()
 
 
+async def run_forever() -> None:
+    """Wait until cancelled; a group of tasks would end, with what runs it, without any task."""
+    await asyncio.Event().wait()
+
+
 class ExceptionLog:
     """Counts and logs unexpected exceptions without messages, which may quote requests.
 

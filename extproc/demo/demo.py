@@ -25,6 +25,7 @@ from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import metrics_page
 from extproc.server import listeners
+from extproc.supervision import run_forever
 
 _ENGINES = 4
 _MODEL = "demo-model"
@@ -145,7 +146,7 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
                 print(await _decision(place, total))
                 print(_hints(place, keep=keep))
             if last and keep:
-                await asyncio.Event().wait()
+                await run_forever()
     return 0 if _healthy(runs) else 1
 
 

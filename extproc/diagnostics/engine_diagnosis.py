@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
-from extproc.diagnostics.pages import EnginePages
+from extproc.diagnostics.pages import EnginePages, read_json
 from extproc.endpoint import Load
 from extproc.request import is_long_name
 from extproc.scrape import engines, metrics_page, models_page
@@ -128,7 +128,7 @@ def read_facts(pages: EnginePages) -> EngineFacts:
     """Read what an engine says of itself."""
     page = pages.metrics
     load = None if page.failure else metrics_page.read(page.body, 0.0)
-    sglang = _read_json(pages.server_info)
+    sglang = read_json(pages.server_info)
     # SGLang has its flags at the top of the page, or below `server_args`.
     flags = sglang.get("server_args") if isinstance(sglang.get("server_args"), dict) else sglang
     models = None if pages.models.failure else models_page.read(pages.models.body)
@@ -139,7 +139,7 @@ def read_facts(pages: EnginePages) -> EngineFacts:
         models="" if models is None else _names(models.bases),
         models_hash=0 if models is None else hash(models.bases),
         max_model_len=_read_lengths(pages.models),
-        version=_text(_read_json(pages.version).get("version")) or _text(sglang.get("version")),
+        version=_text(read_json(pages.version).get("version")) or _text(sglang.get("version")),
         prefix_caching=_read_caching(page, flags or {}),
         kv_events=_read_kv_events(pages, flags or {}),
     )
@@ -172,17 +172,6 @@ def _read_lengths(page: FetchedPage) -> Mapping[str, int]:
         for card in cards[:_MAX_LENGTHS]
         if card.max_model_len is not None and not is_long_name(card.id)
     }
-
-
-def _read_json(page: FetchedPage) -> Mapping[str, Any]:
-    """The object of a page; empty for anything else."""
-    if page.failure:
-        return {}
-    try:
-        value = msgspec.json.decode(page.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _text(value: object) -> str | None:

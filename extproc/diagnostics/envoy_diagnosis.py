@@ -7,13 +7,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-import msgspec
-
 from extproc.config import envoy_cluster_lint, envoy_lint, envoy_tree
 from extproc.config.envoy_tree import YamlTree
 from extproc.config.finding import Finding
 from extproc.config.settings import Settings
-from extproc.diagnostics.pages import EnvoyPages
+from extproc.diagnostics.pages import EnvoyPages, read_json
 from extproc.errors import ConfigError
 from extproc.scrape.client import FetchedPage
 
@@ -146,17 +144,6 @@ def _running(
 _NO_FILTER_FIX: Final = (
     "copy http_filters of `extproc envoy-config original-dst` into the connection manager"
 )
-
-
-def read_json(page: FetchedPage) -> YamlTree:
-    """Return the object of a page; empty for anything else."""
-    if page.failure:
-        return {}
-    try:
-        value = msgspec.json.decode(page.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _read_version(info: YamlTree) -> tuple[int, ...] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from extproc.endpoint import Endpoint
@@ -69,3 +72,14 @@ class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
     version: FetchedPage = NO_PAGE
     server_info: FetchedPage = NO_PAGE
     kv_events: FetchedPage = NO_PAGE
+
+
+def read_json(page: FetchedPage) -> Mapping[str, Any]:
+    """Return the JSON object of a page; empty for anything else."""
+    if page.failure:
+        return {}
+    try:
+        value = msgspec.json.decode(page.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -19,7 +19,7 @@ from extproc.scheduling import plugin_guard
 from extproc.scrape import client, schedule, scraper
 from extproc.server import kv_event_loops
 from extproc.server.flow_control_shell import AsyncFlowController
-from extproc.supervision import ExceptionLog, Supervisor
+from extproc.supervision import ExceptionLog, Supervisor, run_forever
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.pool_log import PoolLog
 from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStats
@@ -206,8 +206,7 @@ class PoolRuntime:
                 for loop in self._kv_events.loops():
                     supervised = keep("kv_events", loop, instance=f"pool {self.name}")
                     tasks.create_task(supervised, name=f"kv events {self.name}")
-            # A group without tasks would end, and with it what runs all pools.
-            await asyncio.Event().wait()
+            await run_forever()
 
     def on_discovered(self, discovered: DiscoveredPool) -> None:
         """Apply a change from discovery."""

@@ -19,7 +19,7 @@ from extproc.autoscaling.runtime.demand_counters import PeerCounterClient
 from extproc.autoscaling.scaling_history import ScalingHistory
 from extproc.config.autoscaling import ScalingSection, actuator_type
 from extproc.server.pool_runtime import PoolRuntime
-from extproc.supervision import Supervisor
+from extproc.supervision import Supervisor, run_forever
 from extproc.telemetry.control_plane_metrics import ScalingMetrics
 from extproc.telemetry.counters import ProcessCounters
 
@@ -392,8 +392,7 @@ class ScaledPool:
             tasks.create_task(looking, name=f"autoscaling {name}")
             acting = keep("autoscaling", self.loop.actuator.run, instance=f"{name}, acting")
             tasks.create_task(acting, name=f"autoscaling {name}, acting")
-            # An actuator may have no background work, and a group without tasks would end.
-            await asyncio.Event().wait()
+            await run_forever()
 
 
 def _build_actuator(
