@@ -12,6 +12,7 @@ import pytest
 from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.server import control_plane_servers, grpcio_server
+from extproc.supervision import Supervisor
 from extproc.telemetry.control_plane_metrics import XdsCounters
 from extproc.xds import sessions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, ClusterOptions
@@ -32,12 +33,14 @@ class Scene:
         self.pool_fixture = PoolFixture({FIRST: None, SECOND: None})
         self.counters = XdsCounters()
         self.synced = True
+        self.supervisor = Supervisor()
         self.discovery = control_plane_servers.AggregatedDiscoveryServicer(
             lambda: {"": self.pool_fixture.store.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
             options=ClusterOptions(),
             counters=self.counters,
+            supervisor=self.supervisor,
         )
 
     def open_sotw(self):
@@ -58,8 +61,7 @@ async def serving():
     control_plane_servers.register(server, scene.discovery)
     port = grpcio_server.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
-    subject = scene.discovery
-    supervised = subject._supervisor.keep("xds", subject.run)
+    supervised = scene.supervisor.keep("xds", scene.discovery.run)
     looking = asyncio.get_running_loop().create_task(supervised)
     try:
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as scene.channel:
@@ -372,7 +374,7 @@ def test_a_stream_that_raises_ends_alone(monkeypatch, caplog):
             assert await bad.call.code() is grpc.StatusCode.INTERNAL
             scene.set_endpoints(FIRST)
             assert addresses(*await well.take(ASSIGNMENT, "engines")) == [FIRST]
-            assert scene.discovery._supervisor.failures["xds"] == 1
+            assert scene.supervisor.failures["xds"] == 1
             assert scene.counters.streams_open == 1
 
     run(test())
@@ -396,7 +398,7 @@ def test_a_publish_step_that_raises_is_retried(monkeypatch):
 
             subject.step = raising
             await listening(scene)
-            assert subject._supervisor.failures["xds"] == 2
-            assert subject._supervisor.degraded == []
+            assert scene.supervisor.failures["xds"] == 2
+            assert scene.supervisor.degraded == []
 
     run(test())

@@ -33,6 +33,7 @@ class AutoscalerFixture:
         self.now = 0.0
         self.listed = True
         counters = ProcessCounters()
+        self.supervisor = counters.supervisor
         http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
         guards = GuardFactory(lambda: 0.0, counters.plugins)
         shared = RuntimeContext(counters, guards, http, schedule.EndpointCounts(), lambda: self.now)
@@ -263,7 +264,7 @@ async def test_stored_state_that_raises_does_not_stop_the_start(caplog):
     fixture = AutoscalerFixture()
     fixture.subject._state_store, fixture.subject._cluster = StateStoreFixture(), None
     await fixture.subject.start()
-    assert fixture.subject._supervisor.failures["autoscaling"] == 1
+    assert fixture.supervisor.failures["autoscaling"] == 1
     assert "what was kept" not in caplog.text
 
 
@@ -283,7 +284,7 @@ async def test_a_pool_that_raises_stops_no_other_pool(monkeypatch):
     monkeypatch.setattr(ControlLoop, "step", step)
     fixture.bring("a/x", "b/y")
     task = asyncio.ensure_future(fixture.subject.run())
-    supervisor = fixture.subject._supervisor
+    supervisor = fixture.supervisor
     async with asyncio.timeout(300):
         await looked.wait()
         while supervisor.failures["autoscaling"] < 2:
@@ -311,4 +312,4 @@ def test_an_observer_of_steps_may_raise():
     fixture = AutoscalerFixture(on_step={}.__getitem__)
     fixture.bring("a/x")
     fixture.subject._on_step(fixture.subject.loops["a/x"])
-    assert fixture.subject._supervisor.failures["autoscaling"] == 1
+    assert fixture.supervisor.failures["autoscaling"] == 1

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from extproc.discovery.kubernetes import controller, settings
+from extproc.supervision import Supervisor
 from tests.discovery.kubernetes import fake
 
 REF = settings.InferencePoolRef("default", "pool")
@@ -29,6 +30,7 @@ class Scene:
         self.moved = asyncio.Condition()
         self.folder = folder
         patience = {"retry_s": 0.01, "max_retry_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
+        self.supervisor = Supervisor(clock=time.monotonic)
         self.subject = controller.KubernetesDiscovery(
             settings.KubernetesSettings(
                 sources=sources or (REF,),
@@ -39,6 +41,7 @@ class Scene:
             rng=random.Random(1),
             on_pools=self._on_pools,
             on_event=self._on_fact,
+            supervisor=self.supervisor,
         )
 
     def _on_pools(self, changed, removed):

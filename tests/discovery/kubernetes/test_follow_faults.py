@@ -115,7 +115,7 @@ def test_an_object_that_raises_hides_no_other_object(tmp_path, monkeypatch, capl
             assert scene.names() == ["a"]
             scene.server.put(*(() if before else (bad,)), builders.pod("b", ip="10.0.0.2"))
             await scene.until_names("a", "b")
-            assert scene.subject._supervisor.failures["kubernetes"] >= 1
+            assert scene.supervisor.failures["kubernetes"] >= 1
 
     asyncio.run(scene())
     assert CANARY not in caplog.text
@@ -163,11 +163,11 @@ def test_pools_are_reported_again_after_the_callback_raised(tmp_path, monkeypatc
         monkeypatch.setattr(Scene, "_on_pools", raising)
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
             await scene.until_names("a")
-            assert scene.subject._supervisor.failures["kubernetes"] == 2
+            assert scene.supervisor.failures["kubernetes"] == 2
             wrong[0] = 1
             scene.server.put(builders.pod("b", ip="10.0.0.2"))
             await scene.until_names("a", "b")
-            await scene.until(lambda: not scene.subject._supervisor.degraded)
+            await scene.until(lambda: not scene.supervisor.degraded)
 
     asyncio.run(scene())
 
@@ -189,6 +189,6 @@ def test_a_reflector_that_raises_stops_no_other(tmp_path, monkeypatch):
         monkeypatch.setattr(reflector.Reflector, "step", raising)
         async with following(tmp_path, builders.pool(), builders.pod("a")) as scene:
             await scene.until_names("a")
-            assert scene.subject._supervisor.failures["kubernetes"] == 3
+            assert scene.supervisor.failures["kubernetes"] == 3
 
     asyncio.run(scene())
