@@ -143,14 +143,13 @@ class QueuedItem:
         arrived: Monotonic seconds at which it began to wait.
         deadline: Monotonic seconds at which its wait ends.
         priority: Priority of its objective.
-        bytes: Size of its body in bytes.
 
     Attributes:
         tenant: Tenant that sent it.
         priority: Of its objective.
         target: What it can be served by: requests of equal targets can be served by the same
             endpoints.
-        bytes: Of its body.
+        bytes: Size of its body in bytes.
         tokens: Its prompt's estimated tokens.
         slo_s: Seconds to the first token it asks for; infinity for none.
         endpoints: The endpoints that can serve its target; the queue's business.

@@ -151,14 +151,12 @@ class OutlierDetector:
     Args:
         settings: Thresholds and times; may be replaced at any time.
         rng: Chance, for back-off.
-        newest: Monotonic seconds at which the last endpoint was added or readmitted; minus infinity
-            before.
-        ejections: Ejections by cause (count).
 
     Attributes:
         version: Changes whenever a condition does.
-        newest: When the last endpoint came or came back; minus infinity when none did.
-        ejections: By cause.
+        newest: Monotonic seconds at which the last endpoint was added or readmitted; minus infinity
+            before.
+        ejections: Ejections by cause (count).
         probes: Requests that tried an endpoint, by what they came to: `ok`, `failed`, `unclear`.
     """
 

@@ -273,9 +273,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         at = self.positions.get(address)
         return None if at is None else self.members[at]
 
-    def eligible(
-        self, subset: Sequence[str] | None, model_match: ModelMatch | None = None
-    ) -> Sequence[EndpointSnapshot]:
+    def eligible(self, subset: Sequence[str] | None) -> Sequence[EndpointSnapshot]:
         """The members a request may go to and that take part, in pool order.
 
         When none of those it may go to takes part, the least bad ones do: those that can be
@@ -283,9 +281,8 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
         Args:
             subset: Subset hint, as in `allowed`.
-            model_match: Match of the model, as in `allowed`.
         """
-        members = self.allowed(subset, model_match)
+        members = self.allowed(subset)
         return healthiest(members) if self.unhealthy_or_doubtful else members
 
     def allowed(

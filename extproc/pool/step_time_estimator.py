@@ -69,10 +69,9 @@ class StepTimeEstimator:
 
     Args:
         prior: Step times until the engine shows others.
-        rates: Learned step times, near the prior where there is no evidence.
 
     Attributes:
-        rates: What it has shown, near the prior where it has not.
+        rates: Learned step times, near the prior where there is no evidence.
     """
 
     __slots__ = (

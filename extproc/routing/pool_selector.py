@@ -78,10 +78,10 @@ class PoolSelector:
         routes: The pools, in the order in which their matches are examined.
         list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
             several pools.
-        default_pool: Pool that counts rejections before a pool is selected.
 
     Attributes:
-        default_pool: Under which pool to count what is refused before a pool is found.
+        routes: The pools.
+        default_pool: Name of the pool that counts rejections before a pool is selected.
     """
 
     def __init__(

@@ -221,11 +221,10 @@ class SnapshotCache:
 
     Args:
         options: Options of every cluster.
-        faults: Exceptions of the last update by pool name; such a pool keeps its resources.
 
     Attributes:
         snapshot: The latest resources.
-        faults: What posting a pool raised the last time, by its name; it stays as it was before.
+        faults: Exceptions of the last update by pool name; such a pool keeps its resources.
     """
 
     def __init__(self, options: ClusterOptions) -> None:

@@ -59,13 +59,12 @@ class Autoscaler:
         token: Returns the bearer token for requests to peers; empty for none.
         on_step: Called after every step of a loop.
         on_removed: Called when a loop was removed.
-        loops: Control loops by name of the pool.
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.
 
     Attributes:
-        loops: By name of the pool.
+        loops: Control loops by name of the pool.
         peers: The other pickers.
     """
 

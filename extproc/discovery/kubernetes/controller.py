@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_plan
@@ -39,7 +39,6 @@ class KubernetesDiscovery:
 
     Args:
         settings: Sources to watch, and retry intervals.
-        connect: Opens the API server.
         rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with
             the same and what came since if it raises. A pool is first reported when everything it
@@ -54,9 +53,6 @@ class KubernetesDiscovery:
         self,
         settings: settings.KubernetesSettings,
         *,
-        connect: Callable[
-            [settings.KubernetesSettings], Awaitable[api_errors.KubernetesApi]
-        ] = connect,
         clock: Callable[[], float],
         rng: random.Random,
         on_pools: OnPools,
@@ -64,7 +60,6 @@ class KubernetesDiscovery:
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
-        self._connect = connect
         self._clock = clock
         self._rng = rng
         self._on_pools = on_pools
@@ -96,7 +91,7 @@ class KubernetesDiscovery:
         Raises:
             ConfigError: If the API server's address or the credentials are missing or broken.
         """
-        self._api_client = server = await self._connect(self._settings)
+        self._api_client = server = await connect(self._settings)
         self._reflectors = tuple(
             reflector.Reflector(
                 collection,

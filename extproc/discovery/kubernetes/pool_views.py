@@ -229,12 +229,11 @@ class PodView:
         namespace: Of the pods.
         spec: None as long as the object that defines the pool is not there.
         override_ip: See `Settings.override_ip`.
-        policy: Policy of the pool.
 
     Attributes:
         namespace: The same.
         spec: The same.
-        policy: Policy of its objectives and rewrites.
+        policy: Policy of the pool.
     """
 
     def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:
@@ -298,11 +297,10 @@ class SliceView:
     Args:
         namespace: Of the Service.
         port: See `settings.ServiceRef`.
-        slices: EndpointSlices by name.
 
     Attributes:
         namespace: The same.
-        slices: By name.
+        slices: EndpointSlices by name.
     """
 
     def __init__(self, namespace: str, port: str) -> None:
