@@ -375,8 +375,8 @@ def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
     """Compare two configurations.
 
     Args:
-        running: What a process was started with.
-        wanted: What it reads.
+        running: Settings with which a process was started.
+        wanted: Settings that it reads.
         where: The file of `running`, for people.
     """
     return Comparison(where, tuple(find_changes(running, wanted)), refusal(running, wanted))

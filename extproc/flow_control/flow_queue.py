@@ -33,7 +33,7 @@ class EndpointSet:
     """Endpoints that can serve some of the queued requests. Compared by identity.
 
     Attributes:
-        bits: Of these endpoints; 0 if unknown, or if none can serve them.
+        bits: A bit for each of these endpoints; 0 if unknown, or if none can serve them.
         targets: Targets that are waited for and can be served by them (count).
     """
 
@@ -146,16 +146,15 @@ class QueuedItem:
 
     Attributes:
         tenant: Tenant that sent it.
-        priority: Of its objective.
-        target: What it can be served by: requests of equal targets can be served by the same
-            endpoints.
+        priority: Priority of its objective.
+        target: Key of the endpoints that can serve it, such as its model, adapter and subset.
         bytes: Size of its body in bytes.
-        tokens: Its prompt's estimated tokens.
+        tokens: Estimated tokens of its prompt.
         slo_s: Seconds to the first token it asks for; infinity for none.
-        endpoints: The endpoints that can serve its target; the queue's business.
+        endpoints: The endpoints that can serve its target; written by the queue.
         preferred_endpoint: The endpoint it would rather have; empty for any.
-        is_queued: Whether it still does.
-        number: Of those that ever waited, in the order in which they came.
+        is_queued: False once it left the queue.
+        number: Sequence number of its arrival in the queue.
         place: Changes whenever it is put into another flow queue.
     """
 

@@ -359,13 +359,13 @@ class PriorityBand:
     """All requests of one priority.
 
     Args:
-        order: Within a tenant.
-        fairness: Among tenants.
+        order: Order within a tenant.
+        fairness: Order of the tenants.
         fair_share: Attained service of tenants; shared by all bands.
 
     Attributes:
         count: Requests that wait.
-        bytes: Of their bodies.
+        bytes: Bytes of their bodies.
     """
 
     def __init__(self, order: Order, fairness: Fairness, fair_share: FairShare) -> None:

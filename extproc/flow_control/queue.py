@@ -23,7 +23,7 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         timeout_s: Longest wait of a request that says nothing itself.
-        empty_timeout_s: The same where there is no endpoint; None for no other.
+        empty_timeout_s: Longest wait while there is no endpoint; None for `timeout_s`.
         max_timeout_s: Longest wait a request may ask for.
         by_objective: Longest waits by objective.
         max_requests: Requests that may wait at once (count).
@@ -173,8 +173,8 @@ class Queue:
 
     Attributes:
         count: Requests that wait.
-        bytes: Of their bodies.
-        tokens: Of their prompts, as estimated.
+        bytes: Bytes of their bodies.
+        tokens: Estimated tokens of their prompts.
         fair_share: Attained service of tenants.
         drain_rate: Requests that go on per second.
         sets: Endpoint sets of the queued requests.

@@ -35,7 +35,7 @@ class Http2Connection(FrameReader):
     Methods that take a stream identifier do nothing once the call ended.
 
     Args:
-        limits: What the peer may cost.
+        limits: Limits of what the peer may cost.
         budget: Limit on incomplete messages, shared by connections.
         counts: Streams and connections that ended by a limit or a violation, by its name; shared.
         now: Monotonic seconds.

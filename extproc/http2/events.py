@@ -55,7 +55,7 @@ class ConnectionTerminated(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         code: Sent to the peer.
-        detail: What it did.
+        detail: Violation in words.
     """
 
     code: ErrorCode

@@ -87,7 +87,7 @@ class Http2Error(Exception):
 
     Args:
         code: Sent to the peer.
-        detail: What it did, for the peer's log and ours.
+        detail: Violation in words, for the log of the peer and of this process.
         stream_id: Stream that ends; 0 ends the connection.
         limit: Name of the limit that was exceeded; empty for a violation.
     """

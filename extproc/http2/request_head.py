@@ -99,7 +99,7 @@ class PartialHeaderBlock:
 
     Args:
         stream_id: Its stream.
-        fragment: What came with HEADERS.
+        fragment: Fragment of the HEADERS frame.
         is_end_of_stream: True if HEADERS ended the stream.
     """
 

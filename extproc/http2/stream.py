@@ -21,8 +21,8 @@ class Http2Stream:
     """Open stream.
 
     Args:
-        stream_id: Its identifier.
-        send_window_bytes: What the peer takes of it at first.
+        stream_id: Stream identifier.
+        send_window_bytes: Initial window of the peer.
         assembler: Joins its payloads to messages.
         content_bytes: Bytes that its request announced; None if it did not.
 

@@ -228,7 +228,7 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded
     """Decode a body into the struct of a surface.
 
     Args:
-        decoder: Of the struct.
+        decoder: Decoder of the struct.
         body: JSON, of any content.
 
     Raises:

@@ -160,7 +160,7 @@ def decode(
     """Decode a body and see that it names a model.
 
     Args:
-        decoder: Of the surface's struct.
+        decoder: Decoder of the struct of the surface.
         raw: The request.
         wanted: Expectation to report when the prompt field is of the wrong type.
 

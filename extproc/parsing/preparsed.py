@@ -73,7 +73,7 @@ def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
 
     Args:
         raw: The request.
-        result: Of its body.
+        result: Result of parsing its body.
     """
     outcome = result.request or decision.bad_request(result.refusal)
     return PreparsedRequest(

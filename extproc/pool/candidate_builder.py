@@ -43,7 +43,7 @@ class Imputation(msgspec.Struct, frozen=True):
     Attributes:
         counted: The endpoints, with their pages and the requests of others as they count; `NO_LOAD`
             where neither its own page nor any other one says anything.
-        pages: What `Candidate.page` is.
+        pages: The pages of `Candidate.page`.
         stale: Whether the page is too old.
         measured: Whether the page shows how much of the memory is in use.
         held_tokens: KV tokens in use of those whose page is void.
@@ -318,7 +318,7 @@ def build_candidates(
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
         now: Monotonic seconds.
-        imputation: Of the pages of these members; None where every page counts as it is.
+        imputation: Imputed pages of these members; None where every page counts as it is.
         last_account: Account of the endpoint of the conversation's last turn; None without one.
     """
     if imputation is not None:

@@ -85,7 +85,7 @@ class HealthStatus(msgspec.Struct, frozen=True, gc=False):
     """Health of one endpoint.
 
     Attributes:
-        state: Whether it takes part.
+        state: Participation in scheduling.
         cause: Why not: `errors`, `hung`, `passed-over`, `unreachable`; empty when it does.
         since: Monotonic seconds since when; of one that takes part, when it came or came back.
         until: From when a request may go to it; infinity where only a scrape brings it back.

@@ -291,7 +291,7 @@ class BytesPerTokenEstimator:
 
         Args:
             load: The scrape.
-            incarnation: Of the endpoint.
+            incarnation: `Endpoint.incarnation`.
             texts: Our answered requests there since the last window began, by model: how many, and
                 bytes of their prompts.
             answered: Our answered requests there since it came (count).

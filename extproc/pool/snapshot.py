@@ -203,9 +203,9 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
         failures: Consecutive connection failures of the scraper (count).
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it listed itself; None until it has.
-        condition: Whether it takes part.
+        condition: Health and participation in scheduling.
         flaws: Missing or implausible values of its last page, bits of `plausibility`.
-        progress: Since when its engine's counters stand as they do.
+        progress: First of the pages on which its engine's counters did not change.
     """
 
     endpoint: Endpoint

@@ -46,7 +46,7 @@ class DeferredResponses(msgspec.Struct):
         headers: The reply to its headers.
         trailers: The reply to the trailers that ended its body.
         others: Replies to messages that arrived while it was queued.
-        scores: Of the endpoints, sent with the decision.
+        scores: Scores of the endpoints, sent with the decision.
     """
 
     headers: bool = False

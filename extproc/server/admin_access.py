@@ -70,14 +70,14 @@ class AdminToken:
     A file that cannot be read any more leaves the token in force: no mistake opens a page.
 
     Args:
-        path: Of the file; empty for none.
+        path: Path of the file; empty for none.
         on_reload: Called with the result of a reload: `reloaded`, or the error.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
 
     Attributes:
-        path: Of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:
@@ -131,8 +131,8 @@ class AdminAccess:
         Args:
             path: Decoded path of the page.
             remote: IP address of the client.
-            authorization: Header of that name; empty where there is none.
-            host: The same.
+            authorization: Header `Authorization`; empty without one.
+            host: Header `Host`; empty without one.
         """
         if path in _OPEN:
             return None

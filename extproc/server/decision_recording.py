@@ -37,7 +37,7 @@ class DecisionRecorder:
     """Recordings of one process: the one of `decisions.record`, and those of clients.
 
     Args:
-        settings: Of the process.
+        settings: Settings of the process.
         counts: Rows by result; updated here.
         clock: Monotonic seconds.
         on_change: Called with True when the first recording starts, and with False after the last.

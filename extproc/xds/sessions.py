@@ -80,13 +80,13 @@ class _SotwTypeState:
     """State of one resource type on one stream.
 
     Attributes:
-        names: What is subscribed to.
-        wildcard: Whether it is everything.
-        nonce: Of the last answer.
-        version: Of the last answer.
-        in_flight: What was sent and neither taken nor refused.
-        acked: What was taken last; None before.
-        nacked: What was refused since; None for nothing.
+        names: Names of the resources that Envoy subscribed to.
+        wildcard: True if it subscribed to all of them.
+        nonce: Nonce of the last response.
+        version: Version of the last response.
+        in_flight: Resources that were sent, and neither acknowledged nor rejected.
+        acked: Resources that were acknowledged last; None before.
+        nacked: Resources that were rejected since; None for none.
     """
 
     def __init__(self) -> None:
@@ -230,12 +230,12 @@ class _DeltaTypeState:
     """State of one resource type on one stream.
 
     Attributes:
-        names: What is subscribed to by name.
-        wildcard: Whether everything is.
-        nonce: Of the answer under way; empty for none.
-        in_flight: Versions it holds, absent ones included.
-        acked: What Envoy is known to hold, or to know as absent.
-        nacked: What was refused since, by name.
+        names: Names of the resources that Envoy subscribed to.
+        wildcard: True if it subscribed to all of them.
+        nonce: Nonce of the response in flight; empty for none.
+        in_flight: Versions of that response by name, absent resources included.
+        acked: Versions that Envoy acknowledged by name, absent resources included.
+        nacked: Versions that Envoy rejected since, by name.
         isolate_next: Versions refused together with others: each is sent alone, to find the bad
             one.
     """

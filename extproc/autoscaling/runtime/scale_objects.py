@@ -129,7 +129,7 @@ def build_event(
     """Build an Event about the target.
 
     Args:
-        target: What it is about.
+        target: Object that the event is about.
         uid: UID of the target; empty where it is unknown.
         reason: A single word in CamelCase.
         note: For people.

@@ -226,13 +226,11 @@ class PodView:
     """View of a pool of pods.
 
     Args:
-        namespace: Of the pods.
+        namespace: Namespace of the pods.
         spec: None as long as the object that defines the pool is not there.
         override_ip: See `Settings.override_ip`.
 
     Attributes:
-        namespace: The same.
-        spec: The same.
         policy: Policy of the pool.
     """
 
@@ -295,11 +293,10 @@ class SliceView:
     """View of the pool of a Service.
 
     Args:
-        namespace: Of the Service.
+        namespace: Namespace of the Service.
         port: See `settings.ServiceRef`.
 
     Attributes:
-        namespace: The same.
         slices: EndpointSlices by name.
     """
 

@@ -50,7 +50,7 @@ class ObjectStore:
     """Cache of API objects, and the views of pools over it.
 
     Args:
-        kubernetes_settings: What is watched.
+        kubernetes_settings: Sources that are watched.
 
     Raises:
         ConfigError: If the sources contradict themselves.
