@@ -42,7 +42,7 @@ class TracingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         enabled: Trace requests; needs the extra `otel`. Null: where the environment names a
             receiver (`OTEL_EXPORTER_OTLP_ENDPOINT`) or an exporter (`OTEL_TRACES_EXPORTER`), so that
-            nothing is loaded where nobody collects traces. True without a receiver sends to
+            nothing is loaded where no traces are collected. True without a receiver sends to
             http://localhost:4317.
     """
 

@@ -1,5 +1,6 @@
-"""Generated parts of the pages under `docs/` are current."""
+"""Pages under `docs/`: their generated parts are current, and their words those of the field."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from extproc.autoscaling import policy_runner
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+
+#: Words that hide which component or person acts.
+_VAGUE = re.compile(r"\b(nobody|somebody|whoever|whom|anybody)\b", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("name", docs_tables.BLOCKS)
@@ -29,3 +33,15 @@ def test_the_example_scenario_is_the_file():
 def test_every_autoscaling_policy_has_a_row(kind):
     """The page of policies explains each kind."""
     assert f"| `{kind}` |" in (DOCS / "concepts/autoscaling-policies.md").read_text()
+
+
+def test_pages_name_who_acts():
+    """No page has a pronoun where a component or a person can be named."""
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "manifests").rglob("*.md")]
+    vague = {
+        f"{page.relative_to(ROOT)}: {match[0]}"
+        for page in pages
+        if page.name.lower() != "changelog.md"
+        for match in _VAGUE.finditer(page.read_text(encoding="utf-8"))
+    }
+    assert vague == set()

@@ -344,7 +344,7 @@ ALERTS: Sequence[Alert] = (
         for_="0m",
         expr=_new_or_more("extproc_exceptions_total", "15m"),
         summary="{{ $labels.type }} in {{ $labels.place }} of {{ $labels.instance }}",
-        meaning="A bug: a request met an exception that nobody expected and got 500, or was routed by a fallback.",
+        meaning="A bug: a request met an unexpected exception and got 500, or was routed by a fallback.",
         look="The log line with type, file and line.",
         action="Report it with the log line.",
     ),
