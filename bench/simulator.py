@@ -17,7 +17,7 @@ import msgspec
 
 from bench import rig
 from extproc.simulator import simulation_runs
-from extproc.simulator.fleet import client, length_distributions, scenario, workloads
+from extproc.simulator.fleet import client, scenario, workloads
 
 #: Requests per second and engine: three quarters of what an L4 with an 8B model can do here.
 RATE_PER_S = 8
@@ -32,9 +32,9 @@ def a_scenario(engines: int, requests: int) -> scenario.Scenario:
             requests=requests,
             conversations=max(1, requests // 20),
             turns=10,
-            prompt=length_distributions.Lengths(mean=150, deviation=150, shape="lognormal"),
+            prompt=workloads.Lengths(mean=150, deviation=150, shape="lognormal"),
             mean_prompt_tokens=832,
-            output=length_distributions.Lengths(
+            output=workloads.Lengths(
                 mean=76, deviation=70, shape="lognormal", lowest=4, highest=400
             ),
         ),

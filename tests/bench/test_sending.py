@@ -12,7 +12,7 @@ from extproc.parsing import surfaces
 from extproc.request import HttpRequest
 from extproc.simulator import prompt
 from extproc.simulator.fleet import workloads
-from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.workloads import Lengths
 
 TURNS = workloads.ConversationWorkload(
     conversations=12,

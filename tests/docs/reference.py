@@ -26,7 +26,7 @@ from extproc.flow_control import rate_limit
 from extproc.pool import endpoint_health
 from extproc.prefix_cache import blocks
 from extproc.routing import pool_match
-from extproc.simulator.fleet import client, length_distributions, scenario, workloads
+from extproc.simulator.fleet import client, scenario, workloads
 from extproc.xds import resources
 
 SECTIONS = (
@@ -81,7 +81,7 @@ SCENARIO = (
         for kind in workloads.Workload.__args__
     ),
     ("workload.groups[]", workloads.Group),
-    ("lengths of prompts, answers, turns and pauses", length_distributions.Lengths),
+    ("lengths of prompts, answers, turns and pauses", workloads.Lengths),
 )
 
 
@@ -97,7 +97,7 @@ def attributes(section: type[msgspec.Struct]) -> dict[str, str]:
 
 def shown(value: object) -> str:
     """A default as YAML."""
-    if isinstance(value, length_distributions.Lengths):
+    if isinstance(value, workloads.Lengths):
         return f"`{{mean: {value.mean:g}, lowest: {value.lowest:g}}}`"
     first = value[0] if isinstance(value, Sequence) and value else value
     if isinstance(first, msgspec.Struct):

@@ -7,7 +7,7 @@ import pytest
 from bench import agreement
 from extproc.simulator.fleet import scenario, workloads
 from extproc.simulator.fleet.client import Client
-from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.workloads import Lengths
 
 #: At the machine's own speed, first tokens take some 300 ms: a few ms of Envoy, picker and client do
 #: not show, and neither do twenty of a busy machine.

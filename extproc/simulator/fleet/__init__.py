@@ -1,7 +1,7 @@
 """Simulated fleets in virtual time: the production director over simulated engines.
 
-- `scenario`: the schema of scenario files. `workloads`, `traces`, `length_distributions`: requests.
-- `sim_request`: requests and their sessions. `prompt_blocks`: block keys, equal where prompts share a prefix.
+- `scenario`: the schema of scenario files. `workloads`, `traces`: requests.
+- `sim_request`: requests, their sessions, and block keys, equal where prompts share a prefix.
 - `event_queue`: the clock. `engine_node`: one engine on it. `picker`: one picker, built by the
   factory like the real one; `oracle_picker`: perfect knowledge.
 - `client`: the times of requests. `simulation`: one run of a scenario.
@@ -11,10 +11,10 @@
 From Python:
 
     from extproc.config import settings
-    from extproc.simulator.fleet import client, length_distributions, scenario, simulation, workloads
+    from extproc.simulator.fleet import client, scenario, simulation, workloads
 
     workload = workloads.Independent(
-        requests=1000, prompt=length_distributions.Lengths(mean=500), output=length_distributions.Lengths(mean=100)
+        requests=1000, prompt=workloads.Lengths(mean=500), output=workloads.Lengths(mean=100)
     )
     scene = scenario.Scenario(workload=workload, client=client.Client(rate_per_s=20))
     summary = simulation.run(scene, settings.Settings(), seed=1)

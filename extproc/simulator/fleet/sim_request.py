@@ -1,9 +1,9 @@
-"""Simulated requests and the sessions they belong to."""
+"""Simulated requests, the sessions they belong to, and the keys of the blocks of their prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
@@ -11,6 +11,9 @@ from extproc.decision import Rejection
 
 #: Tokens of one block key; the block size of the engines (vLLM's default on CUDA).
 KEY_TOKENS = 16
+
+#: Blocks of one stream; 16 M tokens.
+_LONGEST_STREAM = 1 << 20
 
 
 class RequestSpec(msgspec.Struct, frozen=True, gc=False):
@@ -108,3 +111,32 @@ class SimRequest:
         self.failure = f"rejected {why.status}"
         self.refused_s = now - self.sent_at
         self.retry_after_s = why.retry_after_s or 0
+
+
+class Streams:
+    """Endless texts, each known by a name: keys of equal names and equal positions are equal.
+
+    A conversation is one stream that is read further with every turn. A prompt that begins with a
+    shared system prompt reads that stream first and its own from there on.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[Hashable, int] = {}
+
+    def keys(self, name: Hashable, tokens: int) -> range:
+        """Keys of the full blocks in the first `tokens` tokens of a stream."""
+        base = self._bases.setdefault(name, (len(self._bases) + 1) * _LONGEST_STREAM)
+        return range(base, base + tokens // KEY_TOKENS)
+
+    def joined(self, shared: Hashable, own: Hashable, *, first: int, tokens: int) -> Sequence[int]:
+        """Keys of a text that reads another stream first.
+
+        Args:
+            shared: The stream it begins with.
+            own: Its own stream.
+            first: Tokens of `shared` it begins with; the block in which it changes is its own.
+            tokens: Tokens of the whole.
+        """
+        keys = self.keys(own, tokens)
+        common = self.keys(shared, min(first, tokens))
+        return [*common, *keys[len(common) :]] if common else keys

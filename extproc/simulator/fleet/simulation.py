@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +10,14 @@ import msgspec
 
 from extproc.config.settings import Settings
 from extproc.endpoint import ServedModels, StepTimeModel
+from extproc.routing import peer_sync
+from extproc.routing.director import Director
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.autoscaled_fleet import AutoscaledFleet, FleetCallbacks
 from extproc.simulator.fleet.client import Client, Sender
 from extproc.simulator.fleet.engine_node import EngineNode
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.oracle_picker import OraclePicker
-from extproc.simulator.fleet.peer_sync import PeerSyncBus
 from extproc.simulator.fleet.picker import MODEL, ExtprocPicker, SimPicker
 from extproc.simulator.fleet.run_metrics import RunMetrics, RunSummary
 from extproc.simulator.fleet.scenario import Outage, Scenario, ScenarioAutoscaling
@@ -282,3 +284,32 @@ def adjusted(settings: Settings, scenario: Scenario, *, seed: int) -> Settings:
             max_scrapes_per_s=1e9,
         )
     return msgspec.structs.replace(settings, seed=seed, scrape=scrape)
+
+
+class PeerSyncBus:
+    """Delivers the events of every picker to all others, without loss.
+
+    Args:
+        directors: The director of every picker.
+        delay_s: Seconds from the first fact that waits to its being taken in with those after it.
+    """
+
+    def __init__(
+        self, directors: Sequence[Director], *, timeline: EventQueue, delay_s: float
+    ) -> None:
+        self._timeline = timeline
+        self._mirrors: list[peer_sync.PeerReplica] = []
+        for n, director in enumerate(directors):
+            self._join(str(n), director, delay_s)
+
+    def _join(self, name: str, director: Director, delay_s: float) -> None:
+        def deliver() -> None:
+            message = outbox.take()
+            if message is not None:
+                for mirror in self._mirrors:
+                    mirror.apply_message(message, self._timeline.now)
+
+        outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
+        peer_sync.connect([("", director)], outbox)
+        # No replica ever leaves: an outage of a picker is not simulated.
+        self._mirrors.append(peer_sync.PeerReplica(name, lambda _: director, silent_s=math.inf))

@@ -9,8 +9,7 @@ from typing import Literal
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.simulator.fleet.prompt_blocks import Streams
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, Streams
 
 Format = Literal["mooncake", "azure"]
 

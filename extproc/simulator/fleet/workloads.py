@@ -1,4 +1,4 @@
-"""Workload kinds of a scenario, and the sessions they generate.
+"""Workload kinds of a scenario, the distributions of their lengths, and the sessions they generate.
 
 Every kind yields sessions and ends by itself (`sessions`). A session of one request is how
 independent requests look.
@@ -7,20 +7,58 @@ independent requests look.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from extproc.simulator.fleet import traces
-from extproc.simulator.fleet.length_distributions import Lengths
-from extproc.simulator.fleet.prompt_blocks import Streams
-from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
+from extproc.simulator.fleet.sim_request import RequestSpec, SimSession, Streams
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Length = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distribution of lengths.
+
+    Attributes:
+        mean: Mean before values are cut to the bounds. No default: it says what the length is.
+        deviation: Standard deviation; 0 always gives the mean. For `exponential` it is the mean
+            above `lowest`, whatever is said here.
+        shape: `normal`, `lognormal` (long tail, as real prompts have) or `exponential`. Normal,
+            because load generators (llmperf) draw from it.
+        lowest: Smallest value; smaller draws become it. 1: empty prompts do not exist.
+        highest: Largest value; larger draws become it. None: no bound.
+    """
+
+    mean: Length
+    deviation: Length = 0.0
+    shape: Literal["normal", "lognormal", "exponential"] = "normal"
+    lowest: Length = 1.0
+    highest: Length | None = None
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        if self.shape == "exponential":
+            value = self.lowest + rng.expovariate(1.0) * max(0.0, self.mean - self.lowest)
+        elif not self.deviation or not self.mean:
+            value = self.mean
+        elif self.shape == "normal":
+            value = rng.gauss(self.mean, self.deviation)
+        else:
+            spread = math.log1p((self.deviation / self.mean) ** 2)
+            value = rng.lognormvariate(math.log(self.mean) - spread / 2, math.sqrt(spread))
+        value = max(value, self.lowest)
+        return value if self.highest is None else min(value, self.highest)
+
+    def integer(self, rng: random.Random) -> int:
+        """One value, rounded; at least 1."""
+        return max(1, round(self.draw(rng)))
 
 
 class _Kind(

@@ -6,18 +6,18 @@ import random
 
 from extproc.config import scheduling_schema
 from extproc.config.settings import Settings
-from extproc.simulator.fleet import client, length_distributions, scenario, simulation, workloads
+from extproc.simulator.fleet import client, scenario, simulation, workloads
 from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
 
 
-def exactly(mean) -> length_distributions.Lengths:
+def exactly(mean) -> workloads.Lengths:
     """Always this length."""
-    return length_distributions.Lengths(mean=mean)
+    return workloads.Lengths(mean=mean)
 
 
-def spread_out(mean) -> length_distributions.Lengths:
+def spread_out(mean) -> workloads.Lengths:
     """Lengths with a long tail."""
-    return length_distributions.Lengths(mean=mean, deviation=mean / 2, shape="lognormal")
+    return workloads.Lengths(mean=mean, deviation=mean / 2, shape="lognormal")
 
 
 def independent(requests=40, **facts) -> workloads.Independent:

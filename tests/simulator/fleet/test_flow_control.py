@@ -7,7 +7,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks
 from extproc.request import InferenceRequest
-from extproc.simulator.fleet import client, length_distributions, scenario, workloads
+from extproc.simulator.fleet import client, scenario, workloads
 from extproc.simulator.fleet.event_queue import EventQueue
 from extproc.simulator.fleet.flow_control import SimFlowController
 from extproc.simulator.fleet.run_metrics import spread
@@ -188,10 +188,10 @@ def p95_s(*tenants) -> float:
     """The small tenant's time to the first token, on the fleet of `bench/scenarios/tenants.yaml`."""
     workload = independent(
         10_000,
-        prompt=length_distributions.Lengths(
+        prompt=workloads.Lengths(
             mean=2000, deviation=2000, shape="lognormal", highest=10_000
         ),
-        output=length_distributions.Lengths(mean=60, deviation=40, shape="lognormal", highest=600),
+        output=workloads.Lengths(mean=60, deviation=40, shape="lognormal", highest=600),
     )
     rates = {"small": 5.0, "big": 50.0}
     groups = [
@@ -246,11 +246,11 @@ def test_holding_leaves_conversations_where_they_are():
     definition = a_scenario(
         workloads.ConversationWorkload(
             conversations=250,
-            turns=length_distributions.Lengths(mean=7.34, shape="exponential", lowest=5),
-            prompt=length_distributions.Lengths(
+            turns=workloads.Lengths(mean=7.34, shape="exponential", lowest=5),
+            prompt=workloads.Lengths(
                 mean=143, deviation=130, shape="lognormal", lowest=10, highest=1500
             ),
-            output=length_distributions.Lengths(mean=9.3, deviation=1, lowest=1, highest=10),
+            output=workloads.Lengths(mean=9.3, deviation=1, lowest=1, highest=10),
         ),
         fleet=[
             scenario.EngineGroup(

@@ -9,7 +9,7 @@ import pytest
 from extproc.config import loader
 from extproc.simulator.fleet import scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
-from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.workloads import Lengths
 
 TURNAROUND_S = 0.002
 

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.workloads import Lengths
 
 
 def drawn(count=20_000, **facts):

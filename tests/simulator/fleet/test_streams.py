@@ -1,4 +1,4 @@
-from extproc.simulator.fleet.prompt_blocks import Streams
+from extproc.simulator.fleet.sim_request import Streams
 
 
 def test_one_stream_is_read_further():
