@@ -12,7 +12,8 @@ inputs. Fields not in this table are skipped. The surface names no model.
 | SamplingParams | 8 max_tokens |
 | MultimodalInputs | 5 mm_placeholders {1 offset, 2 length}, 6 mm_hashes |
 
-gRPC framing and protobuf fields, read by hand because only `wire` may import protobuf.
+gRPC framing and protobuf fields are read in place: messages of protobuf would copy a body at each
+level, which the limits on memory for hostile bodies do not allow.
 
 A frame is one flag byte (0: not compressed), the message length as four big-endian bytes, and the
 message. A message is a run of fields: a varint key `number << 3 | wire type`, then a varint (0),
