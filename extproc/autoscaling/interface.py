@@ -110,7 +110,7 @@ class ScalingPolicy(Protocol):
     """Computes desired replicas from demand. Frozen: the caller keeps its state.
 
     Attributes:
-        kind: Its name in `registry.POLICIES`.
+        kind: Its name in `policy_runner.POLICIES`.
         memory: Class of its state; without arguments the state of a policy that saw nothing. A frozen
             value that msgspec encodes to and decodes from JSON; `shift_time(by_s)` returns it with all
             times moved, for another clock.

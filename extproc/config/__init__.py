@@ -2,8 +2,7 @@
 
 - `settings` and the `*_schema` modules hold the frozen sections, with units and defaults.
 - `validation` has the ranges of fields, and converts plain trees to structs, with errors that name
-  the path; `loader` reads files
-  and flags; `lint` warns of settings that are allowed and probably a mistake.
+  the path; `loader` reads files and flags; `lint` warns of settings that are probably a mistake.
 - `epp_config` reads the file of the upstream EPP, and `epp_sections` converts its sections without a
   profile. Its profiles and ours become a `ProfileSpec`, from which `profile_builder` builds the scheduling
   profile; `filter_tree_syntax` converts filter trees, `plugin_loader` adds plugins from files and

@@ -175,12 +175,12 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
         first_user_message_reader: Reads the beginning of the first user message out of the request.
         adapter: The requested adapter, named apart from its model or known to be one; empty for a
             base model. Where `request.adapter` is empty, this is `request.model` or empty.
-        continuation_ratio: Share of requests that go on from an earlier one, 0..1; 0 unless a plugin needs
-            `Signal.HOMES`.
-        expected_growth_tokens: Tokens this conversation will grow by; 0 unless as above.
-        foreign_share: Share of the requests in the engines that other pickers sent, 0..1; 0 unless as above.
-        idle_conversations_per_open: Conversations that will go on and have no request open now, for each open request; 0
-            unless as above.
+        continuation_ratio: Share of requests that continue an earlier one, 0..1. This and the
+            following are 0 unless a plugin needs `Signal.CONVERSATIONS`.
+        expected_growth_tokens: Tokens by which this conversation will grow.
+        foreign_share: Share of the requests in the engines that other replicas sent, 0..1.
+        idle_conversations_per_open: Conversations that will continue and have no request open now,
+            for each open request.
     """
 
     request: InferenceRequest
@@ -197,7 +197,7 @@ class SchedulingContext(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def first_user_message(self) -> str:
-        """Beginning of the first user message; empty unless a plugin needs `Signal.OPENING`.
+        """Beginning of the first user message; empty unless `Signal.FIRST_USER_MESSAGE` is needed.
 
         Read at first use: most decisions need no tie broken.
         """

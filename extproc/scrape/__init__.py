@@ -5,6 +5,6 @@ Contents, without I/O: metric names per engine type (`engines`), the parsers of 
 (`schedule`). With I/O: the keep-alive client (`client`), the loops, one per endpoint (`scraper`),
 and the polling of model lists (`model_list_poller`).
 Not here: the meaning of a load for routing (scheduling), its aging and dead reckoning (pool), its
-counting and logging (telemetry reads the facts passed to `on_fact`).
+counting and logging (the server passes the results to telemetry).
 Caller: the server, which runs `Scraper.run` in its task group; the loops write to the pool store.
 """

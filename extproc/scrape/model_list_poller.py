@@ -120,7 +120,7 @@ class ModelListPoller:
         return self._listed and member is not None and member.models is None
 
     def _is_due(self, now: float) -> bool:
-        """Returns True if unlisted models were requested since the last list, `missed_s` ago."""
+        """Returns True if unlisted models were requested since the last list, some time ago."""
         return (
             self._unlisted_models() != self._unlisted_at_poll
             and now >= self._requested + self._settings.unlisted_retry_s

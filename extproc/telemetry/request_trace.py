@@ -1,6 +1,6 @@
 """Spans of a traced request: what an observer sees of it, in the names of the upstream EPP.
 
-The spans are built at the end of the request and are plain values; `span_exporter` sends them.
+The spans are built at the end of the request and are plain values; `otlp` sends them.
 Prompts, bodies and header values have no place in them, except the request id.
 """
 

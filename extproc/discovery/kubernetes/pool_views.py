@@ -228,7 +228,7 @@ class PodView:
     Args:
         namespace: Namespace of the pods.
         spec: None as long as the object that defines the pool is not there.
-        override_ip: See `Settings.override_ip`.
+        override_ip: See `KubernetesSettings.override_ip`.
 
     Attributes:
         policy: Policy of the pool.

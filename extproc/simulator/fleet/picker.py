@@ -170,7 +170,7 @@ class ExtprocPicker:
         self._take_back(sim_request)
         return self.gate is not None and self.gate.cancel(sim_request)
 
-    def _decide_again(self, sim_request: SimRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+    def _decide_again(self, sim_request: SimRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` has it
         self._take_back(sim_request)  # a request must not wait behind its own promise
         return self._decide(sim_request, may_defer=may_defer)
 
