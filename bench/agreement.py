@@ -82,7 +82,7 @@ _FLAGS = (
 #: picker, Envoy and the client share them.
 SPEED = 2.0
 
-_PICKING = scenario.Picking(told_max_tokens=True)
+_PICKING = scenario.Picking(with_max_tokens=True)
 
 SCENARIOS: Mapping[str, scenario.Scenario] = {
     "closed": scenario.Scenario(

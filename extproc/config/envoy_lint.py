@@ -130,11 +130,11 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 
 def longest_wait_s(settings: Settings) -> float:
     """The longest time a request may wait before it is routed (seconds); 0 if none waits."""
-    holding = settings.flow_control
-    if not holding.enabled:
+    section = settings.flow_control
+    if not section.enabled:
         return 0.0
-    named = max((holding.timeout_s, holding.empty_timeout_s, *holding.by_objective.values()))
-    return min(named, holding.max_timeout_s)
+    named = max((section.timeout_s, section.empty_timeout_s, *section.by_objective.values()))
+    return min(named, section.max_timeout_s)
 
 
 def _waits(
@@ -377,15 +377,15 @@ def _modes(processor: YamlTree, *, place: str) -> Iterator[Finding]:
             wanted="SEND",
             fix="write response_header_mode: SEND",
         )
-    for way in ("request", "response"):
-        trailers = mode(processor, f"{way}_trailer_mode")
-        if mode(processor, f"{way}_body_mode") == _DUPLEX and trailers != "SEND":
+    for direction in ("request", "response"):
+        trailers = mode(processor, f"{direction}_trailer_mode")
+        if mode(processor, f"{direction}_body_mode") == _DUPLEX and trailers != "SEND":
             yield _cut(
-                f"{way}_trailer_mode",
+                f"{direction}_trailer_mode",
                 place,
-                f"{way}_body_mode {_DUPLEX} needs {way}_trailer_mode SEND",
+                f"{direction}_body_mode {_DUPLEX} needs {direction}_trailer_mode SEND",
                 wanted="SEND",
-                fix=f"write {way}_trailer_mode: SEND",
+                fix=f"write {direction}_trailer_mode: SEND",
             )
     if mode(processor, "response_trailer_mode") != "SEND":
         yield _warning(

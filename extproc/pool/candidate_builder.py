@@ -275,14 +275,14 @@ def adapter_residency(
     slots = load.adapter_slots
     if slots is None:
         return AdapterResidency.UNKNOWN
-    standing = account.adapter_slots
-    if standing is None or standing.load is not load or standing.known is not known:
-        standing = account.cache_adapter_slots(_slot_state(account, load, known, slots))
-    if standing.full:
+    slot_state = account.adapter_slots
+    if slot_state is None or slot_state.load is not load or slot_state.known is not known:
+        slot_state = account.cache_adapter_slots(_slot_state(account, load, known, slots))
+    if slot_state.full:
         return AdapterResidency.FULL
-    if adapter in standing.idle:
+    if adapter in slot_state.idle:
         return AdapterResidency.IDLE
-    return AdapterResidency.ROOM if standing.room else AdapterResidency.EVICTABLE
+    return AdapterResidency.ROOM if slot_state.room else AdapterResidency.EVICTABLE
 
 
 def _slot_state(

@@ -279,7 +279,7 @@ def scenario_of(replay: Replay, seeds: Sequence[int]) -> scenario.Scenario:
         # Not one of scenario files, whose schema this field has.
         workload=cast("workloads.Workload", workload),
         client=Client(turnaround_s=_TURNAROUND_S),
-        picking=scenario.Picking(told_max_tokens=replay.traffic.knows_max_tokens),
+        picking=scenario.Picking(with_max_tokens=replay.traffic.knows_max_tokens),
         strategies=[scenario.Variant(name=column.name) for column in replay.columns],
         seeds=[*seeds],
         measure_from_s=replay.since_s,

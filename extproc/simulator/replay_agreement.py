@@ -160,14 +160,14 @@ def _context_of(event: RecordedDecision, draw: int) -> _RecordedContext:
         _names_adapter(c.load.adapters, c.residency, row) for c in event.candidates
     ):
         adapter = row.model
-    returning, growth, foreign_share, idle = row.conversation_stats
+    continuation_ratio, growth, foreign_share, idle = row.conversation_stats
     return _RecordedContext(
         request=_request_of(row),
         now=row.at,
         rng=random.Random(draw),
         blocks=row.blocks,
         adapter=adapter,
-        continuation_ratio=returning,
+        continuation_ratio=continuation_ratio,
         expected_growth_tokens=growth,
         foreign_share=foreign_share,
         idle_conversations_per_open=idle,

@@ -21,7 +21,7 @@ SMALL = scenario.Scenario(
         output=Lengths(mean=8, deviation=2, lowest=2),
     ),
     client=Client(users=8, ramp_s=1.0, turnaround_s=0.02),
-    picking=scenario.Picking(told_max_tokens=True),
+    picking=scenario.Picking(with_max_tokens=True),
 )
 
 

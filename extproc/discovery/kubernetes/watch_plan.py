@@ -168,11 +168,11 @@ def plan_watches(
         [source.namespace for source in wide] + [source.namespace for source in pools], ""
     )
     if policies:
-        decrees = [resource for kind in POLICY_RESOURCES for resource in kind]
+        policies = [resource for kind in POLICY_RESOURCES for resource in kind]
         collections += [
-            WatchedCollection(resource, home)
-            for resource in decrees
-            for home in _drop_covered(namespaces)
+            WatchedCollection(resource, namespace)
+            for resource in policies
+            for namespace in _drop_covered(namespaces)
         ]
     for selector in selectors:
         single_objects = (
@@ -182,8 +182,8 @@ def plan_watches(
             selector.namespace, _label_selector(selector.labels) if single_objects else ""
         )
     collections += [
-        WatchedCollection(PODS, home, labels=labels)
-        for home, labels in _drop_covered(namespaces).items()
+        WatchedCollection(PODS, namespace, labels=labels)
+        for namespace, labels in _drop_covered(namespaces).items()
     ]
     collections += [
         WatchedCollection(

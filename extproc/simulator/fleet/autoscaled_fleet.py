@@ -87,8 +87,8 @@ class AutoscaledFleet:
             dispatch=self._go,
             reject=self._refuse,
         )
-        self._gate = flow_control.SimFlowController(
-            _holding(config.hold), timeline=timeline, acts=flow_callbacks
+        self._flow_controller = flow_control.SimFlowController(
+            _flow_control_section(config.hold), timeline=timeline, callbacks=flow_callbacks
         )
         self._spec = min(config.start, len(nodes))
         self._counters = demand_estimator.PickerCounters()
@@ -113,23 +113,23 @@ class AutoscaledFleet:
     def settled(self) -> bool:
         """True when no request waits and replicas are at their minimum."""
         here = sum(kind is not _ReplicaState.DOWN for kind in self._states)
-        return not self._gate.queue.count and here <= self._config.min
+        return not self._flow_controller.queue.count and here <= self._config.min
 
     def arrived(self, sim_request: SimRequest) -> None:
         """Admit, queue or reject a new request."""
         self._count(arrived=1, prompt_tokens=sim_request.work.prompt_tokens)
-        room, gate = self._room(sim_request), self._gate
-        refused = gate.admit(sim_request, room)
+        room, flow_controller = self._room(sim_request), self._flow_controller
+        refused = flow_controller.admit(sim_request, room)
         if refused is not None:
             self._refuse(sim_request, refused)
-        elif not gate.is_queued(sim_request):
+        elif not flow_controller.is_queued(sim_request):
             self._go(sim_request, _Room())
         elif not self._spec:
             self._look()
 
     def left(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
-        return self._gate.cancel(sim_request)
+        return self._flow_controller.cancel(sim_request)
 
     def ended(self, sim_request: SimRequest) -> None:
         """Release the replica of a request that ended."""
@@ -140,14 +140,14 @@ class AutoscaledFleet:
         if self._states[n] is _ReplicaState.LEAVING and not self._loads[n]:
             self._gone(n)
         if not sim_request.failure:
-            self._gate.charge(sim_request)
-        self._gate.pump()
+            self._flow_controller.charge(sim_request)
+        self._flow_controller.pump()
 
     def close(self, over_at: float) -> ScalingSummary:
         """Summary of the run; the last request ended at `over_at`."""
         now = self._timeline.now
         self._record(
-            requests=float(self._gate.queue.count + sum(self._loads)),
+            requests=float(self._flow_controller.queue.count + sum(self._loads)),
             available=sum(kind is _ReplicaState.UP for kind in self._states),
         )
         return self._lifetimes.closed(now, self._rows, over_at=over_at)
@@ -229,7 +229,7 @@ class AutoscaledFleet:
             running=sum(page.running or 0.0 for page in pages),
             rates=self._callbacks.rates(),
         )
-        counters = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
+        counters = msgspec.structs.replace(self._counters, held=self._flow_controller.queue.count)
         return self._meter.read(now, {"picker": counters}, observation)
 
     # Replicas.
@@ -272,7 +272,7 @@ class AutoscaledFleet:
         self._nodes[n].start()
         self._lifetimes.up(n, self._timeline.now)
         self._list()
-        self._gate.pump()
+        self._flow_controller.pump()
 
     def _leave(self, n: int) -> None:
         if self._states[n] is _ReplicaState.STARTING or not self._loads[n]:
@@ -300,7 +300,7 @@ class AutoscaledFleet:
             self._match()  # one that is wanted may have found no room
 
 
-def _holding(hold: HoldSpec) -> FlowControlSection:
+def _flow_control_section(hold: HoldSpec) -> FlowControlSection:
     """Flow control configuration for requests that wait for a replica."""
     budget_s = _FOREVER_S if hold.budget_s is None else hold.budget_s
     return FlowControlSection(

@@ -59,23 +59,23 @@ class SimFlowController(Generic[GrantT]):
     """Queues requests until capacity or rejection. Mutable; one owner.
 
     Args:
-        holding: How requests wait; what tenants may take is not simulated.
-        acts: What is done to requests.
+        section: Settings of flow control; rate limits of tenants are not simulated.
+        callbacks: Actions on requests.
     """
 
     def __init__(
         self,
-        holding: FlowControlSection,
+        section: FlowControlSection,
         *,
         timeline: EventQueue,
-        acts: FlowCallbacks[SimRequest, GrantT],
+        callbacks: FlowCallbacks[SimRequest, GrantT],
     ) -> None:
-        self._headers = holding.headers
+        self._headers = section.headers
         self._timeline = timeline
-        self._acts = acts
-        own = msgspec.structs.replace(acts, dispatch=self._go, reject=self._refuse)
-        self._controller = FlowController(holding.queue, own, VirtualTimer(timeline))
-        self._waiters: dict[str, QueuedItem] = {}
+        self._callbacks = callbacks
+        own = msgspec.structs.replace(callbacks, dispatch=self._dispatch, reject=self._reject)
+        self._controller = FlowController(section.queue, own, VirtualTimer(timeline))
+        self._items: dict[str, QueuedItem] = {}
 
     @property
     def queue(self) -> Queue:
@@ -88,52 +88,56 @@ class SimFlowController(Generic[GrantT]):
         return self._controller.outcomes
 
     def admit(
-        self, sim_request: SimRequest, outcome: GrantT | Deferral | Rejection, *, toward: str = ""
+        self,
+        sim_request: SimRequest,
+        outcome: GrantT | Deferral | Rejection,
+        *,
+        preferred_endpoint: str = "",
     ) -> Rejection | None:
         """Dispatch, queue or reject a new request.
 
         Args:
             outcome: Outcome if no other request waited.
-            toward: Address of the endpoint it would go to; empty where that is not known.
+            preferred_endpoint: Address of the endpoint it would go to; empty where that is not known.
 
         Returns:
-            Why it is refused. None where it waits, or may go where `outcome` says.
+            Its rejection. None where it waits, or may go where `outcome` says.
         """
-        why = self._controller.check(
-            outcome, priority=sim_request.work.priority, preferred_endpoint=toward
+        blocked = self._controller.check(
+            outcome, priority=sim_request.work.priority, preferred_endpoint=preferred_endpoint
         )
-        return None if why is None else self.enqueue(sim_request, why)
+        return None if blocked is None else self.enqueue(sim_request, blocked)
 
     def is_queued(self, sim_request: SimRequest) -> bool:
         """True while a request is queued."""
-        return sim_request.id in self._waiters
+        return sim_request.id in self._items
 
-    def enqueue(self, sim_request: SimRequest, why: Deferral | Rejection) -> Rejection | None:
-        """Begin to wait.
+    def enqueue(self, sim_request: SimRequest, outcome: Deferral | Rejection) -> Rejection | None:
+        """Add a request to the queue.
 
         Args:
-            why: Its outcome without capacity.
+            outcome: Its outcome without capacity.
 
         Returns:
-            Why not, where that changes nothing, or there is no room or no time.
+            Its rejection, where it may not wait, or there is no room or no time.
         """
         now, work = self._timeline.now, sim_request.work
-        want = EnqueueRequest(
+        request = EnqueueRequest(
             tenant=self._tenant(sim_request),
             priority=work.priority,
             target=work.adapter,
             tokens=work.prompt_tokens,
         )
-        waiter = self._controller.enqueue(sim_request, want, why, now)
-        if isinstance(waiter, Rejection):
-            return waiter
-        self._waiters[sim_request.id] = waiter
+        item = self._controller.enqueue(sim_request, request, outcome, now)
+        if isinstance(item, Rejection):
+            return item
+        self._items[sim_request.id] = item
         return None
 
     def cancel(self, sim_request: SimRequest) -> bool:
         """Handle the disconnect of a client; returns True if its request was still queued."""
-        waiter = self._waiters.pop(sim_request.id, None)
-        return waiter is not None and self._controller.cancel(waiter)
+        item = self._items.pop(sim_request.id, None)
+        return item is not None and self._controller.cancel(item)
 
     def notify_capacity(self) -> None:
         """Handle a change that may be capacity."""
@@ -148,13 +152,13 @@ class SimFlowController(Generic[GrantT]):
         """Dispatch queued requests and reject expired ones."""
         self._controller.pump()
 
-    def _go(self, sim_request: SimRequest, way: GrantT) -> None:
-        del self._waiters[sim_request.id]
-        self._acts.dispatch(sim_request, way)
+    def _dispatch(self, sim_request: SimRequest, grant: GrantT) -> None:
+        del self._items[sim_request.id]
+        self._callbacks.dispatch(sim_request, grant)
 
-    def _refuse(self, sim_request: SimRequest, why: Rejection) -> None:
-        del self._waiters[sim_request.id]
-        self._acts.reject(sim_request, why)
+    def _reject(self, sim_request: SimRequest, rejection: Rejection) -> None:
+        del self._items[sim_request.id]
+        self._callbacks.reject(sim_request, rejection)
 
     def _tenant(self, sim_request: SimRequest) -> str:
         work = sim_request.work

@@ -45,7 +45,7 @@ class SimPicker(Protocol):
     def pick(self, sim_request: SimRequest) -> int:
         """Index of the chosen engine; -1 if queued, -1 and `failure` set if rejected.
 
-        The outcome of a queued request is reported later through `went`.
+        The outcome of a queued request is reported later through `on_dequeued`.
         """
 
     def cancel(self, sim_request: SimRequest) -> bool:
@@ -66,9 +66,9 @@ class ExtprocPicker:
         nodes: All engines there will ever be.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
         models: What every engine lists, where the settings ask for it.
-        told_max_tokens: Whether requests say how long their answers will be.
-        went: Called with a request that waited and goes to its `node`, or is refused with a `failure`; None
-            where no request waits, whatever the settings say.
+        knows_max_tokens: Whether requests carry the length of their answers.
+        on_dequeued: Called with a request that waited and goes to its `node`, or is refused with a
+            `failure`; None where no request waits, whatever the settings say.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class ExtprocPicker:
         timeline: EventQueue,
         delay_s: float,
         models: ServedModels,
-        told_max_tokens: bool = False,
-        went: Callable[[SimRequest], None] | None = None,
+        knows_max_tokens: bool = False,
+        on_dequeued: Callable[[SimRequest], None] | None = None,
     ) -> None:
-        if went is None and settings.flow_control.enabled:
+        if on_dequeued is None and settings.flow_control.enabled:
             off = msgspec.structs.replace(settings.flow_control, enabled=False)
             settings = msgspec.structs.replace(settings, flow_control=off)
         self.parts = factory.build(settings, where="scenario")
@@ -92,14 +92,14 @@ class ExtprocPicker:
         self._timeline = timeline
         self._delay_s = delay_s
         self._models = models if settings.scrape.models else None
-        self._knows_max_tokens = told_max_tokens
+        self._knows_max_tokens = knows_max_tokens
         scrape = settings.scrape
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.schedule
         self._needs = self.parts.director.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._reservations: dict[str, Reservation] = {}
-        self._promises: dict[str, conversations.PendingShare] = {}
+        self._pending: dict[str, conversations.PendingShare] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
             for n in range(len(nodes))
@@ -114,17 +114,17 @@ class ExtprocPicker:
         self._resting: dict[int, float] = {}
         self._touched: set[int] = set()
         self._bits: EndpointBits | None = None
-        self.gate: flow_control.SimFlowController[Decision] | None = None
-        if went is not None and settings.flow_control.enabled:
+        self.flow_controller: flow_control.SimFlowController[Decision] | None = None
+        if on_dequeued is not None and settings.flow_control.enabled:
             callbacks = controller.FlowCallbacks(
                 decide=self._decide_again,
-                on_waiting=self._promise,
-                dispatch=lambda sim_request, outcome: self._grant(sim_request, outcome, went),
-                reject=lambda sim_request, why: self._refuse(sim_request, why, went),
+                on_waiting=self._add_pending,
+                dispatch=lambda sim_request, outcome: self._grant(sim_request, outcome, on_dequeued),
+                reject=lambda sim_request, rejection: self._refuse(sim_request, rejection, on_dequeued),
                 endpoint_bits=self._endpoint_bits,
             )
-            self.gate = flow_control.SimFlowController(
-                settings.flow_control, timeline=timeline, acts=callbacks
+            self.flow_controller = flow_control.SimFlowController(
+                settings.flow_control, timeline=timeline, callbacks=callbacks
             )
 
     def listed(self, up: Sequence[int]) -> None:
@@ -147,11 +147,11 @@ class ExtprocPicker:
 
     def pick(self, sim_request: SimRequest) -> int:
         """See `SimPicker`."""
-        outcome, gate = self._decide(sim_request), self.gate
-        if gate is not None:
-            toward = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
-            refused = gate.admit(sim_request, outcome, toward=toward)
-            if gate.is_queued(sim_request):
+        outcome, flow_controller = self._decide(sim_request), self.flow_controller
+        if flow_controller is not None:
+            preferred = outcome.endpoints[0].address if isinstance(outcome, Decision) else ""
+            refused = flow_controller.admit(sim_request, outcome, preferred_endpoint=preferred)
+            if flow_controller.is_queued(sim_request):
                 return -1
             outcome = refused or outcome
         match outcome:
@@ -167,11 +167,11 @@ class ExtprocPicker:
 
     def cancel(self, sim_request: SimRequest) -> bool:
         """See `SimPicker`."""
-        self._take_back(sim_request)
-        return self.gate is not None and self.gate.cancel(sim_request)
+        self._remove_pending(sim_request)
+        return self.flow_controller is not None and self.flow_controller.cancel(sim_request)
 
     def _decide_again(self, sim_request: SimRequest, may_defer: bool) -> Outcome:  # noqa: FBT001 - as `FlowCallbacks` has it
-        self._take_back(sim_request)  # a request must not wait behind its own promise
+        self._remove_pending(sim_request)  # a request must not wait behind its own pending load
         return self._decide(sim_request, may_defer=may_defer)
 
     def _endpoint_bits(self) -> EndpointBits:
@@ -185,15 +185,15 @@ class ExtprocPicker:
             )
         return self._bits
 
-    def _promise(self, sim_request: SimRequest, address: str) -> None:
-        promise = self.parts.director.pending_load.add(
+    def _add_pending(self, sim_request: SimRequest, address: str) -> None:
+        pending = self.parts.director.pending_load.add(
             address, self._chain(sim_request.work), prompt_tokens=sim_request.work.prompt_tokens
         )
-        if promise is not None:
-            self._promises[sim_request.id] = promise
+        if pending is not None:
+            self._pending[sim_request.id] = pending
 
-    def _take_back(self, sim_request: SimRequest) -> None:
-        conversations.remove_pending(self._promises.pop(sim_request.id, None))
+    def _remove_pending(self, sim_request: SimRequest) -> None:
+        conversations.remove_pending(self._pending.pop(sim_request.id, None))
 
     def _decide(self, sim_request: SimRequest, *, may_defer: bool = True) -> Outcome:
         work = sim_request.work
@@ -215,17 +215,17 @@ class ExtprocPicker:
         )
 
     def _grant(
-        self, sim_request: SimRequest, outcome: Decision, went: Callable[[SimRequest], None]
+        self, sim_request: SimRequest, outcome: Decision, on_dequeued: Callable[[SimRequest], None]
     ) -> None:
         sim_request.node = self._commit(sim_request, outcome)
-        went(sim_request)
+        on_dequeued(sim_request)
 
     def _refuse(
-        self, sim_request: SimRequest, why: Rejection, went: Callable[[SimRequest], None]
+        self, sim_request: SimRequest, rejection: Rejection, on_dequeued: Callable[[SimRequest], None]
     ) -> None:
-        self._take_back(sim_request)
-        sim_request.refused(why, self._timeline.now)
-        went(sim_request)
+        self._remove_pending(sim_request)
+        sim_request.refused(rejection, self._timeline.now)
+        on_dequeued(sim_request)
 
     def _commit(self, sim_request: SimRequest, outcome: Decision) -> int:
         """Charge a decision; returns the node."""
@@ -277,8 +277,8 @@ class ExtprocPicker:
         if status:
             director.on_response_headers(reservation, status, now)
         director.release(reservation, now, answered=bool(status))
-        if self.gate is not None and not sim_request.failure:
-            self.gate.charge(sim_request)
+        if self.flow_controller is not None and not sim_request.failure:
+            self.flow_controller.charge(sim_request)
         self._changed()
         left = self._busy[sim_request.node] - 1
         if left:
@@ -330,8 +330,8 @@ class ExtprocPicker:
 
     def _changed(self) -> None:
         """Notify flow control of a change that may be capacity."""
-        if self.gate is not None:
-            self.gate.notify_capacity()
+        if self.flow_controller is not None:
+            self.flow_controller.notify_capacity()
 
     def _wait_s(self, n: int, *, busy: bool, resting: bool = False) -> float:
         counts = self._counts

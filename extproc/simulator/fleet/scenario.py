@@ -101,7 +101,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             says.
         delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
             vLLM takes for its page.
-        told_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
+        with_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
             answers, as those of `vllm bench serve` do. False: people rarely know it.
     """
 
@@ -109,7 +109,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     share_delay_s: Seconds | None = None
     scrape_s: Factor | None = None
     delay_s: Seconds = 0.005
-    told_max_tokens: bool = False
+    with_max_tokens: bool = False
 
 
 class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -141,8 +141,8 @@ class Simulation:
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
             models=ServedModels(frozenset({MODEL}), workloads.named(self._scenario.workload)),
-            told_max_tokens=self._scenario.picking.told_max_tokens,
-            went=self._went if waits else None,
+            knows_max_tokens=self._scenario.picking.with_max_tokens,
+            on_dequeued=self._on_dequeued if waits else None,
         )
 
     def _scaled(self, config: ScenarioAutoscaling) -> AutoscaledFleet:
@@ -212,9 +212,9 @@ class Simulation:
         self._picker_of[sim_request.id] = picker
         sim_request.node = picker.pick(sim_request)
         if sim_request.node >= 0 or sim_request.failure:
-            self._went(sim_request)
+            self._on_dequeued(sim_request)
 
-    def _went(self, sim_request: SimRequest) -> None:
+    def _on_dequeued(self, sim_request: SimRequest) -> None:
         """Handle the late decision of a picker for a queued request."""
         if sim_request.node >= 0:
             self.nodes[sim_request.node].submit(sim_request)
@@ -298,18 +298,18 @@ class PeerSyncBus:
         self, directors: Sequence[Director], *, timeline: EventQueue, delay_s: float
     ) -> None:
         self._timeline = timeline
-        self._mirrors: list[peer_sync.PeerReplica] = []
+        self._replicas: list[peer_sync.PeerReplica] = []
         for n, director in enumerate(directors):
             self._join(str(n), director, delay_s)
 
     def _join(self, name: str, director: Director, delay_s: float) -> None:
         def deliver() -> None:
-            message = outbox.take()
+            message = event_log.take()
             if message is not None:
-                for mirror in self._mirrors:
-                    mirror.apply_message(message, self._timeline.now)
+                for replica in self._replicas:
+                    replica.apply_message(message, self._timeline.now)
 
-        outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
-        peer_sync.connect([("", director)], outbox)
+        event_log = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, deliver))
+        peer_sync.connect([("", director)], event_log)
         # No replica ever leaves: an outage of a picker is not simulated.
-        self._mirrors.append(peer_sync.PeerReplica(name, lambda _: director, silent_s=math.inf))
+        self._replicas.append(peer_sync.PeerReplica(name, lambda _: director, silent_s=math.inf))

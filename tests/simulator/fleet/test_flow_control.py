@@ -19,7 +19,7 @@ GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint
 
 
 class FlowControlFixture:
-    """A gate before a fleet with so many free places."""
+    """Flow control in front of a fleet with so many free places."""
 
     def __init__(self, *, free=0, waits_s=60.0, **facts):
         self.timeline = EventQueue()
@@ -28,14 +28,14 @@ class FlowControlFixture:
         self.refusal = None
         self.went = []
         self.refused = []
-        acts = FlowCallbacks(
+        callbacks = FlowCallbacks(
             decide=self.decide,
             on_waiting=lambda _sim_request, _address: None,
             dispatch=self.grant,
             reject=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
         section = FlowControlSection(enabled=True, **facts)
-        self.gate = SimFlowController(section, timeline=self.timeline, acts=acts)
+        self.flow_controller = SimFlowController(section, timeline=self.timeline, callbacks=callbacks)
 
     def decide(self, _sim_request, _patient):
         if self.refusal is not None:
@@ -48,12 +48,12 @@ class FlowControlFixture:
 
     def hold(self, name, why=None, **facts):
         sim_request = SimRequest(name, RequestSpec(100, 10, (), **facts), self.timeline.now)
-        assert not self.gate.enqueue(sim_request, why or decision.all_busy(self.waits_s))
+        assert not self.flow_controller.enqueue(sim_request, why or decision.all_busy(self.waits_s))
         return sim_request
 
     def opens(self, places):
         self.free += places
-        self.gate.notify_capacity()
+        self.flow_controller.notify_capacity()
         advance(self.timeline, 0.0)
 
 
@@ -64,7 +64,7 @@ def test_whoever_came_first_goes_first():
         fixture.hold(name)
     fixture.opens(2)
     assert fixture.went == ["a", "b"]
-    assert fixture.gate.queue.count == 1
+    assert fixture.flow_controller.queue.count == 1
 
 
 def test_priority_comes_first_and_tenants_take_turns():
@@ -97,15 +97,15 @@ def test_the_deadline_ends_a_wait():
     advance(fixture.timeline, 3.0)
     assert fixture.refused == [("a", 429)]
     advance(fixture.timeline, 3.0)
-    assert fixture.gate.outcomes["expired"] == 2
+    assert fixture.flow_controller.outcomes["expired"] == 2
 
 
 def test_a_client_that_left_waits_no_longer():
     """Only once, and nothing happens to it later."""
     fixture = FlowControlFixture(timeout_s=2.0)
     sim_request = fixture.hold("a")
-    assert fixture.gate.cancel(sim_request)
-    assert not fixture.gate.cancel(sim_request)
+    assert fixture.flow_controller.cancel(sim_request)
+    assert not fixture.flow_controller.cancel(sim_request)
     fixture.opens(1)
     advance(fixture.timeline, 3.0)
     assert not fixture.went
@@ -120,7 +120,7 @@ def test_a_full_queue_makes_room_for_priority():
     fixture.hold("c", priority=1)
     assert fixture.refused == [("b", 429)]
     assert (
-        fixture.gate.enqueue(
+        fixture.flow_controller.enqueue(
             SimRequest("d", RequestSpec(1, 1, ()), 0.0), decision.all_busy(1.0)
         ).status
         == 429
@@ -132,7 +132,7 @@ def test_what_waiting_cannot_change_is_refused():
     fixture = FlowControlFixture()
     fixture.hold("a")
     fixture.refusal = Rejection(404, "there is no such model")
-    fixture.gate.notify_capacity()
+    fixture.flow_controller.notify_capacity()
     advance(fixture.timeline, 0.0)
     assert fixture.refused == [("a", 404)]
 
@@ -164,7 +164,7 @@ def waited(groups, chosen):
     run.run()
     assert not [sim_request.failure for sim_request in run.metrics.requests if sim_request.failure]
     for picker in run.pickers:
-        assert not picker.gate or not picker.gate.queue.count
+        assert not picker.flow_controller or not picker.flow_controller.queue.count
         assert all(not m.account.in_flight for m in picker.parts.store.pool.members)
     times = {}
     for sim_request in run.metrics.requests:
@@ -227,17 +227,17 @@ def test_requests_wait_for_the_first_engine_or_give_up():
     summary = run.run().summary()
     assert set(summary.failed) == {"timeout"}
     assert summary.ttft_s.p99 > 3.0
-    assert not run.pickers[0].gate.queue.count
+    assert not run.pickers[0].flow_controller.queue.count
     early = [sim_request for sim_request in run.metrics.requests if sim_request.sent_at < 3.0]
     assert {sim_request.failure for sim_request in early} == {"timeout"}
-    assert len(early) == run.pickers[0].gate.outcomes["cancelled"]
+    assert len(early) == run.pickers[0].flow_controller.outcomes["cancelled"]
 
 
 def test_where_replicas_come_and_go_the_scenario_says_who_waits():
     """The pickers hold nobody then."""
     definition = a_scenario(autoscaling=scenario.ScenarioAutoscaling(start=1, cold_start_s=1.0))
     run = Simulation(definition, held(), seed=1)
-    assert run.pickers[0].gate is None
+    assert run.pickers[0].flow_controller is None
 
 
 @pytest.mark.proof
