@@ -50,19 +50,6 @@ class EchoCall(ServerCall):
         self._log.append("terminated")
 
 
-class SilentCall(ServerCall):
-    """Answers nothing."""
-
-    def on_message(self, message: bytes) -> None:
-        """Drop it."""
-
-    def on_half_close(self) -> None:
-        """Wait."""
-
-    def on_terminated(self) -> None:
-        """Nothing is open."""
-
-
 @contextlib.asynccontextmanager
 async def serve_native(
     routes: Mapping[str, CallFactory],
