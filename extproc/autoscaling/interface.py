@@ -48,7 +48,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     many requests as it should (`concurrency`), under learned rates; see `demand_estimator`.
 
     Attributes:
-        now: Monotonic seconds.
         spec: Replicas the target asks for.
         available: Replicas that answer: ready endpoints.
         held: Requests queued in endpoint pickers.

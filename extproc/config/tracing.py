@@ -118,7 +118,6 @@ def build_traces(
 
     Args:
         environment: Environment variables.
-        clock: Monotonic seconds.
         counts: Spans by result; updated while they are sent.
 
     Raises:

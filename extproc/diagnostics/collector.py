@@ -106,7 +106,6 @@ class Collector:
     Args:
         settings: Settings of the extproc whose installation is looked at.
         timeout_s: Time limit of one page (seconds).
-        clock: Monotonic seconds.
         wall_clock: Unix seconds.
     """
 

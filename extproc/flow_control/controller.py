@@ -168,7 +168,6 @@ class FlowController(Generic[ItemT, GrantT]):
             item: The request, as passed to `callbacks`.
             properties: Its properties for the queue.
             outcome: Its outcome without capacity.
-            now: Monotonic seconds.
 
         Returns:
             Its place, or why not, where waiting changes nothing or there is no room or no time.
@@ -269,9 +268,6 @@ class FlowController(Generic[ItemT, GrantT]):
     def dispatch(self, now: float) -> float | None:
         """Dispatch requests and end expired requests, within the budget.
 
-        Args:
-            now: Monotonic seconds.
-
         Returns:
             Seconds after which to ask again even if nothing happens, 0 for at once; None for
             an empty queue.
@@ -336,7 +332,6 @@ class FlowController(Generic[ItemT, GrantT]):
         Args:
             soonest_s: Estimated seconds until an endpoint is free; infinity where only an event
                 brings it.
-            now: Monotonic seconds.
 
         Returns:
             Seconds; None for an empty queue.

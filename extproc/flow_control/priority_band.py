@@ -75,9 +75,8 @@ class FairShare:
         """Record that a request of a tenant is dispatched.
 
         Args:
-            tenant: Whose.
+            tenant: Tenant of the request.
             tokens: Estimated cost.
-            now: Monotonic seconds.
         """
         self._turn += 1
         self._turns[tenant] = self._turn

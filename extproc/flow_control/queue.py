@@ -97,7 +97,6 @@ class DrainRateEstimator:
 
         Args:
             ahead: Departures (count).
-            now: Monotonic seconds.
             most_s: Upper bound (seconds); five minutes where that is less.
         """
         most = max(1, math.floor(min(most_s, _LONGEST_S)))
@@ -220,7 +219,6 @@ class Queue:
 
         Args:
             item: The request.
-            now: Monotonic seconds.
 
         Returns:
             429 with Retry-After where there is no room.
@@ -281,7 +279,6 @@ class Queue:
 
         Args:
             dispatch: Dispatches a request if it can be served now, and returns what it blocks if not.
-            now: Monotonic seconds.
             enough: Called before each request; True ends the call.
 
         Returns:

@@ -169,7 +169,6 @@ class TenantRateLimiter:
         Args:
             tenant: Tenant of the request.
             tokens: Prompt tokens, and the most that the response may have.
-            now: Monotonic seconds.
 
         Returns:
             429 with the seconds until it would be let through.

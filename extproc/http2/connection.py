@@ -38,7 +38,6 @@ class Http2Connection(FrameReader):
         limits: Limits of what the peer may cost.
         budget: Limit on incomplete messages, shared by connections.
         counts: Streams and connections that ended by a limit or a violation, by its name; shared.
-        now: Monotonic seconds.
         send_budget: Limit on answers that wait, shared by connections; None is one of its own.
         holder: Ends calls whose answer the budget drops; None drops none.
 
@@ -98,7 +97,6 @@ class Http2Connection(FrameReader):
 
         Args:
             data: Any part of what the peer sent.
-            now: Monotonic seconds.
         """
         if self.is_terminated:
             return []

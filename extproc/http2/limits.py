@@ -109,9 +109,6 @@ class FloodGuard:
 
     A bucket fills with time and with useful work, so that busy connections may send more.
 
-    Args:
-        now: Monotonic seconds.
-
     Attributes:
         writes: Frames of data sent to the peer so far.
     """

@@ -317,7 +317,6 @@ def build_candidates(
         matched_tokens: Per member, prompt tokens predicted as cached there.
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
-        now: Monotonic seconds.
         imputation: Imputed pages of these members; None where every page counts as it is.
         last_account: Account of the endpoint of the conversation's last turn; None without one.
     """

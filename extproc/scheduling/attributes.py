@@ -173,7 +173,6 @@ class EndpointAttributeFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         read = find(self.attribute).read
         threshold, unknown_passes = self.algorithm.threshold, self.on_missing == "Pass"
         compare, bound = _COMPARE[threshold.operator], threshold.value
@@ -298,7 +297,6 @@ class EndpointAttributeScorer(
         return frozenset({metric}) if metric else frozenset()
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         attribute = find(self.attribute_key)
         values = normalization.impute_mean([attribute.read(c) for c in candidates])
         if not values:

@@ -81,14 +81,12 @@ class ContextLengthAware(
     enable_filtering: bool = False
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         length = context.request.prompt_tokens
         return [_fit(length, c.endpoint.labels.get(self.label)) for c in candidates]
 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         if not self.enable_filtering:
             return candidates
         length = context.request.prompt_tokens

@@ -182,7 +182,6 @@ class EstimatedTime(
     def cost(  # noqa: C901, PLR0915 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
-        """See the class."""
         tokens, most = context.request.prompt_tokens, context.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
         both = own + others
@@ -439,7 +438,6 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
         return _HotPrefixes()
 
     def cost(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
-        """See the class."""
         tokens = context.request.prompt_tokens
         # A call to `max` for every candidate would double the time this takes.
         work = [

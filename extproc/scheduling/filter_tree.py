@@ -58,7 +58,6 @@ class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         if context.request.objective:
             return () if context.request.priority < 0 else candidates
         value = context.headers.get(self.header.lower(), "").strip()
@@ -77,7 +76,6 @@ class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return ()
 
 
@@ -153,7 +151,6 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return self.walk(context, candidates)[0]
 
     def walk(
@@ -281,7 +278,6 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return self.tree.filter(context, candidates)
 
     def walk(

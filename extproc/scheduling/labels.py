@@ -116,7 +116,6 @@ class HeaderLabelAffinityScorer(
     stamp_response_header: bool = True
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         header_value = context.headers.get(self.header_name.lower(), "")
         return [
             float(bool(header_value) and c.endpoint.labels.get(self.label_key) == header_value)
@@ -150,7 +149,6 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS, Signal.LABELS})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         peer = parse_topology(context.headers.get(PEER_HEADER, ""))
         if not peer:
             return [0.0] * len(candidates)
@@ -172,7 +170,6 @@ class RoleFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return _with_label_value(
             candidates, "llm-d.ai/role", self.roles, allows_no_label=self.allows_no_label
         )
@@ -251,7 +248,6 @@ class ByLabel(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return _with_label_value(
             candidates, self.label, self.valid_values, allows_no_label=self.allows_no_label
         )
@@ -321,7 +317,6 @@ class LabelSelectorFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         pairs = self.match_labels.items()
         return [
             c
@@ -356,7 +351,6 @@ class TopologyAffinityFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         header = self.peer_topology_header.lower() or PEER_HEADER
         peer = parse_topology(context.headers.get(header, ""))
         furthest = DISTANCES[self.min_affinity]

@@ -27,7 +27,6 @@ class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
             return candidates
@@ -50,7 +49,6 @@ class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
         if not usage:
             return candidates
@@ -79,7 +77,6 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return candidates
@@ -107,7 +104,6 @@ class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         bound = self.max_waiting_requests
         return [c for c in candidates if c.load.waiting is None or c.load.waiting <= bound]
 
@@ -134,7 +130,6 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         nothing = [0.0] * len(candidates)
         waiting = normalization.impute_mean([c.load.waiting for c in candidates]) or nothing
         usage = normalization.impute_mean([c.load.kv_usage for c in candidates]) or nothing
@@ -171,7 +166,6 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         if self.by == "waiting":
             values = normalization.impute_mean([c.load.waiting for c in candidates])
         else:
@@ -243,7 +237,6 @@ class UtilizationFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         bounds = [
             (_READ[condition.metric].read, condition.max_value) for condition in self.conditions
         ]
@@ -281,7 +274,6 @@ class UtilizationDetector(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return [c for c in candidates if not self.is_saturated(c)] or candidates
 
     def is_saturated(self, candidate: Candidate) -> bool:
@@ -324,7 +316,6 @@ class ConcurrencyDetector(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return [c for c in candidates if not self.is_saturated(c)]
 
     def is_saturated(self, candidate: Candidate) -> bool:

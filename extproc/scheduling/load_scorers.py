@@ -45,7 +45,6 @@ class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"expected min_span_requests above 0, got {self.min_span_requests}")
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
             return [normalization.NEUTRAL] * len(candidates)
@@ -68,7 +67,6 @@ class RunningRequestsSizeScorer(
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RUNNING})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         return normalization.min_max_inverted([c.load.running for c in candidates])
 
 
@@ -92,7 +90,6 @@ class LoadAwareScorer(
     threshold: Annotated[int, msgspec.Meta(gt=0)] = 128
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         waiting = normalization.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return [normalization.NEUTRAL] * len(candidates)
@@ -113,7 +110,6 @@ class KvCacheUtilizationScorer(
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         usage = normalization.impute_mean([c.load.kv_usage for c in candidates])
         if usage is None:
             return [normalization.NEUTRAL] * len(candidates)
@@ -155,7 +151,6 @@ class LatencyScorer(
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         a, b, c = (
             self.composite_kv_weight,
             self.composite_queue_weight,
@@ -221,7 +216,6 @@ class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError(f"expected soft_requests above 0, got {self.soft_requests}")
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         if not candidates:
             return []
         soft = self.soft_requests
@@ -254,7 +248,6 @@ class ActiveRequestScorer(
     max_busy_score: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         counts = [c.in_flight for c in candidates]
         high = max(counts, default=0)
         idle, top = self.idle_threshold, self.max_busy_score
@@ -282,7 +275,6 @@ class TokenLoadScorer(
     queue_threshold_tokens: Annotated[int, msgspec.Meta(gt=0)] = 4_194_304
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         prompt, threshold = context.request.prompt_tokens, self.queue_threshold_tokens
         return [
             1.0

@@ -27,7 +27,6 @@ class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         if _none_reported(candidates):
             return candidates
         return [c for c in candidates if _is_loaded(c, context.request.target)]
@@ -47,7 +46,6 @@ class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         free = _free_slots(candidates)
         if free is None:
             return candidates
@@ -67,7 +65,6 @@ class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         free = _free_slots(candidates)
         if free is None:
             return candidates
@@ -99,7 +96,6 @@ class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         if _none_reported(candidates):
             return candidates
         target = context.request.target
@@ -135,7 +131,6 @@ class LoraAffinityFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         target = context.request.target
         bound = self.max_waiting_requests
         holders = [
@@ -162,7 +157,6 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         return labels.capable(labels.adapter(context, candidates), candidates)
 
 
@@ -222,7 +216,6 @@ class LoraAffinityTiers(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         target = context.request.target
         if not (context.request.adapter or _listed(target, candidates)):
             return [UNKNOWN] * len(candidates)
@@ -273,7 +266,6 @@ class LoraAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         target = context.request.target
         tiers = normalization.impute_mean([_upstream_tier(target, c.load) for c in candidates])
         return [normalization.NEUTRAL] * len(candidates) if tiers is None else list(tiers)

@@ -68,7 +68,6 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         addresses = [c.endpoint.address for c in candidates]
         order = sorted(range(len(addresses)), key=addresses.__getitem__)
         last = self._last.get(context.request.target)
@@ -123,7 +122,6 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         if len(candidates) == 1:
             return [0]
         remaining: list[int] | range = range(len(candidates))
@@ -164,7 +162,6 @@ class MaxScorePicker(
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         if count == 1:
             best = max(totals)
             ties = [i for i, total in enumerate(totals) if total == best]
@@ -199,7 +196,6 @@ class RandomPicker(
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         return context.rng.sample(range(len(candidates)), min(count, len(candidates)))
 
 
@@ -231,7 +227,6 @@ class WeightedRandomPicker(
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         draw = context.rng.random
         # The second item orders the zeros among themselves.
         keys = [
@@ -288,7 +283,6 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         places = _places(candidates)
         adapter = labels.adapter(context, candidates)
         able = {id(c) for c in labels.capable(adapter, candidates)}
@@ -406,7 +400,6 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         *,
         count: int,
     ) -> list[int]:
-        """See the class."""
         if len(totals) == 1:
             return [0]
         best = max(totals)

@@ -43,7 +43,6 @@ class PrefixCacheScorer(
     match_length_scale_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         t, w, scale = (
             context.request.prompt_tokens,
             self.match_length_weight,
@@ -94,7 +93,6 @@ class NoHitLruScorer(
         return OrderedDict()
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         if any(c.matched_tokens for c in candidates):
             return [0.5] * len(candidates)
         if len(candidates) == 1:
@@ -153,7 +151,6 @@ class PrefixCacheAffinityFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         explore, prompt = self.exploration_probability, context.request.prompt_tokens
         if prompt <= 0 or (explore and context.rng.random() < explore):
             return candidates
@@ -193,7 +190,6 @@ class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         tokens = context.request.prompt_tokens
         enough = self.share * tokens
         if not enough:

@@ -205,7 +205,6 @@ class SessionAffinityFilter(SessionAffinityPlugin, frozen=True):
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         bound = self.affinity.bound(context, candidates)
         return [c for c in candidates if c.endpoint.address == bound] or candidates
 
@@ -222,7 +221,6 @@ class SessionAffinityScorer(SessionAffinityPlugin, frozen=True):
     kind: ClassVar[str] = "session-affinity-scorer"
 
     def score(self, context: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
-        """See the class."""
         bound = self.affinity.bound(context, candidates)
         return [float(c.endpoint.address == bound) for c in candidates]
 
@@ -289,7 +287,6 @@ class HeaderBasedTestingFilter(
     def filter(
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
-        """See the class."""
         tokens = context.headers.get("test-epp-endpoint-selection", "").split(",")
         named = {token.strip() for token in tokens} - {""}
         bare = {token.strip("[]") for token in named}

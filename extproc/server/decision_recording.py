@@ -39,7 +39,6 @@ class DecisionRecorder:
     Args:
         settings: Settings of the process.
         counts: Rows by result; updated here.
-        clock: Monotonic seconds.
         on_change: Called with True when the first recording starts, and with False after the last.
     """
 

@@ -41,7 +41,6 @@ class InitialScrapeGate:
 
     Args:
         pools: Returns the current pools by name.
-        clock: Monotonic seconds.
         timeout_s: Longest wait in seconds from the first call, once endpoints are known; 0 is open.
     """
 

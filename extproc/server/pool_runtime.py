@@ -42,7 +42,6 @@ class RuntimeContext(msgspec.Struct, frozen=True):
         guards: Measures third-party plugins.
         http: HTTP client for scrapes.
         endpoint_counts: Counts of scraped endpoints.
-        clock: Monotonic seconds.
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
     """
 

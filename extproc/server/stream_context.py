@@ -150,7 +150,6 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
         exchange_settings: Settings of all exchanges.
         body_budget: Limit of bytes that all exchanges buffer.
         observer: Records streams and requests.
-        clock: Monotonic seconds.
         rng: Random numbers for sampling streamed responses.
         settings: Reloadable settings.
         flow_controllers: Flow control by name of the pool; a missing pool has none.

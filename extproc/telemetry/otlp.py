@@ -133,7 +133,6 @@ class OtlpTracer:
         protocol: Protocol of OTLP.
         max_queued_spans: Spans that wait for export; more are dropped (count).
         max_batch_spans: Spans of an export (count).
-        clock: Monotonic seconds.
         rng: Source of span ids; replicas need different ones.
         counts: Spans by result: `exported`, `failed` or `dropped`; updated here.
     """

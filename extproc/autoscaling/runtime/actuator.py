@@ -35,7 +35,6 @@ class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
         cluster: Client of the API server; None where no pool needs one.
         namespace: Namespace of this process, for targets that name none.
         is_leader: True while this replica holds the Lease.
-        clock: Monotonic seconds.
         supervisor: Keeps loops alive.
     """
 

@@ -318,7 +318,6 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
         cluster: Client of scale targets; None where no object is scaled.
         namespace: Namespace of targets that name none.
         is_leader: True while this replica holds the Lease.
-        clock: Monotonic seconds.
         on_step: Called after every step of a loop.
     """
 

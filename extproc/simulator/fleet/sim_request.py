@@ -61,7 +61,7 @@ class SimRequest:
 
     Attributes:
         id: Unique in the simulation.
-        work: What it is.
+        work: Ground truth of the request.
         held_s: Seconds it waited in the client for its turn.
         sent_at: When it left the client, virtual seconds.
         node: Index of the engine it went to; -1 for none.
