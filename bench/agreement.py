@@ -45,8 +45,8 @@ from extproc.scrape import metrics_page
 from extproc.simulator import replay
 from extproc.simulator.fleet import run_metrics, scenario, simulation, workloads
 from extproc.simulator.fleet.client import Client
-from extproc.simulator.fleet.workloads import Lengths
 from extproc.simulator.fleet.picker import MODEL
+from extproc.simulator.fleet.workloads import Lengths
 
 STRATEGIES = ("round-robin", "least-load", "prefix-hash", "adaptive")
 

@@ -54,7 +54,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         help="time limit of one page (%(default)s); all together have a minute",
     )
-    add("--format", choices=("table", "json"), default="table", help="form of the report (%(default)s)")
+    add(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="form of the report (%(default)s)",
+    )
     flags.add(parser)
     parser.set_defaults(run=run)
 

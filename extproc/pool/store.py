@@ -173,9 +173,7 @@ class PoolStore:
             else:
                 known = None
             members[endpoint.address] = (
-                self._build_member(endpoint, now)
-                if known is None
-                else _relabel(known, endpoint)
+                self._build_member(endpoint, now) if known is None else _relabel(known, endpoint)
             )
         self._synced = True
         for member in old.values():

@@ -244,7 +244,14 @@ class EstimatedTime(
             add(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
         request_terms = _RequestTerms(
-            tokens, most, continuation_ratio, growth, conversations_per_open, best, wasted, per_request
+            tokens,
+            most,
+            continuation_ratio,
+            growth,
+            conversations_per_open,
+            best,
+            wasted,
+            per_request,
         )
         explanation = _Explanation(self, request_terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
@@ -278,9 +285,16 @@ class EstimatedTime(
 
     def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        tokens, most, continuation_ratio, growth, conversations_per_open, best, wasted, per_request = (
-            request_terms
-        )
+        (
+            tokens,
+            most,
+            continuation_ratio,
+            growth,
+            conversations_per_open,
+            best,
+            wasted,
+            per_request,
+        ) = request_terms
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)

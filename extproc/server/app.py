@@ -115,7 +115,7 @@ class EndpointPickerProcess:
             shared,
             configured=plan.pools if plan else {},
             is_discovery_synced=lambda: self._is_discovery_synced,
-            on_change=lambda: self.autoscaler.sync_pools(),
+            on_change=lambda: self.autoscaler.sync_pools(),  # noqa: PLW0108 - it is built later
         )
         self._kubernetes_discovery = self._build_kubernetes_discovery(plan)
         self._info_labels["profile"] = self.pool_registry.profile

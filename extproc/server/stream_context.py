@@ -169,7 +169,7 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     flow_controllers: Mapping[str, AsyncFlowController] = {}
     large_bodies: LargeBodies | None = None
     trace_sampler: TraceSampler | None = None
-    on_opened: Callable[[], None] = lambda: None
+    on_opened: Callable[[], object] = dict
     is_draining: bool = False
 
     def reconfigure(self, exchange_settings: ExchangeSettings, settings: StreamSettings) -> None:

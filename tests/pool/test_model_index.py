@@ -5,7 +5,7 @@ import random
 import pytest
 
 from extproc.endpoint import Endpoint, Load, ServedModels
-from extproc.pool.snapshot import Alias, ModelIndex
+from extproc.pool.snapshot import Alias, ModelIndex, healthiest
 from extproc.pool.store import PoolStore
 
 
@@ -126,7 +126,8 @@ def test_eligible_members_serve_are_allowed_and_are_up():
 
     def eligible(name: str, subset: tuple[str, ...] | None = None) -> list[str]:
         pool = store.pool
-        return [item.endpoint.address for item in pool.eligible(subset, pool.serving.match(name))]
+        allowed = pool.allowed(subset, pool.serving.match(name))
+        return [item.endpoint.address for item in healthiest(allowed)]
 
     assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
     assert eligible("a", ("10.0.0.1", "10.0.0.2")) == ["10.0.0.1:1"]

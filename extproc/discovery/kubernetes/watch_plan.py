@@ -168,10 +168,10 @@ def plan_watches(
         [source.namespace for source in wide] + [source.namespace for source in pools], ""
     )
     if policies:
-        policies = [resource for kind in POLICY_RESOURCES for resource in kind]
+        policy_resources = [resource for kind in POLICY_RESOURCES for resource in kind]
         collections += [
             WatchedCollection(resource, namespace)
-            for resource in policies
+            for resource in policy_resources
             for namespace in _drop_covered(namespaces)
         ]
     for selector in selectors:

@@ -119,8 +119,12 @@ class ExtprocPicker:
             callbacks = controller.FlowCallbacks(
                 decide=self._decide_again,
                 on_waiting=self._add_pending,
-                dispatch=lambda sim_request, outcome: self._grant(sim_request, outcome, on_dequeued),
-                reject=lambda sim_request, rejection: self._refuse(sim_request, rejection, on_dequeued),
+                dispatch=lambda sim_request, outcome: self._grant(
+                    sim_request, outcome, on_dequeued
+                ),
+                reject=lambda sim_request, rejection: self._refuse(
+                    sim_request, rejection, on_dequeued
+                ),
                 endpoint_bits=self._endpoint_bits,
             )
             self.flow_controller = flow_control.SimFlowController(
@@ -221,7 +225,10 @@ class ExtprocPicker:
         on_dequeued(sim_request)
 
     def _refuse(
-        self, sim_request: SimRequest, rejection: Rejection, on_dequeued: Callable[[SimRequest], None]
+        self,
+        sim_request: SimRequest,
+        rejection: Rejection,
+        on_dequeued: Callable[[SimRequest], None],
     ) -> None:
         self._remove_pending(sim_request)
         sim_request.refused(rejection, self._timeline.now)

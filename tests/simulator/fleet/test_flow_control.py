@@ -35,7 +35,9 @@ class FlowControlFixture:
             reject=lambda sim_request, why: self.refused.append((sim_request.id, why.status)),
         )
         section = FlowControlSection(enabled=True, **facts)
-        self.flow_controller = SimFlowController(section, timeline=self.timeline, callbacks=callbacks)
+        self.flow_controller = SimFlowController(
+            section, timeline=self.timeline, callbacks=callbacks
+        )
 
     def decide(self, _sim_request, _patient):
         if self.refusal is not None:
@@ -188,9 +190,7 @@ def p95_s(*tenants) -> float:
     """The small tenant's time to the first token, on the fleet of `bench/scenarios/tenants.yaml`."""
     workload = independent(
         10_000,
-        prompt=workloads.Lengths(
-            mean=2000, deviation=2000, shape="lognormal", highest=10_000
-        ),
+        prompt=workloads.Lengths(mean=2000, deviation=2000, shape="lognormal", highest=10_000),
         output=workloads.Lengths(mean=60, deviation=40, shape="lognormal", highest=600),
     )
     rates = {"small": 5.0, "big": 50.0}
