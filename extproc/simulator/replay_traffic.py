@@ -374,6 +374,10 @@ def own_key(own: int, n: int) -> int:
     return ((own + 1) * _MIX ^ (n + 1) * 0xC2B2AE3D27D4EB4F) & _KEY_MASK
 
 
+#: Seconds that a picker may see the end of an answer later than its client, who goes on at once.
+_END_LATENESS_S = 0.1
+
+
 class SessionBuilder:
     """Puts requests into sessions: a turn that came after the answer before it waits for it.
 
@@ -396,7 +400,7 @@ class SessionBuilder:
         if known is not None:
             number, before, chain_before = known
             ended_s = before.answer_ended_s
-            if ended_s is not None and ended_s <= request.at:
+            if ended_s is not None and ended_s <= request.at + _END_LATENESS_S:
                 if len(chain) >= len(chain_before) and [*chain[: len(chain_before)]] == [
                     *chain_before
                 ]:

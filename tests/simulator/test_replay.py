@@ -5,7 +5,7 @@ import pytest
 from extproc.cli import main
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traffic
-from extproc.simulator.fleet import client, scenario
+from extproc.simulator.fleet import client, scenario, sim_request
 from tests.simulator.fleet import builders
 from tests.support import recordings
 
@@ -73,6 +73,19 @@ def test_a_turn_repeats_the_answer_before_it(tmp_path):
             held = (before.prompt_tokens + before.output_tokens) // 16
             assert list(after.keys[:held]) == list(before.keys[:held])
             assert len(after.keys) > held
+
+
+@pytest.mark.parametrize(("ended_s", "sessions"), [(0.9, 1), (1.05, 1), (1.5, 2)])
+def test_a_turn_may_come_before_the_picker_sees_the_end(ended_s, sessions):
+    """A client goes on with the last byte; what comes earlier is asked beside the first."""
+    builder = replay_traffic.SessionBuilder()
+    for at in (0.0, 1.0):
+        spec = sim_request.RequestSpec(prompt_tokens=16, output_tokens=1, keys=[1])
+        request = replay_traffic.TrafficRequest(at, spec, answer_ended_s=at + ended_s)
+        builder.add(request, conversation=7, chain=[1])
+    built = builder.sessions()
+    assert len(built) == sessions
+    assert all(seconds >= 0.0 for session in built for seconds in session.think_s)
 
 
 def test_failed_requests_are_left_out_and_noted(tmp_path):
