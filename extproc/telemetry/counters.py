@@ -6,8 +6,8 @@ are bounded by design: endpoints, statuses, reasons; never client text.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from extproc.decision import MODEL_NOT_FOUND, Decision, Rejection
@@ -27,12 +27,18 @@ _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _HIT_RATIO_BOUNDS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _QUEUE_BOUNDS_S = (1e-4, 5e-4, 1e-3, *_ANSWER_BOUNDS_S)
 
+#: Ends of requests that are counted together (count): some 0.2 ms of work.
+_MAX_DEFERRED = 64
+
 #: Priorities with a histogram of their own (count); further ones share the last.
 _MAX_PRIORITIES = 32
 
 
 class PoolCounters:
     """Counters of one pool.
+
+    Args:
+        settle: Counts what `ProcessCounters.defer` took in; before these are read.
 
     Attributes:
         name: Name of the pool; empty for the default pool where there are several.
@@ -60,8 +66,9 @@ class PoolCounters:
         reported_total: Of these, responses that reported token usage (count).
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", settle: Callable[[], None] = lambda: None) -> None:
         self.name = name
+        self.settle = settle
         self.requests_routed: Counter[str] = Counter()
         self.rejections: Counter[tuple[int, str]] = Counter()
         self.rejection_causes: Counter[tuple[int, str]] = Counter()
@@ -146,6 +153,7 @@ class PoolCounters:
 
     def forget(self, address: str) -> None:
         """Drops the series of a removed endpoint, so that label sets stay bounded."""
+        self.settle()
         self.requests_routed.pop(address, None)
         self.without_response.pop(address, None)
         self.endpoint_headers_s.pop(address, None)
@@ -178,8 +186,9 @@ class ProcessCounters:
         event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
         xds: Counters of the xDS server.
         supervisor: Keeps loops alive, and counts their failures.
-        pools: Counters by name of the pool. A rejection before a pool was found counts under the
-            default pool, which has the empty name if there are several.
+
+    A rejection before a pool was found counts under the default pool, which has the empty name if there
+    are several.
     """
 
     def __init__(self) -> None:
@@ -202,14 +211,42 @@ class ProcessCounters:
         self.event_loop_lag_cpu_s = MetricHistogram(_STALL_BOUNDS_S)
         self.xds = XdsCounters()
         self.supervisor = Supervisor()
-        self.pools: dict[str, PoolCounters] = {}
+        self._pools: dict[str, PoolCounters] = {}
+        self._deferred: deque[Callable[[], None]] = deque()
+
+    @property
+    def pools(self) -> dict[str, PoolCounters]:
+        """Counters by name of the pool, with everything that was deferred."""
+        self.settle()
+        return self._pools
 
     def for_pool(self, pool: str) -> PoolCounters:
-        """Returns the counters of one pool, created on first use."""
-        counters = self.pools.get(pool)
+        """Returns the counters of one pool with everything that was deferred, created on first use."""
+        self.settle()
+        return self.for_request(pool)
+
+    def for_request(self, pool: str) -> PoolCounters:
+        """Returns the counters that a request to this pool is counted in."""
+        counters = self._pools.get(pool)
         if counters is None:
-            counters = self.pools[pool] = PoolCounters(pool)
+            counters = self._pools[pool] = PoolCounters(pool, self.settle)
         return counters
+
+    def defer(self, count: Callable[[], None]) -> None:
+        """Count something later, with others of its kind: code that just ran is quicker.
+
+        Args:
+            count: Counts the end of a request.
+        """
+        self._deferred.append(count)
+        if len(self._deferred) >= _MAX_DEFERRED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what was deferred."""
+        deferred = self._deferred
+        while deferred:
+            deferred.popleft()()
 
     def record_reload(self, *, ok: bool, restart: bool) -> None:
         """Counts a reload of the configuration, failed or not."""

@@ -20,8 +20,6 @@ class LoggedRequestRecorder(RequestRecorder):
     """Recorder that logs its request: when it is refused or abandoned, or at its end."""
 
     failures_only: ClassVar[bool] = False
-    #: The endpoint that served; None if it left the pool.
-    _served: str | None = None
 
     def on_rejected(
         self,
@@ -69,7 +67,6 @@ class LoggedRequestRecorder(RequestRecorder):
         if record is None or self._refusal_status:
             return
         if not self.failures_only or _is_failure(record.decision, status):
-            self._served = endpoint
             log_request(partial(self._build_line, record))
 
     def _build_line(self, record: DecisionRecord) -> RequestLine:
@@ -80,7 +77,7 @@ class LoggedRequestRecorder(RequestRecorder):
             id=record.id,
             pool=decision.pool or None,
             model=request.target or None,
-            endpoint=self._served or decision.endpoints[0].address,
+            endpoint=self._end[0] or decision.endpoints[0].address,
             status=int(status) if _STATUS.fullmatch(status) else None,
             prompt_tokens=read("prompt"),
             cached_tokens=read("cached"),

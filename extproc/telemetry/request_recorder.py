@@ -231,6 +231,8 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
     _is_chunked: bool = False
     _is_ttft_due: bool = False
     _refusal_status: str = ""
+    #: The endpoint that served, None if it left the pool; the status, and the duration in seconds.
+    _end: tuple[str | None, str, float] = (None, "", 0.0)
 
     def on_traced(
         self, trace: TraceContext, *, started_s: float
@@ -242,7 +244,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
 
     def on_pool_selected(self, pool: str) -> None:
         """Count the request for another pool."""
-        self._pool_counters = self._streams.counters.for_pool(pool)
+        self._pool_counters = self._streams.counters.for_request(pool)
 
     def on_direct_response(self) -> None:
         """Count a request that was answered without an endpoint."""
@@ -373,13 +375,29 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             series.record("ttft_ratio", routed_ttft_s / predicted_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
-        """Count the end of a routed request, and note it in the decision log."""
-        counters = self._pool_counters
+        """Note the end of a routed request in the decision log, and count it with others."""
+        record = self._record
+        self._end = endpoint, status, duration_s
+        if record is not None:
+            record.status, record.seconds = status, duration_s
+            if self._number:
+                self._record_end(record, status, duration_s)
+        self._streams.counters.defer(self._count_end)
+
+    def _count_end(self) -> None:
+        """Count the end of a routed request, and its tokens."""
+        counters, record, series = self._pool_counters, self._record, self._series
+        endpoint, status, duration_s = self._end
         counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
-        record, series = self._record, self._series
         if series is None or record is None:
             return
-        record.status, record.seconds = status, duration_s
+        usage = record.usage
+        if usage:
+            counters.record_usage(usage)
+            series.record_tokens(usage)
+            gaps = usage.get("completion", 0) - 1
+            if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
+                series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
         if self._is_ttft_due:
             self._record_ttft(self._headers_s)
         series.record_ended()
@@ -389,8 +407,6 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             if series.labels != self._labels:
                 # The engine serves the model, even if it does not list it.
                 series = counters.series.find(self._labels, is_served=True)
-        if self._number:
-            self._record_end(record, status, duration_s)
         status = status or self._refusal_status
         if not status:
             is_watched = record.decision.request.api not in surfaces.UNOBSERVED
@@ -412,17 +428,9 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         )
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
-        """Count the tokens that the response reported."""
-        self._pool_counters.record_usage(usage)
+        """Note the tokens that the response reported, which are counted at the end."""
         if self._record is not None:
             self._record.usage = usage
-        series = self._series
-        if series is None:
-            return
-        series.record_tokens(usage)
-        gaps = usage.get("completion", 0) - 1
-        if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
-            series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
 
 
 def model_of(labels: RequestLabels | None) -> str:
@@ -481,4 +489,4 @@ class StreamRecorder:
 
     def observe_request(self, pool: str) -> RequestRecorder:
         """Create the recorder of a request; `pool` is the default pool."""
-        return self._recorder_type(self, self.counters.for_pool(pool))
+        return self._recorder_type(self, self.counters.for_request(pool))

@@ -79,6 +79,7 @@ class DemandCounters:
 
     def read(self) -> PickerCounters:
         """Current counters of this process."""
+        self._counters.settle()
         counters, pool = self._counters, self._runtime.parts.store.pool
         flow_controller = self._runtime.flow_controller
         held, held_tokens = (
