@@ -226,6 +226,9 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
     _headers_s: float = -1.0
     _first_chunk_s: float = -1.0
     _last_chunk_s: float = -1.0
+    #: Seconds that routing took, and from the choice of the endpoint to response headers.
+    _routing_s: float = 0.0
+    _response_s: float = 0.0
     _is_stream: bool = False
     _is_served: bool = False
     _is_chunked: bool = False
@@ -308,11 +311,9 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             The decision without prompt and block hashes.
         """
         streams, counters = self._streams, self._pool_counters
-        streams.counters.routing_duration_s.add(duration_s)
-        counters.record_routed(decision)
-        self._labels, self._trace_id = labels, trace_id
         record = streams.decisions.add(request_id, decision, now, pool=counters.name)
         self._record, slim = record, record.decision
+        self._labels, self._trace_id, self._routing_s = labels, trace_id, duration_s
         if trace_id:
             record.trace_id = trace_id
         series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
@@ -322,7 +323,14 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             self._number = streams.recordings.add_routed(
                 decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
             )
+        streams.counters.defer(self._count_routed)
         return slim
+
+    def _count_routed(self) -> None:
+        """Count a routed request."""
+        self._streams.counters.routing_duration_s.add(self._routing_s)
+        if self._record is not None:
+            self._pool_counters.record_routed(self._record.decision)
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Count a rewritten model name."""
@@ -331,19 +339,23 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
     def on_response_headers(
         self, duration_s: float, *, elapsed_s: float, status: str, is_stream: bool, is_shown: bool
     ) -> None:
-        """Count the time to response headers, which is that to the first token without chunks."""
-        self._pool_counters.response_headers_s.add(duration_s)
+        """Note the time to response headers, which is that to the first token without chunks."""
         self._routed_s, self._headers_s = elapsed_s - duration_s, elapsed_s
-        if self._record is not None:
-            self._record.headers_s = duration_s
-        self._is_stream = is_stream
-        if status >= "4":
-            return
-        self._is_served = True
-        if is_stream and is_shown:
-            self._is_chunked = self._is_ttft_due = True
-        else:
-            self._record_ttft(elapsed_s)
+        self._response_s, self._is_stream = duration_s, is_stream
+        self._is_served = status < "4"
+        self._is_chunked = self._is_ttft_due = self._is_served and is_stream and is_shown
+        record = self._record
+        if record is not None:
+            record.headers_s = duration_s
+            if self._is_served and not is_stream:
+                record.first_token_s = duration_s
+        self._streams.counters.defer(self._count_headers)
+
+    def _count_headers(self) -> None:
+        """Count the time to response headers."""
+        self._pool_counters.response_headers_s.add(self._response_s)
+        if self._is_served and not self._is_chunked:
+            self._count_ttft(self._headers_s)
 
     def on_response_chunk(self, elapsed_s: float) -> None:
         """Count the gap between two chunks of a stream; the first one has the first token."""
@@ -352,19 +364,19 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         if self._first_chunk_s < 0.0:
             self._first_chunk_s = elapsed_s
             if self._is_ttft_due:
-                self._record_ttft(elapsed_s)
+                self._is_ttft_due = False
+                if self._record is not None:
+                    self._record.first_token_s = elapsed_s - self._routed_s
+                self._count_ttft(elapsed_s)
         else:
             self._series.record("itl", elapsed_s - self._last_chunk_s)
         self._last_chunk_s = elapsed_s
 
-    def _record_ttft(self, ttft_s: float) -> None:
-        self._is_ttft_due = False
+    def _count_ttft(self, ttft_s: float) -> None:
+        """Count the time to the first token, and what was predicted of a stream."""
         series, record = self._series, self._record
         if series is None or record is None:
             return
-        routed_ttft_s = ttft_s - self._routed_s
-        if not self._is_stream or self._first_chunk_s >= 0.0:
-            record.first_token_s = routed_ttft_s
         if not self._is_stream:
             series.record("complete_ttft", ttft_s, self._trace_id)
             return
@@ -372,7 +384,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         predicted_s = record.decision.predicted_ttft_s
         if predicted_s:
             series.record("predicted_ttft", predicted_s)
-            series.record("ttft_ratio", routed_ttft_s / predicted_s)
+            series.record("ttft_ratio", (ttft_s - self._routed_s) / predicted_s)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Note the end of a routed request in the decision log, and count it with others."""
@@ -399,7 +411,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
             if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
                 series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
         if self._is_ttft_due:
-            self._record_ttft(self._headers_s)
+            self._count_ttft(self._headers_s)
         series.record_ended()
         if self._is_served:
             if endpoint is not None:
