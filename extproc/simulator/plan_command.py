@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     strategies = [args.strategy] if args.strategy else []
     # The fleets are of any size: one engine says what each of them is like.
     loaded = replay_command.load(args, strategies=strategies, configs=(), num_engines=1)
+    replay_command.require_fitting(loaded)
     column = loaded.columns[-1]
     definition = replay.scenario_of(loaded, range(1, args.seeds + 1))
     planner = FleetPlanner(
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         on_run=lambda engines: print(f"simulated {count_of(engines, 'engine')}", file=sys.stderr),
     )
     best = planner.plan(args.max_engines)
-    print(replay_command.source_line(loaded))
+    print(replay_command.source_line(loaded, has_fleet=len(loaded.agreements) > 0))
     print(f"Estimates: {column.name}, mean of {count_of(args.seeds, 'simulation')}\n")
     for line in describe(objectives, planner.sizes, best):
         print(line)

@@ -227,18 +227,56 @@ def describe(
         yield verdict_line(comparison)
 
 
-def source_line(loaded: replay.Replay) -> str:
-    """Description of what was read."""
+def source_line(loaded: replay.Replay, *, has_fleet: bool = True) -> str:
+    """Description of what was read.
+
+    Args:
+        has_fleet: False where the size of the fleet means nothing.
+    """
     traffic = loaded.traffic
+    line = f"{loaded.where}: {len(traffic.requests)} requests in {traffic.duration_s:.0f} s"
     engines = sum(group.count for group in loaded.fleet)
+    return f"{line}, {count_of(engines, 'endpoint')}" if has_fleet else line
+
+
+def require_fitting(loaded: replay.Replay) -> None:
+    """Check that engines take every request: one that is too long fails on any fleet.
+
+    Raises:
+        ConfigError: Some are too long.
+    """
+    num_long, longest, limit = _count_too_long(loaded)
+    if num_long:
+        raise ConfigError(
+            loaded.where,
+            wanted=f"requests of at most {limit} tokens, as the engines take",
+            got=f"{num_long} longer ones, up to {longest} tokens",
+            fix=_fix_too_long(longest),
+        )
+
+
+def _count_too_long(loaded: replay.Replay) -> tuple[int, int, int]:
+    """Requests that no engine takes (count), tokens of the longest, and tokens that engines take."""
+    limit = max((group.resolved().longest for group in loaded.fleet), default=0)
+    specs = (request.spec for request in loaded.traffic.requests)
+    tokens = [spec.prompt_tokens + spec.output_tokens for spec in specs]
+    return sum(length > limit for length in tokens), max(tokens, default=0), limit
+
+
+def _fix_too_long(longest: int) -> str:
     return (
-        f"{loaded.where}: {len(traffic.requests)} requests in {traffic.duration_s:.0f} s, "
-        f"{count_of(engines, 'endpoint')}"
+        f"write --engine max_model_len={longest}, and --engine kv_tokens=N if the cache is smaller"
     )
 
 
 def _notes(loaded: replay.Replay) -> Iterator[str]:
     traffic = loaded.traffic
+    num_long, longest, limit = _count_too_long(loaded)
+    if num_long:
+        yield (
+            f"too long: {count_of(num_long, 'request')}, which engines of {limit} tokens refuse; "
+            f"{_fix_too_long(longest)}"
+        )
     if traffic.num_failed:
         yield f"left out: {traffic.num_failed} requests without a response below 400"
     if loaded.lost:

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """
     strategies = [args.strategy] if args.strategy else []
     loaded = replay_command.load(args, strategies=strategies, configs=())
+    replay_command.require_fitting(loaded)
     settings = loaded.columns[-1].settings
     split = loaded.traffic.split(0.5)
     sizes = [len(part.places) for part in (split.training, split.held_out)]

@@ -175,6 +175,24 @@ def test_fleet_and_times_are_asked_for(tmp_path, capsys, name, words, error):
     assert error in capsys.readouterr().err
 
 
+def test_requests_that_no_engine_takes_are_named(tmp_path, capsys):
+    """A replay counts them; no fleet is large enough for them, and nothing can be tuned."""
+    long = '{"timestamp": 4000, "input_length": 40000, "output_length": 5, "hash_ids": [1]}'
+    path = write(tmp_path, MOONCAKE + long)
+    fleet = ["--profile", "h100-8b-bf16", "--jobs", "1", "--seeds", "1"]
+    assert main.main(["replay", str(path), "--engines", "1", *fleet]) == 0
+    note = "too long: 1 request, which engines of 32768 tokens refuse; write --engine max_model_len=40005"
+    assert note in capsys.readouterr().out
+    for command in (
+        ["plan", str(path), "--slo", "ttft_mean=1s"],
+        ["tune", str(path), "--engines", "1"],
+    ):
+        assert main.main([*command, *fleet]) == 2
+        assert "1 longer ones, up to 40005 tokens" in capsys.readouterr().err
+    argv = ["plan", str(path), "--slo", "ttft_mean=9s", "--engine", "max_model_len=40005", *fleet]
+    assert main.main(argv) == 0
+
+
 def test_a_trace_is_replayed(tmp_path, capsys):
     """It has neither agreement nor fidelity."""
     path = write(tmp_path, MOONCAKE)
