@@ -64,9 +64,13 @@ class AddressRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """A scraped load, without the counters; attributes as in `Load`."""
+    """A scraped load, without the counters; attributes as in `Load`, but `at`.
 
-    at: float
+    Attributes:
+        at: Monotonic seconds of the scrape; None before the first, where values of others stand in.
+    """
+
+    at: float | None = None
     engine: str = ""
     waiting: float | None = None
     running: float | None = None
@@ -88,14 +92,16 @@ def record_load(load: Load) -> RecordedLoad | None:
     """A load as it is recorded; None for one that never was."""
     if load is NO_LOAD:
         return None
-    return RecordedLoad(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+    fields = {name: getattr(load, name) for name in _LOAD_FIELDS}
+    return RecordedLoad(**{**fields, "at": None if load.at == NO_LOAD.at else load.at})
 
 
 def restore_load(load: RecordedLoad | None) -> Load:
     """The load that was recorded."""
     if load is None:
         return NO_LOAD
-    return Load(**{name: getattr(load, name) for name in _LOAD_FIELDS})
+    fields = {name: getattr(load, name) for name in _LOAD_FIELDS}
+    return Load(**{**fields, "at": NO_LOAD.at if load.at is None else load.at})
 
 
 class StateRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, tag="state"):

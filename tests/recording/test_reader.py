@@ -94,6 +94,14 @@ def test_imputed_loads_come_back_as_imputed():
     assert second.age_s == float("inf")
 
 
+def test_loads_of_endpoints_that_were_never_scraped_come_back():
+    """What other endpoints stand in for has no time."""
+    candidate = a_candidate(1, load=Load(running=1.0))
+    unscraped = msgspec.structs.replace(candidate, page=NO_LOAD, age_s=float("inf"))
+    _, (event,) = read(recorded(a_decision([unscraped])))
+    assert event.candidates == [unscraped]
+
+
 def test_recordings_can_be_concatenated():
     """A second header starts the endpoints anew."""
     first, second = recorded(a_decision([a_candidate(1)])), recorded(a_decision([a_candidate(2)]))
