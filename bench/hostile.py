@@ -1,13 +1,13 @@
 """Measures time and memory that one hostile client, engine or file can take of a picker.
 
 python -m bench.hostile [--kinds bodies,large,clients,pages,files,waiting] [--requests 10000]
-                        [--seconds 60] [--size 1048576] [--only NAME] [--write]
+                        [--seconds 5] [--size 1048576] [--only NAME] [--write]
 
-Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
+All kinds take some ten minutes. Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
 are sent. For each it shows the longest wait of /healthz beside that of harmless input of the same size,
 CPU per request, memory before, at its peak and after, whether the process lives and whether its accounts
-are zero afterwards. A kind ends after its requests or its seconds,
-whatever comes first. Ends with 1 where a bar is missed.
+are zero afterwards. A kind ends after its requests or its seconds, whatever comes first; bodies of
+32 MiB and edits of files come in fixed numbers. Ends with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,17 @@ from extproc.demo import stack
 #: /healthz tell: 50 ms, or half as long again as with harmless input, as busy machines are late.
 STALL_S, STALL_RATIO = 0.05, 1.5
 
-#: Memory that may stay of the last quarter of a kind's requests: what is flat, but for noise.
+#: Memory that may stay of the last fifth of a kind's requests: what is flat, but for noise.
 GROWTH_BYTES = 8 * MIB
+
+#: Largest bodies of each kind that are sent after the first (count), and the memory that may stay of
+#: them: half of what they hold, as what the allocator retains moves by one of them.
+LARGE_REQUESTS = 4
+LARGE_GROWTH_BYTES = 64 * MIB
+
+#: Edits of each kind (count), and seconds until the next: files are looked at every second. Memory
+#: after an edit goes up and down by 10 MiB from one to the next, so there are two in each fifth.
+EDITS, EDIT_S = 10, 2.0
 
 #: CPU for each MiB of a body beyond what a harmless one takes, in seconds.
 PARSING_S = 0.03
@@ -62,8 +71,9 @@ class Row(msgspec.Struct):
         cpu_s: CPU seconds for a request.
         before_bytes: Memory before the first request.
         peak_bytes: Memory at its peak.
-        grown_bytes: Median of the memory in the last quarter of the requests, less that in the
-            quarter before: what an allocator holds back comes and goes.
+        grown_bytes: Least memory in the last fifth of the requests, less that in the fifth before:
+            what an allocator holds back comes and goes. Of the largest bodies, memory after the
+            last less that after the first.
         is_alive: Whether the process went on.
         accounts: Accounts that did not go back to zero.
         missed: Bars that were missed.
@@ -141,12 +151,13 @@ async def measured(
 
     Args:
         kind: Its name.
-        one: The picker.
+        server: The picker.
         step: The thing.
         bounds: How often, and for how long.
-        at_once: How many do it at a time in the second half, in which memory is measured.
-        first: How many do it at a time in the first half, in which waits are measured: several
-            that are allowed 50 ms each make others wait for their sum.
+        at_once: How many do it at a time in the last three fifths, in two of which memory is
+            measured: in the first of the three it fits their number.
+        first: How many do it at a time before, while waits are measured: several that are allowed
+            50 ms each make others wait for their sum.
     """
     row = Row(kind)
     answers: collections.Counter[str] = collections.Counter()
@@ -161,7 +172,7 @@ async def measured(
         held_bytes = []
 
         async def client() -> None:
-            for _ in range(max(1, round(share * bounds.requests / clients))):
+            for _ in range(max(1, int(share * bounds.requests / clients))):
                 if not server.is_alive or loop.time() > ends:
                     return
                 answers[await step()] += 1
@@ -171,10 +182,10 @@ async def measured(
         return min(held_bytes, default=0)
 
     async with hostile_watch.Probe(server.pages) as probe:
-        await part(first, 0.5)
+        await part(first, 0.4)
         row.stall_s = hostile_watch.longest_stall_s(counted, await server.metrics())
-    early_bytes = await part(at_once, 0.25)
-    late_bytes = await part(at_once, 0.25)
+    await part(at_once, 0.2)
+    early_bytes, late_bytes = await part(at_once, 0.2), await part(at_once, 0.2)
     row.wait_s, row.peak_bytes = probe.longest_s, server.memory_bytes("VmHWM")
     row.is_alive = server.is_alive
     row.requests, row.answers = answers.total(), dict(answers)
@@ -184,13 +195,14 @@ async def measured(
     return row
 
 
-def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
+def judge(row: Row, quiet: Row, size_bytes: int, growth_bytes: int) -> Row:
     """Hold a row against the bars.
 
     Args:
         row: Is changed.
         quiet: What harmless input did.
         size_bytes: Of its bodies; 0 where it is not about bodies.
+        growth_bytes: Memory that may stay.
     """
     if row.stall_s is not None:
         is_held = row.stall_s > STALL_S
@@ -200,7 +212,7 @@ def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
         row.missed.append("stall")
     if size_bytes and row.cpu_s > quiet.cpu_s + PARSING_S * size_bytes / MIB:
         row.missed.append("CPU")
-    if row.grown_bytes > GROWTH_BYTES:
+    if row.grown_bytes > growth_bytes:
         row.missed.append("memory")
     if not row.is_alive:
         row.missed.append("ended")
@@ -225,8 +237,7 @@ async def requests(bounds: Bounds) -> AsyncIterator[Row]:
 async def large(bounds: Bounds) -> AsyncIterator[Row]:
     """The same kinds as long as the picker takes them: the event loop is not held longer for it."""
     kinds = bodies.hostile(LARGEST_BYTES) | {"harmless": bodies.harmless(LARGEST_BYTES)}
-    # The allocator's stock moves by some bodies, so that a quarter needs a dozen to show the least.
-    few = msgspec.structs.replace(bounds, requests=64, seconds=10 * bounds.seconds)
+    few = msgspec.structs.replace(bounds, requests=LARGE_REQUESTS, seconds=600.0)
     for name, request in kinds.items():
         # Some kinds are as short as ever.
         if bounds.only in f"large {name}" and len(request.body) > LARGEST_BYTES // 2:
@@ -236,7 +247,11 @@ async def large(bounds: Bounds) -> AsyncIterator[Row]:
                     return await bodies.send(port, request)
 
                 await step()
-                yield await measured(f"large {name}", server, step, few, at_once=1)
+                await server.accounts()
+                first_bytes = server.memory_bytes()
+                row = await measured(f"large {name}", server, step, few, at_once=1)
+                row.grown_bytes = server.memory_bytes() - first_bytes
+                yield row
 
 
 async def clients(bounds: Bounds) -> AsyncIterator[Row]:
@@ -274,7 +289,10 @@ async def pages(bounds: Bounds) -> AsyncIterator[Row]:
 
 
 async def files(bounds: Bounds) -> AsyncIterator[Row]:
-    """Edits of the configuration and of the file of endpoints, each mended after a while."""
+    """Edits of the configuration and of the file of endpoints, each mended after a while.
+
+    All kinds at once, as they wait for most of the time.
+    """
     many = "".join(f"  - 10.{at >> 16}.{at >> 8 & 255}.{at & 255}:8000\n" for at in range(100_000))
     edits = {
         "configuration with NUL": (0, HEAD + "log: {level: in\0fo}\n"),
@@ -286,32 +304,35 @@ async def files(bounds: Bounds) -> AsyncIterator[Row]:
         "endpoints of 100,000 lines": (1, "endpoints:\n" + many),
         "endpoints that are none": (1, "endpoints: [a, 7, {}, '1.2.3.4:99999']\n"),
     }
-    for name, (which, text) in edits.items():
-        if bounds.only not in name:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            paths = [Path(folder) / "extproc.yaml", Path(folder) / "endpoints.yaml"]
-            good = [f"{HEAD}pool: {{endpoints_file: {paths[1]}}}\n", "endpoints: []\n"]
-            for path, content in zip(paths, good, strict=True):
-                path.write_text(content)
-            async with picker([], "--config-file", str(paths[0]), with_envoy=False) as server:
+    few = msgspec.structs.replace(bounds, requests=EDITS, seconds=600.0)
+    chosen = [(name, *edit) for name, edit in edits.items() if bounds.only in name]
+    for row in await asyncio.gather(*(_edited(*edit, few) for edit in chosen)):
+        yield row
 
-                async def step(which: int = which, text: str = text, paths=paths, good=good) -> str:
-                    for content in (text, good[which]):
-                        paths[which].write_text(content)
-                        await asyncio.sleep(2.0)
-                    return "edited"
 
-                # Memory after an edit goes up and down by 10 MiB from one to the next: two a quarter.
-                few = msgspec.structs.replace(bounds, requests=8)
-                yield await measured(name, server, step, few, at_once=1)
+async def _edited(name: str, which: int, text: str, bounds: Bounds) -> Row:
+    """Edits of the configuration (`which` 0) or the file of endpoints (1) of one picker."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / "extproc.yaml", Path(folder) / "endpoints.yaml"]
+        good = [f"{HEAD}pool: {{endpoints_file: {paths[1]}}}\n", "endpoints: []\n"]
+        for path, content in zip(paths, good, strict=True):
+            path.write_text(content)
+        async with picker([], "--config-file", str(paths[0]), with_envoy=False) as server:
+
+            async def step() -> str:
+                for content in (text, good[which]):
+                    paths[which].write_text(content)
+                    await asyncio.sleep(EDIT_S)
+                return "edited"
+
+            return await measured(name, server, step, bounds, at_once=1)
 
 
 async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
     """2,000 requests that wait, each for a model of its own, at two engines that are busy."""
     if bounds.only not in "waiting models":
         return
-    text = HEAD + "flow_control: {enabled: true, timeout_s: 10, busy_s: 0.001}\n"
+    text = HEAD + "flow_control: {enabled: true, timeout_s: 5, busy_s: 0.001}\n"
     async with picker([lying_engine("half")] * 2, "--config-text", text) as server:
         fresh = bodies.names()
         once = msgspec.structs.replace(bounds, requests=4_000)
@@ -353,7 +374,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.hostile")
     parser.add_argument("--kinds", default=",".join(GROUPS))
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--size", type=int, default=MIB)
     parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true", help="write bench/results/hostile*.json")
@@ -369,7 +390,9 @@ async def main() -> int:
     groups = wanted.kinds.split(",")
     for group in groups:
         async for row in GROUPS[group](bounds):
-            rows.append(judge(row, quiet, bounds.size_bytes if group == "bodies" else 0))
+            size_bytes = bounds.size_bytes if group == "bodies" else 0
+            growth_bytes = LARGE_GROWTH_BYTES if group == "large" else GROWTH_BYTES
+            rows.append(judge(row, quiet, size_bytes, growth_bytes))
             print(line(row, quiet), flush=True)
     if wanted.write:
         figures = {"rows": [json.loads(msgspec.json.encode(row)) for row in rows]}
