@@ -11,10 +11,10 @@ import msgspec
 from extproc.config import discovery_sources, pool_schema, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
-from extproc.endpoint import Endpoint
+from extproc.endpoint import Endpoint, Load, StepTimeModel
 from extproc.pool import outlier_detection
 from extproc.pool.snapshot import Pool
-from extproc.pool.store import PoolStore
+from extproc.pool.store import PoolStore, ScrapeObserver
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
@@ -126,7 +126,7 @@ def build(
     detector = outlier_detection.OutlierDetector(settings.health, rng)
     store = PoolStore(
         on_gone=forget,
-        on_observed=model.observe_load,
+        on_observed=model.observe_load if exact is None else _observer(model, exact),
         outlier_detector=detector,
         on_changed=on_changed,
     )
@@ -165,6 +165,20 @@ def build(
             pool=settings.pool.name,
         ),
     )
+
+
+def _observer(model: cache_model.CacheModel, exact: ExactPrefixes) -> ScrapeObserver:
+    """Observer of scrapes that learns from both, the estimate and the events."""
+
+    def observe(
+        endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
+    ) -> None:
+        model.observe_load(endpoint, before=before, after=after, rates=rates, restarted=restarted)
+        calibration = model.state_of(endpoint).calibration
+        key = cache_model.index_key(endpoint)
+        exact.observe_totals(key, calibration.predicted, calibration.observed)
+
+    return observe
 
 
 def rebuild_routing(

@@ -26,6 +26,15 @@ MAX_MAPPED_BLOCKS: Final = 1_000_000
 #: prefill of many tokens, and the event behind it.
 SETTLE_S: Final = 2.0
 
+#: Predicted tokens between two corrections, the exponent of one, and the least discount: a step
+#: closes half of a difference.
+_MIN_PREDICTED_TOKENS: Final = 100_000
+_GAIN: Final = 0.5
+_MIN_DISCOUNT: Final = 0.3
+
+#: Discount from which there is none: exact tokens are not blurred for little.
+_MAX_DISCOUNT: Final = 0.9
+
 #: Engines of which a prompt remembers that it was just sent there (count).
 _MAX_SENT: Final = 16
 
@@ -178,6 +187,8 @@ class ExactPrefixes:
     Attributes:
         index: Blocks of the engines.
         prompts: Byte blocks to token blocks.
+        discount: Share of the tokens held at the choice of an engine that it still holds when it begins
+            with the request, learned, 0.3 to 1: under pressure it evicts while requests wait.
         usage_tokens: Prompt tokens that were predicted as cached and those that answers report, of the
             same requests, by source of the prediction and `predicted` or `observed`.
     """
@@ -185,6 +196,9 @@ class ExactPrefixes:
     def __init__(self, schedule: blocks.Schedule, *, max_blocks: int) -> None:
         self.index = TokenBlockIndex(max_blocks)
         self.prompts = PromptMap(schedule.cuts)
+        self.discount = 1.0
+        self._predicted_tokens = self._observed_tokens = 0.0
+        self._totals: dict[tuple[str, int], tuple[float, float]] = {}
         self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
         self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
 
@@ -203,6 +217,7 @@ class ExactPrefixes:
 
     def forget(self, key: tuple[str, int]) -> None:
         """Forget an endpoint."""
+        self._totals.pop(key, None)
         for engine in self._engines.pop(key, ()):
             self.index.close(engine)
 
@@ -249,6 +264,28 @@ class ExactPrefixes:
         self.usage_tokens[source, "predicted"] += predicted
         self.usage_tokens[source, "observed"] += observed
 
+    def observe_totals(self, key: tuple[str, int], predicted: float, observed: float) -> None:
+        """Learn the discount from what an endpoint counts.
+
+        Args:
+            key: Address and incarnation of the endpoint.
+            predicted: Prompt tokens ever predicted as cached there, of requests that it looked up.
+            observed: Prompt tokens that it ever found, of the same.
+        """
+        if not self.engines(key):
+            return
+        before = self._totals.get(key, (predicted, observed))
+        self._totals[key] = predicted, observed
+        if predicted < before[0]:
+            return  # it restarted
+        self._predicted_tokens += predicted - before[0]
+        self._observed_tokens += observed - before[1]
+        if self._predicted_tokens >= _MIN_PREDICTED_TOKENS:
+            ratio = max(0.0, self._observed_tokens) / self._predicted_tokens
+            discount = max(_MIN_DISCOUNT, self.discount * ratio**_GAIN)
+            self.discount = discount if discount < _MAX_DISCOUNT else 1.0
+            self._predicted_tokens = self._observed_tokens = 0.0
+
     def match(self, chain: Sequence[int]) -> tuple[MappedPrompt, Sequence[tuple[int, int]]] | None:
         """The mapped prompt that shares most with a prompt, and who holds how much of it.
 
@@ -275,16 +312,16 @@ class ExactPrefixes:
         return prompt, ends
 
     def tokens_by_slot(self, ends: Sequence[tuple[int, int]]) -> list[int]:
-        """Tokens that engines hold, by the positions of their bits; see `match`."""
+        """Tokens that engines will find, by the positions of their bits; see `match`."""
         index = self.index
-        num_slots, size = index.num_slots, index.block_tokens
+        num_slots, size = index.num_slots, index.block_tokens * self.discount
         tokens = [0] * num_slots
         if ends and 2 * ends[0][1].bit_count() > num_slots:
             # Most hold the same, such as a system prompt: the few others are set after.
             depth, bits = ends[0]
-            tokens = [depth * size] * num_slots
+            tokens = [int(depth * size)] * num_slots
             note_depth(tokens, ((1 << num_slots) - 1) ^ bits, 0)
             ends = ends[1:]
         for depth, bits in ends:
-            note_depth(tokens, bits, depth * size)
+            note_depth(tokens, bits, int(depth * size))
         return tokens

@@ -138,3 +138,28 @@ def test_a_prompt_remembers_few_engines():
         found.record_sent(f"e{number}", chain(SYSTEM), float(number))
     assert len(found.match(chain(SYSTEM))[0].sent) == 16
     found.record_sent("e1", chain(b"unknown" * 64), 1.0)
+
+
+def test_what_is_evicted_while_requests_wait_is_discounted():
+    """Predictions follow what engines find; a little less, a restart, or another pool change nothing."""
+    found, engine = exact()
+    assert found.discount == 1.0
+    found.observe_totals(("other", 0), 0.0, 0.0)
+    found.observe_totals(("other", 0), 1e6, 0.0)
+    found.observe_totals(("a", 0), 0.0, 0.0)
+    found.observe_totals(("a", 0), 30_000.0, 29_000.0)
+    assert found.discount == 1.0
+    predicted, observed = 30_000.0, 29_000.0
+    for _ in range(20):
+        predicted += 120_000.0 * found.discount
+        observed += 72_000.0
+        found.observe_totals(("a", 0), predicted, observed)
+    assert 0.55 < found.discount < 0.65
+    assert found.tokens_by_slot([(100, engine.bit)]) == [int(400 * found.discount)]
+    found.observe_totals(("a", 0), 0.0, 0.0)
+    for number in range(1, 21):
+        found.observe_totals(("a", 0), 100_000.0 * number, 110_000.0 * number)
+    assert found.discount == 1.0
+    for number in range(21, 41):
+        found.observe_totals(("a", 0), 100_000.0 * number, 2_200_000.0)
+    assert found.discount == 0.3
