@@ -57,7 +57,7 @@ def test_the_name_is_that_of_the_project():
     named = set()
     for path in (tools.ROOT / "extproc").rglob("*.py"):
         text = path.read_text()
-        named |= set(re.findall(r"install_command\(\s*['\"](\w+)", text))
+        named |= set(re.findall(r"install_command\(\s*['\"]([\w-]+)", text))
         assert "pip install" not in text or path.name == "distribution.py", path
     assert named <= set(PROJECT["optional-dependencies"])
     assert named

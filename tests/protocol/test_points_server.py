@@ -27,6 +27,7 @@ class Broken:
         self.reserve = director.reserve
         self.release = director.release
         self.is_response_unobserved = director.is_response_unobserved
+        self.prompt_listener = director.prompt_listener
 
     def decide(self, prepared: PreparedRequest, now: float) -> Outcome:
         raise ZeroDivisionError(prepared.raw.body)
