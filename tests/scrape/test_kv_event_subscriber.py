@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import random
+import sys
 
 import msgspec
 import pytest
 
 from extproc.endpoint import Endpoint, Load
+from extproc.errors import ConfigError
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
+from extproc.scrape import kv_event_subscriber
 from extproc.scrape.kv_event_subscriber import KvEventsSection, KvEventSubscriber
 from extproc.simulator import faults, kv, prompt
 from extproc.simulator.http.kv_publisher import KvPublisher, KvPublisherSettings
@@ -387,3 +390,12 @@ def test_messages_of_other_forms_are_malformed():
             assert subscriber.state in ("exact", "partial")
 
     run_async(test())
+
+
+def test_settings_need_the_extra(monkeypatch):
+    """Without it the error says how to install it."""
+    kv_event_subscriber.require(KvEventsSection(enabled=True))
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    kv_event_subscriber.require(KvEventsSection())
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
+        kv_event_subscriber.require(KvEventsSection(enabled=True))
