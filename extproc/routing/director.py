@@ -8,7 +8,6 @@ from typing import Protocol
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
-from extproc.parsing import surfaces
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import RequestOutcome
@@ -83,10 +82,7 @@ class Director:
         self._event_listener: RequestEventListener | None = None
         self._conversation_tracker = ConversationTracker()
         self.pending_load = conversations.PendingLoad(
-            store,
-            self._conversation_tracker,
-            self._tokens,
-            counted=routing.tracks_conversations,
+            store, self._conversation_tracker, self._tokens, counted=routing.tracks_conversations
         )
         self.scheduler = Scheduler(
             store,
@@ -481,10 +477,6 @@ class Director:
         finally:
             if self._event_listener is not None:
                 self._event_listener.on_released(reservation, answered=answered and ran, ran=ran)
-
-    def is_response_unobserved(self, decision: Decision) -> bool:
-        """True if the response needs no observation."""
-        return decision.request.api in surfaces.UNOBSERVED
 
     def _remember(self, decision: Decision, now: float) -> None:
         """Notify the stateful plugins; an exception of a plugin does not fail the request."""

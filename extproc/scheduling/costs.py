@@ -58,7 +58,7 @@ class _RequestTerms(NamedTuple):
 
     tokens: int
     most: int | None
-    continuation_ratio: float
+    continued: float
     growth: float
     conversations_per_open: float
     best: int
@@ -185,7 +185,7 @@ class EstimatedTime(
         tokens, most = context.request.prompt_tokens, context.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
         both = own + others
-        continuation_ratio, roomy = context.continuation_ratio, self.crowding_start
+        continued, roomy = context.continuation_ratio, self.crowding_start
         wasted = self.waste_share * (1.0 - context.foreign_share)
         growth, conversations_per_open = (
             context.expected_growth_tokens,
@@ -237,21 +237,14 @@ class EstimatedTime(
                     held = conversations_per_open * c.active_context_tokens
                     if batch > c.in_flight:
                         held *= batch / (c.in_flight or 1)
-                    if continuation_ratio and held + uncached + growth > roomy * capacity:
+                    if continued and held + uncached + growth > roomy * capacity:
                         cost += self._crowding(
-                            continuation_ratio, tokens + growth, conversations_per_open, c
+                            continued, tokens + growth, conversations_per_open, c
                         )
             add(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
         request_terms = _RequestTerms(
-            tokens,
-            most,
-            continuation_ratio,
-            growth,
-            conversations_per_open,
-            best,
-            wasted,
-            per_request,
+            tokens, most, continued, growth, conversations_per_open, best, wasted, per_request
         )
         explanation = _Explanation(self, request_terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
@@ -285,16 +278,9 @@ class EstimatedTime(
 
     def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        (
-            tokens,
-            most,
-            continuation_ratio,
-            growth,
-            conversations_per_open,
-            best,
-            wasted,
-            per_request,
-        ) = request_terms
+        (tokens, most, continued, growth, conversations_per_open, best, wasted, per_request) = (
+            request_terms
+        )
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)
@@ -318,11 +304,11 @@ class EstimatedTime(
             slowdown,
             self.waiting_share * min(c.estimated_requests, c.queued_tokens * per_request) * prefill,
             wasted * waste,
-            self._crowding(continuation_ratio, tokens + growth, conversations_per_open, c),
+            self._crowding(continued, tokens + growth, conversations_per_open, c),
         )
 
     def _crowding(
-        self, continuation_ratio: float, tokens: float, conversations_per_open: float, c: Candidate
+        self, continued: float, tokens: float, conversations_per_open: float, c: Candidate
     ) -> float:
         """Seconds others lose when this conversation moves in; see the class."""
         capacity = c.load.kv_tokens
@@ -345,7 +331,7 @@ class EstimatedTime(
         rises = (wanted - self.crowding_start) / (self.crowding_full - self.crowding_start)
         falls = (self.crowding_end - share) / (self.crowding_end - self.crowding_full)
         value = min(1.0, rises, falls)
-        return self.crowding * continuation_ratio * capacity * c.rates.prefill_s * value
+        return self.crowding * continued * capacity * c.rates.prefill_s * value
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> float:
         """Seconds until `wanted` more KV tokens are free; see the class."""

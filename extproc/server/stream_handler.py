@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from extproc.decision import Decision, Deferral, DirectResponse, Outcome, Rejection
-from extproc.parsing import usage
+from extproc.parsing import surfaces, usage
 from extproc.pool.inflight import Reservation
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.messages import MessageKind, ProcessingRequest, ProcessingResponse
@@ -342,7 +342,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             duration_s=self._routed_s - now,
         )
         # Nothing of the response is needed: the stream ends and Envoy goes on without us.
-        self.is_over = context.is_draining or director.is_response_unobserved(decision)
+        self.is_over = context.is_draining or decision.request.api in surfaces.UNOBSERVED
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """Report the response headers to the director."""

@@ -18,16 +18,13 @@ PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
 
 
 class Broken:
-    """A dispatcher whose decisions have a bug."""
+    """A director whose decisions have a bug."""
 
     def __init__(self, director: Director) -> None:
-        self._dispatcher = director
-        self.prepare = director.prepare
-        self.route_fallback = director.route_fallback
-        self.reserve = director.reserve
-        self.release = director.release
-        self.is_response_unobserved = director.is_response_unobserved
-        self.prompt_listener = director.prompt_listener
+        self._director = director
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._director, name)
 
     def decide(self, prepared: PreparedRequest, now: float) -> Outcome:
         raise ZeroDivisionError(prepared.raw.body)
