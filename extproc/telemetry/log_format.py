@@ -164,11 +164,12 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def _format_request(self, at: float, build_line: Callable[[], RequestLine]) -> str:
         """The line of a request; empty, with a note on standard error, where a bug prevents it."""
-        formatter = self.formatter
-        if not isinstance(formatter, _OURS):
-            return ""
         try:
-            return formatter.format_request(build_line(), at) + self.terminator
+            line, formatter = build_line(), self.formatter
+            if isinstance(formatter, _OURS):
+                return formatter.format_request(line, at) + self.terminator
+            record = EventRecord(REQUESTS, logging.INFO, REQUEST, line.to_fields())
+            return self.format(record) + self.terminator
         except Exception:  # noqa: BLE001 - as other handlers
             self.handleError(EventRecord(REQUESTS, logging.INFO, REQUEST, {}))
             return ""
@@ -275,11 +276,12 @@ def log_request(build_line: Callable[[], RequestLine]) -> None:
     """
     if not _requests.isEnabledFor(logging.INFO):
         return
+    at = time.time()  # noqa: TID251 - as other log records
     logger: logging.Logger | None = _requests
     while logger is not None:
         for handler in logger.handlers:
-            if isinstance(handler, LogHandler) and isinstance(handler.formatter, _OURS):
-                handler.add_request(time.time(), build_line)  # noqa: TID251 - as other log records
+            if isinstance(handler, LogHandler):
+                handler.add_request(at, build_line)
             elif handler.level <= logging.INFO:
                 fields = build_line().to_fields()
                 handler.handle(EventRecord(REQUESTS, logging.INFO, REQUEST, fields))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import ClassVar, Final, Literal
 
 from extproc.decision import Decision, Rejection
@@ -13,7 +12,7 @@ from extproc.parsing import surfaces
 from extproc.request import RequestLabels, shorten_id
 from extproc.telemetry import explanation
 from extproc.telemetry.log_format import REQUESTS, RequestLine, log_event, log_request
-from extproc.telemetry.request_recorder import DecisionRecord, RequestRecorder, model_of
+from extproc.telemetry.request_recorder import RequestRecorder, model_of
 
 
 class LoggedRequestRecorder(RequestRecorder):
@@ -67,10 +66,13 @@ class LoggedRequestRecorder(RequestRecorder):
         if record is None or self._refusal_status:
             return
         if not self.failures_only or _is_failure(record.decision, status):
-            log_request(partial(self._build_line, record))
+            log_request(self._build_line)
 
-    def _build_line(self, record: DecisionRecord) -> RequestLine:
+    def _build_line(self) -> RequestLine:
         """The line of a routed request that ended."""
+        record = self._record
+        if record is None:
+            raise RuntimeError("only a routed request has this line")
         decision, read = record.decision, record.usage.get
         request, status, has_headers = decision.request, record.status, self._headers_s >= 0.0
         return RequestLine(

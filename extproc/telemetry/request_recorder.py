@@ -37,7 +37,6 @@ _CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 #: Of responses that were not read.
 NO_USAGE: Mapping[str, int] = {}
 
-
 #: Results of recorded requests: `refused` is the picker's, `failed` has a status of 400 or more, or
 #: none at its end.
 RequestResult = Literal["open", "ok", "failed", "refused"]
@@ -277,8 +276,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         """Count a request by the status of its rejection, and record it where it has an id."""
         counters = self._pool_counters
         if self._series is None:
-            series = counters.series.find(labels or UNPARSED)
-            series.record_refused(rejection.status)
+            counters.series.find(labels or UNPARSED).record_refused(rejection.status)
         if request_id:
             record = RejectionRecord(
                 shorten_id(request_id),
@@ -312,13 +310,11 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         """
         streams, counters = self._streams, self._pool_counters
         record = streams.decisions.add(request_id, decision, now, pool=counters.name)
-        self._record, slim = record, record.decision
-        self._labels, self._trace_id, self._routing_s = labels, trace_id, duration_s
-        if trace_id:
-            record.trace_id = trace_id
+        record.trace_id, slim = trace_id, record.decision
         series = counters.series.find(labels, may_be_served=not decision.model_unlisted)
-        self._series = series
         series.record_routed()
+        self._record, self._series = record, series
+        self._labels, self._trace_id, self._routing_s = labels, trace_id, duration_s
         if streams.recordings is not None:
             self._number = streams.recordings.add_routed(
                 decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
@@ -403,13 +399,13 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         counters.record_finished(REMOVED_ENDPOINT if endpoint is None else endpoint, status)
         if series is None or record is None:
             return
-        usage = record.usage
-        if usage:
+        if usage := record.usage:
             counters.record_usage(usage)
             series.record_tokens(usage)
             gaps = usage.get("completion", 0) - 1
-            if gaps > 0 and self._last_chunk_s > self._first_chunk_s:
-                series.record("tpot", (self._last_chunk_s - self._first_chunk_s) / gaps)
+            span_s = self._last_chunk_s - self._first_chunk_s
+            if gaps > 0 and span_s > 0.0:
+                series.record("tpot", span_s / gaps)
         if self._is_ttft_due:
             self._count_ttft(self._headers_s)
         series.record_ended()

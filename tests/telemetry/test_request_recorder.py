@@ -127,6 +127,31 @@ def test_recorder_adds_the_end_of_a_request_to_the_decision_log():
     assert sum(scene.counters.for_pool("default").response_headers_s.counts) == 1
 
 
+def test_facts_of_requests_are_counted_before_they_are_read():
+    """They wait for each other, but not beyond a bound."""
+    scene = RecorderFixture()
+    held = scene.counters.for_pool("default")
+    scene.route()
+    assert held.routed_total == 0
+    assert scene.counters.pools["default"].routed_total == 1
+    for _ in range(1000):
+        scene.route()
+    assert held.routed_total > 800
+
+
+def test_a_removed_endpoint_gets_no_series_later():
+    """What waits is counted before the series of an endpoint are dropped."""
+    scene = RecorderFixture()
+    request = scene.route()
+    respond(request, 0.5)
+    request.on_finished(endpoint=SPOT.address, status="200", duration_s=1.0)
+    scene.counters.for_request("default").forget(SPOT.address)
+    counted = scene.counters.for_pool("default")
+    assert counted.answered_total == 1
+    assert not counted.responses
+    assert not counted.requests_routed
+
+
 def test_recorder_counts_removed_endpoints_under_a_common_label():
     """The address of an endpoint that is no longer in the pool makes no series."""
     scene = RecorderFixture()
