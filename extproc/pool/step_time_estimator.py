@@ -9,7 +9,8 @@ adapter onto the device, which takes l. Between two scrapes of a busy engine tha
 with S iterations, P prompt tokens and G generated tokens, all of which are differences of counters;
 K is the mean of what the KV cache held at both ends, and L are the adapters that came onto the
 device. Windows of about a second are the rows of a least squares problem that forgets. What the
-engine has not shown yet stays near the prior, which is what the rest of the pool has shown.
+engine has not shown yet stays near the prior, which is what the rest of the pool has shown, times
+the slowness of this engine: how much longer its windows took than the prior says.
 
 Step time estimators of a pool: per engine, with the mean of the pool as prior.
 """
@@ -81,6 +82,8 @@ class StepTimeEstimator:
         "_off",
         "_outputs",
         "_prior",
+        "_prior_seconds",
+        "_seconds",
         "_shown",
         "_squares",
         "_start",
@@ -95,6 +98,7 @@ class StepTimeEstimator:
         self._weight = _WEAK
         self._counter_reader = CounterReader()
         self._off = 0.0  # of the last row, if it was unusual
+        self._seconds = self._prior_seconds = 0.0  # of the rows, and by the prior
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._squares = RecursiveLeastSquares(_BOUNDS)
         self._start: WorkCounters | None = None
@@ -197,21 +201,38 @@ class StepTimeEstimator:
             load_s = self.rates.adapter_load_s + rest / loads
             self._loads.append(min(high, max(low, load_s)))
             keep, weight = _KEEP, 1.0 if usual else _USUAL / abs(off)
+        else:
+            prior_s = sum(rate * count for rate, count in zip(self._prior, row, strict=True))
+            self._seconds = keep * self._seconds + seconds
+            self._prior_seconds = keep * self._prior_seconds + prior_s
         self._off = 0.0 if usual or loads else off
         self._squares.add(row, seconds, keep=keep, weight=weight)
 
     @property
+    def _slowness(self) -> float:
+        """Seconds of this engine for one second of the prior; 1 while they are alike.
+
+        One number is known after a few windows, where the rows of an engine several times slower
+        than its pool are too small beside the prior to move five.
+        """
+        if not self._prior_seconds:
+            return 1.0
+        ratio = self._seconds / self._prior_seconds
+        return ratio if max(ratio, 1.0 / ratio) > 1.0 + _ALIKE else 1.0
+
+    @property
     def _anchored(self) -> Sequence[float]:
-        """The prior, a weak default behind it.
+        """The prior at the speed of this engine, a weak default behind it.
 
         Where rows do not tell unknowns apart, engines that lean on their mean would drift together:
         simulated H100 with long prompts came to eleven times their time per sequence.
         """
-        share = _WEAK / _STRONG if self._weight is _STRONG else 0.0
+        is_strong = self._weight is _STRONG
+        share, slowness = (_WEAK / _STRONG, self._slowness) if is_strong else (0.0, 1.0)
         usual = _unknowns(DEFAULT_STEP_TIMES)[:_LOADING]
         return [
             *(
-                theirs + share * (ours - theirs)
+                slowness * (theirs + share * (ours - theirs))
                 for theirs, ours in zip(self._prior, usual, strict=False)
             ),
             self._prior[_LOADING],
