@@ -21,24 +21,14 @@ class LoggedRequestRecorder(RequestRecorder):
     failures_only: ClassVar[bool] = False
 
     def on_rejected(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count, record and log a rejection."""
         RequestRecorder.on_rejected(self, rejection, request_id=request_id, labels=labels, now=now)
         self._log_unrouted("request refused", rejection, request_id, labels)
 
     def on_abandoned(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count, record and log a request whose stream ended before it was routed."""
         RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)

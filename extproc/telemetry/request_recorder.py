@@ -253,12 +253,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         self._streams.counters.direct_responses += 1
 
     def on_rejected(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count a rejection, and record it where the request has an id."""
         self._pool_counters.record_rejection(rejection)
@@ -266,12 +261,7 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         RequestRecorder.on_abandoned(self, rejection, request_id=request_id, labels=labels, now=now)
 
     def on_abandoned(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Count a request by the status of its rejection, and record it where it has an id."""
         counters = self._pool_counters

@@ -118,12 +118,7 @@ class TracedRequest:
         self._recorder.on_direct_response()
 
     def on_rejected(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Send the span of a rejected request, unless it was routed before."""
         self._recorder.on_rejected(rejection, request_id=request_id, labels=labels, now=now)
@@ -133,12 +128,7 @@ class TracedRequest:
             self._send_unrouted("refused", rejection, model_of(labels), now)
 
     def on_abandoned(
-        self,
-        rejection: Rejection,
-        *,
-        request_id: str,
-        labels: RequestLabels | None,
-        now: float,
+        self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
         """Send the span of a request whose stream ended before it was routed."""
         self._recorder.on_abandoned(rejection, request_id=request_id, labels=labels, now=now)
