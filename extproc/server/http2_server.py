@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, TypeAlias, cast
+from typing import ClassVar, Final, TypeAlias, cast
 
 from extproc.http2.connection import Http2Connection
 from extproc.http2.events import (
@@ -39,6 +39,11 @@ _STALL_S = 300.0
 #: Events of one read that are handled before other connections are: one read may hold thousands of
 #: messages of some bytes. Some milliseconds.
 _MAX_EVENTS = 128
+
+#: Bytes that a connection may deliver in a turn of the event loop: uvloop reads up to 32 times in one,
+#: 256 KiB each, and others would wait for 20 ms. Reads of fewer bytes than the second are not counted.
+_MAX_TURN_BYTES: Final = 1024 * 1024
+_LARGE_READ_BYTES: Final = 64 * 1024
 
 #: Seconds of a TLS handshake, after which its connection is closed.
 _HANDSHAKE_S = 10.0
@@ -136,6 +141,7 @@ class Http2Protocol(asyncio.Protocol):
         self._will_flush = True  # nothing before `connection_made` does
         self._is_pinged = self._is_write_paused = self._is_behind = False
         self._read_at = self._pinged_at = self._stalls_at = now
+        self._turn_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._deferred: deque[Http2Event] = deque()
 
@@ -157,6 +163,8 @@ class Http2Protocol(asyncio.Protocol):
         """Handle bytes of the peer; all answers leave in one write."""
         self._will_flush, self._is_pinged = True, False
         self._read_at = now = self._loop.time()
+        if len(data) >= _LARGE_READ_BYTES:
+            self._count_turn(len(data))
         events = self.core.receive(data, now)
         if self._is_behind or self.core.has_unread or len(events) > _MAX_EVENTS:
             self._defer(events)
@@ -263,6 +271,19 @@ class Http2Protocol(asyncio.Protocol):
         self._server.send_budget.enforce()
         if core.is_terminated and not self._transport.is_closing():
             self._transport.close()
+
+    def _count_turn(self, size: int) -> None:
+        """Count bytes of this turn of the event loop, and read no more in it where they are many."""
+        if not self._turn_bytes:
+            self._loop.call_soon(self._end_turn)
+        self._turn_bytes += size
+        if self._turn_bytes >= _MAX_TURN_BYTES:
+            self._transport.pause_reading()
+
+    def _end_turn(self) -> None:
+        if self._turn_bytes >= _MAX_TURN_BYTES:
+            self._resume_reading()
+        self._turn_bytes = 0
 
     def _resume_reading(self) -> None:
         """Read again, unless answers, frames or events wait."""

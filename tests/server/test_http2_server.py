@@ -10,7 +10,7 @@ import hpack
 
 from extproc.config.settings import LimitsSection
 from extproc.http2.limits import ReceiveBudget
-from extproc.server import native_server
+from extproc.server import http2_server, native_server
 from extproc.server.http2_server import ServerCall
 from extproc.server.listeners import Keepalive
 from tests.support import http2_frames, serving
@@ -153,6 +153,50 @@ async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
         # A busy machine may not have filled what the kernel holds by then.
         assert scene.counts["slow_reader"] + scene.counts["keepalive"] == 1
         Call.answer = b""
+
+
+class Transport(asyncio.Transport):
+    """Transport that notes whether it reads."""
+
+    reads = True
+
+    def set_write_buffer_limits(self, high=None, low=None):
+        pass
+
+    def write(self, data):
+        pass
+
+    def is_closing(self):
+        return False
+
+    def pause_reading(self):
+        self.reads = False
+
+    def resume_reading(self):
+        self.reads = True
+
+
+async def test_a_connection_delivers_a_mebibyte_in_a_turn():
+    """The rest of a large body waits until other connections had their turn."""
+    async with serving_calls() as scene:
+        connection, transport = http2_server.Http2Protocol(scene.server), Transport()
+        connection.connection_made(transport)
+        connection.data_received(PREFACE + WIDE + scene.head(1))
+        message = http2_frames.message(bytes(2 << 20))
+        frames = [frame(DATA, 0, 1, message[at : at + 16384]) for at in range(0, 2 << 20, 16384)]
+        reads = [b"".join(frames[at : at + 16]) for at in range(0, len(frames), 16)]
+        for data in reads[:3]:
+            connection.data_received(data)
+        assert transport.reads
+        connection.data_received(reads[3])
+        assert not transport.reads
+        await asyncio.sleep(0)
+        assert transport.reads
+        for data in reads[4:]:
+            connection.data_received(data)
+        connection.data_received(frame(DATA, 0, 1, message[2 << 20 :]))
+        assert [len(heard) for heard in scene.calls[0].heard] == [2 << 20]
+        connection.connection_lost(None)
 
 
 async def test_lost_connection_ends_its_calls():
