@@ -21,6 +21,10 @@ _FIRST_CHARS = 2400
 _NEXT_CHARS = 600
 _ANSWER_TOKENS = 32
 
+#: Seconds without a byte after which a request counts as failed. Beside much other work first tokens
+#: take some seconds.
+_SILENCE_S = 60.0
+
 
 class ChatConversation(msgspec.Struct, frozen=True):
     """Planned turns of one client.
@@ -109,7 +113,7 @@ async def play(
                 note(sample)
                 messages.append({"role": "assistant", "content": answer})
 
-    timeout = aiohttp.ClientTimeout(total=300)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S)
     async with (
         aiohttp.ClientSession(url, timeout=timeout) as session,
         asyncio.TaskGroup() as tasks,
