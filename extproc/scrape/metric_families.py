@@ -31,8 +31,6 @@ _SAMPLE = re.compile(
 # The lookbehind keeps a long run of letters from being tried at each of them.
 _PAIR = re.compile(rb'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"((?:[^"\\]++|\\.)*+)"')
 _NUMBER = re.compile(rb"[-+.0-9a-zA-Z]++\Z")
-#: Value as clients of Prometheus write it, but for infinities and what is no number.
-_PLAIN_NUMBER = re.compile(rb"-?[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[-+][0-9]{1,3})?")
 _NAME = re.compile(rb"\s*+[A-Za-z_:][A-Za-z0-9_:]*+(?=[{ \t])")
 _DECLARED = b"\n# TYPE "
 _DECLARED_OR_HELP = (b"\n# HELP ", _DECLARED)
@@ -89,25 +87,8 @@ class _PageLayout(msgspec.Struct, frozen=True):
 
 _NO_LAYOUT: Final = _PageLayout((), {})
 
-
-class _KnownFamily(msgspec.Struct, frozen=True, gc=False):
-    """Family as it was on the last page.
-
-    Attributes:
-        section: Its section.
-        samples: Samples of the wanted name.
-        before: What is in front of the value of a single sample; empty where there are several.
-        behind: What follows that value.
-    """
-
-    section: bytes
-    samples: list[Sample]
-    before: bytes = b""
-    behind: bytes = b""
-
-
-#: Families of the last page by name of the sample.
-_KnownFamilies = dict[bytes, _KnownFamily]
+#: Families of the last page by name of the sample, and their samples.
+_KnownFamilies = dict[bytes, tuple[bytes, list[Sample]]]
 
 
 def _read_layout(sections: Sequence[bytes]) -> _PageLayout:
@@ -235,31 +216,12 @@ class _DeclaredFamilies(MetricFamilies):
     def _read_section(self, name: bytes, position: int) -> list[Sample]:
         section = self._sections[position]
         known = self._known.get(name)
-        if known is not None:
-            if known.section == section:
-                return known.samples
-            before, behind = known.before, known.behind
-            if before and section.startswith(before) and section.endswith(behind):
-                # Mostly the value changed and nothing else.
-                value = section[len(before) : len(section) - len(behind)]
-                if _PLAIN_NUMBER.fullmatch(value):
-                    samples = [(known.samples[0][0], float(value))]
-                    self._known[name] = _KnownFamily(section, samples, before, behind)
-                    return samples
+        if known is not None and known[0] == section:
+            return known[1]
         samples = self._scan(section, name, 0, len(section))
         if len(section) <= _MAX_KNOWN_BYTES:
-            self._known[name] = _build_known(section, name, samples)
+            self._known[name] = section, samples
         return samples
-
-
-def _build_known(section: bytes, name: bytes, samples: list[Sample]) -> _KnownFamily:
-    """Remembers a family, and where its value is if it has a single sample in the usual form."""
-    if len(samples) == 1:
-        before, line_start, rest = section.partition(b"\n" + name + samples[0][0] + b" ")
-        value = rest.partition(b"\n")[0]
-        if line_start and _PLAIN_NUMBER.fullmatch(value):
-            return _KnownFamily(section, samples, before + line_start, rest[len(value) :])
-    return _KnownFamily(section, samples)
 
 
 class FamilyIndex:
