@@ -100,13 +100,14 @@ class Subscriber:
 
 @contextlib.asynccontextmanager
 async def running(engine, *, labels=None, **settings):
-    """A subscriber that follows an engine, which answers replays."""
+    """A subscriber that follows an engine, which answers replays, once it gets what is published."""
     subscriber = Subscriber(engine.ports if labels is None else labels, **settings)
     tasks = [
         asyncio.ensure_future(engine.publisher.run()),
         asyncio.ensure_future(subscriber.events.run()),
     ]
     try:
+        await subscriber.until(lambda: engine.publisher.num_subscriptions)
         yield subscriber
     finally:
         for task in tasks:
@@ -349,6 +350,7 @@ def test_ranks_are_subscribed_to_on_the_ports_behind_the_first():
             await subscriber.until(
                 lambda: {sub.state for sub in subscriber.events.subscriptions} == {"catching_up"}
             )
+            await subscriber.until(lambda: second.publisher.num_subscriptions)
             second.run_prompt(text(1))
             await subscriber.until(
                 lambda: [sub.engine.held for sub in subscriber.events.subscriptions] == [0, 4]

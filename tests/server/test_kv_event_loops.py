@@ -86,6 +86,8 @@ async def running(**engine):
         pool = Pool(server, client)
         tasks = [asyncio.ensure_future(loop()) for loop in pool.loops.loops()]
         try:
+            # What is published before the subscription has come in does not reach it.
+            await until(lambda: server.publisher.num_subscriptions)
             yield pool
         finally:
             for task in tasks:

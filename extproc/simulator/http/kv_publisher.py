@@ -1,4 +1,4 @@
-"""Publisher of KV events, as vLLM has it: batches over a PUB socket, earlier ones from a ROUTER."""
+"""Publisher of KV events, as vLLM has it: batches over an XPUB socket, earlier ones from a ROUTER."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class KvPublisher:
         self.replay_port = 0
         self._zmq = _load_zmq()
         self._context: zmq.Context[Any] = self._zmq.Context()
-        self._pub = self._context.socket(self._zmq.PUB)
+        self._pub = self._context.socket(self._zmq.XPUB)
+        self._num_subscriptions = 0
         self._router = self._zmq.asyncio.Context(self._context).socket(self._zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(self._zmq.LINGER, 0)
@@ -132,6 +133,13 @@ class KvPublisher:
     def send(self, frames: Sequence[bytes]) -> None:
         """Publish frames as they are."""
         self._pub.send_multipart(frames)
+
+    @property
+    def num_subscriptions(self) -> int:
+        """Subscriptions that have come in (count, ever): what is published now reaches them."""
+        while self._pub.poll(0):
+            self._num_subscriptions += self._pub.recv()[:1] == b"\x01"
+        return self._num_subscriptions
 
     async def run(self) -> None:
         """Answer requests for earlier batches until cancelled."""
