@@ -17,6 +17,8 @@ FOREIGN = frozenset(
         "ClientTrafficPolicy",
         "DestinationRule",
         "EnvoyFilter",
+        "EnvoyPatchPolicy",
+        "EnvoyProxy",
         "GCPBackendPolicy",
         "Gateway",
         "HTTPListenerPolicy",
