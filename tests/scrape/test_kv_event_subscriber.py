@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import sys
 
@@ -356,6 +357,19 @@ def test_ranks_are_subscribed_to_on_the_ports_behind_the_first():
                 lambda: [sub.engine.held for sub in subscriber.events.subscriptions] == [0, 4]
             )
         await second.close()
+
+    run_async(test())
+
+
+def test_a_publisher_whose_port_is_taken_closes_its_sockets():
+    """An open one would be found by the collector of garbage, in another test."""
+
+    async def test():
+        engine = Engine()
+        with pytest.raises(zmq.ZMQError):
+            Engine(port=engine.publisher.port)
+        gc.collect()
+        await engine.close()
 
     run_async(test())
 

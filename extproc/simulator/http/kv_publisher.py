@@ -94,9 +94,17 @@ class KvPublisher:
             socket.setsockopt(self._zmq.LINGER, 0)
 
     def bind(self, host: str) -> None:
-        """Listen on both ports."""
-        self.port = _bind(self._pub, host, self._settings.port)
-        self.replay_port = _bind(self._router, host, self._settings.replay_port)
+        """Listen on both ports; where one is taken, close the sockets.
+
+        Raises:
+            zmq.ZMQError: A port is taken.
+        """
+        try:
+            self.port = _bind(self._pub, host, self._settings.port)
+            self.replay_port = _bind(self._router, host, self._settings.replay_port)
+        except self._zmq.ZMQError:
+            self.close()
+            raise
 
     def note(self, hashes: Sequence[int], text: bytes, *, adapter: str, salt: str) -> None:
         """Note the content of blocks that a request may store.
