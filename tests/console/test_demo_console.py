@@ -55,9 +55,9 @@ class Demo:
 async def _demo():
     printed = []
     argv = [sys.executable, "-m", "extproc", "demo", "--keep", "--conversations", "8"]
-    child = await stack.Child.start("demo", argv, ready="Console: ", log=printed.append)
+    # The last line; one before it may already be followed by it when the wait for that one ends.
+    child = await stack.Child.start("demo", argv, ready="/stats", log=printed.append)
     try:
-        await child.line("/stats")
         demo = Demo("\n".join(printed))
         talking = asyncio.get_running_loop().create_task(demo.talk_again_and_again())
         try:
