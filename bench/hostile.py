@@ -35,13 +35,11 @@ from extproc.demo import stack
 #: /healthz tell: 50 ms, or half as long again as with harmless input, as busy machines are late.
 STALL_S, STALL_RATIO = 0.05, 1.5
 
-#: Memory that may stay of the last fifth of a kind's requests: what is flat, but for noise.
+#: Memory that may stay of a kind's last requests: what is flat, but for noise.
 GROWTH_BYTES = 8 * MIB
 
-#: Largest bodies of each kind that are sent after the first (count), and the memory that may stay of
-#: them: half of what they hold, as what the allocator retains moves by one of them.
+#: Largest bodies of each kind that are sent first, while the picker is measured, and last (count).
 LARGE_REQUESTS = 4
-LARGE_GROWTH_BYTES = 64 * MIB
 
 #: Edits of each kind (count), and seconds until the next: files are looked at every second. Memory
 #: after an edit goes up and down by 10 MiB from one to the next, so there are two in each fifth.
@@ -72,8 +70,8 @@ class Row(msgspec.Struct):
         before_bytes: Memory before the first request.
         peak_bytes: Memory at its peak.
         grown_bytes: Least memory in the last fifth of the requests, less that in the fifth before:
-            what an allocator holds back comes and goes. Of the largest bodies, memory after the
-            last less that after the first.
+            what an allocator holds back comes and goes. Of the largest bodies, the least after one
+            of the last four less the least after one of the first four.
         is_alive: Whether the process went on.
         accounts: Accounts that did not go back to zero.
         missed: Bars that were missed.
@@ -167,7 +165,10 @@ async def measured(
     loop = asyncio.get_running_loop()
 
     async def part(clients: int, share: float) -> int:
-        """Do a share of it; the least memory after a step, as the allocator's stock comes and goes."""
+        """Do a share of it; the least memory after a step, as the allocator's stock comes and goes.
+
+        Clients of a step end together, before the picker has noticed it: it is looked at once more.
+        """
         ends = loop.time() + share * bounds.seconds
         held_bytes = []
 
@@ -179,6 +180,9 @@ async def measured(
                 held_bytes.append(server.memory_bytes())
 
         await asyncio.gather(*(client() for _ in range(clients)))
+        if server.is_alive:
+            await server.accounts()
+            held_bytes.append(server.memory_bytes())
         return min(held_bytes, default=0)
 
     async with hostile_watch.Probe(server.pages) as probe:
@@ -195,14 +199,13 @@ async def measured(
     return row
 
 
-def judge(row: Row, quiet: Row, size_bytes: int, growth_bytes: int) -> Row:
+def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
     """Hold a row against the bars.
 
     Args:
         row: Is changed.
         quiet: What harmless input did.
         size_bytes: Of its bodies; 0 where it is not about bodies.
-        growth_bytes: Memory that may stay.
     """
     if row.stall_s is not None:
         is_held = row.stall_s > STALL_S
@@ -212,7 +215,7 @@ def judge(row: Row, quiet: Row, size_bytes: int, growth_bytes: int) -> Row:
         row.missed.append("stall")
     if size_bytes and row.cpu_s > quiet.cpu_s + PARSING_S * size_bytes / MIB:
         row.missed.append("CPU")
-    if row.grown_bytes > growth_bytes:
+    if row.grown_bytes > GROWTH_BYTES:
         row.missed.append("memory")
     if not row.is_alive:
         row.missed.append("ended")
@@ -246,12 +249,20 @@ async def large(bounds: Bounds) -> AsyncIterator[Row]:
                 async def step(request: bodies.Request = request, port: int = server.port) -> str:
                     return await bodies.send(port, request)
 
-                await step()
-                await server.accounts()
-                first_bytes = server.memory_bytes()
+                first_bytes = await least_memory_bytes(server, step)
                 row = await measured(f"large {name}", server, step, few, at_once=1)
-                row.grown_bytes = server.memory_bytes() - first_bytes
+                row.grown_bytes = await least_memory_bytes(server, step) - first_bytes
                 yield row
+
+
+async def least_memory_bytes(server: Picker, step: Step) -> int:
+    """Do one thing LARGE_REQUESTS times, one after another: the least memory after it is over."""
+    held_bytes = []
+    for _ in range(LARGE_REQUESTS):
+        await step()
+        await server.accounts()
+        held_bytes.append(server.memory_bytes())
+    return min(held_bytes)
 
 
 async def clients(bounds: Bounds) -> AsyncIterator[Row]:
@@ -391,8 +402,7 @@ async def main() -> int:
     for group in groups:
         async for row in GROUPS[group](bounds):
             size_bytes = bounds.size_bytes if group == "bodies" else 0
-            growth_bytes = LARGE_GROWTH_BYTES if group == "large" else GROWTH_BYTES
-            rows.append(judge(row, quiet, size_bytes, growth_bytes))
+            rows.append(judge(row, quiet, size_bytes))
             print(line(row, quiet), flush=True)
     if wanted.write:
         figures = {"rows": [json.loads(msgspec.json.encode(row)) for row in rows]}

@@ -70,7 +70,7 @@ class NoObserver:
 
     on_pool_selected = on_direct_response = on_rejected = on_abandoned = staticmethod(_ignore)
     on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
-    on_response_chunk = on_finished = on_usage = staticmethod(_ignore)
+    on_response_chunk = on_finished = on_usage = on_answer_ids = staticmethod(_ignore)
 
     def on_routed(self, decision: Decision, **_: object) -> Decision:
         """The decision as it is."""

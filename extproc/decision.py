@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
-from typing import Literal, TypeAlias, TypeVar, overload
+from typing import Final, Literal, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -37,6 +37,10 @@ class FilterTreeStep(msgspec.Struct, frozen=True, gc=False):
     survivors: Sequence[Candidate]
     branch: str = ""
     error_type: str = ""
+
+
+#: Candidates up to which a decision is as small as it need be (count), some 6 kB.
+_FEW_CANDIDATES: Final = 16
 
 
 class FilterResult(msgspec.Struct, frozen=True, gc=False):
@@ -232,6 +236,57 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             if candidate.endpoint is chosen:
                 return predict(candidate)
         return None
+
+    def find_chosen(self) -> int | None:
+        """Position of the first endpoint in `scored_candidates`; None if it is not there."""
+        chosen, scored = self.endpoints[0], self.scored_candidates
+        for at, candidate in enumerate(scored):
+            if candidate.endpoint is chosen:
+                return at
+        addresses = [candidate.endpoint.address for candidate in scored]
+        return addresses.index(chosen.address) if chosen.address in addresses else None
+
+    def find_runner_up(self) -> int | None:
+        """Position of the highest total but that of the first endpoint; None without one."""
+        totals, chosen = self.totals, self.find_chosen()
+        if chosen is None:
+            return totals.index(max(totals)) if totals else None
+        if len(totals) < 2:
+            return None
+        others = list(totals)
+        others[chosen] = -math.inf
+        return others.index(max(others))
+
+    def without_candidates(self) -> Decision:
+        """With the first endpoint and the runner-up alone of many, and their costs without terms.
+
+        A candidate takes some 300 bytes, and an answer may run for minutes.
+        """
+        if len(self.candidates) <= _FEW_CANDIDATES:
+            return self
+        positions = [at for at in (self.find_chosen(), self.find_runner_up()) if at is not None]
+        scored = [self.scored_candidates[at] for at in positions]
+        totals = [self.totals[at] for at in positions] if self.totals else ()
+        cost, predicted_s = self.cost, self.predicted_ttft_s
+        if cost is not None:
+            cost = CostResult(
+                cost.name,
+                cost.unit,
+                [cost.costs[at] for at in positions],
+                predict_ttft=None if predicted_s is None else lambda _: predicted_s,
+            )
+        return msgspec.structs.replace(
+            self,
+            candidates=scored,
+            filters=(),
+            scored_candidates=scored,
+            scores=[
+                msgspec.structs.replace(score, scores=[score.scores[at] for at in positions])
+                for score in self.scores
+            ],
+            cost=cost,
+            totals=totals,
+        )
 
     def without_prompt(self, pool: str = "") -> Decision:
         """Without prompt and blocks, which are as large as the body; `pool` where it names none."""

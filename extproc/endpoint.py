@@ -1,14 +1,14 @@
 """Endpoints and what is known of them: frozen values, no behavior beyond their own facts.
 
-An endpoint is one `ip:port` of one engine. Its load is what was scraped from it, with the time of
-the scrape; its rates are what was learned of its speed. A candidate is an endpoint still in play in
-one scheduling turn.
+An endpoint is one `ip:port` of one engine, or one data-parallel rank behind it. Its load is what was
+scraped from it, with the time of the scrape; its rates are what was learned of its speed. A candidate
+is an endpoint still in play in one scheduling turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -36,11 +36,31 @@ class ServedModels(msgspec.Struct, frozen=True, gc=False):
         return name in self.bases or name in self.adapters
 
 
-class Endpoint(msgspec.Struct, frozen=True, gc=False):
-    """One `ip:port` of one engine.
+#: Between `ip:port` and the rank in the address of a rank.
+_RANK_SIGN = "@"
+
+
+class DataParallelRank(msgspec.Struct, frozen=True, gc=False):
+    """One of several data-parallel ranks of an engine that share a port.
 
     Attributes:
-        address: `ip:port`, IPv6 in brackets: the form EPP protocol 004 puts in the header.
+        index: Position among the ranks behind the port, from 0: the value of `x-data-parallel-rank`.
+        count: Ranks behind the port, at least 2.
+        number: Number of the rank in its data-parallel group, as the metrics page labels it. Larger
+            than `index` where a group spans several ports.
+    """
+
+    index: int
+    count: int
+    number: int
+
+
+class Endpoint(msgspec.Struct, frozen=True, gc=False):
+    """One `ip:port` of one engine, or one data-parallel rank behind it.
+
+    Attributes:
+        address: What tells it from others: `ip:port`, IPv6 in brackets, as EPP protocol 004 has it
+            in the header; of a rank `ip:port@index`.
         name: Human-readable name; the address when there is none.
         labels: Free labels from discovery (hardware, zone, role).
         incarnation: Grows each time discovery brings an address back, so that accounts and
@@ -48,6 +68,8 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         models: Names it answers to, where discovery knows; what the engine lists itself beats it.
         uid: Of what stands behind the address, where discovery knows: a pod that takes over the
             address of another is another engine. Empty: unknown.
+        rank: The rank, where several share the port; None where the engine is one endpoint.
+        engine: Incarnation of the engine, equal for its ranks and for as long as it is listed.
     """
 
     address: str
@@ -56,11 +78,50 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
     incarnation: int = 0
     models: ServedModels | None = None
     uid: str = ""
+    rank: DataParallelRank | None = None
+    engine: int = 0
+
+    @property
+    def host_port(self) -> str:
+        """`ip:port` that its engine listens on: the address without a rank."""
+        return self.address if self.rank is None else self.address.rpartition(_RANK_SIGN)[0]
+
+    @property
+    def port(self) -> int:
+        """The port of `host_port`."""
+        return int(self.host_port.rpartition(":")[2])
 
     @property
     def ip(self) -> str:
         """The host part, without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
+
+
+def split_ranks(endpoint: Endpoint, numbers: Sequence[int]) -> tuple[Endpoint, ...]:
+    """The endpoints of an engine's data-parallel ranks; the endpoint itself where it has one.
+
+    Args:
+        endpoint: The engine, as discovery lists it.
+        numbers: Numbers of its ranks, ascending; at most one for an engine that is one endpoint.
+    """
+    if len(numbers) < 2:
+        return (endpoint,)
+    return tuple(
+        [
+            msgspec.structs.replace(
+                endpoint,
+                address=rank_address(endpoint.address, index),
+                name=f"{endpoint.name}-rank-{index}" if endpoint.name else "",
+                rank=DataParallelRank(index=index, count=len(numbers), number=number),
+            )
+            for index, number in enumerate(numbers)
+        ]
+    )
+
+
+def rank_address(host_port: str, index: int) -> str:
+    """Address of a rank: `ip:port@index`."""
+    return f"{host_port}{_RANK_SIGN}{index}"
 
 
 class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -230,10 +230,7 @@ class DemandEstimator:
         at_once = concurrency(rates, slowdown=self._settings.slowdown, most=most)
         answers, answer_tokens = self._answers(total, rates, at_once=at_once)
         output = answer_tokens / answers if answers else 0.0
-        prompt = before.prompt_tokens
-        if total.arrived:
-            share = _KEEP**total.arrived
-            prompt = share * prompt + (1 - share) * total.prompt_tokens / total.arrived
+        prompt = self._mean_prompt_tokens(total)
         request_work = work(prompt, output, rates, at_once=at_once)
         since = 0.0 if before.at is None else now - before.at
         came = work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
@@ -271,6 +268,13 @@ class DemandEstimator:
             cold_start_s=cold_start_s,
             complete=total.complete,
         )
+
+    def _mean_prompt_tokens(self, total: _PickerTotals) -> float:
+        if not total.arrived:
+            return self._learned.prompt_tokens
+        share: float = _KEEP**total.arrived
+        mean = total.prompt_tokens / total.arrived
+        return share * self._learned.prompt_tokens + (1 - share) * mean
 
     def _answers(
         self, total: _PickerTotals, rates: StepTimeModel, *, at_once: float

@@ -75,8 +75,8 @@ def add_parser(subparsers: Any) -> None:
     past.add_argument(
         "--id",
         metavar="ID",
-        help="explain a request of the past: its x-request-id, the id in the answer's body, or that "
-        "of its trace",
+        help="explain a request of the past: its x-request-id, an id of the answer (in its body where "
+        "extproc sees that, or its x-request-id), or that of its trace",
     )
     past.add_argument("--last", action="store_true", help="the same for the newest request")
     past.add_argument("--slowest", action="store_true", help="the same for the slowest request")

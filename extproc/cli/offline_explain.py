@@ -10,7 +10,8 @@ from extproc.decision import Decision, Outcome
 from extproc.endpoint import NO_EXTRA, Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
 from extproc.pool.endpoint_health import RequestOutcome
-from extproc.pool.store import PoolStore, ScrapeToken
+from extproc.pool.observed_page import ScrapeToken
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.request import HttpRequest
 from extproc.telemetry.pool_state import EndpointState, PoolState

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import yaml
 
-from extproc.config import epp_sections, filter_tree_syntax, settings, validation
+from extproc.config import epp_kv_events, epp_sections, filter_tree_syntax, settings, validation
 from extproc.config.scheduling_schema import (
     ROLES,
     EppPlugins,
@@ -227,6 +227,10 @@ def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> Ep
         warnings += unread
         if metrics:
             ours["scrape"] = {"extra_metrics": metrics}
+        events, unread = epp_kv_events.convert_kv_events(plugins, where=where)
+        warnings += unread
+        if events is not None:
+            ours["kv_events"] = events
     else:
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         ours["scheduling"] = {"strategy": "weighted"}

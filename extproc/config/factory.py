@@ -11,14 +11,13 @@ import msgspec
 from extproc.config import discovery_sources, pool_schema, profile_builder
 from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import endpoint_list, static_discovery
-from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
 from extproc.pool.snapshot import Pool
-from extproc.pool.store import PoolStore, ScrapeObserver
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import IndexBudget, PrefixIndex
-from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing import director, scheduler
 from extproc.scheduling import plugin_guard
@@ -42,8 +41,6 @@ class PoolParts(msgspec.Struct, frozen=True):
         profile: Filters, scorers and picker for models without rules of their own.
         profiles: `profile`, and the profiles of single models.
         director: Routes requests over the store.
-        exchange: Settings shared by all ext_proc exchanges.
-        budget: Bytes of bodies that all exchanges may buffer.
         scraping: Settings of the scraper; unused while `settings.scrape.enabled` is false.
         flag_entries: Endpoints of the configuration and the command line.
         discovery: Settings of endpoints file and DNS names.
@@ -59,8 +56,6 @@ class PoolParts(msgspec.Struct, frozen=True):
     profile: SchedulerProfile
     profiles: profile_builder.ResolvedProfiles
     director: director.Director
-    exchange: ExchangeSettings
-    budget: BufferBudget
     scraping: scraper.ScraperSettings
     flag_entries: tuple[endpoint_list.EndpointListEntry, ...]
     discovery: static_discovery.StaticDiscoverySettings
@@ -76,11 +71,6 @@ def _ignore_change(before: Pool, after: Pool) -> None:
 
 def _ignore_pending() -> None:
     """Default `on_shadow_pending`: a shadow runs when its owner calls it."""
-
-
-def _untimed() -> plugin_guard.GuardFactory:
-    """Return guards with a constant clock, so that no plugin exceeds its budget."""
-    return plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
 
 
 def build(
@@ -107,28 +97,26 @@ def build(
     Raises:
         ConfigError: The profile cannot be built, see `profile_builder.build_profile`.
     """
-    guards = guards or _untimed()
+    guards = guards or plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
     resolved = profile_builder.resolve_all(settings, where=where, guards=guards)
-    prefix = settings.prefix
-    index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes, budget=prefix_budget)
-    model = cache_model.CacheModel(
-        index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
-    )
-
-    events = settings.kv_events
-    exact = ExactPrefixes(prefix.schedule, max_blocks=events.max_blocks) if events.enabled else None
-
-    def forget(endpoint: Endpoint) -> None:
-        model.forget(endpoint)
-        on_gone(endpoint)
-
+    index, model, exact = _build_prefix_cache(settings, prefix_budget)
     rng = random.Random(settings.seed)
-    detector = outlier_detection.OutlierDetector(settings.health, rng)
     store = PoolStore(
-        on_gone=forget,
-        on_observed=model.observe_load if exact is None else _observer(model, exact),
-        outlier_detector=detector,
+        on_gone=_remover(model, on_gone),
+        on_observed=model.observe_load,
+        outlier_detector=outlier_detection.OutlierDetector(settings.health, rng),
         on_changed=on_changed,
+    )
+    shadow = build_shadow(settings, resolved, guards, on_shadow_pending)
+    router = director.Director(
+        store=store,
+        routing=build_routing_config(settings, resolved.profile, resolved.by_model, shadow=shadow),
+        index=index,
+        cache_model=model,
+        schedule=settings.prefix.schedule,
+        rng=rng,
+        counts=guards.counts,
+        exact=exact,
     )
     return PoolParts(
         settings=settings,
@@ -140,45 +128,39 @@ def build(
         guards=guards,
         profile=resolved.profile,
         profiles=resolved,
-        director=director.Director(
-            store=store,
-            routing=build_routing_config(
-                settings,
-                resolved.profile,
-                resolved.by_model,
-                shadow=build_shadow(settings, resolved, guards, on_shadow_pending),
-            ),
-            index=index,
-            cache_model=model,
-            schedule=settings.prefix.schedule,
-            rng=rng,
-            counts=guards.counts,
-            exact=exact,
-        ),
-        exchange=build_exchange_settings(settings),
-        budget=BufferBudget(settings.limits.max_assembly_bytes),
+        director=router,
         scraping=_scraping(settings.scrape),
         flag_entries=discovery_sources.parse_entries(settings.pool, where=where),
-        discovery=static_discovery.StaticDiscoverySettings(
-            file=settings.pool.endpoints_file,
-            refresh_s=settings.pool.dns_refresh_s,
-            pool=settings.pool.name,
-        ),
+        discovery=_static_discovery(settings.pool),
     )
 
 
-def _observer(model: cache_model.CacheModel, exact: ExactPrefixes) -> ScrapeObserver:
-    """Observer of scrapes that learns from both, the estimate and the events."""
+def _static_discovery(pool: pool_schema.PoolSource) -> static_discovery.StaticDiscoverySettings:
+    return static_discovery.StaticDiscoverySettings(
+        file=pool.endpoints_file, refresh_s=pool.dns_refresh_s, pool=pool.name
+    )
 
-    def observe(
-        endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
-    ) -> None:
-        model.observe_load(endpoint, before=before, after=after, rates=rates, restarted=restarted)
-        calibration = model.state_of(endpoint).calibration
-        key = cache_model.index_key(endpoint)
-        exact.observe_totals(key, calibration.predicted, calibration.observed)
 
-    return observe
+def _build_prefix_cache(
+    settings: Settings, budget: IndexBudget | None
+) -> tuple[PrefixIndex, cache_model.CacheModel, ExactPrefixes | None]:
+    prefix, events = settings.prefix, settings.kv_events
+    index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes, budget=budget)
+    model = cache_model.CacheModel(
+        index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
+    )
+    exact = ExactPrefixes(prefix.schedule, max_blocks=events.max_blocks) if events.enabled else None
+    return index, model, exact
+
+
+def _remover(
+    model: cache_model.CacheModel, on_gone: Callable[[Endpoint], None]
+) -> Callable[[Endpoint], None]:
+    def remove(endpoint: Endpoint) -> None:
+        model.forget(endpoint)
+        on_gone(endpoint)
+
+    return remove
 
 
 def rebuild_routing(
@@ -339,5 +321,6 @@ def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
         models=model_list_poller.ModelListSettings(
             interval_s=scrape.models_interval_s if scrape.models else None
         ),
+        ranks=scrape.data_parallel_ranks,
         extra={name: engines.series(text) for name, text in scrape.extra_metrics.items()} or None,
     )

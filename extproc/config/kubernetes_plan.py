@@ -8,6 +8,8 @@ Kubernetes, which only a single replica may do.
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -107,6 +109,11 @@ def namespace(environment: Mapping[str, str]) -> str:
         return _NAMESPACE_FILE.read_text(encoding="utf-8").strip() or "default"
     except OSError:
         return "default"
+
+
+def process_identity(environment: Mapping[str, str]) -> str:
+    """Return the name of this process among replicas: pod or host name with a random suffix."""
+    return f"{environment.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
 
 
 def _with_namespace(

@@ -101,6 +101,7 @@ TABLE: Final = (
             "initial_scrape_timeout_s",
             "models",
             "models_interval_s",
+            "data_parallel_ranks",
             "extra_metrics",
         ),
     ),
@@ -136,7 +137,18 @@ TABLE: Final = (
         ),
     ),
     ReloadRow("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
-    ReloadRow("kv_events", restart=("enabled", "port", "replay_port", "ranks", "max_blocks")),
+    ReloadRow(
+        "kv_events",
+        restart=(
+            "enabled",
+            "port",
+            "replay_port",
+            "ranks",
+            "max_blocks",
+            "render_url",
+            "render_model",
+        ),
+    ),
     ReloadRow(
         "limits",
         live=("max_body_bytes", "max_streams", "body_idle_s"),

@@ -122,6 +122,8 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         models_interval_s: Seconds between two reads of the list of an endpoint; a new or restarted
             endpoint is read at once. 30, because only adapters that are loaded at run time change
             it.
+        data_parallel_ranks: Make each data-parallel rank on a page an endpoint, chosen by
+            `x-data-parallel-rank`. True: engines choose ranks without a look at their caches.
         extra_metrics: Further numbers of the metrics page for plugins, as `load.extra`: selector
             `METRIC`, `METRIC{LABEL=VALUE,...}` or `METRIC[LABEL]` by name. Samples that match are
             summed. At most 16. None: the built-in strategies read none.
@@ -141,6 +143,7 @@ class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     initial_scrape_timeout_s: validation.Seconds = 3.0
     models: bool = True
     models_interval_s: validation.PositiveSeconds = 30.0
+    data_parallel_ranks: bool = True
     extra_metrics: Annotated[
         Mapping[validation.MetricName, validation.Name], msgspec.Meta(max_length=16)
     ] = {}

@@ -51,9 +51,9 @@ _PORTS = range(15000, 32000)
 #: Ports given out lately: their servers may not have bound them yet.
 _recent_ports: deque[int] = deque(maxlen=len(_PORTS) // 2)
 
-#: UDP sockets on the ports given out last, which tell other processes the same.
+#: UDP sockets on the ports given out last, which tell other processes the same, and their number.
 _claims: deque[socket.socket] = deque()
-_MOST_CLAIMS = 64
+MAX_CLAIMS = 64
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -78,7 +78,7 @@ def _claim_port(host: str, port: int) -> bool:
         return False
     if not _claims:
         atexit.register(_unclaim)
-    elif len(_claims) == _MOST_CLAIMS:
+    elif len(_claims) == MAX_CLAIMS:
         _claims.popleft().close()
     _claims.append(claim)
     return True

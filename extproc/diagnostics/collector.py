@@ -241,7 +241,7 @@ class Collector:
     async def _read_engine(
         self, metrics: ScrapeClient, others: ScrapeClient, pool: str, endpoint: Endpoint
     ) -> EnginePages:
-        port = int(endpoint.address.rpartition(":")[2])
+        port = endpoint.port
         label = endpoint.labels.get(METRICS_PORT, "")
         metrics_port = int(label) if _PORT.fullmatch(label) and int(label) <= 65535 else port
 

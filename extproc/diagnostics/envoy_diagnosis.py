@@ -34,7 +34,7 @@ _VERSION = re.compile(r"/(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _COUNTER = re.compile(r"([^\s:]+): (\d{1,19})")
 
 #: Counters of ext_proc filters that are 0 in an installation that works: severity, effect, fix.
-_FILTER_COUNTERS: Final[Mapping[str, tuple[str, str, str]]] = {
+FILTER_COUNTERS: Final[Mapping[str, tuple[str, str, str]]] = {
     "rejected_header_mutations": (
         "error",
         "header changes of extproc were rejected",
@@ -313,7 +313,7 @@ def _counters(page: FetchedPage, named: Collection[str]) -> Iterator[Finding]:
             continue
         owner, _, counter = name.rpartition(".")
         cluster = owner.removeprefix("cluster.").removesuffix(".circuit_breakers.default")
-        row = _FILTER_COUNTERS.get(counter)
+        row = FILTER_COUNTERS.get(counter)
         if row is not None and ".ext_proc" in owner:
             severity, effect, fix = row
             make = _error if severity == "error" else _warning

@@ -56,15 +56,19 @@ def read_pools(page: FetchedPage) -> Mapping[str, Sequence[EndpointRow]]:
 
 
 def to_endpoint(row: EndpointRow) -> Endpoint | None:
-    """Return the endpoint of a row; None where the address is no `ip:port`."""
-    host, _, port = row.address.rpartition(":")
+    """Return the engine of a row; None where the address is no `ip:port`, or one of a further rank."""
+    host_port, _, rank = row.address.partition("@")
+    if rank not in ("", "0"):
+        return None
+    host, _, port = host_port.rpartition(":")
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return None
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535):
         return None
-    return Endpoint(row.address, name=row.name or row.address, labels=row.labels)
+    name = row.name.removesuffix("-rank-0") if rank else row.name
+    return Endpoint(host_port, name=name or host_port, labels=row.labels)
 
 
 def diagnose(pages: PickerPages) -> Iterator[Finding]:

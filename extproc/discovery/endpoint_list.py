@@ -11,6 +11,7 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -35,7 +36,7 @@ _BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?", re.DOTALL)
 _FORMS = "10.0.0.1:8000, [fd00::1]:8000 or engine.example:8000"
 
 
-class EndpointListEntry(msgspec.Struct, frozen=True):
+class EndpointListEntry(msgspec.Struct, frozen=True, dict=True):
     """One entry of an endpoint list.
 
     Attributes:
@@ -50,7 +51,7 @@ class EndpointListEntry(msgspec.Struct, frozen=True):
     name: str = ""
     labels: Mapping[str, str] = NO_LABELS
 
-    @property
+    @cached_property
     def literal(self) -> bool:
         """True if the host is an IP address, not a name to resolve."""
         return _ip(self.host) is not None

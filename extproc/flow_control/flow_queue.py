@@ -218,6 +218,8 @@ QueuePlace = tuple[float, float, int, str]
 #: Entries that may be stale before a heap is made anew (count).
 _SLACK = 16
 
+_EMPTY = "an empty flow queue has no place; remove it with its last request"
+
 
 class FlowQueue:
     """Requests of a tenant for a target, in dispatch order.
@@ -316,18 +318,22 @@ class TenantQueues:
 
     def key(self) -> QueuePlace | None:
         """The place of the request that goes next; None when none waits."""
-        heap, flow_queues = self._heap, self._flow_queues
+        heap, flow_queues, turn = self._heap, self._flow_queues, self._turn
         while heap:
             key = heap[0]
-            tenant = key[3]
+            _, rank, number, tenant = key
             flow_queue = flow_queues.get(tenant)
-            if flow_queue is None or flow_queue.key != key:
+            if flow_queue is None or flow_queue.key is not key:
                 heapq.heappop(heap)
                 continue
-            fresh = self._key_of(tenant, flow_queue)
-            if fresh == key:
+            # `_key_of`, written out: it runs twice for every request that leaves.
+            head = flow_queue.head()
+            if head is None:
+                raise LookupError(_EMPTY)
+            first_turn = turn(tenant)
+            if head[1] == number and head[0] == rank and first_turn == key[0]:
                 return key
-            flow_queue.key = fresh
+            flow_queue.key = fresh = first_turn, head[0], head[1], tenant
             heapq.heapreplace(heap, fresh)
             if heap[0] is fresh:
                 return fresh
@@ -377,7 +383,7 @@ class TenantQueues:
     def _key_of(self, tenant: str, flow_queue: FlowQueue) -> QueuePlace:
         head = flow_queue.head()
         if head is None:
-            raise LookupError("an empty flow queue has no place; remove it with its last request")
+            raise LookupError(_EMPTY)
         return self._turn(tenant), head[0], head[1], tenant
 
 

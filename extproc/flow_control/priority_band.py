@@ -86,9 +86,10 @@ class FairShare:
         """Correct the tokens that a tenant attained; the correction may be negative."""
         if (now - self._base) / self._half_life_s > _REBASE:
             self._rebase(now)
-        total = self.normalized_service(tenant) + tokens * self._scale(now)
-        self._standings[tenant] = max(0.0, total)
-        if len(self._standings) > _MOST:
+        standings = self._standings
+        total = standings.get(tenant, 0.0) + tokens * self._scale(now)
+        standings[tenant] = max(0.0, total)
+        if len(standings) > _MOST:
             self._forget()
 
     def _scale(self, now: float) -> float:

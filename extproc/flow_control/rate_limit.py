@@ -12,7 +12,7 @@ import msgspec
 from extproc.decision import Rejection
 
 #: Tenants without a limit of their own that have a bucket of their own (count).
-_MAX_TENANTS = 16_384
+MAX_TENANTS = 16_384
 
 #: Buckets looked at for a full one when another tenant comes (count): they are on the hot path.
 _MAX_CHECKED = 64
@@ -120,7 +120,7 @@ class TenantRateLimiter:
     """Charges requests to tenants, and rejects requests above the limit.
 
     Tenants that the configuration limits by name always have buckets of their own. Of all others
-    `_MAX_TENANTS` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
+    `MAX_TENANTS` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
     nothing for it. While there is none, further tenants share one account, so that no number of
     names gives a tenant a bucket that is full again.
 
@@ -207,7 +207,7 @@ class TenantRateLimiter:
         account = self._accounts.get(tenant)
         if account is not None:
             return account
-        if len(self._accounts) >= _MAX_TENANTS and not self._forget_full(now):
+        if len(self._accounts) >= MAX_TENANTS and not self._forget_full(now):
             if self._shared is None:
                 self._shared = _build_account(self._default, now)
             return self._shared

@@ -167,7 +167,9 @@ class Http2Connection(FrameReader):
             open_stream.is_paused = False
             if open_stream.assembler.is_between_messages:
                 open_stream.assembler.release()
-            self._open_window(open_stream)
+            # Half of its window is left otherwise, as while the stream is not paused.
+            if open_stream.received_bytes >= self._limits.stream_window_bytes // 2:
+                self._open_window(open_stream)
 
     def reset_stalled(self) -> list[CallTerminated]:
         """Reset calls whose answers did not move since the last call of this method."""
@@ -176,7 +178,7 @@ class Http2Connection(FrameReader):
             self._counts["stalled_answer"] += 1
             self._abandon(open_stream, ErrorCode.CANCEL)
             if not open_stream.trailers:
-                terminated.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
+                terminated.append(CallTerminated(open_stream.stream_id))
         return terminated
 
     def ping(self) -> None:
@@ -356,7 +358,7 @@ class Http2Connection(FrameReader):
         self._forget(open_stream)
         self._open_connection_window()
         if not open_stream.trailers:
-            self._events.append(CallTerminated(stream_id, is_by_peer=True))
+            self._events.append(CallTerminated(stream_id))
 
     def _on_settings(self, flags: int, _: int, payload: bytes) -> None:
         self._guard.spend("settings_flood", self._now)
@@ -459,7 +461,7 @@ class Http2Connection(FrameReader):
         """End a call whose messages the server does not take."""
         self._counts[error.limit or "grpc_message"] += 1
         self._guard.spend("stream_error_flood", self._now)
-        self._events.append(CallTerminated(open_stream.stream_id, is_by_peer=False))
+        self._events.append(CallTerminated(open_stream.stream_id))
         self.end_call(open_stream.stream_id, error.status, error.message)
 
     def _refuse(self, stream_id: int, code: ErrorCode, *, limit: str) -> None:
@@ -476,7 +478,7 @@ class Http2Connection(FrameReader):
             # RST_STREAM is for streams that are open (RFC 9113, section 6.4).
             raise Http2Error(error.code, error.detail)
         if not open_stream.trailers:
-            self._events.append(CallTerminated(error.stream_id, is_by_peer=False))
+            self._events.append(CallTerminated(error.stream_id))
         self._abandon(open_stream, error.code)
 
     def _terminate(self, error: Http2Error) -> None:

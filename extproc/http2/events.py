@@ -39,15 +39,13 @@ class CallHalfClosed(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallTerminated(msgspec.Struct, frozen=True, gc=False):
-    """A call ended without the server having ended it.
+    """A call ended without the server having ended it: canceled, or it broke a rule or a limit.
 
     Attributes:
         stream_id: The call.
-        is_by_peer: True if the peer canceled it; False if it broke a rule or a limit.
     """
 
     stream_id: int
-    is_by_peer: bool
 
 
 class ConnectionTerminated(msgspec.Struct, frozen=True, gc=False):

@@ -246,16 +246,21 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded
     if decoded is None:
         if is_light(body):
             return decoder.decode(body)
-        decoded = _Reading(body).struct(decoder.type, body)
+        decoded = StepwiseReading(body).struct(decoder.type, body)
     return decoded
 
 
-class _Reading:
-    """The decoding of one body, and what is left of its budget of values."""
+class StepwiseReading:
+    """The decoding of one body in steps, within a budget.
+
+    Attributes:
+        values_left: Values that may still be built (count).
+        elements_left: Elements that may still be looked at (count).
+    """
 
     def __init__(self, body: RequestBody) -> None:
-        self._left = _budget(body)
-        self._elements_left = 2 * MAX_ELEMENTS + self._left
+        self.values_left = _budget(body)
+        self.elements_left = 2 * MAX_ELEMENTS + self.values_left
 
     def struct(self, kind: Any, json: RequestBody | msgspec.Raw) -> Any:
         """A struct of a surface from its object."""
@@ -321,18 +326,18 @@ class _Reading:
         is_long = depth > 0 and len(memoryview(raw)) > _LONG_BYTES
         if is_long and (read := self._look_into(raw, depth - 1, may_be_ids=may_be_ids)) is not None:
             return read
-        is_wide, cost = _measure(bytes(raw), self._left)
+        is_wide, cost = _measure(bytes(raw), self.values_left)
         # Marks in texts are no values: what has many is looked into before it is paid for.
         if (
             depth
             and not is_long
-            and cost > min(self._left, _CHEAP)
+            and cost > min(self.values_left, _CHEAP)
             and (read := self._look_into(raw, depth - 1, may_be_ids=may_be_ids)) is not None
         ):
             return read
-        if is_wide or cost > self._left:
+        if is_wide or cost > self.values_left:
             return raw
-        self._left -= cost
+        self.values_left -= cost
         return _DECODE(raw)
 
     def _look_into(
@@ -378,15 +383,15 @@ class _Reading:
             return None
         is_long = len(memoryview(raw)) > _LONG_BYTES
         for decoder, cost in _attempts(kind)[is_long:]:
-            if self._elements_left <= 0:
+            if self.elements_left <= 0:
                 return None
             first = decoder.decode(raw)
             names = first.__struct_fields__
             if getattr(first, names[-1]) is not _ABSENT:
-                self._elements_left -= len(names) + cost
+                self.elements_left -= len(names) + cost
                 continue
             elements = list(itertools.takewhile(_is_there, map(first.__getattribute__, names)))
-            self._elements_left -= len(elements) + cost
+            self.elements_left -= len(elements) + cost
             return elements
         return None
 

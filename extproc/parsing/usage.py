@@ -1,8 +1,9 @@
-"""Token usage at the end of a response."""
+"""Token usage at the end of a response, and the ids by which its client may know it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -17,6 +18,15 @@ _MAX_OBJECTS = 4
 MAX_TOKENS: Final = 2**31 - 1
 
 _MARK = b'"usage"'
+
+#: Member `id` of an object; a quote inside of a text has a backslash before it. Longer ids are none.
+_ID_KEY = b'"id"'
+_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+
+#: Where ids are looked for: bytes from the beginning, as most engines write them first, and from the
+#: last mark on, as llama.cpp writes the id of an answer behind `usage`.
+_ID_HEAD_BYTES = 1024
+_ID_BYTES = 300
 
 #: What `read` tells apart.
 UsageKind = Literal["prompt", "completion", "cached"]
@@ -60,6 +70,24 @@ def read(tail: bytes) -> Mapping[str, int]:
         for kind, tokens in _parse_usage(tail, at + len(_MARK)).items():
             counts.setdefault(kind, tokens)
     return counts
+
+
+def read_ids(tail: bytes) -> Sequence[str]:
+    """Ids in the body of an answer: the first one, and the last one if it is another.
+
+    One of them is that of the answer. The other may be that of an item or of a tool call, which the
+    client knows as well.
+
+    Args:
+        tail: The end of the answer's body.
+    """
+    first, at = _ID.search(tail, 0, _ID_HEAD_BYTES), tail.rfind(_ID_KEY)
+    ids = [] if first is None else [first[1].decode("utf-8", "replace")]
+    if at >= 0 and (first is None or at > first.start()):
+        last = _ID.match(tail, at, at + _ID_BYTES)
+        if last is not None and (first is None or last[1] != first[1]):
+            ids.append(last[1].decode("utf-8", "replace"))
+    return ids
 
 
 def cost(counts: Mapping[str, int], weights: Mapping[UsageKind, float]) -> float | None:

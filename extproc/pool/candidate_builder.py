@@ -313,7 +313,6 @@ def build_candidates(
     """Turn members into candidates.
 
     Args:
-        members: Endpoints in play.
         matched_tokens: Per member, prompt tokens predicted as cached there.
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
@@ -341,8 +340,7 @@ def build_candidates(
             else:
                 place = adapter_residency(adapter, account, load, adapters)
         own = account.in_flight
-        # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
-        # call to `max` takes as long as building the candidate.
+        # `InflightLoad.queued`, written out: a call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
         candidates.append(
             Candidate(

@@ -16,6 +16,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,6 +48,18 @@ class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
     full: bool
     room: bool = False
     idle: frozenset[str] = frozenset()
+
+
+class CachedTokens(NamedTuple):
+    """Prompt tokens of a request that are predicted as cached on an endpoint.
+
+    Attributes:
+        tokens: Those that count.
+        estimated: Those that the estimate alone predicts, which it is corrected by.
+    """
+
+    tokens: int
+    estimated: int
 
 
 class InflightLoad:
@@ -390,6 +403,8 @@ class Reservation(msgspec.Struct, eq=False):
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
         from_peers: Whether another picker sent it.
+        estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
+            are `cached_tokens`.
     """
 
     _account: InflightLoad | None
@@ -403,6 +418,7 @@ class Reservation(msgspec.Struct, eq=False):
     blocks: Sequence[int] = ()
     from_peers: bool = False
     last_turn: LastTurn | None = None
+    estimated_tokens: int | None = None
     sole_endpoint: bool = True
     refused: bool = False
     context: ContextShare | None = None
@@ -415,6 +431,10 @@ class Reservation(msgspec.Struct, eq=False):
     def allow_fallbacks(self) -> None:
         """Record that other endpoints were named that may answer in place of the first."""
         self.sole_endpoint = False
+
+    def set_estimated_tokens(self, tokens: int) -> None:
+        """Record what the estimate alone predicted as cached."""
+        self.estimated_tokens = tokens
 
     def refuse(self) -> None:
         """Record that the endpoint answered, and did not serve."""

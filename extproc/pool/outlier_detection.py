@@ -101,6 +101,7 @@ class HealthRecord:
         "ejections",
         "ever_scraped",
         "good",
+        "incarnation",
         "last_failed",
         "missed_at",
         "misses",
@@ -110,7 +111,8 @@ class HealthRecord:
         "sign_at",
     )
 
-    def __init__(self, condition: HealthStatus, now: float) -> None:
+    def __init__(self, incarnation: int, condition: HealthStatus, now: float) -> None:
+        self.incarnation = incarnation
         self.condition = condition
         self.back_at = -math.inf
         self.sign_at = now
@@ -164,6 +166,7 @@ class OutlierDetector:
         self.settings = settings
         self._rng = rng
         self._records: dict[int, HealthRecord] = {}
+        self._changed: set[int] = set()
         self.version = 0
         self.newest = -math.inf
         self.ejections: Counter[str] = Counter()
@@ -177,6 +180,11 @@ class OutlierDetector:
         """Health of an endpoint."""
         return self._records[incarnation].condition
 
+    def take_changed(self) -> set[int]:
+        """Return the engines whose condition changed since the last call, by incarnation; some may be gone."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def count_ejections(self, incarnation: int) -> int:
         """Times that an endpoint was ejected."""
         return self._records[incarnation].ejections
@@ -188,7 +196,8 @@ class OutlierDetector:
             now: Monotonic seconds; as everywhere.
             late: Whether others were there before it.
         """
-        self._records[incarnation] = HealthRecord(HealthStatus(since=now) if late else HEALTHY, now)
+        condition = HealthStatus(since=now) if late else HEALTHY
+        self._records[incarnation] = HealthRecord(incarnation, condition, now)
         if late:
             self.newest = now
 
@@ -302,22 +311,24 @@ class OutlierDetector:
 
     def update_ejections(self, now: float) -> None:
         """Decide again which endpoints are ejected."""
-        records = self._records.values()
-        suspects = [
-            record
-            for record in records
-            if record.misses or record.ejection_cause or record.condition.state
-        ]
-        if not suspects:
-            return
-        certain = [record for record in suspects if record.certain]
-        rest = len(self._records) - len(certain)
+        suspects: list[HealthRecord] = []
+        certain: list[HealthRecord] = []
+        doubtful: list[HealthRecord] = []
+        rest = len(self._records)
+        for record in self._records.values():
+            if not (record.misses or record.ejection_cause or record.condition.state):
+                continue
+            # `unreachable` and `certain`, written out: hundreds may fail, and each comes here.
+            unreachable = record.misses >= UNREACHABLE_AFTER and not record.scrape_unreliable
+            if unreachable and (record.last_failed or record.refused):
+                rest -= 1
+                if record.condition.state is _DOWN:
+                    continue  # it stays out
+                certain.append(record)
+            elif unreachable or record.ejection_cause:
+                doubtful.append(record)
+            suspects.append(record)
         spare = min(int(self.settings.max_ejection_share * rest), rest - 1)
-        doubtful = [
-            record
-            for record in suspects
-            if (record.ejection_cause or record.unreachable) and not record.certain
-        ]
         # Of equals those who are out stay out.
         doubtful.sort(
             key=lambda record: (
@@ -457,6 +468,7 @@ class OutlierDetector:
 
     def _set_condition(self, record: HealthRecord, condition: HealthStatus) -> None:
         record.condition = condition
+        self._changed.add(record.incarnation)
         self.version += 1
 
     def _until(self, record: HealthRecord, times: int, now: float) -> float:

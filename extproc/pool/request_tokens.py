@@ -70,24 +70,23 @@ class SharedContext:
         users, counted = self._users, self._counted
         followed = blocks[::_STRIDE]
         last = len(followed) - 1
-        rest = tokens[len(blocks)] - tokens[last * _STRIDE]
+        prompt_tokens = tokens[len(blocks)]
+        rest = prompt_tokens - tokens[last * _STRIDE]
         if counted.get(followed[last], 0) >= rest:
             growth = 0.0  # where another open prompt goes on from this one, it has grown already
-        prompt_tokens = tokens[len(blocks)]
-        self.tokens += growth
-        self.shared += prompt_tokens
+        total, shared = self.tokens + growth, self.shared + prompt_tokens
         for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
-            more = size
-            if block in users:
-                users[block] += 1
-                more -= counted[block]
+            num_users = users.get(block)
+            if num_users is None:
+                users[block], more = 1, size
+            else:
+                users[block], more = num_users + 1, size - counted[block]
                 if more <= 0:
                     continue  # all of it is counted
-            else:
-                users[block] = 1
             counted[block] = size
-            self.tokens += more
-            self.shared -= more
+            total += more
+            shared -= more
+        self.tokens, self.shared = total, shared
         return ContextShare(followed, prompt_tokens, growth)
 
     def close(self, share: ContextShare) -> None:

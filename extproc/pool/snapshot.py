@@ -17,10 +17,12 @@ import msgspec
 from extproc.endpoint import (
     DEFAULT_STEP_TIMES,
     NO_LOAD,
+    DataParallelRank,
     Endpoint,
     Load,
     ServedModels,
     StepTimeModel,
+    rank_address,
 )
 from extproc.pool import plausibility
 from extproc.pool.endpoint_health import HEALTHY, UNREACHABLE_AFTER, HealthState, HealthStatus
@@ -269,9 +271,32 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     has_unknown_values: bool = False
 
     def find(self, address: str) -> EndpointSnapshot | None:
-        """The member at `ip:port`, if there is one."""
+        """The member of this address, if there is one."""
         at = self.positions.get(address)
         return None if at is None else self.members[at]
+
+    def ranks_at(self, host_port: str) -> Sequence[EndpointSnapshot]:
+        """The members behind `ip:port`: an engine, or its data-parallel ranks in order; else none."""
+        at = self.positions.get(host_port)
+        if at is not None:
+            return self.members[at : at + 1]
+        at = self.positions.get(rank_address(host_port, 0))
+        if at is None:
+            return ()
+        rank = self.members[at].endpoint.rank
+        return self.members[at : at + (1 if rank is None else rank.count)]
+
+    def find_served(self, host_port: str, rank: DataParallelRank | None) -> EndpointSnapshot | None:
+        """The member behind `ip:port` that took a request; None for an address of no member.
+
+        Args:
+            rank: Rank that was sent along. None: an engine with ranks chose by itself, and the one
+                with the fewest requests of ours stands for it.
+        """
+        ranks = self.ranks_at(host_port)
+        if rank is not None and rank.index < len(ranks):
+            return ranks[rank.index]
+        return min(ranks, key=lambda member: member.account.in_flight, default=None)
 
     def eligible(self, subset: Sequence[str] | None) -> Sequence[EndpointSnapshot]:
         """The members a request may go to and that take part, in pool order.
@@ -291,8 +316,9 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         """The members a request may go to, whether they take part or not, in pool order.
 
         Args:
-            subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
-                (all its ports) tokens; a token that matches no endpoint is ignored.
+            subset: EPP protocol 004: None for no hint, else `ip:port` (one engine, with all its
+                ranks) or bare `ip` (all its ports) tokens; a token that matches no endpoint is
+                ignored.
             model_match: Endpoints that serve the model, from `serving`; None for all.
         """
         members: Sequence[EndpointSnapshot] = self.members
@@ -303,7 +329,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
             members = [
                 member
                 for member in members
-                if member.endpoint.address in allowed or member.endpoint.ip in allowed
+                if member.endpoint.host_port in allowed or member.endpoint.ip in allowed
             ]
         return members
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from extproc.endpoint import (
     METRICS_PORT,
     Endpoint,
-    EngineCounters,
     Load,
     ServedModels,
-    StepTimeModel,
+    split_ranks,
 )
 from extproc.pool import (
     endpoint_health,
@@ -25,6 +23,7 @@ from extproc.pool import (
 )
 from extproc.pool.engine_counters import ForeignTraffic
 from extproc.pool.inflight import InflightLoad
+from extproc.pool.observed_page import ObservedPage, ScrapeObserver, ScrapeToken, ignore_scrape
 from extproc.pool.request_tokens import BytesPerTokenEstimator, TypicalWork
 from extproc.pool.snapshot import EndpointSnapshot, ModelIndex, Pool
 from extproc.pool.step_time_estimator import PoolStepTimeEstimators
@@ -36,53 +35,6 @@ NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 MAX_ADAPTERS = 4096
 
 _NONE: frozenset[str] = frozenset()
-
-
-class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
-    """Our own counts at the time a scrape was sent.
-
-    Attributes:
-        endpoint: The endpoint in its life then.
-        in_flight: Our own requests on it.
-        sent: `InflightLoad.sent` when the scrape was requested (tokens).
-        written: `InflightLoad.kv_tokens_sent`.
-        served: `InflightLoad.served` when the scrape was requested (requests).
-    """
-
-    endpoint: Endpoint
-    in_flight: int
-    sent: int = 0
-    written: int = 0
-    served: int = 0
-
-
-class ScrapeObserver(Protocol):
-    """Callback for every scrape taken in."""
-
-    def __call__(
-        self,
-        endpoint: Endpoint,
-        *,
-        before: Load,
-        after: Load,
-        rates: StepTimeModel,
-        restarted: bool,
-    ) -> None:
-        """Handle a scrape that was taken in.
-
-        Args:
-            endpoint: The endpoint scraped.
-            before: The load until then.
-            after: The load from now on.
-            rates: Step times of the engine.
-            restarted: Whether the engine is another process now.
-        """
-
-
-def _ignore_scrape(
-    endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
-) -> None:
-    """Do nothing."""
 
 
 def _ignore_change(before: Pool, after: Pool) -> None:
@@ -115,12 +67,15 @@ class PoolStore:
     ) -> None:
         self._on_gone = on_gone
         self._on_changed = on_changed
-        self._on_observed = on_observed or _ignore_scrape
+        self._on_observed = on_observed or ignore_scrape
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
         self._estimators = PoolStepTimeEstimators()
         self._synced = False
+        #: Engines as discovery lists them, and numbers of the ranks on their pages, by address.
+        self._listed: dict[str, Endpoint] = {}
+        self._rank_numbers: dict[str, tuple[int, ...]] = {}
         self._policy = inference_policy.EMPTY_POLICY
         self._typical_work = TypicalWork(self._estimate_foreign_tokens)
         self.bytes_per_token = BytesPerTokenEstimator()
@@ -129,6 +84,8 @@ class PoolStore:
             endpoint_health.OutlierDetectionSettings(), random.Random(0)
         )
         self._shown = self.outlier_detector.version
+        #: Indexes in the snapshot of each engine: one, or those of its ranks.
+        self._places: dict[int, list[int]] = {}
 
     @property
     def pool(self) -> Pool:
@@ -158,35 +115,75 @@ class PoolStore:
         account, while reservations of its earlier life still close against the earlier account.
 
         Args:
-            endpoints: All endpoints, at most one per address; of duplicates the first counts.
+            endpoints: All engines, at most one per address; of duplicates the first counts. One
+                whose page shows several data-parallel ranks becomes as many members.
         """
-        old = {member.endpoint.address: member for member in self._pool.members}
-        members: dict[str, EndpointSnapshot] = {}
+        listed: dict[str, Endpoint] = {}
         for endpoint in endpoints:
-            if endpoint.address in members:
-                continue
+            listed.setdefault(endpoint.address, endpoint)
             if endpoint.models is not None:
                 self._learn_adapters(endpoint.models.adapters)
-            known = old.get(endpoint.address)
-            if known is not None and known.endpoint.uid == endpoint.uid:
-                del old[endpoint.address]
-            else:
-                known = None
-            members[endpoint.address] = (
-                self._build_member(endpoint, now) if known is None else _relabel(known, endpoint)
-            )
+        before, self._listed = self._listed, listed
+        self._rank_numbers = {
+            address: numbers
+            for address, numbers in self._rank_numbers.items()
+            if address in listed and listed[address].uid == before[address].uid
+        }
         self._synced = True
-        for member in old.values():
-            self.outlier_detector.on_endpoint_removed(member.endpoint.incarnation)
+        self._update_members(now)
+
+    def set_ranks(self, endpoint: Endpoint, numbers: Sequence[int], now: float) -> None:
+        """Replace an engine by its data-parallel ranks, or change which there are.
+
+        Ranks that stay keep account and load; the health of the engine stays with all of them.
+
+        Args:
+            endpoint: The engine or one of its ranks, in its incarnation when its page was requested.
+            numbers: Numbers of its ranks, ascending; at most one for an engine that is one endpoint.
+        """
+        members = self._pool.ranks_at(endpoint.host_port)
+        if not members or members[0].endpoint.engine != endpoint.engine:
+            return
+        self._rank_numbers[endpoint.host_port] = tuple(numbers)
+        self._update_members(now)
+
+    def _update_members(self, now: float) -> None:
+        """Make the members those that discovery lists, with ranks as their pages show them."""
+        pool = self._pool
+        old = {member.endpoint.address: member for member in pool.members}
+        members: dict[str, EndpointSnapshot] = {}
+        for listed in self._listed.values():
+            former = pool.ranks_at(listed.address)
+            is_same = bool(former) and former[0].endpoint.uid == listed.uid
+            sibling = former[0] if is_same else None
+            for endpoint in split_ranks(listed, self._rank_numbers.get(listed.address, ())):
+                known = old.pop(endpoint.address, None) if is_same else None
+                if known is None:
+                    member = self._build_member(endpoint, now, sibling=sibling)
+                else:
+                    member = _relabel(known, endpoint)
+                members[endpoint.address] = member
+                sibling = sibling or member
+        self._remove_engines(old, members)
         self.outlier_detector.update_ejections(now)
-        listed = list(members.values())
+        listed_members = list(members.values())
         if self.outlier_detector.version != self._shown:
-            listed = [self._with_condition(member) for member in listed]
-        self._publish(tuple(listed))
+            listed_members = [self._with_condition(member) for member in listed_members]
+        self._publish(tuple(listed_members))
         for member in old.values():
             self._estimators.on_endpoint_removed(member.endpoint.incarnation)
             self.bytes_per_token.forget(member.endpoint.incarnation)
             self._on_gone(member.endpoint)
+
+    def _remove_engines(
+        self, old: Mapping[str, EndpointSnapshot], members: Mapping[str, EndpointSnapshot]
+    ) -> None:
+        """Drop the health of engines that left; ranks of an engine share theirs."""
+        left = {member.endpoint.engine for member in old.values()}
+        if left:
+            left.difference_update([member.endpoint.engine for member in members.values()])
+        for engine in left:
+            self.outlier_detector.on_endpoint_removed(engine)
 
     def begin_scrape(self, endpoint: Endpoint) -> ScrapeToken:
         """Note our own requests at the moment a scrape is sent."""
@@ -199,7 +196,37 @@ class PoolStore:
         )
 
     def observe(self, token: ScrapeToken, load: Load, now: float) -> None:
-        """Take in a scrape.
+        """Take in a scrape of an engine that is one endpoint."""
+        self.observe_ranks((token,), (load,), now)
+
+    def observe_ranks(
+        self, tokens: Sequence[ScrapeToken], loads: Sequence[Load], now: float
+    ) -> None:
+        """Take in a scrape of one engine.
+
+        Args:
+            tokens: Of all its members.
+            loads: Their loads, aligned with `tokens`.
+        """
+        pages = [
+            page
+            for token, load in zip(tokens, loads, strict=True)
+            if (page := self._observe_load(token, load, now)) is not None
+        ]
+        if not pages:
+            return
+        self._note_pages(pages, now)
+        for page in pages:
+            self._on_observed(
+                page.before.endpoint,
+                before=page.before.load,
+                after=page.after,
+                rates=page.rates,
+                restarted=page.restarted,
+            )
+
+    def _observe_load(self, token: ScrapeToken, load: Load, now: float) -> ObservedPage | None:
+        """Take in the load of one member; None where it left meanwhile.
 
         The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
         here. Own is the larger of the counts at both ends of the scrape: what started or ended in
@@ -207,16 +234,10 @@ class PoolStore:
         """
         member = self._current(token)
         if member is None:
-            return
+            return None
         account = member.account
         restart = step_time_estimator.engine_restarted(member.load, load)
-        if self.bytes_per_token.record_scrape(
-            load,
-            incarnation=account.endpoint.incarnation,
-            texts=account.texts,
-            answered=account.answered,
-        ):
-            account.forget_texts()
+        self._learn_text_sizes(load, account)
         own = max(token.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         progress = plausibility.next_progress(
@@ -227,8 +248,8 @@ class PoolStore:
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
             self.foreign_traffic.update(own, foreign, before=member.load, after=load)
-        # Pages do not say whose requests wait. Others first: what is ours drains between pages, and an engine on which
-        # we have requests must not seem to have less of a queue for it.
+        # Pages do not say whose requests wait. Others first: what is ours drains between pages, and an
+        # engine on which we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
         account.record_scrape(sent=token.sent, written=token.written, waiting=queued, now=now)
@@ -255,14 +276,7 @@ class PoolStore:
                 models=None if restart else member.models,
             )
         )
-        self._note_page(member, load, now, restarted=restart)
-        self._on_observed(
-            member.endpoint,
-            before=member.load,
-            after=load,
-            rates=rates,
-            restarted=restart,
-        )
+        return ObservedPage(member, load, rates, restart)
 
     def scrape_failed(self, token: ScrapeToken, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
@@ -276,8 +290,10 @@ class PoolStore:
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0
         self._replace_member(msgspec.structs.replace(member, failures=failures, failure=reason))
+        if member.endpoint.rank is not None and member.endpoint.rank.index:
+            return  # the health of the engine, which its first rank reports
         self.outlier_detector.record_scrape_failure(
-            member.endpoint.incarnation,
+            member.endpoint.engine,
             now,
             connected=not lost,
             refused=reason == "refused" and METRICS_PORT not in member.endpoint.labels,
@@ -288,7 +304,7 @@ class PoolStore:
         """Record a request to an ejected endpoint, which may be its probe."""
         member = self._pool.find(endpoint.address)
         if member is not None and member.condition.state:
-            self.outlier_detector.record_sent(member.endpoint.incarnation, now)
+            self.outlier_detector.record_sent(member.endpoint.engine, now)
             self._publish_conditions()
 
     def record_outcome(
@@ -303,7 +319,7 @@ class PoolStore:
     ) -> None:
         """Take in the outcome of a request to this life of an endpoint, as `OutlierDetector` does."""
         self.outlier_detector.record_outcome(
-            endpoint.incarnation, outcome, sent_at=sent_at, now=now, cause=cause, sole=sole
+            endpoint.engine, outcome, sent_at=sent_at, now=now, cause=cause, sole=sole
         )
         if self.outlier_detector.version != self._shown:
             self._publish_conditions()
@@ -315,12 +331,13 @@ class PoolStore:
             endpoint: The endpoint, in its incarnation when its models were requested.
             models: Models that it listed.
         """
-        member = self._pool.find(endpoint.address)
-        if member is None or member.endpoint.incarnation != endpoint.incarnation:
+        members = self._pool.ranks_at(endpoint.host_port)
+        if not members or members[0].endpoint.engine != endpoint.engine:
             return
         self._learn_adapters(models.adapters)
-        if member.models != models:
-            self._replace_member(msgspec.structs.replace(member, models=models))
+        for member in members:
+            if member.models != models:
+                self._replace_member(msgspec.structs.replace(member, models=models))
 
     def _estimate_foreign_tokens(self) -> None:
         """Price the work of others anew: the usual work of a request has changed."""
@@ -340,23 +357,26 @@ class PoolStore:
         )
         self._pool = msgspec.structs.replace(pool, members=members)
 
-    def _note_page(
-        self, member: EndpointSnapshot, load: Load, now: float, *, restarted: bool
-    ) -> None:
-        """Update the health of an endpoint that served a metrics page.
-
-        Args:
-            member: With the load until then.
-            restarted: Whether the engine is another process now.
-        """
+    def _note_pages(self, pages: Sequence[ObservedPage], now: float) -> None:
+        """Update the health of an engine that served a metrics page, of all its members."""
+        moves = [page.moved for page in pages]
         self.outlier_detector.record_scrape(
-            member.endpoint.incarnation,
+            pages[0].before.endpoint.engine,
             now,
-            restarted=restarted,
-            moved=_moved(member.load.counters, load.counters),
-            idle=not member.account.in_flight or not (load.running or load.waiting),
+            restarted=any(page.restarted for page in pages),
+            moved=None if None in moves else any(moves),
+            idle=all(page.is_idle for page in pages),
         )
         self._publish_conditions()
+
+    def _learn_text_sizes(self, load: Load, account: InflightLoad) -> None:
+        if self.bytes_per_token.record_scrape(
+            load,
+            incarnation=account.endpoint.incarnation,
+            texts=account.texts,
+            answered=account.answered,
+        ):
+            account.forget_texts()
 
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
@@ -370,7 +390,7 @@ class PoolStore:
         return member
 
     def _with_condition(self, member: EndpointSnapshot) -> EndpointSnapshot:
-        known = self.outlier_detector.condition(member.endpoint.incarnation)
+        known = self.outlier_detector.condition(member.endpoint.engine)
         if member.condition is known:
             return member
         return msgspec.structs.replace(member, condition=known)
@@ -382,29 +402,44 @@ class PoolStore:
             return
         self._shown = version
         pool = self._pool
-        members = tuple([self._with_condition(member) for member in pool.members])
+        members, down, unhealthy = list(pool.members), pool.down, pool.unhealthy_or_doubtful
+        # Only these: when hundreds of endpoints fail at once, each of them comes here.
+        for engine in self.outlier_detector.take_changed():
+            for at in self._places.get(engine, ()):
+                before, after = members[at], self._with_condition(members[at])
+                members[at] = after
+                down += before.is_up - after.is_up
+                unhealthy += bool(after.condition.state) - bool(before.condition.state)
         self._pool = msgspec.structs.replace(
             pool,
-            members=members,
-            down=sum(not member.is_up for member in members),
-            unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
+            members=tuple(members),
+            down=down,
+            unhealthy_or_doubtful=unhealthy,
             newest=self.outlier_detector.newest,
         )
         self._on_changed(pool, self._pool)
 
-    def _build_member(self, endpoint: Endpoint, now: float) -> EndpointSnapshot:
+    def _build_member(
+        self, endpoint: Endpoint, now: float, *, sibling: EndpointSnapshot | None
+    ) -> EndpointSnapshot:
+        """A new member; `sibling` is one of the same engine, whose health and models it has."""
         self._incarnations += 1
-        born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
+        incarnation = self._incarnations
+        engine = incarnation if sibling is None else sibling.endpoint.engine
+        born = msgspec.structs.replace(endpoint, incarnation=incarnation, engine=engine)
         learner = self._estimators.on_endpoint_added(born.incarnation)
-        # Those of the first list, and of a list after an empty one, are as old as the others.
-        self.outlier_detector.on_endpoint_added(
-            born.incarnation, now, late=bool(self._pool.members)
-        )
+        if sibling is None:
+            # Those of the first list, and of a list after an empty one, are as old as the others.
+            late = bool(self._pool.members)
+            self.outlier_detector.on_endpoint_added(engine, now, late=late)
         account = InflightLoad(born, self._typical_work)
         account.set_drain_rate(learner.rates, 0.0)
-        known = self.outlier_detector.condition(born.incarnation)
         return EndpointSnapshot(
-            endpoint=born, account=account, rates=learner.rates, condition=known
+            endpoint=born,
+            account=account,
+            rates=learner.rates,
+            condition=self.outlier_detector.condition(engine),
+            models=None if sibling is None else sibling.models,
         )
 
     def _replace_member(self, member: EndpointSnapshot) -> None:
@@ -427,6 +462,10 @@ class PoolStore:
 
     def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
         before, self._shown = self._pool, self.outlier_detector.version
+        self.outlier_detector.take_changed()
+        self._places = {}
+        for at, member in enumerate(members):
+            self._places.setdefault(member.endpoint.engine, []).append(at)
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.is_up for member in members)
         self._pool = Pool(
@@ -442,18 +481,6 @@ class PoolStore:
         self._on_changed(before, self._pool)
 
 
-def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
-    """True if an engine computed anything between two pages.
-
-    None where it has no counter that moves with every iteration: others stand still for as long as
-    one answer takes.
-    """
-    counts = after.steps, after.computed_tokens, after.decoded_tokens
-    if counts == (None, None, None):
-        return None
-    return counts != (before.steps, before.computed_tokens, before.decoded_tokens)
-
-
 def _is_patchy(members: Sequence[EndpointSnapshot]) -> bool:
     """True if pages differ in the values they lack, or some are not plausible."""
     flaws = {member.flaws for member in members}
@@ -466,7 +493,9 @@ def _serving(members: Sequence[EndpointSnapshot]) -> ModelIndex:
 
 def _relabel(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
     """A member with what discovery says now; its list of models is dropped where that differs."""
-    renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
+    renamed = msgspec.structs.replace(
+        endpoint, incarnation=known.endpoint.incarnation, engine=known.endpoint.engine
+    )
     if renamed == known.endpoint:
         return known
     models = known.models if renamed.models == known.endpoint.models else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from extproc.decision import MatchSource
 from extproc.prefix_cache import blocks, kv_events
@@ -26,15 +26,6 @@ MAX_MAPPED_BLOCKS: Final = 1_000_000
 #: prefill of many tokens, and the event behind it.
 SETTLE_S: Final = 2.0
 
-#: Predicted tokens between two corrections, the exponent of one, and the least discount: a step
-#: closes half of a difference.
-_MIN_PREDICTED_TOKENS: Final = 100_000
-_GAIN: Final = 0.5
-_MIN_DISCOUNT: Final = 0.3
-
-#: Discount from which there is none: exact tokens are not blurred for little.
-_MAX_DISCOUNT: Final = 0.9
-
 #: Engines of which a prompt remembers that it was just sent there (count).
 _MAX_SENT: Final = 16
 
@@ -48,8 +39,8 @@ class MappedPrompt:
             again (count).
         chain: Hashes of its byte blocks.
         first_end: Depth at which the first engines ended when it was matched; 0 for none.
-        sent: When it, or one that begins with it, was last sent to an engine, by address of the
-            endpoint (monotonic seconds).
+        sent: When it, or one that shares a beginning with it, was last sent to an engine, by address
+            of the endpoint (monotonic seconds), the latest last.
     """
 
     __slots__ = ("chain", "first_end", "keys", "max_cached", "sent")
@@ -87,8 +78,8 @@ class PromptMap:
         """True if every byte block of a prompt is mapped."""
         return not chain or chain[-1] in self._at
 
-    def find(self, chain: Sequence[int]) -> tuple[MappedPrompt, int] | None:
-        """The prompt that shares most blocks with a chain, and the token blocks that are shared.
+    def find(self, chain: Sequence[int]) -> tuple[MappedPrompt, int, int] | None:
+        """The prompt that shares most blocks with a chain, and the byte and token blocks it shares.
 
         None where it shares none.
         """
@@ -104,8 +95,8 @@ class PromptMap:
                 high = middle - 1
         prompt, count = at[chain[low]]
         if low + 1 == len(chain) == len(prompt.chain):
-            return prompt, prompt.max_cached
-        return prompt, count
+            return prompt, low + 1, prompt.max_cached
+        return prompt, low + 1, count
 
     def add(
         self,
@@ -139,7 +130,7 @@ class PromptMap:
             known = at.get(block)
             count = int(cuts[depth] * per_byte)
             if known is not None:
-                prompt.first_end = known[0].first_end
+                prompt.first_end, prompt.sent = known[0].first_end, known[0].sent
                 # As many as were counted or estimated for the prompts before it, as far as it agrees.
                 shared, count = known, known[1]
                 at[block] = prompt, count
@@ -148,6 +139,7 @@ class PromptMap:
                 self._count_shared(chain[depth - 2], prompt, shared[0])
                 shared = None
             at[block] = prompt, count
+        prompt.sent = prompt.sent.copy()
         at[chain[-1]] = prompt, len(packed)
         replaced = self._prompts.pop(chain[-1], None)
         if replaced is not None:
@@ -177,6 +169,20 @@ class PromptMap:
                 del self._at[block]
 
 
+class PromptMatch(NamedTuple):
+    """Engines that hold a beginning of a prompt.
+
+    Attributes:
+        prompt: The mapped prompt that shares most with it.
+        depth: Byte blocks that they share (count).
+        ends: Depths in token blocks, ascending, with the bits of the engines that hold so many.
+    """
+
+    prompt: MappedPrompt
+    depth: int
+    ends: Sequence[tuple[int, int]]
+
+
 class ExactPrefixes:
     """Engines of a pool, their blocks, and the prompts that are mapped to tokens.
 
@@ -187,8 +193,6 @@ class ExactPrefixes:
     Attributes:
         index: Blocks of the engines.
         prompts: Byte blocks to token blocks.
-        discount: Share of the tokens held at the choice of an engine that it still holds when it begins
-            with the request, learned, 0.3 to 1: under pressure it evicts while requests wait.
         usage_tokens: Prompt tokens that were predicted as cached and those that answers report, of the
             same requests, by source of the prediction and `predicted` or `observed`.
     """
@@ -196,9 +200,6 @@ class ExactPrefixes:
     def __init__(self, schedule: blocks.Schedule, *, max_blocks: int) -> None:
         self.index = TokenBlockIndex(max_blocks)
         self.prompts = PromptMap(schedule.cuts)
-        self.discount = 1.0
-        self._predicted_tokens = self._observed_tokens = 0.0
-        self._totals: dict[tuple[str, int], tuple[float, float]] = {}
         self.usage_tokens: Counter[tuple[MatchSource, str]] = Counter()
         self._engines: dict[tuple[str, int], list[EngineBlocks]] = {}
 
@@ -217,9 +218,13 @@ class ExactPrefixes:
 
     def forget(self, key: tuple[str, int]) -> None:
         """Forget an endpoint."""
-        self._totals.pop(key, None)
         for engine in self._engines.pop(key, ()):
             self.index.close(engine)
+
+    @property
+    def is_any_live(self) -> bool:
+        """True while events of any engine arrive."""
+        return any(engine.is_live for engines in self._engines.values() for engine in engines)
 
     def engines(self, key: tuple[str, int]) -> Sequence[EngineBlocks]:
         """Engines of an endpoint, by rank; empty where it is not followed."""
@@ -264,41 +269,15 @@ class ExactPrefixes:
         self.usage_tokens[source, "predicted"] += predicted
         self.usage_tokens[source, "observed"] += observed
 
-    def observe_totals(self, key: tuple[str, int], predicted: float, observed: float) -> None:
-        """Learn the discount from what an endpoint counts.
-
-        Args:
-            key: Address and incarnation of the endpoint.
-            predicted: Prompt tokens ever predicted as cached there, of requests that it looked up.
-            observed: Prompt tokens that it ever found, of the same.
-        """
-        if not self.engines(key):
-            return
-        before = self._totals.get(key, (predicted, observed))
-        self._totals[key] = predicted, observed
-        if predicted < before[0]:
-            return  # it restarted
-        self._predicted_tokens += predicted - before[0]
-        self._observed_tokens += observed - before[1]
-        if self._predicted_tokens >= _MIN_PREDICTED_TOKENS:
-            ratio = max(0.0, self._observed_tokens) / self._predicted_tokens
-            discount = max(_MIN_DISCOUNT, self.discount * ratio**_GAIN)
-            self.discount = discount if discount < _MAX_DISCOUNT else 1.0
-            self._predicted_tokens = self._observed_tokens = 0.0
-
-    def match(self, chain: Sequence[int]) -> tuple[MappedPrompt, Sequence[tuple[int, int]]] | None:
-        """The mapped prompt that shares most with a prompt, and who holds how much of it.
+    def match(self, chain: Sequence[int]) -> PromptMatch | None:
+        """Engines that hold a beginning of a prompt.
 
         None where no beginning of the prompt is mapped.
-
-        Returns:
-            The mapped prompt, and depths in token blocks with the bits of the engines that hold so
-            many, ascending.
         """
         mapped = self.prompts.find(chain)
         if mapped is None:
             return None
-        prompt, count = mapped
+        prompt, num_shared, count = mapped
         index, keys = self.index, prompt.keys
         if count == len(keys) and len(prompt.chain) < len(chain):
             # The next turn: it most likely goes on with the answer that the engine generated.
@@ -309,19 +288,19 @@ class ExactPrefixes:
         ends = index.holders(keys, count, prompt.first_end)
         if ends:
             prompt.first_end = ends[0][0]
-        return prompt, ends
+        return PromptMatch(prompt, num_shared, ends)
 
     def tokens_by_slot(self, ends: Sequence[tuple[int, int]]) -> list[int]:
         """Tokens that engines will find, by the positions of their bits; see `match`."""
         index = self.index
-        num_slots, size = index.num_slots, index.block_tokens * self.discount
+        num_slots, size = index.num_slots, index.block_tokens
         tokens = [0] * num_slots
         if ends and 2 * ends[0][1].bit_count() > num_slots:
             # Most hold the same, such as a system prompt: the few others are set after.
             depth, bits = ends[0]
-            tokens = [int(depth * size)] * num_slots
+            tokens = [depth * size] * num_slots
             note_depth(tokens, ((1 << num_slots) - 1) ^ bits, 0)
             ends = ends[1:]
         for depth, bits in ends:
-            note_depth(tokens, bits, int(depth * size))
+            note_depth(tokens, bits, depth * size)
         return tokens

@@ -353,8 +353,10 @@ class PrefixIndex:
 
     def _release(self, slot: int) -> None:
         """Let an endpoint give up what is above its bound, and drop runs without a holder."""
-        for run, keep in self._caches[slot].shrink():
-            self._detach(run, self._bits[slot], keep)
+        cache, bit = self._caches[slot], self._bits[slot]
+        while cache.held > cache.capacity:
+            run, keep = cache.give_up_excess()
+            self._detach(run, bit, keep)
 
     def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""
@@ -377,13 +379,18 @@ class PrefixIndex:
         run.partly = run.partly | bit if keep else run.partly & ~bit
         if run.holders:
             return
-        held = run.size
-        if run.partly:
-            self._shorten(run)
-            held -= run.size
-        else:
+        held = len(run.hashes) // WIDTH
+        if not run.partly:
             run.detach()
             self._runs -= 1
+        elif run.partly == bit:
+            # As `_shorten`, without the search for others that hold it.
+            run.shorten(keep)
+            run.holders, run.partly = bit, 0
+            held -= keep
+        else:
+            self._shorten(run)
+            held -= run.size
         self._blocks -= held
 
     def _shorten(self, run: RadixNode) -> None:

@@ -92,7 +92,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+class _StoredArray(msgspec.Struct, array_like=True, tag_field="type", tag="BlockStored", gc=False):
     block_hashes: _Hashes
     parent_block_hash: _Hash | None = None
     token_ids: _Tokens | None = None
@@ -103,39 +103,31 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     extra_keys: _Extras | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+
+
+class _StoredMap(_StoredArray, array_like=False, gc=False):
     cache_salt: str | None = None
 
 
-class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+class _RemovedArray(
+    msgspec.Struct, array_like=True, tag_field="type", tag="BlockRemoved", gc=False
+):
     block_hashes: _Hashes
     medium: str | None = None
     group_idx: int | None = None
 
 
-class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+class _RemovedMap(_RemovedArray, array_like=False, gc=False):
     pass
 
 
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
-    block_hashes: _Hashes
-    parent_block_hash: _Hash | None = None
-    token_ids: _Tokens | None = None
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: msgspec.Raw = msgspec.Raw()
-    extra_keys: _Extras | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+class _ClearedArray(
+    msgspec.Struct, array_like=True, tag_field="type", tag="AllBlocksCleared", gc=False
+):
+    pass
 
 
-class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    block_hashes: _Hashes
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+class _ClearedMap(_ClearedArray, array_like=False, gc=False):
     pass
 
 
@@ -209,15 +201,15 @@ def _read_event(raw: msgspec.Raw) -> KvEvent | None:
         if tag in _KNOWN:
             raise
         return None
-    if isinstance(event, _StoredMap | _StoredArray):
+    if isinstance(event, _StoredArray):
         return _stored(event)
-    if isinstance(event, _RemovedMap | _RemovedArray):
+    if isinstance(event, _RemovedArray):
         hashes = [_word(value) for value in event.block_hashes]
         return BlockRemoved(hashes, _medium(event.medium), event.group_idx or 0)
     return AllBlocksCleared()
 
 
-def _stored(event: _StoredMap | _StoredArray) -> BlockStored:
+def _stored(event: _StoredArray) -> BlockStored:
     """Stored blocks in one form.
 
     Raises:

@@ -56,8 +56,8 @@ class PackedMap:
         position = bisect_left(keys, key)
         return self._values[segment][position] if keys[position] == key else None
 
-    def set(self, key: int, value: int) -> None:
-        """Add a key, or replace its value."""
+    def set(self, key: int, value: int) -> bool:
+        """Add a key, or replace its value; returns whether it was added."""
         lasts = self._lasts
         segment = bisect_left(lasts, key)
         if segment < len(lasts):
@@ -65,7 +65,7 @@ class PackedMap:
             position = bisect_left(keys, key)
             if keys[position] == key:
                 values[position] = value
-                return
+                return False
             keys.insert(position, key)
             values.insert(position, value)
         elif lasts:
@@ -83,6 +83,7 @@ class PackedMap:
         self._size += 1
         if len(keys) > _MAX_SEGMENT:
             self._split(segment)
+        return True
 
     def pop(self, key: int) -> int | None:
         """Remove a key; returns its value, None where it was not there."""

@@ -240,17 +240,18 @@ class EndpointCache:
         _link(above, before=part.newer)
         return part.held_blocks
 
-    def shrink(self) -> Iterator[tuple[RadixNode, int]]:
-        """Give up the least recently used blocks above `capacity`, tails first.
+    def give_up_excess(self) -> tuple[RadixNode, int]:
+        """Give up blocks above `capacity` of the part that was touched longest ago, its tail first.
 
-        Yields:
-            Each run of which blocks were given up, and how many are still held.
+        More may be held than `capacity` when it is called, and still afterwards.
+
+        Returns:
+            Its run, and how many blocks of it are still held.
         """
-        while self.held > self.capacity:
-            part = self._ring.newer
-            keep = max(0, part.held_blocks - (self.held - self.capacity))
-            self._keep_of(part, keep)
-            yield part.run, keep
+        part = self._ring.newer
+        keep = max(0, part.held_blocks - (self.held - self.capacity))
+        self._keep_of(part, keep)
+        return part.run, keep
 
     def give_up_oldest(self) -> RadixNode:
         """Give up the part that was touched longest ago; there must be one.

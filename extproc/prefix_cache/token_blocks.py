@@ -44,10 +44,27 @@ class EngineBlocks:
             or they have another size (count).
         other_media: Blocks that were stored in other tiers than the device (count).
         keys: Our keys by the engine's hashes.
+        copies: Further blocks of the same content by the engine's hashes (count). vLLM computes the
+            last block of a prompt that fills it again, and stores it beside the first one; each is
+            removed by an event of its own.
+        num_copies: Of all hashes (count).
+        group: Group of layers whose copies count, that of the first stored block; -1 before. A prefix
+            needs its blocks in every group, so a removal from another group removes them.
         left_out: Groups of layers whose blocks do not stand for all tokens up to them.
     """
 
-    __slots__ = ("bit", "dropped", "is_complete", "is_live", "keys", "left_out", "other_media")
+    __slots__ = (
+        "bit",
+        "copies",
+        "dropped",
+        "group",
+        "is_complete",
+        "is_live",
+        "keys",
+        "left_out",
+        "num_copies",
+        "other_media",
+    )
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -56,6 +73,9 @@ class EngineBlocks:
         self.dropped = 0
         self.other_media = 0
         self.keys = PackedMap()
+        self.copies: dict[int, int] = {}
+        self.num_copies = 0
+        self.group = -1
         self.left_out: set[int] = set()
 
     @property
@@ -65,7 +85,7 @@ class EngineBlocks:
 
     @property
     def held(self) -> int:
-        """Blocks that it holds, as far as known (count)."""
+        """Blocks of different content that it holds, as far as known (count)."""
         return len(self.keys)
 
     @property
@@ -119,6 +139,8 @@ class TokenBlockIndex:
         engine.is_live = engine.is_complete = False
         self._retired.append((engine.bit, engine.keys))
         engine.keys = PackedMap()
+        engine.copies = {}
+        engine.num_copies = 0
 
     def wipe(self, engine: EngineBlocks, *, is_complete: bool) -> None:
         """Forget the blocks of an engine that goes on.
@@ -202,9 +224,21 @@ class TokenBlockIndex:
         keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
         if event.parent is not None:
             self._note_continuation(parent, keys)
+        if engine.group < 0:
+            engine.group = event.group
+        # From the root, they may be a report of blocks that a request reuses, which are no copies.
+        is_counted = event.parent is not None and event.group == engine.group
+        self._add(engine, event.hashes, keys, is_counted=is_counted)
+
+    def _add(
+        self, engine: EngineBlocks, hashes: Sequence[int], keys: Sequence[int], *, is_counted: bool
+    ) -> None:
+        """Add blocks of an engine, and count those that it has already as copies."""
         known, holders, bit = engine.keys, self._holders, engine.bit
-        for hashed, key in zip(event.hashes, keys, strict=True):
-            known.set(hashed, key)
+        for hashed, key in zip(hashes, keys, strict=True):
+            if not known.set(hashed, key) and is_counted and engine.num_copies < self._max_blocks:
+                engine.copies[hashed] = engine.copies.get(hashed, 0) + 1
+                engine.num_copies += 1
             mask = holders.get(key)
             if mask is None:
                 holders.set(key, bit)
@@ -216,12 +250,25 @@ class TokenBlockIndex:
             return
         known, holders, bit = engine.keys, self._holders, engine.bit
         for hashed in event.hashes:
+            if hashed in engine.copies and self._remove_copy(engine, hashed, event.group):
+                continue
             key = known.pop(hashed)
             if key is None:
                 continue
             mask = holders.get(key)
             if mask is not None and mask & bit:
                 self._put(key, mask ^ bit)
+
+    def _remove_copy(self, engine: EngineBlocks, hashed: int, group: int) -> bool:
+        """Remove a copy of a block; returns whether another one is left."""
+        copies = engine.copies.pop(hashed)
+        engine.num_copies -= 1
+        if group != engine.group:
+            engine.num_copies -= copies - 1
+            return False
+        if copies > 1:
+            engine.copies[hashed] = copies - 1
+        return True
 
     def holders(self, keys: Sequence[int], count: int, guess: int = 0) -> Sequence[tuple[int, int]]:
         """Engines by the leading blocks of a chain that they hold.
@@ -241,16 +288,14 @@ class TokenBlockIndex:
             return ()
         get = self._holders.get
         alive = get(keys[0]) or 0
+        if not alive:
+            return ()
+        last = get(keys[count - 1]) or 0
         ends: list[tuple[int, int]] = []
-        #: Blocks of which every bit of `alive` is known to be held.
-        depth = 1
-        while alive:
-            last = (get(keys[count - 1]) or 0) & alive
-            if last == alive:
-                ends.append((count, alive))
-                break
-            # The deepest block that all of `alive` hold, and what the next one lacks.
-            held, above, lost = depth, count, last
+        # The deepest block that all of `alive` hold, and what the next one lacks.
+        held = 1
+        while alive & ~last:
+            above, lost = count, last & alive
             if held < guess < above:
                 mask = (get(keys[guess]) or 0) & alive
                 if mask != alive:
@@ -265,7 +310,9 @@ class TokenBlockIndex:
                 else:
                     above, lost = middle, mask
             ends.append((held, alive ^ lost))
-            alive, depth = lost, above
+            alive, held = lost, above
+        if alive:
+            ends.append((count, alive))
         return ends
 
     def continuation(self, key: int) -> array[int]:

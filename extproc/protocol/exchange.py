@@ -16,7 +16,7 @@ import msgspec
 from extproc.decision import Decision, DirectResponse, Rejection
 from extproc.protocol import messages, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
-from extproc.protocol.headers import CONTROL_HEADERS, SELECTION, edited_length, tokens
+from extproc.protocol.headers import SELECTION, edited_length, endpoint_scores, select_rank, tokens
 from extproc.protocol.messages import (
     BODY_MODE_TRAITS,
     CHUNK_BYTES,
@@ -277,11 +277,12 @@ class Exchange(msgspec.Struct):
         if self._settings.request_id:
             self._response_headers += (("x-request-id", request_id or self.request_id),)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
-        destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
-        set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
+        destination = ",".join([endpoint.host_port for endpoint in outcome.endpoints])
+        set_headers, removed = select_rank(outcome.endpoints[0].rank, self._headers)
+        if request_id:
+            set_headers += (("x-request-id", request_id),)
         if traceparent:
             set_headers += ((TRACEPARENT, traceparent),)
-        removed = tuple(CONTROL_HEADERS.intersection(self._headers))
         buffer = self._body_buffer
         mode = BODY_MODE_TRAITS[(self._modes or DEFAULT_BODY_MODES).request]
         body = None
@@ -292,7 +293,7 @@ class Exchange(msgspec.Struct):
             if self._settings.restore_model:
                 self._model_names = (outcome.model_rewrite, outcome.client_model)
         if self._settings.scores:
-            self._deferred.scores = _endpoint_scores(outcome)
+            self._deferred.scores = endpoint_scores(outcome)
         if buffer is not None and mode.is_returned:
             return self._deferred.release_streamed(
                 buffer, destination, set_headers, remove_headers=removed
@@ -490,11 +491,3 @@ class Exchange(msgspec.Struct):
 
 
 _HANDLERS = Exchange.handlers
-
-
-def _endpoint_scores(decision: Decision) -> tuple[tuple[str, float], ...]:
-    """Score of each finalist, higher is better; empty without a comparison."""
-    if not decision.scores and decision.cost is None:
-        return ()
-    addresses = [candidate.endpoint.address for candidate in decision.scored_candidates]
-    return tuple(zip(addresses, decision.totals, strict=True))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
-from extproc.decision import BodyEdit
+from extproc.decision import BodyEdit, Decision
+from extproc.endpoint import DataParallelRank
 from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
 MAX_SUBSET_ENDPOINTS: Final = 16_384
 
 DESTINATION = "x-gateway-destination-endpoint"
+#: Data-parallel rank that serves the request, for engines with several behind their port: vLLM and
+#: SGLang read it.
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
 SCORES = "x-gateway-destination-endpoint-scores"
 COST = "x-gateway-inference-request-cost"
 SELECTION = "test-epp-endpoint-selection"
@@ -22,7 +27,7 @@ RESPONSE_MARKER = ("x-went-into-resp-headers", "true")
 SIDECAR_HEADERS = frozenset(
     {
         "x-data-parallel-host-port",
-        "x-data-parallel-rank",
+        DATA_PARALLEL_RANK,
         "x-encoder-hosts-ports",
         "x-kv-cache-source-host-port",
         "x-prefiller-host-port",
@@ -49,6 +54,21 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
         "x-slo-tpot-ms",
     }
 )
+
+
+def select_rank(
+    rank: DataParallelRank | None, sent: Collection[str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The rank as a header to set, and the control headers to remove.
+
+    Args:
+        rank: Rank of the first endpoint; None sets none.
+        sent: Names of the client's headers.
+    """
+    removed = CONTROL_HEADERS.intersection(sent)
+    if rank is None:
+        return (), tuple(removed)
+    return ((DATA_PARALLEL_RANK, str(rank.index)),), tuple(removed - {DATA_PARALLEL_RANK})
 
 
 def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ...]:
@@ -89,3 +109,14 @@ def tokens(value: str) -> tuple[str, ...]:
         token.strip() for token in value.split(",", MAX_SUBSET_ENDPOINTS)[:MAX_SUBSET_ENDPOINTS]
     ]
     return tuple(token for token in stripped if token)
+
+
+def endpoint_scores(decision: Decision) -> tuple[tuple[str, float], ...]:
+    """Score of each finalist, the best of its ranks, higher is better; empty without a comparison."""
+    if not decision.scores and decision.cost is None:
+        return ()
+    scores: dict[str, float] = {}
+    for candidate, total in zip(decision.scored_candidates, decision.totals, strict=True):
+        host_port = candidate.endpoint.host_port
+        scores[host_port] = max(total, scores.get(host_port, total))
+    return tuple(scores.items())

@@ -96,6 +96,21 @@ class RecordingReader:
         self.endpoints: dict[int, RecordedEndpoint] = {}
         self.lost = 0
 
+    def require_header(self) -> rows.HeaderRow:
+        """The last header.
+
+        Raises:
+            ConfigError: There was none.
+        """
+        if self.header is None:
+            raise ConfigError(
+                self._where,
+                wanted="a recording",
+                got="an empty file",
+                fix="write one with extproc record, or name another file",
+            )
+        return self.header
+
     def read(self, lines: Iterable[bytes]) -> Iterator[RecordedDecision | RecordedEnd]:
         """Decisions and ends in the order of the lines.
 

@@ -55,7 +55,7 @@ class RotatingFile:
         try:
             if self._file is None:
                 self._rotate()
-                # Not for other users: names of models, and when who asked.
+                # Readable by this user only: rows name models and say when requests came.
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                 self._file = parquet.for_lines(os.fdopen(descriptor, "wb"), self._path)
             self._file.write(lines)
@@ -217,47 +217,50 @@ class Recording:
             self._counts["recorded"] += 1
         return self._encoder.encode_lines(lines) if lines else b""
 
-    def _rows_of(self, entry: RoutedRequest) -> Iterator[rows.Row]:
+    def _rows_of(self, entry: RoutedRequest) -> list[rows.Row]:
         """A decision, behind the endpoints and states that it refers to."""
+        lines: list[rows.Row] = []
         decision = entry.decision
         request, pool = decision.request, decision.pool or entry.pool
         chosen = decision.endpoints[0]
         candidates: Sequence[Candidate] = decision.candidates
         known, table = self._states, None
         if self._may_take(len(candidates)):
-            columns = tuple(zip(*map(msgspec.structs.astuple, candidates), strict=True))
+            columns = [*zip(*map(msgspec.structs.astuple, candidates), strict=True)]
             states, numbers = _read_states(columns), self._numbers
             if states != self._state_columns:
-                yield from self._rows_of_states(candidates, entry.at, pool)
+                lines += self._rows_of_states(candidates, entry.at, pool)
                 numbers = tuple([known[candidate.endpoint.address].n for candidate in candidates])
                 self._state_columns = states
             table = self._build_table(numbers, _read_columns(columns))
         if chosen.address not in known:
-            yield from self._rows_of_endpoint(Candidate(chosen), entry.at, pool)
-        yield rows.DecisionRow(
-            n=entry.n,
-            at=entry.at,
-            queued_s=entry.queued_s,
-            pool=pool,
-            profile=decision.profile,
-            picker=decision.picker,
-            endpoint=known[chosen.address].n,
-            degraded=decision.degraded,
-            api=request.api,
-            model=request.model,
-            adapter=request.adapter,
-            prompt_tokens=request.prompt_tokens,
-            prompt_bytes=request.prompt_bytes,
-            max_tokens=request.max_tokens,
-            is_stream=request.stream,
-            priority=request.priority,
-            session=entry.session,
-            affinity_seed=entry.affinity_seed,
-            blocks=entry.blocks,
-            matched_tokens=decision.matched_tokens,
-            conversation_stats=decision.conversation_stats,
-            candidates=table,
+            lines += self._rows_of_endpoint(Candidate(chosen), entry.at, pool)
+        row = rows.DecisionRow(
+            entry.n,
+            entry.at,
+            known[chosen.address].n,
+            entry.queued_s,
+            pool,
+            decision.profile,
+            decision.picker,
+            decision.degraded,
+            request.api,
+            request.model,
+            request.adapter,
+            request.prompt_tokens,
+            request.prompt_bytes,
+            request.max_tokens,
+            request.stream,
+            request.priority,
+            entry.session,
+            entry.affinity_seed,
+            entry.blocks,
+            decision.matched_tokens,
+            decision.conversation_stats,
+            table,
         )
+        lines.append(row)
+        return lines
 
     def _may_take(self, num_candidates: int) -> bool:
         """True if a decision may be recorded with so many candidates, which are counted then."""
@@ -434,14 +437,9 @@ class Recordings:
             total_s: Seconds from the decision to the end.
             usage: Tokens that the engine reported, by kind.
         """
+        read = usage.get
         entry = rows.EndRow(
-            n=number,
-            status=status,
-            ttft_s=ttft_s,
-            total_s=total_s,
-            prompt_tokens=usage.get("prompt"),
-            cached_tokens=usage.get("cached"),
-            output_tokens=usage.get("completion"),
+            number, status, ttft_s, total_s, read("prompt"), read("cached"), read("completion")
         )
         for recording in self._active:
             recording.add(entry)

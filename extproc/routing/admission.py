@@ -147,13 +147,15 @@ def admit(
     excess_s = excess_wait_s(
         candidates, limit_s, priority=priority, leaves_headroom=leaves_headroom
     )
+    if max(excess_s) <= 0.0:
+        return run_profile(candidates)
     free = [
         candidate for candidate, seconds in zip(candidates, excess_s, strict=True) if seconds <= 0.0
     ]
     if not free and not may_defer:
         return all_busy(min(excess_s), busy_endpoints=_addresses(candidates))
     outcome = run_profile(candidates)
-    if isinstance(outcome, Rejection) or len(free) == len(candidates):
+    if isinstance(outcome, Rejection):
         return outcome
     address = outcome.endpoints[0].address
     index = next(

@@ -11,7 +11,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool import conversations, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import RequestOutcome
-from extproc.pool.inflight import Reservation
+from extproc.pool.inflight import CachedTokens, Reservation
 from extproc.pool.outlier_detection import classify_status
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
@@ -57,6 +57,8 @@ class Director:
 
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
+        prompt_listener: Receives routed requests with their bodies; None where nothing reads them.
+        routing: The current routing configuration.
         scheduler: Chooses endpoints for requests that are parsed and hashed.
     """
 
@@ -74,7 +76,7 @@ class Director:
     ) -> None:
         self._store = store
         self._exact = exact
-        self._prompt_listener: Callable[[Decision, HttpRequest], None] | None = None
+        self.prompt_listener: Callable[[Decision, HttpRequest], None] | None = None
         self._index = index
         self._cache_model = cache_model
         self._tokens = schedule.tokens
@@ -95,7 +97,7 @@ class Director:
         )
         self._preparer = RequestPreparer(store, routing=routing, schedule=schedule, rng=rng)
         self._serving_bits: ModelBitsets | None = None
-        self._routing = routing
+        self.routing = routing
 
     @property
     def pool(self) -> snapshot.Pool:
@@ -113,8 +115,8 @@ class Director:
         if known is None or known.serving is not pool.serving:
             known = self._serving_bits = ModelBitsets(
                 pool,
-                respect_subset=self._routing.settings.respect_subset,
-                reject_unlisted=self._routing.settings.reject_unlisted,
+                respect_subset=self.routing.settings.respect_subset,
+                reject_unlisted=self.routing.settings.reject_unlisted,
             )
         return known
 
@@ -129,11 +131,6 @@ class Director:
         return self._preparer.supplies_model
 
     @property
-    def routing(self) -> scheduler.RoutingConfig:
-        """The current routing configuration."""
-        return self._routing
-
-    @property
     def has_listener(self) -> bool:
         """True if requests are reported to a listener."""
         return self._event_listener is not None
@@ -142,18 +139,13 @@ class Director:
         """Report requests to a listener from now on, such as other pickers."""
         self._event_listener = listener
 
-    @property
-    def prompt_listener(self) -> Callable[[Decision, HttpRequest], None] | None:
-        """Receives routed requests with their bodies; None where nothing reads them."""
-        return self._prompt_listener
-
     def set_prompt_listener(self, listener: Callable[[Decision, HttpRequest], None]) -> None:
         """Show routed requests to a listener from now on."""
-        self._prompt_listener = listener
+        self.prompt_listener = listener
 
     def reconfigure(self, routing: scheduler.RoutingConfig) -> None:
         """Route by another configuration from the next request on."""
-        self._routing = routing
+        self.routing = routing
         self._serving_bits = None
         self._preparer.reconfigure(routing)
         self.scheduler.reconfigure(routing)
@@ -196,15 +188,14 @@ class Director:
             else outcome
         )
 
-    def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> Outcome:
+    def route_fallback(self, raw: HttpRequest, *, why: str) -> Outcome:
         """Choose the endpoint with least requests in flight, after `route` failed with a bug.
 
         Args:
             why: Name of what was raised; put into the decision.
         """
-        del now
         members = self._store.pool.eligible(
-            raw.subset if self._routing.settings.respect_subset else None
+            raw.subset if self.routing.settings.respect_subset else None
         )
         if not members:
             return Rejection(
@@ -234,15 +225,15 @@ class Director:
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         self._remember(decision, now)
-        if self._routing.shadow is not None:
-            self._routing.shadow.on_routed(decision)
+        if self.routing.shadow is not None:
+            self.routing.shadow.on_routed(decision)
         request = decision.request
         reservation = self.charge(
             member,
             decision.block_hashes,
             target=request.target,
             prompt_tokens=request.prompt_tokens,
-            cached_tokens=min(decision.matched_tokens, request.prompt_tokens),
+            cached_tokens=self._cached_tokens(decision, member),
             prompt_bytes=request.prompt_bytes,
             now=now,
         )
@@ -258,6 +249,20 @@ class Director:
             raise
         return reservation
 
+    def _cached_tokens(self, decision: Decision, member: snapshot.EndpointSnapshot) -> CachedTokens:
+        """Cached tokens of a decision on its first endpoint, of its prompt at most."""
+        request = decision.request
+        tokens = min(decision.matched_tokens, request.prompt_tokens)
+        if decision.match_source == "estimate":
+            return CachedTokens(tokens, tokens)
+        estimated = self.estimate_cached_tokens(
+            member,
+            decision.block_hashes,
+            target=request.target,
+            prompt_bytes=request.prompt_bytes,
+        )
+        return CachedTokens(tokens, min(estimated, request.prompt_tokens))
+
     def charge(
         self,
         member: snapshot.EndpointSnapshot,
@@ -265,7 +270,7 @@ class Director:
         *,
         target: str,
         prompt_tokens: int,
-        cached_tokens: int,
+        cached_tokens: CachedTokens,
         prompt_bytes: int,
         now: float,
         from_peers: bool = False,
@@ -273,7 +278,6 @@ class Director:
         """Charge a request to an endpoint and predict its prompt as cached there.
 
         Args:
-            member: Endpoint to charge, of the current pool.
             chain: Block hashes of the prompt, 64 bits each, root first.
             target: Adapter or model name.
             prompt_tokens: Estimated prompt tokens.
@@ -286,29 +290,31 @@ class Director:
             self._index.record(index_key(endpoint), chain)
             if self._exact is not None:
                 self._exact.record_sent(endpoint.address, chain, now)
-        if self._routing.hashes_prompts and prompt_tokens:
+        if self.routing.hashes_prompts and prompt_tokens:
             self._cache_model.record_sent(
                 endpoint,
                 chain,
                 prompt_tokens=prompt_tokens,
-                cached_tokens=cached_tokens,
+                cached_tokens=cached_tokens.estimated,
                 bytes_per_token=self._store.bytes_per_token.ratio_for(target, prompt_bytes),
             )
         last_turn = None
-        if self._routing.tracks_conversations and chain:
+        if self.routing.tracks_conversations and chain:
             last_turn = self._conversation_tracker.record_sent(
                 chain, account, prompt_tokens=prompt_tokens, now=now
             )
         reservation = account.open(
             target,
             prompt_tokens,
-            cached_tokens=cached_tokens if self._routing.credits_prefixes else 0,
+            cached_tokens=cached_tokens.tokens if self.routing.credits_prefixes else 0,
             now=now,
             prompt_bytes=prompt_bytes,
             blocks=chain,
             last_turn=last_turn,
             from_peers=from_peers,
         )
+        if cached_tokens.estimated != cached_tokens.tokens:
+            reservation.set_estimated_tokens(cached_tokens.estimated)
         if last_turn is not None:
             try:
                 growth = self._conversation_tracker.expected_growth_tokens(prompt_tokens)
@@ -327,7 +333,7 @@ class Director:
         known = self._conversation_tracker
         return (
             (known.continuation_ratio, known.idle_per_open(self._store.foreign_traffic.share))
-            if self._routing.tracks_conversations
+            if self.routing.tracks_conversations
             else None
         )
 
@@ -367,9 +373,9 @@ class Director:
         """
         chosen, blocks = reservation.endpoint, reservation.blocks
         outcome = classify_status(status)
-        known = served == chosen.address
+        known = served == chosen.host_port
         # An unknown name is an address that the data plane writes in another way.
-        other = self._store.pool.find(served) if served and not known else None
+        other = self._store.pool.find_served(served, chosen.rank) if not known else None
         if other is None:
             sole = known or (reservation.sole_endpoint and not served)
             self._store.record_outcome(chosen, outcome, sent_at=reservation.at, now=now, sole=sole)
@@ -391,11 +397,7 @@ class Director:
     ) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
         self._store.record_outcome(
-            reservation.endpoint,
-            _FAILED,
-            sent_at=reservation.at,
-            now=now,
-            cause="passed-over",
+            reservation.endpoint, _FAILED, sent_at=reservation.at, now=now, cause="passed-over"
         )
         self._retract_prefix(reservation)
         reservation.move(served.account, now)
@@ -412,7 +414,9 @@ class Director:
             reservation.endpoint,
             reservation.blocks,
             prompt_tokens=reservation.prompt_tokens,
-            cached_tokens=reservation.cached_tokens,
+            cached_tokens=reservation.cached_tokens
+            if reservation.estimated_tokens is None
+            else reservation.estimated_tokens,
             bytes_per_token=ratio,
         )
 
@@ -430,25 +434,24 @@ class Director:
             self._store.bytes_per_token.observe_usage(
                 request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
             )
-        if not self._routing.hashes_prompts or not prompt or cached is None:
+        if not self.routing.hashes_prompts or not prompt or cached is None:
             return
         member = self._store.pool.find(served.address)
         if member is None or member.endpoint.incarnation != served.incarnation:
             return  # it left, and its cache model with it: a late response makes no new one
         predicted = _predicted(decision, served)
-        if predicted is not None:
-            if self._exact is not None and served is decision.endpoints[0]:
-                self._exact.record_usage(decision.match_source, min(predicted, prompt), cached)
-            self._cache_model.observe_usage(
-                served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
-            )
+        if predicted is None:
+            return
+        if self._exact is not None and served is decision.endpoints[0]:
+            self._exact.record_usage(decision.match_source, min(predicted, prompt), cached)
+        if decision.match_source != "estimate":
+            return  # no prediction of the estimate; it is corrected by the counters
+        self._cache_model.observe_usage(
+            served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
+        )
 
     def unreserve(self, reservation: Reservation, now: float) -> None:
-        """Close the accounts of a request that was never sent, and retract its prediction.
-
-        Args:
-            reservation: Result of `reserve`.
-        """
+        """Close the accounts of a request that was never sent, and retract its prediction."""
         try:
             reservation.close(now, answered=False)
             self._retract_prefix(reservation)
@@ -469,10 +472,7 @@ class Director:
             reservation.close(now, answered=answered and ran)
             if not answered:
                 self._store.record_outcome(
-                    reservation.endpoint,
-                    _NO_RESPONSE,
-                    sent_at=reservation.at,
-                    now=now,
+                    reservation.endpoint, _NO_RESPONSE, sent_at=reservation.at, now=now
                 )
         finally:
             if self._event_listener is not None:
@@ -480,7 +480,7 @@ class Director:
 
     def _remember(self, decision: Decision, now: float) -> None:
         """Notify the stateful plugins; an exception of a plugin does not fail the request."""
-        for observer in self._routing.observers.get(decision.profile, ()):
+        for observer in self.routing.observers.get(decision.profile, ()):
             try:
                 observer.on_committed(decision, now)
             except Exception:  # noqa: BLE001 - counted, and the request is decided already

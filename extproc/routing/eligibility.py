@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from extproc.decision import (
+    Decision,
     Deferral,
     Rejection,
     model_not_found,
@@ -55,10 +56,16 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
     excluded_by_health: Sequence[ExclusionReason] = ()
     valid_until: float = -math.inf
 
-    @property
-    def nothing_excluded(self) -> bool:
-        """True if no endpoint was excluded for a reason that the decision reports."""
-        return not (self.excluded_by_model or self.model_unlisted or self.excluded_by_health)
+    def with_exclusions(self, decision: Decision) -> Decision:
+        """The decision with the excluded endpoints; the same object where there are none."""
+        if not (self.excluded_by_model or self.model_unlisted or self.excluded_by_health):
+            return decision
+        return msgspec.structs.replace(
+            decision,
+            excluded_by_model=self.excluded_by_model,
+            model_unlisted=self.model_unlisted,
+            excluded_by_health=self.excluded_by_health,
+        )
 
 
 def find_eligible(
@@ -201,8 +208,10 @@ class ModelBitsets:
         for at, member in enumerate(pool.members):
             self._by_token[member.endpoint.address] = 1 << at
         for at, member in enumerate(pool.members):
-            ip = member.endpoint.ip
-            self._by_token[ip] = self._by_token.get(ip, 0) | 1 << at
+            endpoint = member.endpoint
+            ranked = () if endpoint.rank is None else (endpoint.host_port,)
+            for token in (endpoint.ip, *ranked):
+                self._by_token[token] = self._by_token.get(token, 0) | 1 << at
         #: The last split and its bits: names that no endpoint lists share one.
         self._last: tuple[ModelMatch | None, int] = (None, self._all)
 
@@ -218,7 +227,7 @@ class ModelBitsets:
         return bits or (0 if self._rejects_unlisted else allowed)
 
     def bits_of_addresses(self, addresses: Sequence[str]) -> int:
-        """Bits of the endpoints at these addresses, `ip:port`."""
+        """Bits of the endpoints of these addresses."""
         bits = 0
         for address in addresses:
             bits |= self._by_token.get(address, 0)

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import Reservation
+from extproc.pool.inflight import CachedTokens, Reservation
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director
 
@@ -341,12 +341,13 @@ class PeerReplica:
         cached = director.estimate_cached_tokens(
             member, blocks, target=target, prompt_bytes=prompt_bytes
         )
+        cached = min(cached, prompt_tokens)
         reservation = director.charge(
             member,
             blocks,
             target=target,
             prompt_tokens=prompt_tokens,
-            cached_tokens=min(cached, prompt_tokens),
+            cached_tokens=CachedTokens(cached, cached),
             prompt_bytes=prompt_bytes,
             now=now,
             from_peers=True,

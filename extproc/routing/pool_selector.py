@@ -117,14 +117,14 @@ class PoolSelector:
             return RoutingResult(director.decide(prepared, now), only.name, director, prepared)
         return self._search(raw, now)
 
-    def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> RoutingResult:
+    def route_fallback(self, raw: HttpRequest, *, why: str) -> RoutingResult:
         """Use the first pool whose headers match, after `route` failed with a bug.
 
         Args:
             why: Name of what was raised; put into the decision.
         """
         for route in self._matching_routes(raw, self._index.find_routes(raw.headers)):
-            outcome = route.director.route_fallback(raw, now, why=why)
+            outcome = route.director.route_fallback(raw, why=why)
             return RoutingResult(outcome, route.name, route.director)
         return RoutingResult(_no_pool_rejection())
 

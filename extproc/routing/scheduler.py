@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import mmh3
 import msgspec
@@ -22,14 +23,15 @@ from extproc.pool import candidate_builder, inference_policy, snapshot
 from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import OutlierDetectionSettings
 from extproc.pool.engine_counters import ForeignTraffic
+from extproc.pool.inflight import InflightLoad
 from extproc.pool.snapshot import EndpointSnapshot
 from extproc.pool.store import PoolStore
-from extproc.prefix_cache import blocks, cache_model
+from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import admission, eligibility
-from extproc.routing.exact_matcher import ExactMatcher
+from extproc.routing.prefix_matcher import ExactMatcher, PrefixMatcher
 from extproc.scheduling.framework import Observer, SchedulingContext, Signal
 from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.shadow import ShadowScheduler
@@ -104,6 +106,9 @@ class RoutingConfig(msgspec.Struct, frozen=True):
         return frozenset().union(*(profile.needs for profile in profiles))
 
 
+#: Reads a text out of a request.
+_ReadText: TypeAlias = Callable[[InferenceRequest], str]
+
 #: Share of others from which there are others: what pages show late is less.
 MIN_PEER_SHARE = 0.1
 
@@ -139,8 +144,6 @@ def with_expected_hits(
 
     Args:
         key: Identity of the conversation; empty for none.
-        tokens: Tokens of the prompt.
-        members: Candidates.
         matched: Per member, prompt tokens that our own index predicts as cached there.
         peers: Load of other replicas.
 
@@ -198,51 +201,6 @@ def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
     return best
 
 
-class PrefixMatcher:
-    """Looks prompts up in the index for the members of a pool.
-
-    Args:
-        store: Store of the members.
-        index: Predicted prefix blocks per endpoint.
-    """
-
-    def __init__(self, store: PoolStore, index: PrefixIndex) -> None:
-        self._store = store
-        self._index = index
-        self._slots: Mapping[str, int] = {}
-        self._slots_in_order: Sequence[int] = ()
-        self._slots_positions: object = None
-
-    def match(
-        self, chain: Sequence[int], members: Sequence[EndpointSnapshot], tokens: Sequence[int]
-    ) -> Sequence[int]:
-        """Predicted cached prompt tokens per member.
-
-        Args:
-            chain: Block hashes of the prompt, 64 bits each, root first.
-            members: Endpoints to match.
-            tokens: Prompt tokens by depth in the chain.
-        """
-        if not chain:
-            return [0] * len(members)
-        self._follow_pool()
-        depths = self._index.match(chain)
-        if members is self._store.pool.members:
-            return [tokens[depths[slot]] for slot in self._slots_in_order]
-        slots = self._slots
-        return [tokens[depths[slots[member.endpoint.address]]] for member in members]
-
-    def _follow_pool(self) -> None:
-        """Look index slots up again when the endpoint set changed."""
-        pool = self._store.pool
-        if self._slots_positions is not pool.positions:
-            self._slots_positions = pool.positions
-            self._slots_in_order = [
-                self._index.slot(cache_model.index_key(member.endpoint)) for member in pool.members
-            ]
-            self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))
-
-
 class _EligibilityCache(msgspec.Struct, frozen=True):
     """Endpoints found for the last request without a subset hint.
 
@@ -267,8 +225,6 @@ class Scheduler:
     """Chooses endpoints for parsed and hashed requests, without charging them.
 
     Args:
-        store: Endpoints and loads.
-        index: Predicted prefix blocks per endpoint.
         conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
         schedule: Block boundaries of prompts.
@@ -288,7 +244,9 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._prefix_matcher = PrefixMatcher(store, index)
-        self._exact_matcher = None if exact is None else ExactMatcher(store, exact)
+        self._exact_matcher = (
+            None if exact is None else ExactMatcher(store, exact, self._prefix_matcher)
+        )
         self._conversation_tracker = conversation_tracker
         self._routing = routing
         self._schedule = schedule
@@ -321,14 +279,10 @@ class Scheduler:
             may_defer: Whether it may wait for an endpoint while another one has a place.
             with_prompt: Returns the request with its prompt, where `request` has none.
         """
-        pool = self._store.pool
-        routing = self._routing
-        settings = routing.settings
-        read_first_message: Callable[[InferenceRequest], str] = surfaces.no_user_message
+        pool, routing = self._store.pool, self._routing
+        read_first_message: _ReadText = surfaces.no_user_message
         if routing.reads_first_message:
-            read_first_message = surfaces.first_user_message
-            if with_prompt is not None and not request.prompt:
-                read_first_message = _lazy_first_user_message(read_first_message, with_prompt)
+            read_first_message = _first_message_reader(request, with_prompt)
         eligible = self._find_eligible(pool, request, now)
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
@@ -338,23 +292,9 @@ class Scheduler:
         matched = self._match(request, now, chain=chain, members=members, ratio=ratio)
         last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
-            peers, tracker = self._store.foreign_traffic, self._conversation_tracker
-            foreign_share, last_account = peers.share, tracker.last_endpoint(chain)
-            conversation_stats = (
-                tracker.continuation_ratio,
-                tracker.expected_growth_tokens(request.prompt_tokens),
-                foreign_share,
-                tracker.idle_per_open(foreign_share),
+            matched, last_account, conversation_stats = self._read_conversations(
+                request, chain, members, matched=matched, read_first_message=read_first_message
             )
-            if chain and foreign_share >= MIN_PEER_SHARE:
-                key = request.session or read_first_message(request)
-                matched, affinity_index = with_expected_hits(
-                    key, request.prompt_tokens, members, matched=matched, peers=peers
-                )
-                # Where our own last turn of it went, the others do not know.
-                last_account = (
-                    last_account if affinity_index is None else members[affinity_index].account
-                )
         candidates = candidate_builder.build_candidates(
             members,
             matched,
@@ -362,7 +302,7 @@ class Scheduler:
             adapters=pool.adapters,
             now=now,
             imputation=self._imputer.impute(
-                members, pool=pool, oldest=now - settings.stale_after_s
+                members, pool=pool, oldest=now - routing.settings.stale_after_s
             ),
             last_account=last_account,
         )
@@ -379,19 +319,36 @@ class Scheduler:
             adapter,
             *conversation_stats,
         )
-        if routing.shadow is not None and profile is routing.profile:
-            routing.shadow.note_context(context)
         outcome = self._run(profile, context, candidates, may_defer=may_defer)
-        if self._exact_matcher is not None:
-            outcome = self._exact_matcher.with_source(outcome)
-        if not isinstance(outcome, Decision) or eligible.nothing_excluded:
-            return outcome
-        return msgspec.structs.replace(
-            outcome,
-            excluded_by_model=eligible.excluded_by_model,
-            model_unlisted=eligible.model_unlisted,
-            excluded_by_health=eligible.excluded_by_health,
+        return eligible.with_exclusions(outcome) if isinstance(outcome, Decision) else outcome
+
+    def _read_conversations(
+        self,
+        request: InferenceRequest,
+        chain: Sequence[int],
+        members: Sequence[EndpointSnapshot],
+        *,
+        matched: Sequence[int],
+        read_first_message: _ReadText,
+    ) -> tuple[Sequence[int], InflightLoad | None, tuple[float, float, float, float]]:
+        """`matched` with hits to expect, the last turn's account, and the context's last values."""
+        peers, tracker = self._store.foreign_traffic, self._conversation_tracker
+        foreign_share, last_account = peers.share, tracker.last_endpoint(chain)
+        conversation_stats = (
+            tracker.continuation_ratio,
+            tracker.expected_growth_tokens(request.prompt_tokens),
+            foreign_share,
+            tracker.idle_per_open(foreign_share),
         )
+        if chain and foreign_share >= MIN_PEER_SHARE:
+            key = request.session or read_first_message(request)
+            matched, affinity_index = with_expected_hits(
+                key, request.prompt_tokens, members, matched=matched, peers=peers
+            )
+            # Where our own last turn of it went, the others do not know.
+            if affinity_index is not None:
+                last_account = members[affinity_index].account
+        return matched, last_account, conversation_stats
 
     def _match(
         self,
@@ -403,11 +360,11 @@ class Scheduler:
         ratio: float,
     ) -> Sequence[int]:
         """Cached prompt tokens per member; `ratio` is bytes per token."""
-        matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
+        tokens = self._schedule.tokens_at(ratio)
         exact = self._exact_matcher
         if exact is None:
-            return matched
-        return exact.correct(matched, chain, members, prompt_tokens=request.prompt_tokens, now=now)
+            return self._prefix_matcher.match(chain, members, tokens)
+        return exact.match(chain, members, tokens, prompt_tokens=request.prompt_tokens, now=now)
 
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
@@ -453,20 +410,26 @@ class Scheduler:
         may_defer: bool,
     ) -> Outcome:
         """Run a profile, limited to free endpoints where requests may queue."""
+        shadow, exact = self._routing.shadow, self._exact_matcher
+        if shadow is not None and profile is self._routing.profile:
+            shadow.note_context(context)
         settings = self._routing.settings
         count = 1 + settings.fallbacks
+        outcome: Outcome
         if settings.busy_s is None:
-            return profile.run(context, candidates, count=count)
-        if context.request.priority > 0:
-            self._priority_until = context.now + admission.PRIORITY_MEMORY_S
-        return admission.admit(
-            lambda some: profile.run(context, some, count=count),
-            candidates,
-            settings.busy_s,
-            priority=context.request.priority,
-            may_defer=may_defer,
-            leaves_headroom=context.now < self._priority_until,
-        )
+            outcome = profile.run(context, candidates, count=count)
+        else:
+            if context.request.priority > 0:
+                self._priority_until = context.now + admission.PRIORITY_MEMORY_S
+            outcome = admission.admit(
+                lambda some: profile.run(context, some, count=count),
+                candidates,
+                settings.busy_s,
+                priority=context.request.priority,
+                may_defer=may_defer,
+                leaves_headroom=context.now < self._priority_until,
+            )
+        return outcome if exact is None else exact.with_source(outcome)
 
     def _count_tokens(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
         """The request with its token count, and the bytes per token of its model."""
@@ -484,8 +447,10 @@ class Scheduler:
         return self._prefix_matcher.match(chain, (member,), tokens)[0]
 
 
-def _lazy_first_user_message(
-    read: Callable[[InferenceRequest], str], with_prompt: Callable[[], InferenceRequest]
-) -> Callable[[InferenceRequest], str]:
-    """Read the first user message of a request whose prompt was dropped."""
-    return lambda _: read(with_prompt())
+def _first_message_reader(
+    request: InferenceRequest, with_prompt: Callable[[], InferenceRequest] | None
+) -> _ReadText:
+    """Reader of the first user message, also of a request whose prompt was dropped."""
+    if with_prompt is None or request.prompt:
+        return surfaces.first_user_message
+    return lambda _: surfaces.first_user_message(with_prompt())

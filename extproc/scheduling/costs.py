@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -50,20 +50,9 @@ _ALPHA = 0.01
 _RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
 
 
-class _RequestTerms(NamedTuple):
-    """Inputs of the cost terms besides the candidate.
-
-    Tokens, the answer's limit, r, growth, 1 + w, m*, waste and 1/v.
-    """
-
-    tokens: int
-    most: int | None
-    continued: float
-    growth: float
-    conversations_per_open: float
-    best: int
-    wasted: float
-    per_request: float
+#: Inputs of the cost terms besides the candidate: tokens, the answer's limit, r, growth, 1 + w, m*,
+#: waste and 1/v. A plain tuple: every request makes one, and a named one takes ten times as long.
+_RequestTerms: TypeAlias = tuple[int, int | None, float, float, float, int, float, float]
 
 
 class _MeanUncachedTokens:
@@ -179,20 +168,13 @@ class EstimatedTime(
     crowding_full: float = 0.96
     crowding_end: float = 1.5
 
-    def cost(  # noqa: C901, PLR0915 - one loop, written out
+    def cost(  # noqa: C901 - one loop, written out
         self, context: SchedulingContext, candidates: Sequence[Candidate]
     ) -> CostResult:
-        tokens, most = context.request.prompt_tokens, context.request.max_tokens
-        own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
-        both = own + others
-        continued, roomy = context.continuation_ratio, self.crowding_start
-        wasted = self.waste_share * (1.0 - context.foreign_share)
-        growth, conversations_per_open = (
-            context.expected_growth_tokens,
-            1.0 + context.idle_conversations_per_open,
-        )
-        waiting, per_request = self.waiting_share, self._works.per_request
-        best = _most_matched(context, candidates)
+        terms = self._read_request(context, candidates)
+        tokens, most, continued, growth, conversations_per_open, best, wasted, per_request = terms
+        others, waiting = self.others_share, self.waiting_share
+        both, ceiling, roomy = self.own_share + others, self.kv_ceiling, self.crowding_start
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -243,17 +225,29 @@ class EstimatedTime(
                         )
             add(cost)
         # Not the context: a reference to the decision would keep the prompt in memory.
-        request_terms = _RequestTerms(
-            tokens, most, continued, growth, conversations_per_open, best, wasted, per_request
-        )
-        explanation = _Explanation(self, request_terms, candidates)
+        explanation = _Explanation(self, terms, candidates)
         return CostResult(self.kind, "s", costs, explanation, explanation)
+
+    def _read_request(
+        self, context: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> _RequestTerms:
+        return (
+            context.request.prompt_tokens,
+            context.request.max_tokens,
+            context.continuation_ratio,
+            context.expected_growth_tokens,
+            1.0 + context.idle_conversations_per_open,
+            _most_matched(context, candidates),
+            self.waste_share * (1.0 - context.foreign_share),
+            self._works.per_request,
+        )
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Learn how much of a prompt is computed."""
         del now
-        if decision.request.prompt_tokens:
-            self._works.update(max(1, decision.request.prompt_tokens - decision.matched_tokens))
+        prompt_tokens, matched = decision.request.prompt_tokens, decision.matched_tokens
+        if prompt_tokens:
+            self._works.update(prompt_tokens - matched if matched < prompt_tokens else 1)
 
     @cached_property
     def _works(self) -> _MeanUncachedTokens:
@@ -384,8 +378,10 @@ def _most_matched(context: SchedulingContext, candidates: Sequence[Candidate]) -
     if not context.blocks:
         return 0
     matched = [c.matched_tokens for c in candidates]
-    most = max(matched, default=0)
-    if not most or matched.count(most) > 1:
+    if not any(matched):
+        return 0
+    most = max(matched)
+    if matched.count(most) > 1:
         return 0
     return min(most, context.request.prompt_tokens)
 

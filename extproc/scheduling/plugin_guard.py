@@ -96,11 +96,11 @@ class GuardedPlugin:
     __slots__ = (
         "_answer_headers",
         "_bypassed_until",
-        "_guards",
         "_keys",
         "_on_committed",
         "_on_trial",
         "_recent",
+        "guards",
         "kind",
         "max_num_of_endpoints",
         "needs",
@@ -117,7 +117,7 @@ class GuardedPlugin:
         width = getattr(plugin, "max_num_of_endpoints", 1)
         #: See `SchedulerProfile.max_endpoints`.
         self.max_num_of_endpoints = width if isinstance(width, int) else 1
-        self._guards = guards
+        self.guards = guards
         #: The last calls as bits, the youngest lowest; 1 is an overrun.
         self._recent = 0
         self._bypassed_until = float("-inf")
@@ -200,7 +200,7 @@ class GuardedPlugin:
         """
         if now < self._bypassed_until:
             raise BypassedError
-        guards = self._guards
+        guards = self.guards
         started = guards.stopwatch()
         try:
             return act()
@@ -220,7 +220,7 @@ class GuardedPlugin:
 
     def _note(self, role: str, now: float, *, overran: bool) -> None:
         """Remember a call, and bypass the plugin after too many overruns."""
-        counts, limits = self._guards.counts, self._guards.limits
+        counts, limits = self.guards.counts, self.guards.limits
         self._recent = (self._recent << 1 | overran) & ((1 << limits.calls) - 1)
         if overran:
             counts.overruns[role, self.kind] += 1

@@ -131,22 +131,14 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         return width
 
     def run(
-        self,
-        context: SchedulingContext,
-        candidates: Sequence[Candidate],
-        *,
-        count: int = 1,
+        self, context: SchedulingContext, candidates: Sequence[Candidate], *, count: int = 1
     ) -> Decision | Rejection:
-        """Choose an endpoint and its fallbacks.
+        """Choose an endpoint and its fallbacks; 429 when the filters leave no candidate.
 
         Args:
-            context: Input of the plugins besides the candidates.
-            candidates: Endpoints in play; may be empty.
+            candidates: Endpoints in play; without any the result is a 503.
             count: Endpoints to return at most, fallbacks included; `max_endpoints` where that is
                 more.
-
-        Returns:
-            A decision; or 503 without candidates, or 429 when the filters left none.
         """
         if not candidates:
             return decision.no_endpoints()
@@ -163,29 +155,37 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         priced = None
         if self.cost is not None:
             priced, totals = self._cost(self.cost, context, remaining_candidates, errors, totals)
-        order = self._pick(
-            context, remaining_candidates, totals, max(count, self.max_endpoints), errors
-        )
+        count = max(count, self.max_endpoints)
+        if count > 1 and any(c.endpoint.rank is not None for c in remaining_candidates):
+            size = len(remaining_candidates)
+            order = self._pick(context, remaining_candidates, totals, size, errors)
+            order = _distinct_engines(remaining_candidates, order)[:count]
+        else:
+            order = self._pick(context, remaining_candidates, totals, count, errors)
         chosen = remaining_candidates[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
         if self.request_key_providers or self.response_header_providers:
             keys, answer_headers = self._notify_observers(context, chosen.endpoint, errors)
+        endpoints = [chosen.endpoint]
+        if len(order) > 1:
+            endpoints = [remaining_candidates[i].endpoint for i in order]
+        # By position: sixteen keywords take three times as long.
         return Decision(
-            request=context.request,
-            endpoints=[remaining_candidates[i].endpoint for i in order],
-            profile=self.name,
-            candidates=candidates,
-            filters=filtered,
-            scored_candidates=remaining_candidates,
-            scores=scored,
-            cost=priced,
-            totals=totals,
-            picker=self.picker.kind,
-            block_hashes=context.blocks,
-            matched_tokens=chosen.matched_tokens,
-            answer_headers=answer_headers,
-            plugin_keys=keys,
-            degraded="; ".join(errors),
+            context.request,
+            endpoints,
+            self.name,
+            candidates,
+            filtered,
+            remaining_candidates,
+            scored,
+            priced,
+            totals,
+            self.picker.kind,
+            context.blocks,
+            chosen.matched_tokens,
+            answer_headers,
+            keys,
+            "; ".join(errors) if errors else "",
             conversation_stats=(
                 context.continuation_ratio,
                 context.expected_growth_tokens,
@@ -294,6 +294,25 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 errors.append(_describe_error("answer of", answerer, error))
         return keys, tuple(headers.items())
+
+
+def _distinct_engines(candidates: Sequence[Candidate], order: Sequence[int]) -> list[int]:
+    """The first endpoint, and of those after it one per engine.
+
+    A data plane that falls back sends the rank of the first endpoint along, so of another engine
+    it is the rank of that number; one without it is left out.
+
+    Args:
+        order: Indexes of candidates, best first.
+    """
+    chosen = candidates[order[0]].endpoint
+    by_engine = {chosen.host_port: order[0]}
+    for i in order:
+        endpoint = candidates[i].endpoint
+        rank = endpoint.rank
+        if chosen.rank is None or (rank is not None and rank.index == chosen.rank.index):
+            by_engine.setdefault(endpoint.host_port, i)
+    return list(by_engine.values())
 
 
 def _describe_error(what: str, plugin: object, error: Exception) -> str:

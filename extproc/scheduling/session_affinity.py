@@ -290,4 +290,4 @@ class HeaderBasedTestingFilter(
         tokens = context.headers.get("test-epp-endpoint-selection", "").split(",")
         named = {token.strip() for token in tokens} - {""}
         bare = {token.strip("[]") for token in named}
-        return [c for c in candidates if c.endpoint.address in named or c.endpoint.ip in bare]
+        return [c for c in candidates if c.endpoint.host_port in named or c.endpoint.ip in bare]

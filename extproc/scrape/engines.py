@@ -55,6 +55,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         prefix_queries: Prompt tokens looked up in the prefix cache (counter).
         prefix_hits: Prompt tokens found there (counter).
         adapters: Family whose labels list the LoRA adapters; empty when there is none.
+        rank_label: Label by which samples name the data-parallel rank they are of; empty where pages
+            do not show ranks.
         totals: Counters that speed is learned from: field of `endpoint.EngineCounters` and its series, in
             the order of the engine's page.
     """
@@ -70,6 +72,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: tuple[MetricSelector, ...] = ()
     prefix_hits: tuple[MetricSelector, ...] = ()
     adapters: bytes = b""
+    rank_label: bytes = b""
     totals: tuple[tuple[str, tuple[MetricSelector, ...]], ...] = ()
 
 
@@ -126,6 +129,7 @@ TABLE: tuple[EngineSpec, ...] = (
         ),
         prefix_hits=series("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         adapters=b"vllm:lora_requests_info",
+        rank_label=b"engine",
         totals=(
             ("preemptions", series("vllm:num_preemptions_total")),
             ("prompt_tokens", series("vllm:prompt_tokens_total")),
@@ -150,6 +154,7 @@ TABLE: tuple[EngineSpec, ...] = (
         block_tokens=series("sglang:page_size", "sglang:cache_config_info[page_size]"),
         prefix_queries=series("sglang:prompt_tokens_total"),
         prefix_hits=series("sglang:cached_tokens_total"),
+        rank_label=b"dp_rank",
         totals=(
             ("prompt_tokens", series("sglang:prompt_tokens_total")),
             ("generated_tokens", series("sglang:generation_tokens_total")),

@@ -57,6 +57,10 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             an endpoint: another one.
         ranks: Data-parallel ranks behind an endpoint (count); rank r publishes, and sends again, on
             the port plus r. 1: engines without data parallelism.
+        render_url: Base URL of a server with vLLM's `/render` beneath the paths of the API, such as
+            `vllm launch render`, that is asked for the tokens of prompts. Empty: the engine that a
+            prompt was routed to, which is also asked where this server fails.
+        render_model: Model that prompts have at `render_url`. Empty: as in the request.
         max_blocks: Blocks of an endpoint and rank that are remembered (count). 200000 are 3.2
             million tokens in blocks of 16, and take about 8 MB.
     """
@@ -65,6 +69,8 @@ class KvEventsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     port: _Port = 5557
     replay_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    render_url: Annotated[str, msgspec.Meta(pattern="^(https?://[^/?#]+[^?#]*[^/?#])?$")] = ""
+    render_model: str = ""
     max_blocks: Annotated[int, msgspec.Meta(ge=1)] = 200_000
 
 
@@ -159,7 +165,7 @@ class KvEventSubscriber:
             running = self._subscriptions.get(endpoint.address)
             if running is not None and _is_same_source(running[0].endpoint, endpoint):
                 left.discard(endpoint.address)
-                if self.settings.ranks == 1:
+                if len(running) == 1:
                     running[0].note_capacity(member.load.kv_blocks)
                 continue
             self._stop(endpoint.address)
@@ -182,8 +188,10 @@ class KvEventSubscriber:
         key = index_key(endpoint)
         started = self._subscriptions[endpoint.address] = []
         port, replay_port = _ports(self.settings, endpoint)
-        for rank in range(self.settings.ranks):
-            engine = self.exact.open(key, rank)
+        # A rank that is an endpoint has its own blocks; others share those of their endpoint.
+        known = endpoint.rank
+        for rank in range(self.settings.ranks) if known is None else (known.number,):
+            engine = self.exact.open(key, len(started))
             subscription = EngineSubscription(
                 self,
                 endpoint,
@@ -250,4 +258,9 @@ def _url(endpoint: Endpoint, port: int) -> str:
 
 
 def _is_same_source(previous: Endpoint, current: Endpoint) -> bool:
-    return previous.incarnation == current.incarnation and previous.labels == current.labels
+    before, after = previous.rank, current.rank
+    return (
+        previous.incarnation == current.incarnation
+        and previous.labels == current.labels
+        and (before and before.number) == (after and after.number)
+    )

@@ -23,6 +23,10 @@ _MESSAGE_COST: Final = 4
 #: Seconds without any answer of a replay socket after which it counts as silent.
 _REPLAY_TIMEOUT_S = 2.0
 
+#: Seconds after a connection, and after the last batch, at which the replay socket is asked once whether
+#: there are more: no later batch would show that the last one was lost.
+_CONFIRM_S: Final = 1.0
+
 #: Malformed messages in a row after which a subscription rests (count), and for how long (seconds).
 _MAX_MALFORMED, _REST_S = 16, 30.0
 
@@ -109,6 +113,7 @@ class EngineSubscription:
         self._held: tuple[int, bytes] | None = None
         self._has_replay = False
         self._replay_until = 0.0
+        self._confirm_at: float | None = None
         self._is_verifying = False
         self._has_progress = False
         self._has_hole = False
@@ -160,9 +165,15 @@ class EngineSubscription:
         self._lose(why)
 
     def check(self, now: float) -> None:
-        """End a replay that is silent, and a rest that is over."""
-        if self._replay is not None and now >= self._replay_until:
-            self._end_replay()
+        """End a replay that is silent and a rest that is over, and confirm the last batch."""
+        if self._replay is not None:
+            # An answer that waits to be read shows a late event loop, not a silent socket.
+            if now >= self._replay_until and not self.work(1):
+                self._end_replay()
+        elif self._confirm_at is not None and now >= self._confirm_at:
+            self._confirm_at = None
+            if self._is_connected and self._has_replay and self.engine.is_live:
+                self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self.open()
@@ -174,7 +185,11 @@ class EngineSubscription:
             num_blocks: Blocks of its cache (count); None while unknown.
         """
         engine = self.engine
-        if num_blocks and engine.is_live and engine.held >= _FULL_RATIO * num_blocks:
+        if (
+            num_blocks
+            and engine.is_live
+            and engine.held + engine.num_copies >= _FULL_RATIO * num_blocks
+        ):
             self._owner.exact.index.set_complete(engine)
 
     def work(self, max_blocks: int) -> int:
@@ -214,6 +229,8 @@ class EngineSubscription:
         if kv_event_sockets.parse_connection_event(frames):
             self._is_connected = True
             self._has_replay = bool(self._replay_address)
+            # What is published before the engine knows of the subscription is not sent to us.
+            self._confirm_at = self._owner.clock() + _CONFIRM_S
             if self._has_replay:
                 self._request_replay(max(0, self._expected - 1), verify=self._expected > 0)
             # Else the number of its next batch says what was missed.
@@ -253,6 +270,7 @@ class EngineSubscription:
         if len(frames) != 3 or len(frames[1]) != 8:
             self._on_malformed()
             return
+        self._confirm_at = self._owner.clock() + _CONFIRM_S
         seq, payload = int.from_bytes(frames[1]), frames[2]
         restarted = seq <= self._last_live
         self._last_live = seq
@@ -389,8 +407,11 @@ class EngineSubscription:
             return
         if self._owner.clock() >= self._replay_until:
             # It is not asked again on this connection: each gap would wait for it.
-            self._has_replay = self._is_from_start = False
-            self._owner.exact.index.wipe(self.engine, is_complete=False)
+            self._has_replay = False
+            if self._held is not None or not self.engine.is_live:
+                # Else nothing is known to be missing: the last batch was to be confirmed.
+                self._is_from_start = False
+                self._owner.exact.index.wipe(self.engine, is_complete=False)
         self._end_replay_socket()
         held, self._held = self._held, None
         if held is not None and held[0] >= self._expected:

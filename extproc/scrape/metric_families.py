@@ -224,6 +224,41 @@ class _DeclaredFamilies(MetricFamilies):
         return samples
 
 
+class RankFamilies(MetricFamilies):
+    """Metric families of one data-parallel rank: its samples, by label.
+
+    What the engine shows once for all ranks, such as counters of its front end, is not theirs and
+    left out, but for facts that hold for each of them.
+
+    Args:
+        families: Families of the page.
+        where: Label and value that name the rank.
+        shared: Names of families that are of every rank where no sample names one.
+    """
+
+    def __init__(
+        self,
+        families: MetricFamilies,
+        where: tuple[bytes, bytes],
+        *,
+        shared: frozenset[bytes],
+    ) -> None:
+        super().__init__(b"", joined=False)
+        self._families = families
+        self._where = where
+        self._shared = shared
+
+    def _find(self, name: bytes) -> list[Sample]:
+        label, value = self._where
+        samples, own, is_shared = self._families.samples(name), [], name in self._shared
+        for sample in samples:
+            known = read_labels(sample[0]).get(label)
+            if known == value:
+                own.append(sample)
+            is_shared = is_shared and known is None
+        return samples if is_shared else own
+
+
 class FamilyIndex:
     """Index of the families on the pages of one endpoint, one page after the other.
 

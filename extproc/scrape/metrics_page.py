@@ -18,6 +18,7 @@ from extproc.scrape import engines
 from extproc.scrape.metric_families import (
     FamilyIndex,
     MetricFamilies,
+    RankFamilies,
     Sample,
     is_joined,
     is_sample,
@@ -50,6 +51,24 @@ MAX_NAME_BYTES: Final = 512
 MAX_NAMES: Final = 4096
 #: Bytes of comments at the start of a page, beyond which an unknown page is not looked into.
 _COMMENT_BYTES = 65_536
+
+
+#: Most data-parallel ranks of an engine that become endpoints; an engine that shows more is one.
+MAX_RANKS: Final = 64
+#: Highest number of a rank in its group.
+MAX_RANK_NUMBER: Final = 4095
+
+
+class RankedLoad(msgspec.Struct, frozen=True):
+    """Loads of the data-parallel ranks of one engine.
+
+    Attributes:
+        numbers: Numbers of the ranks, ascending without a gap, at least two.
+        loads: Load of each.
+    """
+
+    numbers: tuple[int, ...]
+    loads: tuple[Load, ...]
 
 
 class UnreadablePage(msgspec.Struct, frozen=True):
@@ -103,10 +122,73 @@ class MetricsPageReader:
         engine = _recognize_engine(text, engine_type)
         if engine is None:
             return _unknown_engine_load(b"\n" + page, now, extra)
-        families = self._families.cut(text) or MetricFamilies(
+        return _read_load(self._open(text, engine), engine, now, extra)
+
+    def read_ranks(
+        self, page: bytes, now: float, *, engine_type: str = "", extra: ExtraMetrics | None = None
+    ) -> Load | RankedLoad | UnreadablePage:
+        """Reads the load of each data-parallel rank where the page shows several.
+
+        Args:
+            page: As in `read`, and so are the others.
+
+        Returns:
+            As `read`, where the page is of one engine or names its ranks in a way we do not know.
+        """
+        text = page if page.startswith(_HELP) else b"\n" + page
+        engine = _recognize_engine(text, engine_type)
+        if engine is None:
+            return _unknown_engine_load(b"\n" + page, now, extra)
+        families = self._open(text, engine)
+        numbers = _rank_numbers(families, engine)
+        if len(numbers) < 2:
+            return _read_load(families, engine, now, extra)
+        shared = frozenset(
+            {engines.STARTED, engine.adapters}
+            | {selector.name for selector in (*engine.kv_blocks, *engine.block_tokens)}
+        )
+        return RankedLoad(
+            numbers,
+            tuple(
+                [
+                    _read_load(
+                        RankFamilies(
+                            families, (engine.rank_label, str(number).encode()), shared=shared
+                        ),
+                        engine,
+                        now,
+                        extra,
+                    )
+                    for number in numbers
+                ]
+            ),
+        )
+
+    def _open(self, text: bytes, engine: engines.EngineSpec) -> MetricFamilies:
+        return self._families.cut(text) or MetricFamilies(
             text, joined=is_joined(text, engine.waiting[0].name)
         )
-        return _read_load(families, engine, now, extra)
+
+
+def _rank_numbers(families: MetricFamilies, engine: engines.EngineSpec) -> tuple[int, ...]:
+    """Numbers of the ranks on a page; empty unless every sample names its rank, without a gap."""
+    if not engine.rank_label:
+        return ()
+    samples = families.samples(engine.running[0].name)
+    if len(samples) < 2:
+        return ()
+    numbers = set()
+    for text, _ in samples:
+        number = read_labels(text).get(engine.rank_label, b"")
+        if not number.isdigit() or len(number) > 4 or int(number) > MAX_RANK_NUMBER:
+            return ()
+        if str(int(number)).encode() != number:
+            return ()
+        numbers.add(int(number))
+    ordered = sorted(numbers)
+    if len(ordered) > MAX_RANKS or ordered[-1] - ordered[0] != len(ordered) - 1:
+        return ()
+    return tuple(ordered)
 
 
 def _read_load(

@@ -116,8 +116,8 @@ class ModelListPoller:
 
     def _is_forgotten(self) -> bool:
         """Returns True if the pool dropped the last list, as it does at an engine restart."""
-        member = self._store.pool.find(self._endpoint.address)
-        return self._listed and member is not None and member.models is None
+        members = self._store.pool.ranks_at(self._endpoint.host_port)
+        return self._listed and any(member.models is None for member in members)
 
     def _is_due(self, now: float) -> bool:
         """Returns True if unlisted models were requested since the last list, some time ago."""
@@ -128,5 +128,6 @@ class ModelListPoller:
 
 
 def _target(endpoint: Endpoint) -> client.ScrapeTarget:
-    port = int(endpoint.address.rpartition(":")[2])
-    return client.target(endpoint.ip, port, path=models_page.PATH, accept="application/json")
+    return client.target(
+        endpoint.ip, endpoint.port, path=models_page.PATH, accept="application/json"
+    )

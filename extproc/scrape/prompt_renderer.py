@@ -2,7 +2,8 @@
 
 It works behind the choice of the endpoint: no request waits for it. An engine is sent the bytes of
 the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
-for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`).
+for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`). A server for rendering
+is asked before the engine, if there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import aiohttp
 import msgspec
 
 from extproc.decision import Decision
+from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
 from extproc.supervision import Supervisor
@@ -47,6 +49,10 @@ _MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
 #: Seconds that an engine may take.
 _TIMEOUT_S = 5.0
 
+#: Seconds that the first prompts wait for the first event, which has the size of blocks, and between
+#: looks at it.
+_SIZE_TIMEOUT_S, _SIZE_POLL_S = 2.0, 0.02
+
 #: Seconds in which an engine is not asked after it failed, and after it had none of the paths.
 _FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0
 
@@ -69,14 +75,16 @@ class _Rendered(msgspec.Struct, gc=False):
 
 
 class _UnmappedPrompt(msgspec.Struct, frozen=True):
-    """A prompt to be mapped."""
+    """A prompt to be mapped, by the engine at `address`; `endpoint` may be a rank of it."""
 
     address: str
+    endpoint: str
     api: str
     body: bytes
     chain: Sequence[int]
     adapter: str
     prompt_bytes: int
+    sent_at: float
 
 
 class _Engine(msgspec.Struct):
@@ -84,6 +92,18 @@ class _Engine(msgspec.Struct):
 
     path: int = 0
     paused_until: float = 0.0
+
+
+class RenderServer(msgspec.Struct, frozen=True):
+    """A server that only renders prompts.
+
+    Attributes:
+        url: Base URL.
+        model: Model that prompts have there; empty as in the request.
+    """
+
+    url: str
+    model: str = ""
 
 
 _decode = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
@@ -100,6 +120,7 @@ class PromptRenderer:
         clock: Monotonic seconds.
         supervisor: Keeps the workers alive.
         instance: Name of the pool, for the log.
+        server: Server that is asked before the engine; None for none.
 
     Attributes:
         results: Prompts by result (count), all results from the start.
@@ -115,7 +136,9 @@ class PromptRenderer:
         clock: Callable[[], float],
         supervisor: Supervisor,
         instance: str = "",
+        server: RenderServer | None = None,
     ) -> None:
+        self._server = server
         self._exact = exact
         self._adapters = adapters
         self._scheme = scheme
@@ -137,11 +160,10 @@ class PromptRenderer:
     def note(self, decision: Decision, raw: HttpRequest) -> None:
         """Take note of a routed request; cheap where its prompt is mapped already."""
         chain, request, exact = decision.block_hashes, decision.request, self._exact
-        if not exact.index.block_tokens or exact.prompts.covers(chain):
+        if exact.prompts.covers(chain) or not (exact.index.block_tokens or exact.is_any_live):
             return
-        address = decision.endpoints[0].address
-        engine = self._engines.get(address)
-        if engine is not None and self._clock() < engine.paused_until:
+        address, now = decision.endpoints[0].host_port, self._clock()
+        if self._is_paused(address) and (self._server is None or self._is_paused(self._server.url)):
             return
         if request.api not in _PATHS or not raw.body or len(raw.body) > _MAX_BODY_BYTES:
             return
@@ -156,7 +178,16 @@ class PromptRenderer:
         self._queued_bytes += len(body)
         adapter = request.adapter or (request.model if request.model in self._adapters() else "")
         self._queue.put_nowait(
-            _UnmappedPrompt(address, request.api, body, chain, adapter, request.prompt_bytes)
+            _UnmappedPrompt(
+                address,
+                decision.endpoints[0].address,
+                request.api,
+                body,
+                chain,
+                adapter,
+                request.prompt_bytes,
+                now,
+            )
         )
 
     async def run(self) -> None:
@@ -195,8 +226,17 @@ class PromptRenderer:
         self, session: aiohttp.ClientSession, prompt: _UnmappedPrompt
     ) -> PromptResult:
         """Map a prompt; returns the result."""
+        if not await self._knows_size():
+            return "dropped"
         if self._exact.prompts.covers(prompt.chain):
             return "mapped"  # another one was the same
+        server = self._server
+        if server is not None and not self._is_paused(server.url):
+            result = await self._render_at_server(session, server, prompt)
+            if result is not None:
+                return result
+        if self._is_paused(prompt.address):
+            return "failed"
         engine = self._engine(prompt.address)
         paths = _PATHS[prompt.api]
         while engine.path < len(paths):
@@ -206,12 +246,44 @@ class PromptRenderer:
                     engine.path += 1
                     continue
                 if response.status != 200:
-                    self._pause(prompt.address, _FAILED_PAUSE_S)
+                    if not _is_refused(response.status):
+                        self._pause(prompt.address, _FAILED_PAUSE_S)
                     return "failed"
                 return self._map(prompt, await _read(response))
         engine.path = 0
         self._pause(prompt.address, _ABSENT_PAUSE_S)
         return "unsupported"
+
+    async def _knows_size(self) -> bool:
+        """True once the size of blocks is known; False if no event tells it in time."""
+        until = self._clock() + _SIZE_TIMEOUT_S
+        while not self._exact.index.block_tokens:
+            if self._clock() >= until:
+                return False
+            await asyncio.sleep(_SIZE_POLL_S)
+        return True
+
+    async def _render_at_server(
+        self, session: aiohttp.ClientSession, server: RenderServer, prompt: _UnmappedPrompt
+    ) -> PromptResult | None:
+        """Map a prompt by the server for rendering; None where it cannot, and rests."""
+        body = prompt.body
+        if server.model:
+            edit = locate_model(
+                HttpRequest({"content-type": "application/json"}, body), server.model
+            )
+            body = body if edit is None else edit.apply(body)
+        url = f"{server.url}{_PATHS[prompt.api][0]}"
+        try:
+            async with session.post(url, data=body, headers=_JSON) as response:
+                if response.status == 200:
+                    return self._map(prompt, await _read(response))
+                if _is_refused(response.status):
+                    return "failed"
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            pass
+        self._pause(server.url, _FAILED_PAUSE_S)
+        return None
 
     def _map(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
         try:
@@ -231,6 +303,7 @@ class PromptRenderer:
         self._exact.map_prompt(
             prompt.chain, tokens, adapter=prompt.adapter, prompt_bytes=prompt.prompt_bytes
         )
+        self._exact.record_sent(prompt.endpoint, prompt.chain, prompt.sent_at)
         return "mapped"
 
     def _engine(self, address: str) -> _Engine:
@@ -238,8 +311,17 @@ class PromptRenderer:
             self._engines.clear()
         return self._engines.setdefault(address, _Engine())
 
+    def _is_paused(self, address: str) -> bool:
+        engine = self._engines.get(address)
+        return engine is not None and self._clock() < engine.paused_until
+
     def _pause(self, address: str, seconds: float) -> None:
         self._engine(address).paused_until = self._clock() + seconds
+
+
+def _is_refused(status: int) -> bool:
+    """True if the prompt is at fault, such as one that is too long, and not who renders it."""
+    return 400 <= status < 500 and status not in _ABSENT and status not in (401, 429)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -9,14 +9,15 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load
+from extproc.pool.observed_page import ScrapeToken
 from extproc.pool.snapshot import EndpointSnapshot, Pool
-from extproc.pool.store import PoolStore, ScrapeToken
+from extproc.pool.store import PoolStore
 from extproc.scrape import client, engines, metrics_page, model_list_poller, schedule
 from extproc.supervision import Supervisor
 
@@ -52,6 +53,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
         schedule: Scrape intervals.
         models: Intervals of model list polling.
         extra: Metrics for `Load.extra`; None for none.
+        ranks: Whether data-parallel ranks on an engine's page become endpoints.
     """
 
     path: str = "/metrics"
@@ -61,6 +63,7 @@ class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     schedule: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
     models: model_list_poller.ModelListSettings = model_list_poller.NEVER
     extra: metrics_page.ExtraMetrics | None = None
+    ranks: bool = True
 
 
 class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
@@ -82,19 +85,22 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndpointScraper:
-    """Scrapes one endpoint incarnation.
+    """Scrapes one engine, in one incarnation.
 
     Args:
         scraper: Its settings, store and client.
-        member: The endpoint; replaced when a new snapshot has a new object for it.
+        members: The endpoint, or one of each of its data-parallel ranks, in order; replaced when
+            there are others.
 
     Attributes:
         is_refused: Whether the last scrape met a refused connection.
         is_resting: Whether the next scrape was set while the process was at rest.
     """
 
-    def __init__(self, scraper: Scraper, member: EndpointSnapshot) -> None:
-        self.member = member
+    def __init__(self, scraper: Scraper, members: Sequence[EndpointSnapshot]) -> None:
+        self.members = members
+        endpoint = members[0].endpoint
+        self.address = endpoint.host_port
         self.busy = True
         self.failures = 0
         self.is_refused = False
@@ -105,10 +111,10 @@ class EndpointScraper:
         self._began = -math.inf
         self._sleep: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.target = _target(member.endpoint, scraper.settings.path)
+        self.target = _target(endpoint, scraper.settings.path)
         self._reader = metrics_page.MetricsPageReader()
         self._model_list = model_list_poller.ModelListPoller(
-            member.endpoint,
+            endpoint,
             store=scraper.store,
             client=scraper.client,
             clock=scraper.clock,
@@ -144,7 +150,7 @@ class EndpointScraper:
         """
         if self.busy or self.failures or self._timer is None:
             return
-        has_requests = self.member.account.opened != self._opened
+        has_requests = self._num_opened != self._opened
         if not has_requests and not (is_rest_over and self.is_resting):
             return
         scraper = self._scraper
@@ -176,50 +182,74 @@ class EndpointScraper:
 
     async def step(self) -> None:
         """Scrapes once and passes the result to the pool store."""
-        scraper, endpoint = self._scraper, self.member.endpoint
+        scraper = self._scraper
         self._note_traffic()
         began = scraper.clock()
-        token = scraper.store.begin_scrape(endpoint)
+        tokens = [scraper.store.begin_scrape(member.endpoint) for member in self.members]
         fetched = await scraper.client.get(self.target)
         now = scraper.clock()
-        outcome, engine = await self._observe(token, fetched, now)
+        outcome, engine = await self._observe(tokens, fetched, now)
         if outcome == "ok":
             self.failures = 0
         else:
             self.failures += 1
-            scraper.store.scrape_failed(token, outcome, now)
+            for token in tokens:
+                scraper.store.scrape_failed(token, outcome, now)
         self.is_refused = outcome == REFUSED
-        scraper.on_result(ScrapeResult(endpoint.address, outcome, scraper.clock() - began, engine))
+        scraper.on_result(ScrapeResult(self.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
             began = scraper.clock()
             listed = await self._model_list.step()
             if listed:
                 seconds = scraper.clock() - began
-                scraper.on_result(ScrapeResult(endpoint.address, listed, seconds, listing=True))
+                scraper.on_result(ScrapeResult(self.address, listed, seconds, listing=True))
         if not outcome.startswith(BUG):
-            scraper.supervisor.record_success("scrape", endpoint.address)
+            scraper.supervisor.record_success("scrape", self.address)
 
     async def _observe(
-        self, token: ScrapeToken, fetched: bytes | client.FetchFailed, now: float
+        self, tokens: Sequence[ScrapeToken], fetched: bytes | client.FetchFailed, now: float
     ) -> tuple[str, str]:
         """Reads a page and passes its load on; returns the outcome and the engine type.
 
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
         """
-        scraper, endpoint, reader = self._scraper, self.member.endpoint, self._reader
-        extra = scraper.settings.extra
+        scraper, endpoint, reader = self._scraper, tokens[0].endpoint, self._reader
+        settings = scraper.settings
         try:
             if isinstance(fetched, bytes) and len(fetched) > INLINE_BYTES:
-                read = await asyncio.to_thread(_read, reader, fetched, endpoint, now, extra)
+                read = await asyncio.to_thread(_read, reader, fetched, endpoint, now, settings)
             else:
-                read = _read(reader, fetched, endpoint, now, extra)
+                read = _read(reader, fetched, endpoint, now, settings)
             if isinstance(read, Load):
-                scraper.store.observe(token, read, now)
-                return "ok", read.engine
+                read = metrics_page.RankedLoad((), (read,))
+            if isinstance(read, metrics_page.RankedLoad):
+                tokens = self._follow_ranks(tokens, read.numbers, now)
+                scraper.store.observe_ranks(tokens, read.loads, now)
+                return "ok", read.loads[0].engine
         except Exception as bug:  # noqa: BLE001 - one page must not end every other loop
-            scraper.supervisor.record_failure("scrape", bug, instance=endpoint.address)
+            scraper.supervisor.record_failure("scrape", bug, instance=self.address)
             return f"{BUG}{type(bug).__name__}", ""
         return read, ""
+
+    def _follow_ranks(
+        self, tokens: Sequence[ScrapeToken], numbers: tuple[int, ...], now: float
+    ) -> Sequence[ScrapeToken]:
+        """Makes endpoints of the ranks on a page; returns the tokens of this scrape for them."""
+        ranks = [endpoint.rank for endpoint in (token.endpoint for token in tokens)]
+        if numbers == tuple(rank.number for rank in ranks if rank is not None):
+            return tokens
+        store = self._scraper.store
+        store.set_ranks(tokens[0].endpoint, numbers, now)
+        members = store.pool.ranks_at(self.address)
+        if len(members) != max(1, len(numbers)):
+            return ()  # the engine left meanwhile
+        self.members = members
+        self._opened = self._num_opened
+        known = {token.endpoint.address: token for token in tokens}
+        return [
+            known.get(member.endpoint.address) or store.begin_scrape(member.endpoint)
+            for member in members
+        ]
 
     @property
     def targets(self) -> Iterator[client.ScrapeTarget]:
@@ -228,10 +258,15 @@ class EndpointScraper:
         if self._model_list.target.port != self.target.port:
             yield self._model_list.target
 
+    @property
+    def _num_opened(self) -> int:
+        """Requests sent to it so far (count)."""
+        return sum([member.account.opened for member in self.members])
+
     def _note_traffic(self) -> None:
-        account = self.member.account
-        busy = account.in_flight > 0 or account.opened != self._opened
-        self._opened = account.opened
+        opened = self._num_opened
+        busy = opened != self._opened or any(member.account.in_flight for member in self.members)
+        self._opened = opened
         self._scraper.endpoint_counts.change_busy(busy - self.busy, self._scraper.clock())
         self.busy = busy
 
@@ -286,7 +321,7 @@ class Scraper:
                     await asyncio.sleep(self.settings.follow_s)
         finally:
             for watch in list(self.watches.values()):
-                self._stop(watch.member.endpoint.address)
+                self._stop(watch.address)
 
     async def step(self, tasks: asyncio.TaskGroup) -> None:
         """Starts and stops scrape loops so that they match the pool, and brings scrapes forward."""
@@ -301,14 +336,16 @@ class Scraper:
         """Starts and stops loops; returns False if one could not be started."""
         left, is_complete = dict(self.watches), True
         for member in pool.members:
-            address = member.endpoint.address
-            watch = left.pop(address, None)
-            if watch is not None and _is_same_target(watch.member.endpoint, member.endpoint):
-                watch.member = member
+            rank, address = member.endpoint.rank, member.endpoint.host_port
+            if rank is not None and rank.index:
+                continue  # of the engine that its first rank stands for
+            watch, members = left.pop(address, None), pool.ranks_at(address)
+            if watch is not None and _is_same_target(watch.members[0].endpoint, member.endpoint):
+                watch.members = members
                 continue
             self._stop(address)
             try:
-                self._start(member, tasks)
+                self._start(members, tasks)
             except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
                 self.supervisor.record_error("scrape", error, instance=address)
                 is_complete = False
@@ -330,9 +367,9 @@ class Scraper:
             rng=self.rng,
         )
 
-    def _start(self, member: EndpointSnapshot, tasks: asyncio.TaskGroup) -> None:
-        watch = EndpointScraper(self, member)
-        address = member.endpoint.address
+    def _start(self, members: Sequence[EndpointSnapshot], tasks: asyncio.TaskGroup) -> None:
+        watch = EndpointScraper(self, members)
+        address = watch.address
         self.endpoint_counts.change_busy(int(watch.busy), self.clock())
         self.endpoint_counts.change_all(1, self.clock())
         self.watches[address] = watch
@@ -360,17 +397,17 @@ def _end_sleep(sleep: asyncio.Future[None]) -> None:
 
 
 def _is_same_target(previous: Endpoint, current: Endpoint) -> bool:
-    """Returns True if a loop may go on: same incarnation, same labels."""
-    return previous.incarnation == current.incarnation and previous.labels == current.labels
+    """Returns True if a loop may go on: same incarnation of the engine, same labels."""
+    return previous.engine == current.engine and previous.labels == current.labels
 
 
 def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
-    port = endpoint.address.rpartition(":")[2]
+    port = endpoint.port
     other = endpoint.labels.get(PORT_LABEL, "")
     # A label that is no port is not worth the endpoint: its own port is used.
     if _PORT.fullmatch(other) and int(other) <= 65535:
-        port = other
-    return client.target(endpoint.ip, int(port), path=path)
+        port = int(other)
+    return client.target(endpoint.ip, port, path=path)
 
 
 def _read(
@@ -378,12 +415,13 @@ def _read(
     fetched: bytes | client.FetchFailed,
     endpoint: Endpoint,
     now: float,
-    extra: metrics_page.ExtraMetrics | None,
-) -> Load | str:
+    settings: ScraperSettings,
+) -> Load | metrics_page.RankedLoad | str:
     """Reads the load from a page; the failure reason without one."""
     if isinstance(fetched, client.FetchFailed):
         return fetched.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    read = reader.read(fetched, now, engine_type=engine_type, extra=extra)
-    return read if isinstance(read, Load) else "unreadable"
+    read_page = reader.read_ranks if settings.ranks else reader.read
+    read = read_page(fetched, now, engine_type=engine_type, extra=settings.extra)
+    return "unreadable" if isinstance(read, metrics_page.UnreadablePage) else read

@@ -91,28 +91,19 @@ class EndpointPickerProcess:
         )
         self._rejection_log = RejectionLog(lambda: self.counters.pools)
         self.reloads = reload.ReloadHistory(settings, clock, self.counters)
-        self._history = TrafficHistory()
+        self.history = TrafficHistory()
         self.budget = BufferBudget(settings.limits.max_assembly_bytes, free=free_in_turns)
         self._http = client.ScrapeClient(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,
             tls=factory.build_scrape_tls(settings.scrape),
         )
-        guards = plugin_guard.GuardFactory(time.perf_counter, self.counters.plugins)
-        shared = RuntimeContext(
-            counters=self.counters,
-            guards=guards,
-            http=self._http,
-            endpoint_counts=schedule.EndpointCounts(),
-            clock=clock,
-            prefix_budget=IndexBudget(settings.prefix.max_bytes),
-        )
         plan = kubernetes_plan.plan_kubernetes(
             settings, where="the configuration", environment=os.environ
         )
         self.pool_registry = PoolRegistry(
             settings,
-            shared,
+            self._build_runtime_context(),
             configured=plan.pools if plan else {},
             is_discovery_synced=lambda: self._is_discovery_synced,
             on_change=lambda: self.autoscaler.sync_pools(),  # noqa: PLW0108 - it is built later
@@ -135,6 +126,16 @@ class EndpointPickerProcess:
         self._peer_channel = build_peer_channel(settings.peer_sync, self.pool_registry, clock)
         self._servers: list[transport.RpcServer] = []
         self.admin_server = admin.AdminServer()
+
+    def _build_runtime_context(self) -> RuntimeContext:
+        return RuntimeContext(
+            counters=self.counters,
+            guards=plugin_guard.GuardFactory(time.perf_counter, self.counters.plugins),
+            http=self._http,
+            endpoint_counts=schedule.EndpointCounts(),
+            clock=self._clock,
+            prefix_budget=IndexBudget(self._settings.prefix.max_bytes),
+        )
 
     def _build_kubernetes_discovery(
         self, plan: kubernetes_plan.KubernetesPlan | None
@@ -318,7 +319,7 @@ class EndpointPickerProcess:
 
     async def _sample_traffic(self) -> None:
         while True:
-            self._history.sample(self.counters, self.pool_registry.views(), self._clock())
+            self.history.sample(self.counters, self.pool_registry.views(), self._clock())
             await asyncio.sleep(INTERVAL_S)
 
     def apply_settings(self, settings: Settings) -> None:
@@ -431,7 +432,7 @@ class EndpointPickerProcess:
         return console.ConsolePages(
             counters=self.counters,
             views=self.pool_registry.views,
-            history=self._history,
+            history=self.history,
             decisions=self.decisions,
             reloads=self.reloads,
             readiness=self.readiness,

@@ -282,7 +282,7 @@ class AsyncFlowController:
         except Exception as error:  # noqa: BLE001 - as for requests that do not wait
             self._on_exception(error)
             error_type = type(error).__name__
-            return self._director.route_fallback(queued.prepared.raw, now, why=error_type)
+            return self._director.route_fallback(queued.prepared.raw, why=error_type)
 
     def _endpoint_bits(self) -> EndpointBits:
         """Endpoint bits for `FlowCallbacks`; targets are those of `enqueue`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import sysconfig
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Final, TypeVar
 
@@ -257,8 +258,11 @@ class ApartAllocator:
 def build_apart_allocator() -> ApartAllocator | None:
     """Build the allocator; None where the C library keeps its pages, or Python has no arenas.
 
-    An allocator with a context is another one's hook, such as that of `tracemalloc`.
+    An allocator with a context is another one's hook, such as that of `tracemalloc`. Python without a
+    GIL allocates from the heaps of mimalloc, and requires that objects lie in them.
     """
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
     try:
         library, *arenas = map(_read_allocator, (_RAW_DOMAIN, *_ARENA_DOMAINS))
         trims = hasattr(ctypes.CDLL(None), "malloc_trim")

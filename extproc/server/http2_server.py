@@ -1,4 +1,4 @@
-"""The native gRPC server: asyncio protocols around `Http2Connection`."""
+"""The native gRPC server: its addresses and open connections."""
 
 from __future__ import annotations
 
@@ -7,389 +7,22 @@ import logging
 import math
 import socket
 import ssl
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Final, TypeAlias, cast
+from collections import Counter
+from collections.abc import Mapping
 
-from extproc.http2.connection import Http2Connection
-from extproc.http2.events import (
-    CallHalfClosed,
-    CallStarted,
-    CallTerminated,
-    Http2Event,
-    MessageReceived,
-)
-from extproc.http2.frames import ErrorCode
 from extproc.http2.limits import Http2Limits, ReceiveBudget
-from extproc.http2.messages import MessagePieces
-from extproc.http2.responses import GrpcStatus
 from extproc.http2.sender import SendBudget
 from extproc.server import listeners
+from extproc.server.http2_protocol import CallFactory, Http2Protocol
 from extproc.server.listeners import Keepalive
 
 _log = logging.getLogger("extproc.server")
-
-#: Bytes that the kernel has not taken, above which a peer is neither read nor written to any more.
-_WRITE_BUFFER_BYTES = 256 * 1024
-
-#: Seconds after which an answer that the peer gives no window for is dropped; Envoy gives none
-#: while an engine does not read its request.
-_STALL_S = 300.0
-
-#: Events of one read that are handled before other connections are: one read may hold thousands of
-#: messages of some bytes. Some milliseconds.
-_MAX_EVENTS = 128
-
-#: Bytes that a connection may deliver in a turn of the event loop: uvloop reads up to 32 times in one,
-#: 256 KiB each, and others would wait for 20 ms. Reads of fewer bytes than the second are not counted.
-_MAX_TURN_BYTES: Final = 1024 * 1024
-_LARGE_READ_BYTES: Final = 64 * 1024
 
 #: Seconds of a TLS handshake, after which its connection is closed.
 _HANDSHAKE_S = 10.0
 
 #: Seconds between two log lines about connections that are refused.
 _LOG_S = 60.0
-
-
-class ServerCall:
-    """Call of a client, for handlers to inherit: what a server may do with it.
-
-    Args:
-        connection: Its connection.
-        stream_id: Its stream.
-
-    Attributes:
-        max_duration_s: Seconds after which the call ends, whatever the client waits; None for ever.
-        deadline: Ends the call.
-        traceparent: Trace context of the client; empty without one.
-    """
-
-    __slots__ = ("_connection", "_stream_id", "deadline", "traceparent")
-
-    max_duration_s: ClassVar[float | None] = None
-
-    def __init__(self, connection: Http2Protocol, stream_id: int) -> None:
-        self._connection = connection
-        self._stream_id = stream_id
-        self.deadline: asyncio.TimerHandle | None = None
-        self.traceparent = ""
-
-    def on_message(self, message: bytes) -> None:
-        """Take a message of the client."""
-        raise NotImplementedError
-
-    def on_half_close(self) -> None:
-        """Learn that the client sends no further message."""
-        raise NotImplementedError
-
-    def on_terminated(self) -> None:
-        """Learn that the call is over: canceled, late, or its connection is lost."""
-        raise NotImplementedError
-
-    def send(self, messages: Sequence[bytes]) -> None:
-        """Send messages to the client."""
-        self._connection.send(self._stream_id, messages)
-
-    def send_lazily(self, source: Iterator[MessagePieces]) -> bool:
-        """Send messages as the client takes them; see `ResponseSender.send_lazily`."""
-        return self._connection.send_lazily(self._stream_id, source)
-
-    def end(self, status: GrpcStatus = GrpcStatus.OK, message: str = "") -> None:
-        """End the call; nothing more is heard of it."""
-        self._connection.end(self._stream_id, status, message)
-
-    def count_limit(self, limit: str) -> None:
-        """Count a call that ends by a limit."""
-        self._connection.count_limit(limit)
-
-    def pause(self) -> None:
-        """Let further messages wait at the client."""
-        self._connection.core.pause_call(self._stream_id)
-
-    def resume(self) -> None:
-        """Take messages again."""
-        self._connection.core.resume_call(self._stream_id)
-        self._connection.flush_soon()
-
-
-#: Creates the handler of a call.
-CallFactory: TypeAlias = "Callable[[Http2Protocol, int], ServerCall]"
-
-
-class Http2Protocol(asyncio.Protocol):
-    """One connection: calls handlers as bytes arrive, and writes their answers together.
-
-    Args:
-        server: Its server.
-    """
-
-    def __init__(self, server: Http2Server) -> None:
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        now = self._loop.time()
-        self.core = Http2Connection(
-            server.limits,
-            server.budget,
-            server.counts,
-            now=now,
-            send_budget=server.send_budget,
-            holder=self,
-        )
-        self._calls: dict[int, ServerCall] = {}
-        self._transport: asyncio.Transport
-        self._will_flush = True  # nothing before `connection_made` does
-        self._is_pinged = self._is_write_paused = self._is_behind = False
-        self._read_at = self._pinged_at = self._stalls_at = now
-        self._turn_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._deferred: deque[Http2Event] = deque()
-
-    # What asyncio calls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin with our settings."""
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        if not self._server.on_connected(self):
-            self.close()
-            return
-        if self._server.is_stopping:
-            self.core.start_drain()
-        self._flush()
-        self._timer = self._loop.call_later(self._server.keepalive.time_s, self._keep_alive)
-
-    def data_received(self, data: bytes) -> None:
-        """Handle bytes of the peer; all answers leave in one write."""
-        self._will_flush, self._is_pinged = True, False
-        self._read_at = now = self._loop.time()
-        if len(data) >= _LARGE_READ_BYTES:
-            self._count_turn(len(data))
-        events = self.core.receive(data, now)
-        if self._is_behind or self.core.has_unread or len(events) > _MAX_EVENTS:
-            self._defer(events)
-            return
-        self._handle(events)
-        self._flush()
-
-    def eof_received(self) -> bool:
-        """Close the connection: a peer that sends nothing more can give no window either."""
-        return False
-
-    def connection_lost(self, _: Exception | None) -> None:
-        """End all calls."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._will_flush = True
-        self._deferred.clear()
-        self.core.close()
-        for stream_id in list(self._calls):
-            self._terminate(stream_id)
-        self._server.on_lost(self)
-
-    def pause_writing(self) -> None:
-        """Read nothing from a peer that does not read, and let its answers wait."""
-        self._is_write_paused = True
-        self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        """Write what waits, and read again."""
-        self._is_write_paused = False
-        self.flush_soon()
-        self._resume_reading()
-
-    # What calls do
-
-    def send(self, stream_id: int, messages: Sequence[bytes]) -> None:
-        """Send messages of a call."""
-        self.core.send_messages(stream_id, messages)
-        if not self._will_flush:
-            self.flush_soon()
-
-    def send_lazily(self, stream_id: int, source: Iterator[MessagePieces]) -> bool:
-        """Send messages of a call as the peer takes them; True if all were taken."""
-        is_sent = self.core.send_lazily(stream_id, source)
-        if not self._will_flush:
-            self.flush_soon()
-        return is_sent
-
-    def end(self, stream_id: int, status: GrpcStatus, message: str) -> None:
-        """End a call."""
-        call = self._calls.pop(stream_id, None)
-        if call is None:
-            return
-        if call.deadline is not None:
-            call.deadline.cancel()
-        self.core.end_call(stream_id, status, message)
-        if not self._will_flush:
-            self.flush_soon()
-
-    def flush_soon(self) -> None:
-        """Write what was sent once all that is ready now has been handled."""
-        if not self._will_flush:
-            self._will_flush = True
-            self._loop.call_soon(self._flush)
-
-    def count_limit(self, limit: str) -> None:
-        """Count a call that ends by a limit."""
-        self._server.counts[limit] += 1
-
-    # What the server does
-
-    def start_drain(self) -> None:
-        """Tell the peer to open no further streams."""
-        self.core.start_drain()
-        self.flush_soon()
-
-    def drop_answer(self, stream_id: int) -> None:
-        """End a call whose answer waits for the longest time of all."""
-        self.count_limit("unsent_answers")
-        self.core.reset_call(stream_id, ErrorCode.CANCEL)
-        self._terminate(stream_id)
-        self.flush_soon()
-
-    def close(self) -> None:
-        """Close the connection after what is written already."""
-        self.core.finish_drain()
-        self._flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self._transport.abort()
-
-    def _flush(self) -> None:
-        self._will_flush = False
-        core = self.core
-        if self._is_write_paused and not core.is_terminated:
-            return
-        output = core.take_output()
-        if output:
-            self._transport.write(output)
-        if core.has_output:
-            self.flush_soon()
-        self._server.send_budget.enforce()
-        if core.is_terminated and not self._transport.is_closing():
-            self._transport.close()
-
-    def _count_turn(self, size: int) -> None:
-        """Count bytes of this turn of the event loop, and read no more in it where they are many."""
-        if not self._turn_bytes:
-            self._loop.call_soon(self._end_turn)
-        self._turn_bytes += size
-        if self._turn_bytes >= _MAX_TURN_BYTES:
-            self._transport.pause_reading()
-
-    def _end_turn(self) -> None:
-        if self._turn_bytes >= _MAX_TURN_BYTES:
-            self._resume_reading()
-        self._turn_bytes = 0
-
-    def _resume_reading(self) -> None:
-        """Read again, unless answers, frames or events wait."""
-        if not (self._is_write_paused or self._is_behind or self._transport.is_closing()):
-            self._transport.resume_reading()
-
-    def _defer(self, events: Sequence[Http2Event]) -> None:
-        """Handle many frames or events in turns with other connections; nothing is read meanwhile."""
-        self._deferred += events
-        if self._is_behind:
-            self._flush()
-            return
-        self._is_behind = True
-        self._transport.pause_reading()
-        self._handle_deferred()
-
-    def _handle_deferred(self) -> None:
-        deferred, core = self._deferred, self.core
-        if self._transport.is_closing():
-            return
-        self._will_flush = True
-        if core.has_unread and not deferred:
-            deferred += core.receive(b"", self._loop.time())
-        self._handle([deferred.popleft() for _ in range(min(len(deferred), _MAX_EVENTS))])
-        self._flush()
-        if deferred or core.has_unread:
-            self._loop.call_soon(self._handle_deferred)
-        else:
-            self._is_behind = False
-            self._resume_reading()
-
-    def _handle(self, events: Sequence[Http2Event]) -> None:
-        calls = self._calls
-        for event in events:
-            if type(event) is MessageReceived:
-                call = calls.get(event.stream_id)
-                if call is not None:
-                    call.on_message(event.message)
-            else:
-                self._on_event(event)
-
-    def _on_event(self, event: Http2Event) -> None:
-        if isinstance(event, CallStarted):
-            self._start_call(event)
-        elif isinstance(event, CallHalfClosed):
-            call = self._calls.get(event.stream_id)
-            if call is not None:
-                call.on_half_close()
-        elif isinstance(event, CallTerminated):
-            self._terminate(event.stream_id)
-
-    def _start_call(self, event: CallStarted) -> None:
-        stream_id, factory = event.stream_id, self._server.routes.get(event.path)
-        if factory is None:
-            self.core.end_call(stream_id, GrpcStatus.UNIMPLEMENTED, "Method not found!")
-            return
-        call = self._calls[stream_id] = factory(self, stream_id)
-        call.traceparent = event.traceparent
-        timeout_s, max_s = event.timeout_s, call.max_duration_s
-        if max_s is not None and (timeout_s is None or max_s < timeout_s):
-            call.deadline = self._loop.call_later(max_s, self._on_deadline, stream_id, True)
-        elif timeout_s is not None:
-            call.deadline = self._loop.call_later(timeout_s, self._on_deadline, stream_id, False)
-
-    def _on_deadline(self, stream_id: int, is_ours: bool) -> None:  # noqa: FBT001 - called by position
-        if is_ours:
-            self.count_limit("stalled_call")
-        self.core.end_call(stream_id, GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        self._terminate(stream_id)
-        self.flush_soon()
-
-    def _terminate(self, stream_id: int) -> None:
-        call = self._calls.pop(stream_id, None)
-        if call is None:
-            return
-        if call.deadline is not None:
-            call.deadline.cancel()
-        call.on_terminated()
-
-    def _keep_alive(self) -> None:
-        """Ping a silent peer, and close the connection of one that does not answer."""
-        now, keepalive, counts = self._loop.time(), self._server.keepalive, self._server.counts
-        if now - self._stalls_at >= _STALL_S:
-            self._stalls_at = now
-            for event in self.core.reset_stalled():
-                self._terminate(event.stream_id)
-        if not self.core.has_settings:
-            # A byte now and then is no beginning either.
-            counts["no_preface"] += 1
-            self.abort()
-            return
-        if self._is_pinged:
-            wait_s = self._pinged_at + keepalive.timeout_s - now
-            if wait_s <= 0.0:
-                counts["slow_reader" if self._is_write_paused else "keepalive"] += 1
-                self.abort()
-                return
-        else:
-            wait_s = self._read_at + keepalive.time_s - now
-            if wait_s <= 0.0:
-                self._is_pinged, self._pinged_at = True, now
-                self.core.ping()
-                wait_s = keepalive.timeout_s
-        self.flush_soon()
-        # Not later than the next ping is due if this one is answered.
-        self._timer = self._loop.call_later(min(wait_s, keepalive.time_s), self._keep_alive)
 
 
 class Http2Server:
@@ -450,10 +83,9 @@ class Http2Server:
 
     async def start(self) -> None:
         """Accept connections."""
-        loop = asyncio.get_running_loop()
         for bound, tls in self._sockets:
             self._listeners.append(
-                await loop.create_server(
+                await asyncio.get_running_loop().create_server(
                     lambda: Http2Protocol(self),
                     sock=bound,
                     ssl=tls,
@@ -482,7 +114,6 @@ class Http2Server:
         self.release_sockets()
         for listener in self._listeners:
             listener.close()
-        self._listeners = []
         for connection in self.connections:
             connection.start_drain()
         if self.connections:

@@ -11,7 +11,7 @@ from extproc.prefix_cache.cache_model import index_key
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.scrape.kv_event_subscriber import KvEventSubscriber
 from extproc.scrape.kv_event_subscription import SubscriptionChange
-from extproc.scrape.prompt_renderer import PromptRenderer
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer
 from extproc.supervision import Supervisor
 from extproc.telemetry.kv_event_metrics import KvEventStats
 
@@ -49,8 +49,9 @@ class KvEventLoops:
         self._clock = clock
         self._logged: dict[tuple[str, int, bool], float] = {}
         settings, store = parts.settings, parts.store
+        events = settings.kv_events
         self._subscriber = KvEventSubscriber(
-            settings.kv_events,
+            events,
             store,
             exact,
             clock=clock,
@@ -67,6 +68,9 @@ class KvEventLoops:
             clock=clock,
             supervisor=supervisor,
             instance=f"pool {pool}",
+            server=RenderServer(events.render_url, events.render_model)
+            if events.render_url
+            else None,
         )
         parts.director.set_prompt_listener(self._renderer.note)
 

@@ -6,8 +6,6 @@ import datetime as dt
 import logging
 import os
 import random
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -155,7 +153,7 @@ def build_elector(
     )
     if plan is None:
         return None
-    identity = _identity()
+    identity = kubernetes_plan.process_identity(os.environ)
     return leader_elector.LeaderElector(
         identity,
         plan.lease,
@@ -182,9 +180,3 @@ def _clock() -> float:
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
-
-
-def _identity() -> str:
-    """Identity of this process: pod or host name with a random suffix."""
-    pod = os.environ.get("POD_NAME") or socket.gethostname()
-    return f"{pod}_{secrets.token_hex(4)}"

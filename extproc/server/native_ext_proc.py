@@ -19,7 +19,7 @@ from extproc.request import HttpRequest
 from extproc.server import grpc_workarounds
 from extproc.server.flow_control_shell import Admission
 from extproc.server.grpc_workarounds import APART_STREAMS
-from extproc.server.http2_server import CallFactory, Http2Protocol, ServerCall
+from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
 from extproc.server.stream_context import StreamContext, StreamResult
 from extproc.server.stream_handler import open_stream
 from extproc.wire import codec
@@ -197,7 +197,9 @@ class ExtProcCall(ServerCall):
 
     def _on_body_taken(self) -> None:
         if not self._is_closed:
-            self._resume(self._on_sent)
+            self.is_waiting = False
+            self._on_sent()
+            self._take_backlog()
 
     def _wait(self) -> None:
         self.is_waiting = True
@@ -218,21 +220,28 @@ class ExtProcCall(ServerCall):
     def _on_admission(self, answer: asyncio.Future[Admission | Rejection]) -> None:
         """Answer a queued request."""
         if not self._is_closed:
-            self._resume(lambda: self._run(self.stream.resume, answer.result()))
+            self.gather_answers()
+            self._resume(self.stream.resume, answer.result())
 
     def on_parsed(self, read: HttpRequest | Rejection | Exception) -> None:
         """Answer a request whose large body was parsed, or could not be."""
         if self._is_closed:
             return
         if isinstance(read, Exception):
-            self._resume(lambda: self._run(self.stream.resume_unparsed, read))
+            self._resume(self.stream.resume_unparsed, read)
         else:
-            self._resume(lambda: self._run(self.stream.resume_parsed, read))
+            self._resume(self.stream.resume_parsed, read)
 
-    def _resume(self, answer: Callable[[], None]) -> None:
+    def _resume(
+        self, turn: Callable[[ArgumentT], Iterable[ProcessingResponse]], argument: ArgumentT
+    ) -> None:
         """Answer what waited, then the messages that came meanwhile."""
         self.is_waiting = False
-        answer()
+        self._run(turn, argument)
+        self._take_backlog()
+
+    def _take_backlog(self) -> None:
+        """Take the messages that came meanwhile."""
         backlog, self._backlog = self._backlog, None
         for message in backlog or ():
             if self._is_closed:

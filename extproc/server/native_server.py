@@ -15,7 +15,8 @@ from extproc.errors import ConfigError
 from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.responses import GrpcStatus
 from extproc.server import health, listeners
-from extproc.server.http2_server import CallFactory, Http2Protocol, Http2Server, ServerCall
+from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
+from extproc.server.http2_server import Http2Server
 from extproc.server.listeners import Keepalive
 from extproc.server.native_ext_proc import NativeExternalProcessor
 from extproc.server.stream_context import StreamContext

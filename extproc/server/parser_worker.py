@@ -34,11 +34,11 @@ RESULT_HEAD: Final = struct.Struct("<Q")
 
 #: CPU seconds for any body, and for each MiB of it: several times what the most hostile one takes.
 _CPU_S: Final = 2.0
-_CPU_S_PER_MIB: Final = 0.2
+CPU_S_PER_MIB: Final = 0.2
 
 #: Memory for any body (bytes), and for each byte of it: twice what the most hostile one takes.
 _MEMORY_BYTES: Final = 64 * 1024 * 1024
-_MEMORY_PER_BYTE: Final = 8
+MEMORY_PER_BYTE: Final = 8
 
 
 class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -125,10 +125,10 @@ def serve(jobs: BinaryIO, results: BinaryIO) -> None:
 def limit(body_bytes: int) -> None:
     """Limit CPU time and memory of this process for a body."""
     mib = body_bytes / (1 << 20)
-    signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_MIB * mib)
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S + CPU_S_PER_MIB * mib)
     with contextlib.suppress(OSError, ValueError):  # no such file elsewhere, or a lower hard limit
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        most = pages * resource.getpagesize() + _MEMORY_BYTES + _MEMORY_PER_BYTE * body_bytes
+        most = pages * resource.getpagesize() + _MEMORY_BYTES + MEMORY_PER_BYTE * body_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 

@@ -26,7 +26,7 @@ from extproc.telemetry.pool_metrics import MatchState, PoolView, PrefixCacheStat
 
 _log = logging.getLogger("extproc.server")
 
-#: Tenants and priorities whose queued requests are told apart (count).
+#: Tenants and priorities whose queued requests are counted apart (count).
 _MAX_FLOWS = 200
 
 #: Seconds after which the shadow looks at routed requests, and those of its turn.
@@ -309,7 +309,11 @@ class PoolRuntime:
             self.flow_controller.notify_capacity()
 
     def _on_endpoint_removed(self, endpoint: Endpoint) -> None:
-        self._counts.forget(endpoint.address)
+        is_gone = not self.parts.store.pool.ranks_at(endpoint.host_port)
+        if is_gone or endpoint.rank is not None:
+            self._counts.forget(endpoint.address)
+        if is_gone:
+            self._counts.forget(endpoint.host_port)  # of the engine, whose page is one
 
     def _on_discovery_event(self, event: static_discovery.DiscoveryEvent) -> None:
         level = logging.INFO if event.is_expected else logging.WARNING
@@ -322,7 +326,7 @@ class PoolRuntime:
         if not result.listing:
             self._notify_capacity()
             self._shared.counters.scrape_duration_s.add(result.seconds)
-        if self.parts.store.pool.find(result.address) is None:
+        if not self.parts.store.pool.ranks_at(result.address):
             return  # it left meanwhile, and its series with it
         counts = self._counts.model_list_polls if result.listing else self._counts.scrapes
         counts[result.address, result.outcome] += 1

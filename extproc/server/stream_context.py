@@ -6,7 +6,7 @@ Observers are called on the event loop for every request: they return at once an
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -29,6 +29,13 @@ StreamResult = Literal["ok", "cancelled", "protocol", "error"]
 class RequestObserver(Protocol):
     """Observer of one request, from its first message to the end of its stream."""
 
+    @property
+    def decision(self) -> Decision | None:
+        """The decision that was recorded, without prompt and block hashes; None before it.
+
+        It has few candidates once it is not among the latest.
+        """
+
     def on_traced(self, trace: TraceContext, *, started_s: float) -> RequestObserver:
         """The request, whose stream was opened at `started_s`, is a span of a sampled trace.
 
@@ -50,7 +57,7 @@ class RequestObserver(Protocol):
     def on_abandoned(
         self, rejection: Rejection, *, request_id: str, labels: RequestLabels | None, now: float
     ) -> None:
-        """The stream ended before the request was routed; nobody reads the rejection."""
+        """The stream ended before the request was routed; the rejection is not sent."""
 
     def on_dequeued(self, wait_s: float, *, priority: int) -> None:
         """Flow control admitted the request after it was queued."""
@@ -64,14 +71,11 @@ class RequestObserver(Protocol):
         trace_id: str,
         now: float,
         duration_s: float,
-    ) -> Decision:
+    ) -> None:
         """An endpoint was chosen, `duration_s` after the monotonic time `now`.
 
         Args:
             trace_id: Trace of the request if it is sampled, else empty.
-
-        Returns:
-            The decision without prompt and block hashes, to keep while the request runs.
         """
 
     def on_model_rewritten(self, *, edited: bool) -> None:
@@ -104,6 +108,9 @@ class RequestObserver(Protocol):
 
     def on_usage(self, usage: Mapping[str, int]) -> None:
         """The response reported tokens by kind; before `on_finished`."""
+
+    def on_answer_ids(self, ids: Sequence[str]) -> None:
+        """Headers or body of the response have ids, by which the client may ask for the request."""
 
 
 class StreamObserver(Protocol):

@@ -16,7 +16,13 @@ from extproc.protocol.messages import MessageKind, ProcessingRequest, Processing
 from extproc.protocol.response_handling import attach_request_cost, is_last_response_message
 from extproc.protocol.trace_context import TRACEPARENT, sampled_trace_id
 from extproc.protocol.transitions import RequestState, ResponseState
-from extproc.request import UNNAMED, HttpRequest, InferenceRequest, RequestLabels
+from extproc.request import (
+    MAX_ID_BYTES,
+    UNNAMED,
+    HttpRequest,
+    InferenceRequest,
+    RequestLabels,
+)
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import RoutingResult
 from extproc.routing.request_preparer import PreparedRequest
@@ -73,7 +79,6 @@ class StreamHandler(msgspec.Struct, eq=False):
     _flow_controller: AsyncFlowController | None = None
     _rate_reservation: RateReservation | None = None
     _reservation: Reservation | None = None
-    _decision: Decision | None = None
     _failed: bool = False
     #: Header for the engine; empty leaves the one that came, and None is before the trace began.
     _traceparent: str | None = None
@@ -226,7 +231,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Log an unexpected exception, and route the request to a fallback endpoint."""
         context = self._context
         context.observer.on_exception(error)
-        result = context.pool_selector.route_fallback(raw, now, why=type(error).__name__)
+        result = context.pool_selector.route_fallback(raw, why=type(error).__name__)
         return self._apply(result, raw, now)
 
     def _apply(
@@ -333,7 +338,7 @@ class StreamHandler(msgspec.Struct, eq=False):
             trace_id = self._traceparent[3:35]
         elif TRACEPARENT in headers:
             trace_id = sampled_trace_id(headers)
-        self._decision = self._observer.on_routed(
+        self._observer.on_routed(
             decision,
             request_id=request_id,
             labels=self._label(decision.request, headers, client_model=decision.client_model),
@@ -345,13 +350,16 @@ class StreamHandler(msgspec.Struct, eq=False):
         self.is_over = context.is_draining or decision.request.api in surfaces.UNOBSERVED
 
     def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
-        """Report the response headers to the director."""
+        """Report the response headers to the director, and an id of the engine's to the observer."""
         if self._reservation is not None and self._director is not None:
             served = "" if event.hints is None else event.hints.served
             self._director.on_response_headers(
                 self._reservation, self.exchange.status, now, served=served
             )
             self.address = self._reservation.endpoint.address
+        engine_id = event.headers.get("x-request-id", "")
+        if engine_id and len(engine_id) <= MAX_ID_BYTES:
+            self._observer.on_answer_ids((engine_id,))
 
     def finish(self, result: StreamResult = "ok") -> None:
         """Release all resources at the end of the stream. Called once.
@@ -431,7 +439,10 @@ class StreamHandler(msgspec.Struct, eq=False):
         """Record the usage that the end of the response reports, and charge it to the tenant."""
         tokens = usage.read(tail)
         self._attempt(lambda: self._observer.on_usage(tokens))
-        decision, flow_controller = self._decision, self._flow_controller
+        ids = usage.read_ids(tail)
+        if ids:
+            self._attempt(lambda: self._observer.on_answer_ids(ids))
+        decision, flow_controller = self._observer.decision, self._flow_controller
         rate_reservation = self._rate_reservation
         if decision is not None:
             self._attempt(lambda: director.on_usage(decision, tokens, served=reservation.endpoint))

@@ -51,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
         default="map",
         help="of events: of vLLM from 0.24, or before (%(default)s)",
     )
+    add("--ranks", type=int, default=1, help="data-parallel ranks behind the port (%(default)s)")
     add("--pod", default="", help="value of x-inference-pod (engine-PORT)")
     add(
         "--fault",
@@ -78,6 +79,10 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
         raise errors.ConfigError(
             "--speed", wanted="a number above 0", got=str(args.speed), fix="1 is real time"
         )
+    if not 1 <= args.ranks <= 64:
+        raise errors.ConfigError(
+            "--ranks", wanted="1 to 64", got=str(args.ranks), fix="1 is an engine without ranks"
+        )
     changes = {
         "max_loras": args.max_loras,
         "kv_tokens": args.kv_tokens,
@@ -104,6 +109,7 @@ def settings(args: argparse.Namespace) -> server.EngineServerSettings:
         show_cached=not args.hide_cached_tokens,
         keepalive_s=args.keepalive_s,
         pod=args.pod,
+        ranks=args.ranks,
         faults=tuple(args.fault),
         kv_events=(
             kv_publisher.KvPublisherSettings(

@@ -108,7 +108,10 @@ class BlockPool:
         for position, key in enumerate(hashes[start:full], start):
             count = holders.get(key)
             if count is None and log is not None:
-                log.append((key, hashes[position - 1] if position else None, True))
+                parent = hashes[position - 1] if position else None
+                # Keys of a preempted sequence may be negative: those have no content to be found by.
+                if key >= 0 and (parent is None or parent >= 0):
+                    log.append((key, parent, True))
             if count == 0:  # an older copy that no request holds: its block is free to take again
                 del self._idle[key]
                 self.blank += 1

@@ -1,7 +1,7 @@
 """Replay of recorded requests: simulated with the learned step times, strategy beside strategy.
 
-What comes out are estimates. How far they can be trusted shows the recording itself: its own strategy
-is simulated as well, and compared with what was measured.
+What comes out are estimates. How far they can be trusted shows the recording itself: it is simulated
+with the decisions that it has, and compared with what was measured.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ def load(
         for meter in meters:
             meter.add(event)
     if settings is None:
-        header = replay_traffic.read_header(source, where)
-        settings = recorded_settings(header, where, pool=pool or "")
+        settings = recorded_settings(source.require_header(), where, pool=pool or "")
     traffic = requests.traffic(settings.prefix.schedule, source.endpoints)
     fleet = requests.fleet(source.endpoints.values(), limits or {})
     return Replay(
@@ -309,6 +308,24 @@ def simulate(definition: scenario.Scenario, column: SimulationColumn, *, seed: i
         if not sim_request.failure:
             ttft_s[numbers[id(sim_request.work)]] = sim_request.first_s
     return ReplayRun(metrics.summary(), ttft_s, run.is_complete)
+
+
+def simulate_as_recorded(replay: Replay, definition: scenario.Scenario) -> ReplayRun:
+    """Simulate the recording with the decisions that it has.
+
+    What it differs by from what was measured is due to the model of the engines alone. It leaves
+    nothing to chance, so that one run is enough.
+
+    Args:
+        definition: See `scenario_of`.
+    """
+    workload = workloads.FixedWorkload(
+        replay.traffic.sessions_as_recorded(), replay.traffic.adapter_names
+    )
+    pinned = msgspec.structs.replace(definition, workload=cast("workloads.Workload", workload))
+    scheduling = msgspec.structs.replace(replay.settings.scheduling, respect_subset=True)
+    settings = msgspec.structs.replace(replay.settings, scheduling=scheduling)
+    return simulate(pinned, SimulationColumn(RECORDED, settings), seed=definition.seeds[0])
 
 
 def simulate_all(

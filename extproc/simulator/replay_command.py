@@ -186,10 +186,11 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         progress.close()
+    as_recorded = replay.simulate_as_recorded(loaded, definition) if loaded.agreements else None
     baseline = loaded.columns[0].name
     result = replay.to_report(definition, results, baseline)
     comparisons = [replay.compare(results, column.name, baseline) for column in loaded.columns[1:]]
-    lines = list(describe(loaded, definition, result, comparisons))
+    lines = list(describe(loaded, definition, result, comparisons, as_recorded))
     print("\n".join(lines))
     if args.json:
         write(args.json, report.encoded(result))
@@ -206,8 +207,13 @@ def describe(
     definition: scenario.Scenario,
     result: report.Report,
     comparisons: Sequence[replay.TtftComparison],
+    as_recorded: replay.ReplayRun | None,
 ) -> Iterator[str]:
-    """Lines of the result, for a terminal."""
+    """Lines of the result, for a terminal.
+
+    Args:
+        as_recorded: See `replay.simulate_as_recorded`; None for a trace.
+    """
     yield source_line(loaded)
     yield from _notes(loaded)
     yield ""
@@ -221,8 +227,8 @@ def describe(
         yield "Estimates: simulated"
     yield tables.text(result)
     yield ""
-    if loaded.agreements:
-        yield fidelity_line(loaded, result, definition.measure_from_s)
+    if as_recorded is not None:
+        yield fidelity_line(loaded, as_recorded, result, definition.measure_from_s)
     for comparison in comparisons:
         yield verdict_line(comparison)
 
@@ -303,18 +309,22 @@ def _agreement_line(agreement: AgreementSummary) -> str:
     return line
 
 
-def fidelity_line(loaded: replay.Replay, result: report.Report, since_s: float) -> str:
-    """Estimate of the recorded strategy beside what was measured."""
+def fidelity_line(
+    loaded: replay.Replay, as_recorded: replay.ReplayRun, result: report.Report, since_s: float
+) -> str:
+    """Estimates of the recorded decisions, and of the recorded strategy, beside what was measured."""
     measured_s = replay_traffic.measured_ttft_s(loaded.traffic, since_s=since_s)
     if math.isnan(measured_s):
         return (
             "Fidelity: unknown, no first token was recorded (responses.stream_sample_ratio shows "
             "streams to extproc)"
         )
-    estimated_s = result.columns[0].figures["ttft_mean_s"].mean
+    estimated_s = as_recorded.summary.ttft_s.mean
+    own_s = result.columns[0].figures["ttft_mean_s"].mean
     return (
-        f"Fidelity: mean TTFT {1e3 * estimated_s:.1f} ms estimated, {1e3 * measured_s:.1f} ms "
-        f"measured ({estimated_s / measured_s:.3f})"
+        f"Fidelity: mean TTFT {1e3 * measured_s:.1f} ms measured, {1e3 * estimated_s:.1f} ms estimated "
+        f"with the recorded decisions ({estimated_s / measured_s:.3f}), {1e3 * own_s:.1f} ms with new "
+        f"ones ({own_s / measured_s:.3f})"
     )
 
 

@@ -1,6 +1,6 @@
 """Published traces and benchmark datasets as traffic: Mooncake, Azure, ShareGPT, `vllm bench`.
 
-They have no fleet and some have no times, so whoever replays them names both.
+They have no fleet and some have no times, so flags of `extproc replay` name both.
 """
 
 from __future__ import annotations

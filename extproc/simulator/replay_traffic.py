@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import AdapterResidency, Load, StepTimeModel
+from extproc.endpoint import AdapterResidency, StepTimeModel
 from extproc.errors import ConfigError
 from extproc.prefix_cache.blocks import Schedule
 from extproc.recording import rows
@@ -25,7 +25,6 @@ from extproc.recording.reader import (
     RecordedDecision,
     RecordedEnd,
     RecordedEndpoint,
-    RecordingReader,
 )
 from extproc.request import BYTES_PER_TOKEN
 from extproc.simulator.fleet.scenario import EngineGroup
@@ -55,14 +54,14 @@ class TrafficRequest(msgspec.Struct, gc=False):
         spec: What it asks of an engine.
         answer_ended_s: Seconds from the first request to its end; None while unknown.
         ttft_s: Measured seconds from the arrival to the first token; None where unknown.
-        failed: Whether it had no answer below 400.
+        node: Index of the engine that it went to, in the order of the fleet; -1 where that left.
     """
 
     at: float
     spec: RequestSpec
     answer_ended_s: float | None = None
     ttft_s: float | None = None
-    failed: bool = False
+    node: int = -1
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -91,21 +90,32 @@ class Traffic(msgspec.Struct, frozen=True):
         """Seconds from the first arrival to the last."""
         return self.requests[-1].at if self.requests else 0.0
 
-    def split(self, ratio: float) -> SessionSplit:
-        """The sessions in two parts, by the time of their beginning.
+    def sessions_as_recorded(self) -> list[SimSession]:
+        """The sessions, each request of which may only go to the engine that it went to."""
+        nodes = {
+            place: request.node for place, request in zip(self.places, self.requests, strict=True)
+        }
+        places = itertools.count()
+        return [
+            msgspec.structs.replace(
+                session,
+                specs=[
+                    msgspec.structs.replace(spec, node=nodes[next(places)])
+                    for spec in session.specs
+                ],
+            )
+            for session in self.sessions
+        ]
 
-        Args:
-            ratio: Share of the requests in the first part, 0..1.
-        """
+    def split(self, ratio: float) -> tuple[TrafficPart, TrafficPart]:
+        """The sessions that begin first, with a share `ratio` of the requests, and the others."""
         wanted = ratio * len(self.requests)
         place = num_requests = 0
         while place < len(self.sessions) and num_requests < wanted:
             num_requests += len(self.sessions[place].specs)
             place += 1
-        return SessionSplit(
-            _part(self.sessions[:place], self.adapter_names),
-            _part(self.sessions[place:], self.adapter_names),
-        )
+        first, second = self.sessions[:place], self.sessions[place:]
+        return _part(first, self.adapter_names), _part(second, self.adapter_names)
 
 
 class TrafficPart(msgspec.Struct, frozen=True):
@@ -114,18 +124,6 @@ class TrafficPart(msgspec.Struct, frozen=True):
     sessions: Sequence[SimSession]
     places: Sequence[int]
     adapter_names: frozenset[str]
-
-
-class SessionSplit(msgspec.Struct, frozen=True):
-    """Sessions in two parts.
-
-    Attributes:
-        training: The earlier ones, which a search uses.
-        held_out: The later ones, which judge its result.
-    """
-
-    training: TrafficPart
-    held_out: TrafficPart
 
 
 def _part(sessions: Sequence[SimSession], adapter_names: frozenset[str]) -> TrafficPart:
@@ -141,6 +139,7 @@ class _Observed(msgspec.Struct, gc=False):
     """A decision and its end, without candidates. Mutable while the recording is read.
 
     Attributes:
+        address: The chosen endpoint.
         output_tokens: Expected tokens of the answer.
         ttft_s: Expected seconds to the first token.
         iteration_s: Expected seconds between tokens.
@@ -148,6 +147,7 @@ class _Observed(msgspec.Struct, gc=False):
 
     unix_s: float
     row: rows.DecisionRow
+    address: str
     output_tokens: float
     ttft_s: float
     iteration_s: float
@@ -208,7 +208,8 @@ class TrafficReader:
             self._candidate_s[candidate.endpoint.address] = event.unix_s
         self._observed[event.key] = _Observed(
             event.unix_s,
-            msgspec.structs.replace(row, candidates=()),
+            msgspec.structs.replace(row, candidates=None),
+            event.chosen.address,
             rates.output_tokens,
             (uncached + queued) * rates.prefill_s + iteration_s,
             iteration_s,
@@ -228,16 +229,20 @@ class TrafficReader:
             states: Endpoints as of the end of the recording.
             limits: Numbers of an engine by field of its profile; they come before what was learned.
         """
+        present = self._present(states)
+        caches = [state.load.kv_tokens for state in present if state.load.kv_tokens]
+        usual_cache = statistics.median_low(caches) if caches else 0
+        return [_engine_of(state, usual_cache, limits) for state in present]
+
+    def _present(self, states: Iterable[RecordedEndpoint]) -> list[RecordedEndpoint]:
+        """Endpoints that had not left at the end of the recording, in the order of the fleet."""
         times = self._candidate_s
         newest = max(times.values(), default=0.0)
-        present = [
+        return [
             state
             for state in states
             if newest - times.get(state.endpoint.address, -math.inf) <= _LEFT_AFTER_S
         ]
-        caches = [state.load.kv_tokens for state in present if state.load.kv_tokens]
-        usual_cache = statistics.median_low(caches) if caches else 0
-        return [_engine_of(state, usual_cache, limits) for state in present]
 
     def traffic(self, schedule: Schedule, states: Mapping[int, RecordedEndpoint]) -> Traffic:
         """The requests, as the simulator takes them.
@@ -269,14 +274,16 @@ class TrafficReader:
                 else "no decision",
                 fix="record while there is traffic; --pool names a pool",
             )
-        adapters = self._adapters.union(*(_adapters_of(state.load) for state in states.values()))
-        return _build_traffic(
-            answered, schedule, adapters, num_failed=len(observed) - len(answered)
+        loads = [state.load for state in states.values()]
+        adapters = self._adapters.union(
+            *(load.adapters or () for load in loads),
+            *(load.waiting_adapters or () for load in loads),
         )
-
-
-def _adapters_of(load: Load) -> frozenset[str]:
-    return (load.adapters or frozenset()) | (load.waiting_adapters or frozenset())
+        present = self._present(states.values())
+        nodes = {state.endpoint.address: n for n, state in enumerate(present)}
+        return _build_traffic(
+            answered, schedule, adapters, nodes, num_failed=len(observed) - len(answered)
+        )
 
 
 def _is_failed(observed: _Observed) -> bool:
@@ -285,7 +292,12 @@ def _is_failed(observed: _Observed) -> bool:
 
 
 def _build_traffic(
-    observed: Sequence[_Observed], schedule: Schedule, adapters: set[str], *, num_failed: int
+    observed: Sequence[_Observed],
+    schedule: Schedule,
+    adapters: set[str],
+    nodes: Mapping[str, int],
+    *,
+    num_failed: int,
 ) -> Traffic:
     begin = observed[0].unix_s - observed[0].row.queued_s
     keys = _KeyMaker(schedule)
@@ -314,7 +326,7 @@ def _build_traffic(
             opening=f"{seed:x}" if seed is not None else f"request {n}",
             priority=row.priority,
         )
-        request = TrafficRequest(at, spec)
+        request = TrafficRequest(at, spec, node=nodes.get(item.address, -1))
         if end is not None:
             request.answer_ended_s = item.unix_s - begin + end.total_s
             if end.ttft_s is not None:
@@ -463,22 +475,6 @@ def _engine_of(
     if known.load.adapter_slots:
         numbers["max_loras"] = known.load.adapter_slots
     return EngineGroup(count=1, profile=_BASE_PROFILE, set={**numbers, **limits})
-
-
-def read_header(reader: RecordingReader, where: str) -> rows.HeaderRow:
-    """Header of a recording that was read.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if reader.header is None:
-        raise ConfigError(
-            where,
-            wanted="a recording",
-            got="an empty file",
-            fix="write one with extproc record, or name another file",
-        )
-    return reader.header
 
 
 def measured_ttft_s(traffic: Traffic, *, since_s: float) -> float:

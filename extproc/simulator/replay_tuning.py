@@ -19,7 +19,7 @@ from extproc.scheduling.profile import SchedulerProfile
 from extproc.simulator import replay, simulation_runs
 from extproc.simulator.fleet import scenario
 from extproc.simulator.replay import TtftComparison
-from extproc.simulator.replay_traffic import SessionSplit
+from extproc.simulator.replay_traffic import TrafficPart
 from extproc.simulator.simulation_runs import SimulationColumn
 
 #: What the result of the search is called.
@@ -161,7 +161,8 @@ class Tuner:
     Args:
         definition: Engines and seeds; its requests are not used.
         settings: Configuration of the strategy.
-        split: The requests in two parts.
+        training: Requests that the search uses.
+        held_out: Requests that judge its result.
         jobs: Processes.
         on_run: Called with a description of each trial that is over.
     """
@@ -170,7 +171,8 @@ class Tuner:
         self,
         definition: scenario.Scenario,
         settings: Settings,
-        split: SessionSplit,
+        training: TrafficPart,
+        held_out: TrafficPart,
         *,
         jobs: int,
         on_run: Callable[[str], None],
@@ -179,9 +181,9 @@ class Tuner:
         self._settings = settings
         self._base = entry_of(profile, "tune")
         self._numbers = find_numbers(self._base)
-        self._training = replay.with_sessions(definition, split.training)
-        self._held_out = replay.with_sessions(definition, split.held_out)
-        self._places = split.held_out.places
+        self._training = replay.with_sessions(definition, training)
+        self._held_out = replay.with_sessions(definition, held_out)
+        self._places = held_out.places
         self._jobs = jobs
         self._on_run = on_run
         self._rng = random.Random(1)

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=_seeds,
+        type=parse_seeds,
         default=(),
         metavar="N|A,B,...",
         help="how many seeds, from 1, or which; default: those of the scenario",
@@ -162,7 +162,8 @@ class Progress:
         print(text, end="", file=self._out, flush=True)
 
 
-def _seeds(text: str) -> Sequence[int]:
+def parse_seeds(text: str) -> Sequence[int]:
+    """Seeds of a list with commas; a single number n stands for 1 to n."""
     try:
         numbers = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = replay_command.load(args, strategies=strategies, configs=())
     replay_command.require_fitting(loaded)
     settings = loaded.columns[-1].settings
-    split = loaded.traffic.split(0.5)
-    sizes = [len(part.places) for part in (split.training, split.held_out)]
+    training, held_out = loaded.traffic.split(0.5)
+    sizes = [len(training.places), len(held_out.places)]
     if settings is None or min(sizes) < _MIN_REQUESTS:
         raise ConfigError(
             str(args.file),
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     tuner = Tuner(
         definition,
         settings,
-        split,
+        training,
+        held_out,
         jobs=args.jobs,
         on_run=progress.step,
     )

@@ -233,7 +233,7 @@ class ProcessCounters:
         return counters
 
     def defer(self, count: Callable[[], None]) -> None:
-        """Count something later, with others of its kind: code that just ran is quicker.
+        """Count something later, with others of its kind: code and data that were just used are in the caches.
 
         Args:
             count: Counts a fact of a request.

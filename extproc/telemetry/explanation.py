@@ -7,7 +7,7 @@ request is described by what the decision used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, assert_never
 
 import msgspec
@@ -197,6 +197,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
         "predicted_first_token_s": record.decision.predicted_ttft_s,
         "usage": record.usage,
         "trace_id": record.trace_id or None,
+        "answer_ids": record.answer_ids,
         **explain(record.decision),
     }
 
@@ -242,13 +243,13 @@ def format_short(decision: Decision) -> str:
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
     """
-    chosen = _find_chosen(decision)
+    chosen = decision.find_chosen()
     text = (
         f"{decision.profile}; chose={decision.endpoints[0].address}"
         f"{_displayed_value(decision, chosen)}"
         f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
     )
-    other = _find_runner_up(decision.totals, chosen)
+    other = decision.find_runner_up()
     if other is not None:
         address = decision.scored_candidates[other].endpoint.address
         text += f"; next={address}{_displayed_value(decision, other)}"
@@ -268,7 +269,7 @@ def _displayed_value(decision: Decision, at: int | None) -> str:
 
 
 def _runner_up(decision: Decision) -> str | None:
-    at = runner_up(decision)
+    at = decision.find_runner_up()
     return None if at is None else decision.scored_candidates[at].endpoint.address
 
 
@@ -415,31 +416,6 @@ def _cost(priced: CostResult | None) -> Json | None:
 
 def _factor(priced: CostResult) -> float:
     return 1000.0 if priced.unit == "s" else 1.0
-
-
-def runner_up(decision: Decision) -> int | None:
-    """Position in `scored_candidates` of the best candidate not chosen; None without one."""
-    return _find_runner_up(decision.totals, _find_chosen(decision))
-
-
-def _find_chosen(decision: Decision) -> int | None:
-    """Position in `scored_candidates` of the chosen endpoint; None if it is not there."""
-    address = decision.endpoints[0].address
-    for at, candidate in enumerate(decision.scored_candidates):
-        if candidate.endpoint.address == address:
-            return at
-    return None
-
-
-def _find_runner_up(totals: Sequence[float], chosen: int | None) -> int | None:
-    """Position of the highest total but that of the chosen candidate; None without one."""
-    if chosen is None:
-        return totals.index(max(totals)) if totals else None
-    if len(totals) < 2:
-        return None
-    others = list(totals)
-    others[chosen] = -math.inf
-    return others.index(max(others))
 
 
 def _addresses(candidates: Iterable[Candidate]) -> list[str]:

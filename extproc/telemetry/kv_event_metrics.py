@@ -74,6 +74,10 @@ def kv_event_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamil
         ("pool",),
         [((pool,), counts.dropped_blocks) for pool, counts in stats.items()],
     )
+    yield from _prompt_families(stats)
+
+
+def _prompt_families(stats: Mapping[str, KvEventStats]) -> Iterator[MetricFamily]:
     yield MetricFamily(
         "counter",
         "extproc_mapped_prompts",

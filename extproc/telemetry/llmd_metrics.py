@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeAlias
 
 from extproc.decision import CANONICAL_CODES
 from extproc.endpoint import Load
@@ -33,6 +33,9 @@ from extproc.telemetry.request_series import (
 
 #: Fairness id of requests without one.
 _DEFAULT_FLOW: Final = "default-flow"
+
+#: Requests in the queue and bytes of their bodies, by pool, tenant and priority.
+_QueuedByPool: TypeAlias = Mapping[str, Mapping[tuple[str, int], tuple[int, int]]]
 
 #: Labels of the families of requests, and of the families of the queue.
 _REQUEST_LABELS: Final = ("model_name", "target_model_name", "fairness_id", "priority")
@@ -316,6 +319,12 @@ def _queue_families(
         ("outcome", "priority", "inference_pool"),
         outcomes.items(),
     )
+    yield from _capacity_families(queued, views)
+
+
+def _capacity_families(
+    queued: _QueuedByPool, views: Mapping[str, PoolView]
+) -> Iterator[MetricFamily]:
     yield _family(
         "gauge",
         "llm_d_epp_flow_control_pool_saturation",
@@ -370,7 +379,7 @@ def _scheduler_families(
         for address, count in counters.requests_routed.items():
             member = None if view is None else view.pool.find(address)
             name = address if member is None else member.endpoint.name or address
-            port = address.rpartition(":")[2]
+            port = address.rpartition(":")[2].partition("@")[0]
             attempts["success", "", name, "", port] += count
         attempts["failure", "", "", "", ""] += counters.rejections.total()
     yield _family(
@@ -426,9 +435,7 @@ def _saturation(members: Sequence[EndpointSnapshot]) -> float:
     )
 
 
-def _capacity_by_priority(
-    queued: Mapping[str, Mapping[tuple[str, int], tuple[int, int]]], views: Mapping[str, PoolView]
-) -> Iterator[Sample]:
+def _capacity_by_priority(queued: _QueuedByPool, views: Mapping[str, PoolView]) -> Iterator[Sample]:
     for pool, flows in queued.items():
         sizes: Counter[int] = Counter({0: 0})
         for (_, priority), (size, _) in flows.items():

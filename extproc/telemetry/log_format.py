@@ -51,8 +51,8 @@ _NO_PLACE: Final[Mapping[str, Any]] = {
 class EventRecord(logging.LogRecord):
     """Record of an event.
 
-    It has no place in the code, no thread and no process: no format shows them, and to find them
-    takes longer than all else.
+    It names no line of code, no thread and no process: no format shows them, and finding them would
+    take most of the time of a line.
 
     Args:
         name: Name of the logger.

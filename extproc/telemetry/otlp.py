@@ -241,7 +241,7 @@ class OtlpTracer:
 class _HashedResource(Resource):
     """Resource whose hash is computed once; the encoder hashes it for every span.
 
-    Can go once https://github.com/open-telemetry/opentelemetry-python caches it: 10 % of an export.
+    Delete it once https://github.com/open-telemetry/opentelemetry-python caches it: 10 % of an export.
     """
 
     @functools.cached_property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Final
 
 import msgspec
@@ -59,7 +61,7 @@ class PoolLog:
         if before.positions is not after.positions:
             self._log_members(before, after)
         if after.unhealthy_or_doubtful or self._ejections:
-            self._log_health(after)
+            self._log_health(before, after)
 
     def on_scrape(self, address: str, outcome: str, *, is_model_list: bool) -> None:
         """Log the first of several failed scrapes, a count each minute, and their end.
@@ -120,10 +122,10 @@ class PoolLog:
                     total=len(after.members),
                 )
         for key in old.keys() - new.keys():
-            address = old[key].address
-            self._ejections.pop(address, None)
-            for is_model_list in (False, True):
-                self._scrapes.pop((address, is_model_list), None)
+            self._ejections.pop(old[key].address, None)
+            if not after.ranks_at(old[key].host_port):
+                for is_model_list in (False, True):
+                    self._scrapes.pop((old[key].host_port, is_model_list), None)
         if not after.members and self._empty_since is None:
             self._empty_since = self._clock()
             log_event(_log, logging.WARNING, "pool is empty", pool=self._pool)
@@ -133,10 +135,13 @@ class PoolLog:
                 _log, logging.INFO, "pool has endpoints again", pool=self._pool, after_s=empty_s
             )
 
-    def _log_health(self, pool: Pool) -> None:
+    def _log_health(self, before: Pool, pool: Pool) -> None:
         """Log endpoints whose ejection began, ended or has another cause, and whether all are out."""
         now = self._clock()
-        for member in pool.members:
+        changed: Iterable[EndpointSnapshot] = pool.members
+        if before.positions is pool.positions:
+            changed = compress(changed, map(operator.is_not, before.members, pool.members))
+        for member in changed:
             address = member.endpoint.address
             ejection = self._ejections.get(address)
             if not member.is_ejected:

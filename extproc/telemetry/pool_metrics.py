@@ -50,7 +50,7 @@ class PoolView(msgspec.Struct, frozen=True):
             expected to continue per in-flight request; None where they are not estimated.
         match_state: State of the match in the annotations of the InferencePool.
         dropped_addresses: Addresses from flags, files and DNS beyond the limit of a pool (count).
-        count_ejections: Returns the ejections of an endpoint by its incarnation (count).
+        count_ejections: Returns the ejections of an engine by `Endpoint.engine` (count).
         queue_capacity: Requests that may be queued (count); 0 without flow control.
         queued_by_flow: Returns the queued requests, and bytes of their bodies, by tenant and
             priority.
@@ -474,7 +474,7 @@ def _endpoint_families(pools: Mapping[str, PoolView], now: float) -> Iterator[Me
     snapshots = [member for _, _, member in members]
     # Before the first family is yielded: an endpoint may be gone when the page goes on.
     num_ejections = [
-        float(view.count_ejections(member.endpoint.incarnation)) for _, view, member in members
+        float(view.count_ejections(member.endpoint.engine)) for _, view, member in members
     ]
     stats = [view.cache(member.endpoint) for _, view, member in members]
     for name, text, value_of in _ENDPOINT_GAUGES:

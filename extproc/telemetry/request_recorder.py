@@ -6,8 +6,8 @@ import heapq
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -48,7 +48,7 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
     Attributes:
         id: Request id.
         at: Monotonic seconds of the decision.
-        decision: Without prompt and blocks.
+        decision: Without prompt and blocks, and with few candidates where the log dropped it open.
         status: HTTP status of the answer; empty while there is none.
         seconds: Seconds from the first event to the end of the stream; None while it is open.
         usage: Tokens the engine reported, by kind.
@@ -56,6 +56,7 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
         headers_s: Seconds from the choice of the endpoint to response headers; None without any.
         first_token_s: Seconds from the choice of the endpoint to the first chunk of a stream, or to
             the headers of another response; None where chunks are not shown.
+        answer_ids: Ids that the headers and the body of the answer have.
     """
 
     id: str
@@ -67,6 +68,7 @@ class DecisionRecord(msgspec.Struct, eq=False, gc=False):
     trace_id: str = ""
     headers_s: float | None = None
     first_token_s: float | None = None
+    answer_ids: tuple[str, ...] = ()
 
     @property
     def result(self) -> RequestResult:
@@ -96,11 +98,7 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     model: str
     rejection: Rejection
     trace_id: str = ""
-
-    @property
-    def result(self) -> RequestResult:
-        """Result of the request."""
-        return "refused"
+    result: ClassVar[RequestResult] = "refused"
 
 
 class DecisionLog:
@@ -147,6 +145,8 @@ class DecisionLog:
         while len(records) > self._capacity or (self._candidates > self._most and len(records) > 1):
             _, dropped = records.popitem(last=False)
             self._candidates -= _weight(dropped.decision)
+            if dropped.seconds is None:
+                dropped.decision = dropped.decision.without_candidates()
         return recorded
 
     def add_rejection(self, record: RejectionRecord) -> None:
@@ -162,17 +162,15 @@ class DecisionLog:
 
         Args:
             request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
-                of it, such as `chatcmpl-` and the request id; or the id of a sampled trace.
+                of it, such as `chatcmpl-` and the request id; or an id that the engine made up
+                for its answer, where it was shown; or the id of a sampled trace.
         """
         for name in _spellings(request_id):
             key = shorten_id(name)
-            routed, refused = self._records.get(key), self._rejections.get(key)
-            if routed is not None and refused is not None:
-                return routed if routed.at >= refused.at else refused
-            if routed is not None or refused is not None:
-                return routed or refused
-        traced = (record for record in self.latest() if record.trace_id == request_id)
-        return next(traced, None) if request_id else None
+            records = [ring[key] for ring in (self._records, self._rejections) if key in ring]
+            if records:
+                return max(records, key=lambda record: record.at)
+        return next(filter(lambda record: _is_called(record, request_id), self.latest()), None)
 
     def latest(self, count: int | None = None) -> Iterator[DecisionRecord | RejectionRecord]:
         """Returns the latest records, newest first; all of them without a count."""
@@ -192,9 +190,16 @@ def _spellings(request_id: str) -> Iterator[str]:
     yield _CHOICE_SUFFIX.sub("", bare)
 
 
+def _is_called(record: DecisionRecord | RejectionRecord, name: str) -> bool:
+    """True for the id of its trace, or one of its answer."""
+    if not name:
+        return False
+    ids = record.answer_ids if isinstance(record, DecisionRecord) else ()
+    return record.trace_id == name or name in ids
+
+
 def _weight(decision: Decision) -> int:
-    subset = decision.request.subset
-    return len(decision.candidates) + (len(subset) if subset else 0)
+    return len(decision.candidates) + len(decision.request.subset or ())
 
 
 class RequestTracer(Protocol):
@@ -292,12 +297,8 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         trace_id: str,
         now: float,
         duration_s: float,
-    ) -> Decision:
-        """Count a routed request, and record the decision.
-
-        Returns:
-            The decision without prompt and block hashes.
-        """
+    ) -> None:
+        """Count a routed request, and record the decision."""
         streams, counters = self._streams, self._pool_counters
         record = streams.decisions.add(request_id, decision, now, pool=counters.name)
         record.trace_id, slim = trace_id, record.decision
@@ -310,7 +311,11 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
                 decision, slim, now=now, queued_s=self._queue_s or 0.0, pool=counters.name
             )
         streams.counters.defer(self._count_routed)
-        return slim
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision as it is recorded; None before it."""
+        return None if self._record is None else self._record.decision
 
     def _count_routed(self) -> None:
         """Count a routed request."""
@@ -429,6 +434,11 @@ class RequestRecorder(msgspec.Struct, eq=False, gc=False):
         """Note the tokens that the response reported, which are counted at the end."""
         if self._record is not None:
             self._record.usage = usage
+
+    def on_answer_ids(self, ids: Sequence[str]) -> None:
+        """Note ids of the answer."""
+        if (record := self._record) is not None:
+            record.answer_ids = (*record.answer_ids, *ids)
 
 
 def model_of(labels: RequestLabels | None) -> str:

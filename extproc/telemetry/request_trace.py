@@ -149,9 +149,9 @@ class TracedRequest:
         trace_id: str,
         now: float,
         duration_s: float,
-    ) -> Decision:
+    ) -> None:
         """Note the decision."""
-        slim = self._recorder.on_routed(
+        self._recorder.on_routed(
             decision,
             request_id=request_id,
             labels=labels,
@@ -160,9 +160,13 @@ class TracedRequest:
             duration_s=duration_s,
         )
         self._request_id = request_id
-        self._decision = slim
+        self._decision = self._recorder.decision
         self._routing_s, self._routed_s = now, now + duration_s
-        return slim
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision as it is recorded; None before it."""
+        return self._recorder.decision
 
     def on_model_rewritten(self, *, edited: bool) -> None:
         """Report a rewritten model name, which the decision has."""
@@ -191,6 +195,10 @@ class TracedRequest:
         """Note the tokens that the response reported."""
         self._recorder.on_usage(usage)
         self._usage = usage
+
+    def on_answer_ids(self, ids: Sequence[str]) -> None:
+        """See `RequestObserver`."""
+        self._recorder.on_answer_ids(ids)
 
     def on_finished(self, *, endpoint: str | None, status: str, duration_s: float) -> None:
         """Send the spans of a routed request."""

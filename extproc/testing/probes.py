@@ -136,23 +136,9 @@ def stable_answer(
     Raises:
         AssertionError: The plugin breaks a rule.
     """
-    arguments, context = list(candidates), probe_context()
-    before = _encode_arguments(arguments, context)
-    plugin, other = make(), make()
-    answer = _call(call, plugin, context, arguments, about)
+    arguments, plugin, other = list(candidates), make(), make()
+    answer = _call_without_effect(call, plugin, arguments, about)
     check_answer(answer)
-    demand(
-        list(map(id, arguments)) == list(map(id, candidates)),
-        about,
-        "unchanged order of the candidates",
-        "another order",
-    )
-    demand(
-        _encode_arguments(arguments, context) == before,
-        about,
-        "unchanged context and candidates",
-        "a change",
-    )
     for seed in seeds:
         again = _call(call, plugin, probe_context(seed), arguments, about)
         demand(
@@ -179,6 +165,28 @@ def stable_answer(
         about,
         "equal answers after equal decisions",
         _AnswerPair(first, "and", second),
+    )
+    return answer
+
+
+def _call_without_effect(
+    call: CallT[Role, AnswerT], plugin: Role, candidates: list[Candidate], about: str
+) -> AnswerT:
+    """Answer of a plugin, which must change neither the candidates nor the context."""
+    context, order = probe_context(), list(map(id, candidates))
+    before = _encode_arguments(candidates, context)
+    answer = _call(call, plugin, context, candidates, about)
+    demand(
+        list(map(id, candidates)) == order,
+        about,
+        "unchanged order of the candidates",
+        "another order",
+    )
+    demand(
+        _encode_arguments(candidates, context) == before,
+        about,
+        "unchanged context and candidates",
+        "a change",
     )
     return answer
 

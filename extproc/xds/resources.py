@@ -71,6 +71,8 @@ def cluster_name(pool: str) -> str:
 def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
     """Returns the endpoints of a pool ordered by address, so that replicas agree.
 
+    The ranks of an engine are one endpoint of Envoy.
+
     Args:
         pool: Snapshot of the pool.
         with_health: Whether endpoints that are not up are sent as unhealthy. When no endpoint is
@@ -79,7 +81,9 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
     """
     is_health_omitted = not with_health or pool.down == len(pool.members)
     lb_endpoints = [
-        _lb_endpoint(member, healthy=is_health_omitted or member.is_up) for member in pool.members
+        _lb_endpoint(member, healthy=is_health_omitted or member.is_up)
+        for member in pool.members
+        if member.endpoint.rank is None or not member.endpoint.rank.index
     ]
     return tuple(sorted(lb_endpoints, key=lambda place: place.address))
 
@@ -87,7 +91,7 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
 def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:
     where = labels.location_of(member.endpoint) if member.endpoint.labels else {}
     return LbEndpoint(
-        member.endpoint.address,
+        member.endpoint.host_port,
         LbHealth.HEALTHY if healthy else LbHealth.UNHEALTHY,
         where.get("region", ""),
         where.get("zone", ""),

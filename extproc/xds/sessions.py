@@ -177,11 +177,12 @@ class SotwSession:
             return
         state.in_flight = versions
         state.nonce = str(next(self._nonces))
-        state.version = _combined_version(versions)
+        state.version = combined_version(versions)
         yield SotwResponse(type_url, state.version, state.nonce, tuple(subscribed.values()))
 
 
-def _combined_version(versions: _Versions) -> str:
+def combined_version(versions: _Versions) -> str:
+    """Version of a response, from the versions of its resources by name."""
     text = "".join(f"{name}={versions[name]};" for name in sorted(versions))
     return xxhash.xxh3_64_hexdigest(text.encode())
 

@@ -98,8 +98,6 @@ def test_ignored_plugins_are_warnings():
 @pytest.mark.parametrize(
     ("plugin", "text"),
     [
-        ("type: precise-prefix-cache-producer", "no KV events are read"),
-        ("type: token-producer", "no tokenizer is asked"),
         (
             "type: metrics-data-source, parameters: {insecureSkipVerify: false}",
             "set scrape.verify_tls",
@@ -113,7 +111,7 @@ def test_ignored_plugins_are_warnings():
     ],
 )
 def test_replaced_plugins_are_warnings(plugin, text):
-    """A file that relies on KV events, tokenizers or certificates does not start without a word."""
+    """A file that relies on certificates or policies does not start without a word."""
     settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
     assert any(text in warning for warning in lint.find_warnings(settings))
 

@@ -8,6 +8,7 @@ from extproc.errors import ConfigError
 from extproc.request import HttpRequest
 from extproc.scheduling import presets, registry
 from extproc.scheduling.framework import Signal
+from extproc.server.app import EndpointPickerProcess
 
 CHAT = HttpRequest(
     {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
@@ -132,12 +133,13 @@ def test_settings_reach_the_parts():
         scrape={"path": "/m", "timeout_s": 3, "busy_interval_s": 0.5, "idle_interval_s": 4},
         conformance=True,
     )
+    exchange = factory.build_exchange_settings(settings)
+    assert exchange.max_body_bytes == 10
+    assert not exchange.response_marker
+    assert not exchange.feedback
+    assert exchange.conformance
+    assert EndpointPickerProcess(settings).budget.limit_bytes == 20
     parts = factory.build(settings)
-    assert parts.exchange.max_body_bytes == 10
-    assert not parts.exchange.response_marker
-    assert not parts.exchange.feedback
-    assert parts.exchange.conformance
-    assert parts.budget.limit_bytes == 20
     assert (parts.scraping.path, parts.scraping.timeout_s) == ("/m", 3)
     assert (parts.scraping.schedule.fast_s, parts.scraping.schedule.slow_s) == (0.5, 4)
     assert parts.discovery.refresh_s == 9

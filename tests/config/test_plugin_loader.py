@@ -313,7 +313,7 @@ def test_plugin_paths_are_relative_to_the_configuration(write):
     ((guarded, _),) = parts.profile.scorers
     assert isinstance(guarded, GuardedPlugin)
     assert guarded.plugin.power == 2
-    assert guarded._guards.limits.budget_s == 0.002
+    assert guarded.guards.limits.budget_s == 0.002
 
 
 def test_a_changed_file_routes_after_a_reload(write):

@@ -179,7 +179,7 @@ async def test_a_pool_is_shown_by_itself(chromium):
             await running.picker.sync()
             scene, picker = Scene(running), running.picker
             for at in (0.0, 5.0):
-                picker._history.sample(picker.counters, picker.pool_registry.views(), at)
+                picker.history.sample(picker.counters, picker.pool_registry.views(), at)
                 for number in range(20):
                     scene.route(f"{at}-{number}", pool="chat")
                     picker.counters.streams["ok"] += 1

@@ -139,7 +139,7 @@ FAULTS = {
             {"stats": page(f"http.inference.ext_proc.{counter}: 3\n")},
             (row[0], counter, MANAGER),
         )
-        for counter, row in envoy_diagnosis._FILTER_COUNTERS.items()
+        for counter, row in envoy_diagnosis.FILTER_COUNTERS.items()
     },
     "open": (
         {"stats": page("cluster.extproc.circuit_breakers.default.rq_open: 1\n")},

@@ -29,7 +29,7 @@ from extproc.protocol.exchange import ExchangeSettings
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import native_ext_proc, native_server, stream_context
 from extproc.server.ext_proc_servicer import ExternalProcessorServicer
-from extproc.server.http2_server import Http2Protocol
+from extproc.server.http2_protocol import Http2Protocol
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from extproc.wire import codec

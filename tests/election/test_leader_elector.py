@@ -145,10 +145,10 @@ def test_a_leader_without_renewals_stops_before_another_leads():
     cluster.add("b", PATIENCE, at=0.5)
     cluster.run(20.0)
     assert cluster.leaders == [first]
-    cluster._fate = lambda: Fate(None, None)
+    cluster.fate = lambda: Fate(None, None)
     cluster.run(20.0 + PATIENCE.renew_s)
     assert cluster.leaders == []
-    cluster._fate = lambda: Fate(0.01, 0.01)
+    cluster.fate = lambda: Fate(0.01, 0.01)
     cluster.run(60.0)
     assert len(cluster.leaders) == 1
 
@@ -158,10 +158,10 @@ def test_a_leader_resumes_where_no_other_took_the_lease():
     cluster = swift()
     first = cluster.add("a", PATIENCE)
     cluster.run(20.0)
-    cluster._fate = lambda: Fate(None, None)
+    cluster.fate = lambda: Fate(None, None)
     cluster.run(60.0)
     assert not first.leads()
-    cluster._fate = lambda: Fate(0.01, 0.01)
+    cluster.fate = lambda: Fate(0.01, 0.01)
     cluster.run(70.0)
     assert first.leads()
     kinds = [fact.kind for fact in first.facts]
@@ -254,9 +254,9 @@ def test_a_late_confirmation_counts_from_the_request():
     cluster = swift()
     first = cluster.add("a", PATIENCE)
     cluster.run(20.0)
-    cluster._fate = lambda: Fate(0.0, 4.9)
+    cluster.fate = lambda: Fate(0.0, 4.9)
     cluster.run(30.0)
-    cluster._fate = lambda: Fate(None, None)
+    cluster.fate = lambda: Fate(None, None)
     last = first.elector._state._leads_until
     assert first.leads()
     cluster.run(last)

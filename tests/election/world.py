@@ -142,7 +142,7 @@ class World:
         self.store = Store()
         self.candidates = []
         self.history = []
-        self._fate = delays
+        self.fate = delays
         self._limit_s = limit_s
         self._events = []
         self._order = itertools.count()
@@ -164,7 +164,7 @@ class World:
 
     def send(self, candidate, call, serial, *, last):
         """A request leaves; it may be executed after the sender has given up."""
-        delays = self._fate()
+        delays = self.fate()
         if delays.there is not None:
             self.after(
                 delays.there, lambda: self._execute(candidate, call, serial, delays, last=last)

@@ -17,6 +17,7 @@ from extproc.flow_control.queue import (
     Queue,
 )
 from tests.flow_control.crowds import crowd, operations
+from tests.support.reachable import count_reachable
 
 
 def test_the_latest_of_equal_requests_is_displaced():
@@ -128,7 +129,7 @@ def test_a_rejected_join_changes_nothing():
     for at in range(500):
         queue.join(QueuedItem(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
     places = {item: (item.number, item.place) for item in queue}
-    deadlines = len(queue._deadlines)
+    objects = count_reachable(queue)
     large = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=600)
 
     def join():
@@ -137,5 +138,5 @@ def test_a_rejected_join_changes_nothing():
 
     assert operations(join) < 1000
     assert {item: (item.number, item.place) for item in queue} == places
-    assert len(queue._deadlines) == deadlines
+    assert count_reachable(queue) == objects
     assert not large.is_queued

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from extproc.decision import Rejection
 from extproc.flow_control import rate_limit
 from extproc.flow_control.rate_limit import Charge, RateLimit, TenantRateLimiter
+from tests.support.reachable import count_reachable
 
 
 def passes(allowance, tenant, tokens, now):
@@ -114,11 +115,14 @@ def test_no_number_of_tenants_refills_a_bucket():
     limiter = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
     assert passes(limiter, "busy", 0, 0.0)
     let_through = sum(passes(limiter, str(number), 0, 0.0) for number in range(20_000))
-    assert let_through == rate_limit._MAX_TENANTS
+    assert let_through == rate_limit.MAX_TENANTS
     assert not passes(limiter, "busy", 0, 0.0)
     assert not passes(limiter, "0", 0, 0.0)
-    assert len(limiter) == rate_limit._MAX_TENANTS + 1
-    assert len(limiter._full_at) == rate_limit._MAX_TENANTS
+    assert len(limiter) == rate_limit.MAX_TENANTS + 1
+    before = count_reachable(limiter)
+    for number in range(20_000, 21_000):
+        assert not passes(limiter, str(number), 0, 0.0)
+    assert count_reachable(limiter) <= before
 
 
 def test_a_full_bucket_is_forgotten_for_another_tenant():
@@ -128,7 +132,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
         {"vip": RateLimit(requests_per_s=1.0, burst_s=1.0)},
     )
     assert passes(limiter, "vip", 0, 0.0)
-    for number in range(rate_limit._MAX_TENANTS):
+    for number in range(rate_limit.MAX_TENANTS):
         taken = 10 if number == 0 else 1
         assert all(passes(limiter, str(number), 0, 0.0) for _ in range(taken))
     assert all(
@@ -137,7 +141,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
     assert not passes(limiter, "later 7", 0, 5.0)
     assert [passes(limiter, "0", 0, 5.0) for _ in range(6)] == [True] * 5 + [False]
     assert not passes(limiter, "vip", 0, 0.5)
-    assert len(limiter) == rate_limit._MAX_TENANTS + 1
+    assert len(limiter) == rate_limit.MAX_TENANTS + 1
 
 
 @given(

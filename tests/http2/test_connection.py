@@ -131,7 +131,7 @@ def test_section_6_3_a_short_priority_ends_its_stream():
     client.call()
     (answer,) = client.send(frame(PRIORITY, 0, 1, bytes(4)))
     assert (answer.kind, answer.number) == (RST_STREAM, ErrorCode.FRAME_SIZE_ERROR)
-    assert client.events[-1] == CallTerminated(1, is_by_peer=False)
+    assert client.events[-1] == CallTerminated(1)
 
 
 def test_section_6_1_padding_is_left_out_and_counted():
@@ -245,7 +245,7 @@ def test_section_6_4_reset_ends_a_call_once():
     client = RawClient()
     client.call()
     client.send(frame(RST_STREAM, 0, 1, number(8)), frame(RST_STREAM, 0, 1, number(8)))
-    assert client.events == [CallStarted(1, PATH, None), CallTerminated(1, is_by_peer=True)]
+    assert client.events == [CallStarted(1, PATH, None), CallTerminated(1)]
     client.core.send_messages(1, [b"late"])
     client.core.end_call(1)
     assert client.read() == []

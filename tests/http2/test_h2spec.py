@@ -13,7 +13,7 @@ import pytest
 
 from extproc.http2 import request_head
 from extproc.server import tls
-from extproc.server.http2_server import ServerCall
+from extproc.server.http2_protocol import ServerCall
 from tests.http2 import go_tools
 from tests.support import http2_serving
 

@@ -110,7 +110,7 @@ def test_more_data_than_the_window_ends_the_stream():
     client.send(frame(DATA, 0, 1, message(bytes(90))))
     (answer,) = client.send(frame(DATA, 0, 1, message(b"123456")))
     assert (answer.kind, answer.number) == (RST_STREAM, ErrorCode.FLOW_CONTROL_ERROR)
-    assert client.events[-1] == CallTerminated(1, is_by_peer=False)
+    assert client.events[-1] == CallTerminated(1)
 
 
 def test_a_paused_call_gets_no_window():
@@ -121,6 +121,16 @@ def test_a_paused_call_gets_no_window():
     client.core.resume_call(1)
     assert client.read() == [(WINDOW_UPDATE, 0, 1, number(80))]
     assert client.budget.held_bytes == 0
+
+
+def test_a_call_that_used_less_than_half_of_its_window_gets_no_more_when_it_resumes():
+    client = RawClient(stream_window_bytes=100)
+    client.call()
+    client.core.pause_call(1)
+    client.send(frame(DATA, 0, 1, message(bytes(40))))
+    client.core.resume_call(1)
+    assert client.read() == []
+    assert client.send(frame(DATA, 0, 1, message(b""))) == [(WINDOW_UPDATE, 0, 1, number(50))]
 
 
 def test_the_window_of_the_connection_follows_what_came():
@@ -160,7 +170,7 @@ def test_an_answer_that_does_not_move_is_reset():
     client.send(frame(WINDOW_UPDATE, 0, 1, number(1)))
     assert client.core.reset_stalled() == []
     assert client.counts == {"stalled_answer": 1}
-    assert client.core.reset_stalled() == [CallTerminated(1, is_by_peer=False)]
+    assert client.core.reset_stalled() == [CallTerminated(1)]
     assert [answer.number for answer in client.read()] == [ErrorCode.CANCEL] * 2
     assert client.core.num_streams == 0
 
@@ -173,7 +183,7 @@ def test_what_a_reset_stream_had_to_send_is_dropped():
     client.send(frame(RST_STREAM, 0, 1, number(8)))
     client.read()
     assert client.send(frame(WINDOW_UPDATE, 0, 0, number(100))) == []
-    assert client.core._sender.unsent_bytes == 0
+    assert client.send_budget.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ def test_a_message_that_is_not_taken_ends_its_call(data, status, limit):
     answers = client.send(frame(DATA, 0, 1, data))
     assert client.fields(answers[0])["grpc-status"] == str(int(status))
     assert answers[1].number == ErrorCode.NO_ERROR
-    assert client.events[-1] == CallTerminated(1, is_by_peer=False)
+    assert client.events[-1] == CallTerminated(1)
     assert client.counts == {limit: 1}
 
 
@@ -206,7 +216,7 @@ def test_incomplete_messages_have_a_budget_together():
     half = message(bytes(8000))[:4000]
     for stream_id in (1, 3, 5):
         client.call(stream_id, data=half)
-    assert client.events[-1] == CallTerminated(5, is_by_peer=False)
+    assert client.events[-1] == CallTerminated(5)
     assert client.counts == {"receive_budget": 1}
     client.send(frame(DATA, 0, 1, bytes(4005)))
     assert client.events[-1] == MessageReceived(1, bytes(8000))
@@ -323,7 +333,7 @@ def test_a_source_of_messages_is_closed_with_its_call():
     assert not client.core.send_lazily(1, build())
     client.send(frame(RST_STREAM, 0, 1, number(8)))
     assert closed == [True]
-    assert client.core._sender.unsent_bytes == 0
+    assert client.send_budget.held_bytes == 0
     assert client.core.send_lazily(1, iter([(b"x",)]))
 
 

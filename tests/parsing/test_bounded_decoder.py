@@ -59,7 +59,7 @@ _MESSAGES = st.lists(
 def test_stepwise_decoding_gives_the_same_prompt(messages, ascii_only):
     """A body that is not decoded at once has the prompt it would have had."""
     body = json.dumps({"model": "m", "messages": messages}, ensure_ascii=ascii_only).encode()
-    slowly = bounded_decoder._Reading(body).struct(openai_api.ChatBody, body)
+    slowly = bounded_decoder.StepwiseReading(body).struct(openai_api.ChatBody, body)
     at_once = openai_api._CHAT_DECODER.decode(body)
     assert slowly.model == at_once.model
     prompts = []

@@ -21,7 +21,7 @@ _CASES = [
 ]
 
 
-class CountingReading(bounded_decoder._Reading):
+class CountingReading(bounded_decoder.StepwiseReading):
     """A reading that counts the values it decodes and the elements it looks at."""
 
     all: ClassVar[list] = []
@@ -30,7 +30,7 @@ class CountingReading(bounded_decoder._Reading):
         super().__init__(body)
         self.size = len(body)
         self.num_calls = 0
-        self.granted = (self._left, self._elements_left)
+        self.granted = (self.values_left, self.elements_left)
         self.all.append(self)
 
     def value(self, raw, depth, *, may_be_ids=False):
@@ -40,13 +40,13 @@ class CountingReading(bounded_decoder._Reading):
     @property
     def spent(self):
         """Values and elements that were taken of the budget."""
-        return self.granted[0] - self._left, self.granted[1] - self._elements_left
+        return self.granted[0] - self.values_left, self.granted[1] - self.elements_left
 
 
 @pytest.mark.parametrize(("name", "path", "body"), _CASES, ids=[name for name, *_ in _CASES])
 def test_work_on_a_hostile_body_is_bounded(name, path, body, monkeypatch):
     """Values that are built, and elements that are looked at, stay within a share of the bytes."""
-    monkeypatch.setattr(bounded_decoder, "_Reading", CountingReading)
+    monkeypatch.setattr(bounded_decoder, "StepwiseReading", CountingReading)
     monkeypatch.setattr(CountingReading, "all", [])
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
     surfaces.parse(HttpRequest(headers, body))
@@ -134,10 +134,10 @@ def test_stepwise_decoding_gives_the_same_blocks(unit, ascii_only, turns):
 def test_json_of_short_values_is_not_read_part_by_part():
     """It is hashed as it is written; elements of a batch are read all the same."""
     parts = b'[{"role":"user","content":[%b{}]}]' % (b"{}," * 100_000)
-    reading = bounded_decoder._Reading(parts)
-    before = reading._elements_left
+    reading = bounded_decoder.StepwiseReading(parts)
+    before = reading.elements_left
     assert bytes(reading.value(msgspec.Raw(parts), 4)) == parts
-    assert reading._elements_left == before
+    assert reading.elements_left == before
     batch = b"[[%b1],[2]]" % (b"1," * 100_000)
     packed = reading.value(msgspec.Raw(batch), 4, may_be_ids=True)
     assert [len(ids.ids) for ids in packed] == [400_004, 4]

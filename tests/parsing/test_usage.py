@@ -102,3 +102,28 @@ def test_cost_without_reported_usage():
     """There is no cost without usage, or without a kind that has a weight."""
     assert usage.cost({}, {"prompt": 1}) is None
     assert usage.cost({"prompt": 1}, {"cached": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b'{"id":"chatcmpl-1","choices":[{"message":{"tool_calls":[{"id":"call_2"}]}}]}', 2),
+        (b'{"object":"chat.completion","id" : "chatcmpl-1","choices":[]}', 1),
+        (b'{"choices":[' + b'{"text":"x"},' * 500 + b'{}],"usage":{},"id":"chatcmpl-1"}', 1),
+        (b'data: {"choices":[],"id":"chatcmpl-1"}\n\ndata: [DONE]\n\n', 1),
+        (b'{"choices":[{"text":"\\"id\\":\\"secret\\""}]}', 0),
+        (b'{"id":7}', 0),
+        (b'{"id":""}', 0),
+        (b'{"id":"' + b"x" * 257 + b'"}', 0),
+        (b"", 0),
+    ],
+)
+def test_ids_of_answers_are_read(tail, expected):
+    """Wherever engines put them; text of an answer has none, however it looks."""
+    assert list(usage.read_ids(tail)) == ["chatcmpl-1", "call_2"][:expected]
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_make_reading_ids_fail(garbage):
+    """Reading is total, and ids have a bounded length."""
+    assert all(0 < len(name) <= 256 for name in usage.read_ids(b'{"id":"' + garbage))

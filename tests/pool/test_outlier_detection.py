@@ -101,10 +101,10 @@ def test_failures_in_a_row_eject():
 def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
     """Without any row of failures: of every two requests, one is served."""
     detector = DetectorFixture()
-    while not (wants := detector.health._records[1].ejection_cause):
+    while not (ejections := detector.health.ejections):
         detector.serve(1)
         detector.fail(1, 1)
-    assert (wants, detector.state(1)) == ("errors", HealthState.EJECTED)
+    assert (ejections, detector.state(1)) == ({"errors": 1}, HealthState.EJECTED)
 
 
 def test_a_single_failure_makes_an_endpoint_suspect():

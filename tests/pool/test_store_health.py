@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import random
+
 import pytest
 
 from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
@@ -154,3 +157,36 @@ def test_a_reservation_moves_with_all_its_counts():
     assert (second.in_flight, second.answered, first.answered) == (0, 1, 0)
     with pytest.raises(RuntimeError):
         reservation.move(first, 3.0)
+
+
+def test_conditions_that_change_in_turns_leave_the_counts_of_a_pool_right():
+    """Hundreds of endpoints fail and come back in any order; the members that stay are the same."""
+    rng = random.Random(7)
+    fleet = fleet_of(*(f"10.0.1.{n}:8000" for n in range(40)))
+    for at in range(1, 600):
+        before = fleet.pool
+        member = rng.choice(before.members)
+        mark = fleet.begin_scrape(member.endpoint)
+        if rng.random() < 0.6:
+            fleet.scrape_failed(mark, rng.choice(("refused", "timeout", "status")), float(at))
+        else:
+            fleet.observe(mark, Load(at=float(at), running=1.0, waiting=0.0), float(at))
+        if not at % 100:
+            fleet.set_endpoints(
+                [listed.endpoint for listed in before.members[at // 100 :]], float(at)
+            )
+            continue
+        pool = fleet.pool
+        assert pool.down == sum(not listed.is_up for listed in pool.members)
+        assert pool.unhealthy_or_doubtful == sum(
+            bool(listed.condition.state) for listed in pool.members
+        )
+        changed = [
+            after
+            for known, after in zip(before.members, pool.members, strict=True)
+            if after.condition is not known.condition or after.endpoint is member.endpoint
+        ]
+        assert sum(map(operator.is_not, before.members, pool.members)) == len(changed)
+        detector = fleet.outlier_detector
+        for listed in pool.members:
+            assert listed.condition is detector.condition(listed.endpoint.incarnation)

@@ -46,8 +46,8 @@ def test_the_same_prompt_and_its_next_turn_are_found_to_the_last_block():
     prompt = SYSTEM + text(*[b"%d" % digit for digit in range(4)])
     assert len(prompt) == 192
     add(found, prompt)
-    assert found.prompts.find(chain(prompt))[1] == 11
-    assert found.prompts.find(chain(prompt + b"y" * 200))[1] == 12
+    assert found.prompts.find(chain(prompt))[2] == 11
+    assert found.prompts.find(chain(prompt + b"y" * 200))[2] == 12
     assert found.prompts.find(chain(b"z" + prompt)) is None
     assert found.prompts.find(()) is None
 
@@ -57,9 +57,9 @@ def test_blocks_that_prompts_share_are_counted_where_they_part():
     found, _ = exact()
     first, second = SYSTEM + b"a" * 300, SYSTEM + b"b" * 300
     add(found, first)
-    assert found.prompts.find(chain(second))[1] == 8
+    assert found.prompts.find(chain(second))[2] == 8
     add(found, second)
-    assert found.prompts.find(chain(SYSTEM + b"c" * 300))[1] == 10
+    assert found.prompts.find(chain(SYSTEM + b"c" * 300))[2] == 10
 
 
 def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
@@ -70,7 +70,7 @@ def test_a_prompt_that_renders_otherwise_is_cut_where_it_differs():
     longer = prompt + b"b" * 64
     other = tokens(SYSTEM) + tokens(b"q" * 160)
     found.map_prompt(chain(longer), other, adapter="", prompt_bytes=len(longer))
-    assert found.prompts.find(chain(prompt + b"c" * 64))[1] == 10
+    assert found.prompts.find(chain(prompt + b"c" * 64))[2] == 10
 
 
 def test_oldest_prompts_are_given_up_with_what_only_they_have():
@@ -81,7 +81,7 @@ def test_oldest_prompts_are_given_up_with_what_only_they_have():
         keys = kv_events.block_keys(1, tokens(prompt).tobytes(), SIZE)
         prompts.add(chain(prompt), keys, tokens=80, block_tokens=SIZE, prompt_bytes=len(prompt))
     assert len(prompts) == 2
-    assert prompts.find(chain(SYSTEM + b"a" * 160))[1] == 10
+    assert prompts.find(chain(SYSTEM + b"a" * 160))[2] == 10
     assert prompts.covers(chain(SYSTEM + b"h" * 160))
     assert not prompts.covers(chain(SYSTEM + b"a" * 160))
     prompts.add(chain(SYSTEM), [1] * 60, tokens=240, block_tokens=SIZE, prompt_bytes=160)
@@ -98,14 +98,16 @@ def test_match_says_what_each_engine_holds():
     packed = tokens(prompt).tobytes()
     found.index.apply(engine, BlockStored([2, 3], None, packed[: 2 * 16], SIZE))
     found.index.apply(other, BlockStored([7], None, packed[:16], SIZE))
-    mapped, depths = found.match(chain(prompt))
+    match = found.match(chain(prompt))
+    mapped, depths = match.prompt, match.ends
+    assert match.depth == len(chain(prompt))
     assert depths == [(1, other.bit), (2, engine.bit)]
     assert found.tokens_by_slot(depths) == [8, 4]
     found.record_sent("a", chain(prompt), 3.0)
     assert mapped.sent == {"a": 3.0}
     found.forget(("b", 0))
     found.index.sweep(100)
-    assert found.tokens_by_slot(found.match(chain(prompt))[1]) == [8, 0]
+    assert found.tokens_by_slot(found.match(chain(prompt)).ends) == [8, 0]
     assert found.engines(("b", 0)) == ()
 
 
@@ -122,12 +124,12 @@ def test_the_next_turn_finds_the_answer_that_engines_stored():
             engine,
             BlockStored([30 + number], 25 + 5 * (number > 0) + max(0, number - 1), answer, SIZE),
         )
-    assert found.match(chain(prompt))[1] == [(15, engine.bit)]
+    assert found.match(chain(prompt)).ends == [(15, engine.bit)]
     longer = chain(prompt + b"b" * 128)
-    assert found.match(longer)[1] == [(19, engine.bit)]
-    assert found.match(longer)[1] == [(19, engine.bit)]
+    assert found.match(longer).ends == [(19, engine.bit)]
+    assert found.match(longer).ends == [(19, engine.bit)]
     found.index.apply(engine, BlockRemoved([32]))
-    assert found.match(longer)[1] == [(18, engine.bit)]
+    assert found.match(longer).ends == [(18, engine.bit)]
 
 
 def test_a_prompt_remembers_few_engines():
@@ -136,30 +138,18 @@ def test_a_prompt_remembers_few_engines():
     add(found, SYSTEM)
     for number in range(100):
         found.record_sent(f"e{number}", chain(SYSTEM), float(number))
-    assert len(found.match(chain(SYSTEM))[0].sent) == 16
+    assert len(found.match(chain(SYSTEM)).prompt.sent) == 16
     found.record_sent("e1", chain(b"unknown" * 64), 1.0)
 
 
-def test_what_is_evicted_while_requests_wait_is_discounted():
-    """Predictions follow what engines find; a little less, a restart, or another pool change nothing."""
-    found, engine = exact()
-    assert found.discount == 1.0
-    found.observe_totals(("other", 0), 0.0, 0.0)
-    found.observe_totals(("other", 0), 1e6, 0.0)
-    found.observe_totals(("a", 0), 0.0, 0.0)
-    found.observe_totals(("a", 0), 30_000.0, 29_000.0)
-    assert found.discount == 1.0
-    predicted, observed = 30_000.0, 29_000.0
-    for _ in range(20):
-        predicted += 120_000.0 * found.discount
-        observed += 72_000.0
-        found.observe_totals(("a", 0), predicted, observed)
-    assert 0.55 < found.discount < 0.65
-    assert found.tokens_by_slot([(100, engine.bit)]) == [int(400 * found.discount)]
-    found.observe_totals(("a", 0), 0.0, 0.0)
-    for number in range(1, 21):
-        found.observe_totals(("a", 0), 100_000.0 * number, 110_000.0 * number)
-    assert found.discount == 1.0
-    for number in range(21, 41):
-        found.observe_totals(("a", 0), 100_000.0 * number, 2_200_000.0)
-    assert found.discount == 0.3
+def test_a_prompt_remembers_where_those_that_it_goes_on_from_were_sent():
+    """Their blocks are there, or on their way; what is sent later is its own."""
+    found, _ = exact()
+    add(found, SYSTEM)
+    found.record_sent("a", chain(SYSTEM), 1.0)
+    longer = SYSTEM + b"a" * 96
+    add(found, longer)
+    found.record_sent("b", chain(longer), 2.0)
+    assert found.match(chain(longer)).prompt.sent == {"a": 1.0, "b": 2.0}
+    add(found, SYSTEM + b"b" * 96)
+    assert found.match(chain(longer)).prompt.sent == {"a": 1.0, "b": 2.0}

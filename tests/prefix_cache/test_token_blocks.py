@@ -81,6 +81,49 @@ def test_index_leaves_out_groups_of_sliding_windows():
     assert depth(index, engine, keys(1)) == 0
 
 
+def test_index_counts_copies_of_a_block():
+    """A block that an engine stored twice is held until both are removed; a report stores none."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    index.apply(engine, stored([1, 2], [1, 2]))
+    index.apply(engine, stored([2], [2], parent=1))
+    assert (engine.held, engine.num_copies) == (2, 1)
+    index.apply(engine, BlockRemoved([2]))
+    assert depth(index, engine, keys(1, 2)) == 2
+    index.apply(engine, BlockRemoved([2]))
+    assert (depth(index, engine, keys(1, 2)), engine.num_copies) == (1, 0)
+    index.apply(engine, stored([2], [2], parent=1))
+    index.apply(engine, stored([1, 2], [1, 2]))
+    index.apply(engine, BlockRemoved([2]))
+    assert depth(index, engine, keys(1, 2)) == 1
+
+
+def test_index_needs_a_block_in_every_group_of_full_attention():
+    """Blocks of the groups have the same hash; a removal from any of them ends the prefix."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    index.apply(engine, stored([1], [1]))
+    for number in (2, 2, 2):
+        index.apply(engine, stored([number], [number], parent=1))
+        index.apply(engine, stored([number], [number], parent=1, group=3))
+    assert engine.num_copies == 2
+    index.apply(engine, BlockRemoved([2], group=3))
+    assert (depth(index, engine, keys(1, 2)), engine.num_copies) == (1, 0)
+
+
+def test_copies_end_with_the_cache():
+    """A cleared engine has none."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    index.apply(engine, stored([1, 2], [1, 2]))
+    index.apply(engine, stored([2], [2], parent=1))
+    index.apply(engine, AllBlocksCleared())
+    assert engine.num_copies == 0
+    index.apply(engine, stored([1, 2], [1, 2]))
+    index.apply(engine, BlockRemoved([2]))
+    assert depth(index, engine, keys(1, 2)) == 1
+
+
 def test_a_cleared_engine_holds_nothing_at_once_and_is_complete():
     """The rest of the old blocks is swept in steps, and its bit is used again."""
     index = TokenBlockIndex(5000)

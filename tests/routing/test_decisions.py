@@ -147,28 +147,23 @@ def runs(strategy, page, *, size, seed, running, waiting):
     return counts
 
 
-@hypothesis.given(
-    strategy=st.sampled_from(COUNTING),
-    page=st.sampled_from(("still", "low", "negative", "absurd", "fails")),
-    size=st.integers(2, 8),
-    seed=st.integers(0, 2**32),
-    running=st.integers(0, 40),
-    waiting=st.integers(0, 20),
-)
+#: A false page of one engine, and the work of others on all of them.
+FALSE_PAGES = {
+    "page": st.sampled_from(("still", "low", "negative", "absurd", "fails")),
+    "seed": st.integers(0, 2**32),
+    "running": st.integers(0, 40),
+    "waiting": st.integers(0, 20),
+}
+
+
+@hypothesis.given(strategy=st.sampled_from(COUNTING), size=st.integers(2, 8), **FALSE_PAGES)
 def test_no_engine_gains_requests_by_its_page(strategy, page, size, seed, running, waiting):
     """Once that can be known, it gets no more than with a true page, a tenth and chance apart."""
     worse, true = runs(strategy, page, size=size, seed=seed, running=running, waiting=waiting)
     assert worse <= 1.1 * true + 4, (worse, true)
 
 
-@hypothesis.given(
-    strategy=st.sampled_from(PAGES_ALONE),
-    page=st.sampled_from(("still", "low", "negative", "absurd", "fails")),
-    size=st.integers(4, 8),
-    seed=st.integers(0, 2**32),
-    running=st.integers(0, 40),
-    waiting=st.integers(0, 20),
-)
+@hypothesis.given(strategy=st.sampled_from(PAGES_ALONE), size=st.integers(4, 8), **FALSE_PAGES)
 def test_a_false_page_draws_no_herd(strategy, page, size, seed, running, waiting):
     """By pages or chance alone it gets no more than with a true page, and twice its share."""
     worse, true = runs(strategy, page, size=size, seed=seed, running=running, waiting=waiting)

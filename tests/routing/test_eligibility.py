@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from extproc.decision import Rejection
+from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool.endpoint_health import HealthState, OutlierDetectionSettings, RequestOutcome
 from extproc.pool.snapshot import EndpointSnapshot
@@ -71,11 +71,12 @@ def aside(eligible: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
 
 
 def test_members_are_not_copied_while_all_are_healthy():
-    """The members of the pool themselves, and nothing to tell."""
+    """The members are those of the pool, and a decision is not copied either."""
     fixture = EligibilityFixture()
     eligible = fixture.find()
     assert eligible.members is fixture.store.pool.members
-    assert eligible.nothing_excluded
+    decision = Decision(request=InferenceRequest(api="x"), endpoints=[])
+    assert eligible.with_exclusions(decision) is decision
 
 
 def test_failing_endpoints_are_excluded():

@@ -164,13 +164,13 @@ def test_no_pool_matches():
     routed = selector.route(chat(), 1.0)
     assert routed.outcome.status == 404
     assert "`pools`" in routed.outcome.message
-    assert selector.route_fallback(chat(), 1.0, why="Bug").outcome.status == 404
+    assert selector.route_fallback(chat(), why="Bug").outcome.status == 404
 
 
 def test_fallback_uses_the_pool_whose_headers_match():
     """A bug in one pool's decision is not another pool's request."""
     two = board(("a", build_pool(A), PoolMatch(hosts=("y",))), ("b", build_pool(B), PoolMatch()))
-    routed = two.route_fallback(chat(), 1.0, why="Bug")
+    routed = two.route_fallback(chat(), why="Bug")
     assert went(routed) == ("b", B)
     assert routed.outcome.degraded
 

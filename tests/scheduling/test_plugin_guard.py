@@ -132,7 +132,7 @@ def test_a_slow_trial_bypasses_at_once():
 def test_two_instances_have_separate_counters():
     """One profile's slow instance does not take another's away."""
     bench = Bench()
-    other = GuardedPlugin(bench.slow, bench.guarded._guards)
+    other = GuardedPlugin(bench.slow, bench.guarded.guards)
     bench.calls(3 * MS, 3 * MS, 3 * MS)
     assert bench.calls(0) == [False]
     assert other.score(bench.turn, FLEET) == [1.0, 1.0]

@@ -127,7 +127,7 @@ class LoadedPage(exposition.ExpositionPage):
 
 def simulated_page(depth):
     machine = profile()
-    counts = stats.Stats(core.SimulatedEngine(machine))
+    counts = [stats.Stats(core.SimulatedEngine(machine))]
     page = LoadedPage(
         counts, exposition.HttpCounts(1e9), model="base", profile=machine, created=1e9
     )
@@ -161,7 +161,7 @@ def test_an_extra_metric_of_simulated_engines_decides_and_is_shown(http):
                 rng=random.Random(1),
             )
             for member in parts.store.pool.members:
-                await scraper.EndpointScraper(loop, member).step()
+                await scraper.EndpointScraper(loop, (member,)).step()
             fetch.close()
             return [endpoint.address for endpoint in endpoints]
 

@@ -201,6 +201,24 @@ def test_batches_that_were_lost_are_asked_for_again():
     run_async(test())
 
 
+def test_a_last_batch_that_was_lost_is_asked_for():
+    """No later one shows that it is missing."""
+
+    async def test():
+        engine = Engine()
+        async with running(engine) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            engine.run_prompt(text(1))
+            await subscriber.until(lambda: depth(subscriber, text(1)) == 4)
+            engine.arm("kv-drop,count=1")
+            engine.run_prompt(text(2))
+            await subscriber.until(lambda: depth(subscriber, text(2)) == 4)
+            assert subscriber.state == "exact"
+            assert subscriber.events.batches["lost"] == 0
+
+    run_async(test())
+
+
 def test_without_replay_a_lost_batch_leaves_what_is_known_partial():
     """It is wiped, and never taken for exact; a cleared cache is exact again."""
 
@@ -415,3 +433,54 @@ def test_settings_need_the_extra(monkeypatch):
     kv_event_subscriber.require(KvEventsSection())
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[kv-events\]'"):
         kv_event_subscriber.require(KvEventsSection(enabled=True))
+
+
+def test_an_index_with_losses_and_lost_connections_equals_the_engine():
+    """A hundredth of the batches is lost, and the connection is cut time and again."""
+
+    async def test():
+        engine = Engine(blocks=40)
+        engine.arm("kv-drop,rate=0.01")
+        connections = []
+
+        async def forward(reader, writer):
+            port = int(engine.ports["kv-events-port"])
+            from_engine, to_engine = await asyncio.open_connection(HOST, port)
+            connections.append((writer, to_engine))
+            await asyncio.gather(_copy(reader, to_engine), _copy(from_engine, writer))
+
+        proxy = await asyncio.start_server(forward, HOST, 0)
+        port = proxy.sockets[0].getsockname()[1]
+        async with running(
+            engine, labels=engine.ports | {"kv-events-port": str(port)}
+        ) as subscriber:
+            await subscriber.until(lambda: subscriber.state == "exact")
+            for cut in range(4):
+                for number in range(100):
+                    engine.run_prompt(text(1000 * cut + number % 30))
+                    await asyncio.sleep(0)
+                for writer in connections.pop():
+                    writer.transport.abort()
+                await subscriber.until(lambda: not subscriber.subscription.engine.is_live)
+                engine.run_prompt(text(1000 * cut + 500))
+                await subscriber.until(lambda: subscriber.state == "exact" and connections)
+            engine.faults.clear()
+            engine.run_prompt(text(9_999))
+            await subscriber.until(
+                lambda: depth(subscriber, text(9_999)) == 4 and subscriber.state == "exact"
+            )
+            assert subscriber.holds(engine)
+            assert subscriber.events.batches["lost"] == 0
+            assert subscriber.events.batches["replayed"] >= 4
+        proxy.close()
+        await proxy.wait_closed()
+
+    run_async(test())
+
+
+async def _copy(reader, writer):
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()

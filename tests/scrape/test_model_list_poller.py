@@ -37,7 +37,7 @@ class Engine:
             on_result=self.facts.append,
             unlisted_models=lambda: self.missed,
         )
-        self.watch = scraper.EndpointScraper(self.scraper, self.store.pool.members[0])
+        self.watch = scraper.EndpointScraper(self.scraper, self.store.pool.members[:1])
 
     async def get(self, where):
         path = where.request.split()[1].decode()
@@ -232,7 +232,7 @@ def test_both_pages_share_a_connection(http):
                 clock=asyncio.get_running_loop().time,
                 rng=random.Random(1),
             )
-            await scraper.EndpointScraper(subject, queued.pool.members[0]).step()
+            await scraper.EndpointScraper(subject, queued.pool.members[:1]).step()
             fetch.close()
             assert served.connections == 1
             assert b"accept: application/json\r\n" in served.requests[1]

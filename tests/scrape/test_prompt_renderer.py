@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,11 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
 from extproc.request import HttpRequest, InferenceRequest
-from extproc.scrape.prompt_renderer import PromptRenderer
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import Server, answer, serving
 
+CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob("*.json"))
 CHAIN = [11, 12]
 TOKENS = list(range(48))
 RENDERED = {"token_ids": TOKENS, "features": None}
@@ -36,11 +38,11 @@ def exact():
 
 
 @contextlib.asynccontextmanager
-async def running(*script):
+async def running(*script, render_server=None, prefixes=None):
     """A renderer beside an engine that answers by a script."""
     async with serving(Server(*script)) as server:
         clock = asyncio.get_running_loop().time
-        prefixes = exact()
+        prefixes = prefixes or exact()
         renderer = PromptRenderer(
             prefixes,
             adapters=frozenset,
@@ -48,6 +50,7 @@ async def running(*script):
             tls=None,
             clock=clock,
             supervisor=Supervisor(),
+            server=render_server,
         )
         task = asyncio.ensure_future(renderer.run())
         try:
@@ -114,6 +117,21 @@ def test_each_answer_has_a_result(script, fields, expected):
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
+def test_answers_of_real_engines_are_mapped(path):
+    """Of both paths, for chats and completions."""
+    samples = json.loads(path.read_text())["samples"]
+
+    async def test():
+        answers = [sample[name] for sample in samples for name in ("render", "tokenize")]
+        async with running(*map(reply, answers)) as (server, _, renderer):
+            for number in range(len(answers)):
+                api = "completions" if number < 2 else "chat"
+                assert await mapped(server, renderer, api=api, chain=[number]) == ["mapped"]
+
+    asyncio.run(test())
+
+
 def test_a_prompt_is_rendered_once_with_the_bytes_of_the_client():
     """As the engine got them, with another model name where that was replaced."""
 
@@ -136,6 +154,74 @@ def test_an_engine_that_fails_is_left_alone_for_a_while():
         async with running(reply({}, status="500 Internal Server Error")) as (server, _, renderer):
             assert await mapped(server, renderer) == ["failed"]
             assert await mapped(server, renderer) == []
+
+    asyncio.run(test())
+
+
+def test_the_first_prompts_wait_for_the_size_of_blocks():
+    """It comes with the events of the prompt itself; without any event nothing is rendered."""
+
+    async def test():
+        prefixes = ExactPrefixes(blocks.DEFAULT, max_blocks=100)
+        engine = prefixes.open(("e", 0), 0)
+        async with running(reply(RENDERED), prefixes=prefixes) as (server, _, renderer):
+            assert await mapped(server, renderer) == []
+            prefixes.index.set_live(engine, is_live=True)
+            renderer.note(decision(server), HttpRequest({}, b"{}"))
+            await asyncio.sleep(0)
+            assert renderer.num_unmapped
+            assert not server.requests
+            event = BlockStored([1], None, array("I", range(16)).tobytes(), 16)
+            prefixes.index.apply(engine, event)
+            async with asyncio.timeout(300):
+                while renderer.num_unmapped:
+                    await asyncio.sleep(0.001)
+            assert renderer.results["mapped"] == 1
+
+    asyncio.run(test())
+
+
+def test_a_prompt_that_is_refused_does_not_stop_the_others():
+    """The engine answers the next one: a client cannot end the mapping by prompts that are too long."""
+
+    async def test():
+        script = (reply({}, status="400 Bad Request"), reply(RENDERED))
+        async with running(*script) as (server, _, renderer):
+            assert await mapped(server, renderer) == ["failed"]
+            assert await mapped(server, renderer) == ["mapped"]
+
+    asyncio.run(test())
+
+
+def test_a_server_for_rendering_is_asked_before_the_engine():
+    """With the name of its model, which replaces an adapter of the request."""
+
+    async def test():
+        async with serving(Server(reply(RENDERED))) as renders:
+            render_server = RenderServer(f"http://127.0.0.1:{renders.port}", "base")
+            async with running(render_server=render_server) as (server, prefixes, renderer):
+                body = b'{"model": "ad", "a": 1}'
+                assert await mapped(server, renderer, body=body) == ["mapped"]
+                assert prefixes.prompts.covers(CHAIN)
+                assert not server.requests
+                edited = b'{"model": "base", "a": 1}'
+                assert b"content-length: %d\r\n" % len(edited) in renders.requests[0].lower()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "500 Internal Server Error"])
+def test_the_engine_is_asked_where_the_server_fails(status):
+    """The server rests meanwhile."""
+
+    async def test():
+        async with serving(Server(reply({}, status=status))) as renders:
+            render_server = RenderServer(f"http://127.0.0.1:{renders.port}")
+            script = (reply(RENDERED), reply(RENDERED))
+            async with running(*script, render_server=render_server) as (server, _, renderer):
+                assert await mapped(server, renderer) == ["mapped"]
+                assert await mapped(server, renderer, chain=[21, 22]) == ["mapped"]
+                assert (len(renders.requests), len(server.requests)) == (1, 2)
 
     asyncio.run(test())
 

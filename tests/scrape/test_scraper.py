@@ -81,7 +81,7 @@ class Scene:
         )
 
     def watch(self, at=0):
-        return scraper.EndpointScraper(self.subject, self.store.pool.members[at])
+        return scraper.EndpointScraper(self.subject, self.store.pool.members[at : at + 1])
 
     def load(self, at=0):
         return self.store.pool.members[at].load
@@ -370,7 +370,7 @@ def test_real_engines_are_scraped_over_sockets(http):
                 QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)
             )
             for member in fleet_.pool.members:
-                await scraper.EndpointScraper(subject, member).step()
+                await scraper.EndpointScraper(subject, (member,)).step()
             fetch.close()
             return [(member.load.engine, member.load.waiting) for member in fleet_.pool.members]
 
@@ -398,14 +398,14 @@ POISON = b"vllm:num_requests_waiting 13\n"
 
 def poisoned(fleet_):
     """A fleet that raises at one page, as a bug that a hostile number sets off."""
-    observe = fleet_.observe
+    observe = fleet_.observe_ranks
 
-    def raising(mark, load, now):
-        if load.waiting == 13:
+    def raising(marks, loads, now):
+        if any(load.waiting == 13 for load in loads):
             raise OverflowError("a secret of the page")
-        observe(mark, load, now)
+        observe(marks, loads, now)
 
-    fleet_.observe = raising
+    fleet_.observe_ranks = raising
 
 
 def test_a_page_that_raises_stops_no_other_endpoint(caplog):
@@ -460,13 +460,13 @@ def test_a_large_page_is_read_in_a_thread(monkeypatch, extra_bytes):
     padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)
     scene = Scene("10.0.0.1:1", p1=line + padding)
     threads = []
-    read = metrics_page.MetricsPageReader.read
+    read = metrics_page.MetricsPageReader.read_ranks
 
     def noting(*args, **named):
         threads.append(threading.current_thread() is threading.main_thread())
         return read(*args, **named)
 
-    monkeypatch.setattr(metrics_page.MetricsPageReader, "read", noting)
+    monkeypatch.setattr(metrics_page.MetricsPageReader, "read_ranks", noting)
     asyncio.run(scene.watch().step())
     assert threads == [extra_bytes == 0]
     assert scene.store.pool.members[0].load.waiting == 3.0

@@ -134,7 +134,7 @@ def test_overview_has_the_traffic_of_a_pool():
             await running.picker.sync()
             process, port = running.picker, running.ports.pages
             for at in (0.0, 5.0):
-                process._history.sample(process.counters, process.pool_registry.views(), at)
+                process.history.sample(process.counters, process.pool_registry.views(), at)
             for query, expected in (("", 1), ("?pool=a", 1), ("?pool=none", 0)):
                 overview = (await http1.ask(port, f"/debug/overview{query}")).json()
                 assert len(overview["traffic"]) == expected

@@ -12,7 +12,8 @@ from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.endpoint_health import RequestOutcome
-from extproc.pool.store import PoolStore, ScrapeToken
+from extproc.pool.observed_page import ScrapeToken
+from extproc.pool.store import PoolStore
 from extproc.server import health
 from extproc.server.health import (
     SUPPORTED_APP_PROTOCOLS,

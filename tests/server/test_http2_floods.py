@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from extproc.http2.frames import ErrorCode
-from extproc.server import http2_server, native_server
+from extproc.server import http2_protocol, native_server
 from extproc.server.listeners import Keepalive
 from tests.support import http2_serving
 from tests.support.http2_client import Http2Client
@@ -123,7 +123,7 @@ async def until(is_met):
 
 async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):
     """Its answers fill what the kernel and the process hold; then it is not read either."""
-    monkeypatch.setattr(http2_server, "_WRITE_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(http2_protocol, "_WRITE_BUFFER_BYTES", 1000)
     keepalive = Keepalive(time_s=0.2, timeout_s=0.2)
     async with http2_serving.serve_native(
         {PATH: http2_serving.EchoCall}, keepalive=keepalive, max_message_bytes=1 << 20
@@ -140,7 +140,7 @@ async def test_a_peer_that_reads_nothing_is_closed(monkeypatch):
 
 
 async def test_an_answer_without_a_window_is_reset(monkeypatch):
-    monkeypatch.setattr(http2_server, "_STALL_S", 0.0)
+    monkeypatch.setattr(http2_protocol, "_STALL_S", 0.0)
     async with http2_serving.serve_native({PATH: http2_serving.EchoCall}) as (server, port):
         client = await Http2Client.connect(port)
         client.framing.update_settings({4: 0})

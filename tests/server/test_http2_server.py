@@ -10,8 +10,8 @@ import hpack
 
 from extproc.config.settings import LimitsSection
 from extproc.http2.limits import ReceiveBudget
-from extproc.server import http2_server, native_server
-from extproc.server.http2_server import ServerCall
+from extproc.server import http2_protocol, native_server
+from extproc.server.http2_protocol import ServerCall
 from extproc.server.listeners import Keepalive
 from tests.support import http2_frames, serving
 from tests.support.http2_frames import (
@@ -156,15 +156,19 @@ async def test_peer_that_reads_nothing_is_not_read_and_loses_its_connection():
 
 
 class Transport(asyncio.Transport):
-    """Transport that notes whether it reads."""
+    """Transport that notes whether it reads, and what is written."""
 
     reads = True
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
 
     def set_write_buffer_limits(self, high=None, low=None):
         pass
 
     def write(self, data):
-        pass
+        self.written.append(data)
 
     def is_closing(self):
         return False
@@ -179,7 +183,7 @@ class Transport(asyncio.Transport):
 async def test_a_connection_delivers_a_mebibyte_in_a_turn():
     """The rest of a large body waits until other connections had their turn."""
     async with serving_calls() as scene:
-        connection, transport = http2_server.Http2Protocol(scene.server), Transport()
+        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
         connection.connection_made(transport)
         connection.data_received(PREFACE + WIDE + scene.head(1))
         message = http2_frames.message(bytes(2 << 20))
@@ -196,6 +200,39 @@ async def test_a_connection_delivers_a_mebibyte_in_a_turn():
             connection.data_received(data)
         connection.data_received(frame(DATA, 0, 1, message[2 << 20 :]))
         assert [len(heard) for heard in scene.calls[0].heard] == [2 << 20]
+        connection.connection_lost(None)
+
+
+async def test_gathered_answers_leave_in_one_write():
+    """Answers of three turns of the event loop are written together."""
+    async with serving_calls() as scene:
+        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
+        connection.connection_made(transport)
+        connection.data_received(PREFACE + WIDE + scene.head(1) + scene.head(3) + scene.head(5))
+        del transport.written[:]
+        for call in scene.calls:
+            call.gather_answers()
+            call.send((b"answer",))
+            assert not transport.written
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (written,) = transport.written
+        assert written.count(http2_frames.message(b"answer")) == 3
+        connection.connection_lost(None)
+
+
+async def test_a_read_takes_gathered_answers_along():
+    """What is read is answered at once, with all that waits."""
+    async with serving_calls() as scene:
+        connection, transport = http2_protocol.Http2Protocol(scene.server), Transport()
+        connection.connection_made(transport)
+        connection.data_received(PREFACE + WIDE + scene.head(1))
+        del transport.written[:]
+        scene.calls[0].gather_answers()
+        scene.calls[0].send((b"answer",))
+        connection.data_received(frame(PING, 0, 0, bytes(8)))
+        (written,) = transport.written
+        assert http2_frames.message(b"answer") in written
         connection.connection_lost(None)
 
 

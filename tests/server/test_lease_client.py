@@ -198,4 +198,6 @@ async def test_an_invalid_kubeconfig_is_refused(tmp_path):
 
 def test_identities_differ():
     """Two processes of one pod's name are two candidates."""
-    assert lease_client._identity() != lease_client._identity()
+    first, second = (kubernetes_plan.process_identity({"POD_NAME": "a"}) for _ in range(2))
+    assert first.startswith("a_")
+    assert first != second

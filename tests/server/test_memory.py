@@ -83,6 +83,12 @@ def test_a_hook_of_another_allocator_stands():
         tracemalloc.stop()
 
 
+def test_python_without_a_gil_keeps_its_allocator(monkeypatch):
+    """Its garbage collector finds objects in the heaps of mimalloc only."""
+    monkeypatch.setattr(grpc_workarounds.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    assert grpc_workarounds.build_apart_allocator() is None
+
+
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_malloc_of_the_environment_stands(name):
     assert not grpc_workarounds.configure_malloc({name: "x"})

@@ -210,7 +210,7 @@ LIVE = {
     "scheduling.plugin_budget_ms": (
         "scheduling: {plugin_files: [FILE], profile: {picker: {kind: first}}}",
         "scheduling: {plugin_files: [FILE], plugin_budget_ms: 9, profile: {picker: {kind: first}}}",
-        lambda scene: scene.runtime.parts.director.routing.profile.picker._guards.limits.budget_s,
+        lambda scene: scene.runtime.parts.director.routing.profile.picker.guards.limits.budget_s,
     ),
     "scheduling.allow_unsupported": (
         "scheduling: {profile: {picker: {kind: random}}}",

@@ -21,6 +21,7 @@ from extproc.protocol.messages import (
 )
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_context, stream_handler
+from extproc.simulator import api_responses
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_log import LoggedRequestRecorder
 from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
@@ -60,12 +61,13 @@ class StreamFixture:
         self.pool_fixture = PoolFixture(dict.fromkeys(addresses or (FIRST,)))
         self.budget = BufferBudget(1 << 30)
         self.counters = ProcessCounters()
+        self.decisions = DecisionLog(10)
         self.shared = stream_context.StreamContext(
             pool_selector=PoolSelector([PoolRoute("", self.pool_fixture.director)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             body_budget=self.budget,
             observer=StreamRecorder(
-                self.counters, DecisionLog(10), lambda: self.pool_fixture.now, LoggedRequestRecorder
+                self.counters, self.decisions, lambda: self.pool_fixture.now, LoggedRequestRecorder
             ),
             clock=lambda: self.pool_fixture.now,
             rng=random.Random(1),
@@ -211,3 +213,54 @@ def test_a_stream_of_a_removed_endpoint_leaves_no_series():
     assert counted.responses == {(REMOVED_ENDPOINT, "200"): 50}
     assert counted.without_response == {REMOVED_ENDPOINT: 50}
     assert not counted.requests_routed
+
+
+def answers(api, *, is_stream):
+    """What the simulated engine writes under an id of its own."""
+    writer = api_responses.SURFACES[api].writer
+    generated = api_responses.GenerationAnswer(
+        id="made-up",
+        created=0,
+        model="m",
+        text="hello",
+        prompt_tokens=3,
+        cached_tokens=0,
+        output_tokens=1,
+        finish="stop",
+    )
+    if not is_stream:
+        return writer.body(generated)
+    around = b"hello".join(writer.frame(generated))
+    return writer.opening(generated) + around + writer.closing(generated, include_usage=True)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("api", "prefix"),
+    [
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/completions", "cmpl-"),
+        ("/v1/responses", "resp_"),
+        ("/v1/messages", "msg_"),
+    ],
+)
+def test_requests_are_found_by_the_ids_of_their_answers(api, prefix, is_stream):
+    """Engines that make up the id of an answer, and one of their own in its headers."""
+    scene = StreamFixture()
+    kind = "text/event-stream" if is_stream else "application/json"
+    headers = {":status": "200", "content-type": kind, "x-request-id": "of-the-engine"}
+    body = answers(api, is_stream=is_stream)
+    events = [
+        ProcessingRequest(MessageKind.RESPONSE_HEADERS, headers),
+        *(
+            ProcessingRequest(MessageKind.RESPONSE_BODY, body=body[at : at + 100])
+            for at in range(0, len(body), 100)
+        ),
+        ProcessingRequest(MessageKind.RESPONSE_BODY, end_of_stream=True),
+    ]
+    stream, _ = scene.begin(HEADERS, BODY, *events)
+    stream.finish()
+    (record,) = scene.decisions.latest()
+    for name in (record.id, f"{prefix}made-up", "of-the-engine"):
+        assert scene.decisions.find(name) is record
+    assert scene.decisions.find("another") is None

@@ -234,7 +234,7 @@ print([name for name in sys.modules if name.partition(".")[0] == "opentelemetry"
 
 
 def test_nothing_of_opentelemetry_is_loaded_without_traces():
-    """A picker that nobody told of a collector imports none of it."""
+    """A picker without a collector imports none of it."""
     done = subprocess.run(
         [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
     )

@@ -45,7 +45,7 @@ def served(machine, *, until):
             counts.ended("length")
         engine.begin(due)
     shown = exposition.ExpositionPage(
-        counts, exposition.HttpCounts(1e9), model="base", profile=machine, created=1e9
+        [counts], exposition.HttpCounts(1e9), model="base", profile=machine, created=1e9
     )
     return metrics_page.read(shown.render(), until)
 

@@ -72,7 +72,7 @@ def test_a_bad_setting_is_found_and_mended(tmp_path):
     settings = replay_tuning.with_profile(settings, bad)
     definition = replay.scenario_of(loaded, [1])
     tuner = replay_tuning.Tuner(
-        definition, settings, loaded.traffic.split(0.5), jobs=1, on_run=lambda _: None
+        definition, settings, *loaded.traffic.split(0.5), jobs=1, on_run=lambda _: None
     )
     result = tuner.tune(12)
     assert result.trials == 12
@@ -140,10 +140,11 @@ def test_a_fleet_far_from_enough_is_simulated_once(recording):
 def test_what_is_open_at_the_end_is_unanswered(recording):
     """An overloaded fleet is not simulated for ever, and has no time to show."""
     loaded = replay.load(recording, strategies=(), configs=())
+    objectives = [fleet_plan.Objective("ttft_mean", "ttft_mean_s", 1.0)]
     planner = fleet_plan.FleetPlanner(
         replay.scenario_of(loaded, [1]),
         loaded.columns[0],
-        [fleet_plan.Objective("ttft_mean", "ttft_mean_s", 1.0)],
+        objectives,
         num_requests=len(loaded.traffic.requests),
         until_s=0.001,
         jobs=1,
@@ -152,4 +153,4 @@ def test_what_is_open_at_the_end_is_unanswered(recording):
     assert planner.plan(1) is None
     (size,) = planner.sizes
     assert size.unanswered == 1.0
-    assert "no answer" in "\n".join(plan_command.describe(planner._objectives, [size], None))
+    assert "no answer" in "\n".join(plan_command.describe(objectives, [size], None))

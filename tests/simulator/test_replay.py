@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 
 from extproc.cli import main
@@ -61,6 +62,23 @@ def test_estimates_are_near_what_was_measured(tmp_path, strategy, shows_usage):
     definition = replay.scenario_of(loaded, [1])
     estimated_s = replay.simulate(definition, loaded.columns[0], seed=1).summary.ttft_s.mean
     assert estimated_s == pytest.approx(measured_s, rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", ["random", "round-robin"])
+def test_recorded_decisions_can_be_simulated_as_they_are(tmp_path, strategy):
+    """Requests go to the engines of the recording, also where chance had chosen them."""
+    path, measured_s = write(tmp_path, strategy, talks(), client=client.Client(users=12))
+    loaded = replay.load(path, strategies=(), configs=())
+    off = msgspec.structs.replace(loaded.settings.scheduling, respect_subset=False)
+    loaded = msgspec.structs.replace(
+        loaded, settings=msgspec.structs.replace(loaded.settings, scheduling=off)
+    )
+    definition = replay.scenario_of(loaded, [1])
+    as_recorded = replay.simulate_as_recorded(loaded, definition)
+    assert as_recorded.summary.ttft_s.mean == pytest.approx(measured_s, rel=0.05)
+    nodes = [request.node for request in loaded.traffic.requests]
+    sent = [endpoint.requests for endpoint in as_recorded.summary.endpoints]
+    assert sent == [nodes.count(n) for n in range(len(loaded.fleet))]
 
 
 def test_a_turn_repeats_the_answer_before_it(tmp_path):

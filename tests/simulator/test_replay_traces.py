@@ -90,7 +90,7 @@ LIKE_SHAREGPT = [
     ],
 )
 def test_conversations_are_read_piece_by_piece(tmp_path, monkeypatch, piece, text, lengths):
-    """A list or lines, wherever a piece ends; nobody needs memory for the file."""
+    """A list or lines, wherever a piece ends: the file is never in memory as a whole."""
     monkeypatch.setattr(replay_traces, "_PIECE", piece)
     path = write(tmp_path, text)
     assert replay_traces.find_format(path) == "sharegpt"

@@ -212,7 +212,7 @@ def test_a_bad_row_of_a_trace_is_named(tmp_path, capsys, jobs):
 @pytest.mark.parametrize(("text", "seeds"), [("3", [1, 2, 3]), ("7,", [7]), ("4,2", [4, 2])])
 def test_seeds_are_a_number_or_a_list(text, seeds):
     """A number counts from one."""
-    assert list(simulate_command._seeds(text)) == seeds
+    assert list(simulate_command.parse_seeds(text)) == seeds
 
 
 @pytest.mark.parametrize("flag", ["--seeds=x", "--seeds=0", "--seeds=1,1", "--jobs=0", "--jobs=-1"])

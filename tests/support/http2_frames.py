@@ -91,6 +91,7 @@ class RawClient:
         events: All events so far.
         frames: All frames it sent so far.
         now: Time of the next bytes.
+        send_budget: Limit on answers that wait.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class RawClient:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.budget = ReceiveBudget(budget)
+        self.send_budget = send_budget or SendBudget(Http2Limits(**limits).max_total_unsent_bytes)
         self.core = Http2Connection(
             Http2Limits(**limits),
             self.budget,
             self.counts,
             now=0.0,
-            send_budget=send_budget,
+            send_budget=self.send_budget,
             holder=self,
         )
         self.events: list[object] = []

@@ -11,7 +11,8 @@ from typing import Any
 from extproc.http2.limits import Http2Limits, ReceiveBudget
 from extproc.http2.responses import GrpcStatus
 from extproc.server import tls
-from extproc.server.http2_server import CallFactory, Http2Protocol, Http2Server, ServerCall
+from extproc.server.http2_protocol import CallFactory, Http2Protocol, ServerCall
+from extproc.server.http2_server import Http2Server
 from extproc.server.listeners import Keepalive
 
 LOCAL = "127.0.0.1"

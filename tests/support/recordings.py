@@ -64,11 +64,11 @@ def record(
     active = recordings(settings)
     recording = active.start()
     picker, timeline, lines = run.pickers[0], run.timeline, bytearray()
-    commit, end, numbers = picker._commit, picker.ended, {}
+    commit, end, numbers = picker.commit, picker.ended, {}
 
     def committed(sim_request, outcome):
         waited_s = timeline.now - sim_request.sent_at
-        chain = block_hashes(sim_request.work, picker._cuts)
+        chain = block_hashes(sim_request.work, picker.cuts)
         full = msgspec.structs.replace(outcome, block_hashes=chain)
         numbers[sim_request.id] = active.add_routed(
             full, full, now=timeline.now, queued_s=waited_s, pool=""
@@ -87,7 +87,7 @@ def record(
         )
         end(sim_request)
 
-    picker._commit, picker.ended = committed, ended
+    picker.commit, picker.ended = committed, ended
     metrics = run.run()
     lines.extend(recording.take(1000))
     return bytes(lines), metrics

@@ -34,7 +34,8 @@ from extproc.server import (
     stream_context,
 )
 from extproc.server.app import EndpointPickerProcess
-from extproc.server.http2_server import CallFactory, Http2Server
+from extproc.server.http2_protocol import CallFactory
+from extproc.server.http2_server import Http2Server
 from extproc.server.listeners import Keepalive, ListenAddresses
 from extproc.server.transport import ExtProcServicer, RpcServer
 from extproc.telemetry.counters import ProcessCounters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection, no_endpoints
-from extproc.endpoint import Candidate, Endpoint
-from extproc.request import InferenceRequest, RequestLabels
-from extproc.telemetry import exposition, pool_metrics
+from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.request import HttpRequest, InferenceRequest, RequestLabels
+from extproc.telemetry import explanation, exposition, pool_metrics
 from extproc.telemetry.counters import REMOVED_ENDPOINT, ProcessCounters
 from extproc.telemetry.request_recorder import (
     DecisionLog,
@@ -17,6 +18,7 @@ from extproc.telemetry.request_recorder import (
     RejectionRecord,
     StreamRecorder,
 )
+from tests.support.pool_fixture import PoolFixture
 
 
 def page(counters):
@@ -256,3 +258,32 @@ def test_the_ring_never_exceeds_its_bounds(added):
         assert len(sizes) <= 4
         assert sum(sizes) <= 12 or len(sizes) == 1
         assert msgspec.structs.asdict(ring.find(name).decision)["block_hashes"] == ()
+
+
+@pytest.mark.parametrize("strategy", ["adaptive", "weighted", "least-request", "lmetric"])
+def test_open_requests_that_the_log_dropped_keep_two_candidates(strategy):
+    """Candidates of many endpoints are large, and answers run for minutes."""
+    pool = PoolFixture(
+        {f"10.0.0.{n}:1": Load(at=100.0, engine="vllm", running=float(n)) for n in range(1, 21)},
+        profile=strategy,
+    )
+    log = DecisionLog(2)
+
+    def route(number):
+        body = b'{"model": "m", "prompt": "%d %s"}' % (number, b"x" * 500)
+        raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+        return log.add(str(number), pool.director.route(raw, pool.now), pool.now)
+
+    kept_open, ended = route(1), route(2)
+    ended.seconds = 1.0
+    texts = [explanation.format_short(record.decision) for record in (kept_open, ended)]
+    predicted_s, chosen = kept_open.decision.predicted_ttft_s, kept_open.decision.endpoints
+    assert len(kept_open.decision.candidates) == 20
+    route(3)
+    route(4)
+    slim = kept_open.decision
+    assert len(slim.candidates) == len(slim.scored_candidates) == 2
+    assert (slim.endpoints, slim.predicted_ttft_s) == (chosen, predicted_s)
+    assert explanation.format_short(slim) == texts[0]
+    assert len(ended.decision.candidates) == 20
+    assert explanation.format_short(ended.decision) == texts[1]

@@ -97,7 +97,7 @@ def test_a_nacked_version_is_not_sent_again(script):
     """What Envoy refused is not sent again; the next change is."""
     assert script.pool(a="bad") == [(ASSIGNMENT, "3", {"a": "bad"})]
     refused = script.envoy(ASSIGNMENT, "a", nonce="3", error="port_value must be positive")
-    version = sessions._combined_version({"a": "bad"})
+    version = sessions.combined_version({"a": "bad"})
     assert refused == [Nack(ASSIGNMENT, version, "port_value must be positive")]
     assert script.pool(a="bad") == []
     assert script.envoy(ASSIGNMENT, "a", nonce="3") == []

@@ -8,8 +8,6 @@ import datetime as dt
 import functools
 import logging
 import os
-import secrets
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -89,7 +87,7 @@ class Autoscaler:
         self._numbers: dict[str, int] = {}
         self._step_listener = on_step
         self._on_removed = on_removed
-        identity = _identity()
+        identity = kubernetes_plan.process_identity(os.environ)
         self.peers = PeerCounterClient(
             identity,
             shared.peers,
@@ -349,11 +347,6 @@ class Autoscaler:
 
 def _always() -> bool:
     return True
-
-
-def _identity() -> str:
-    """Identity of this process: host or pod name with a random suffix."""
-    return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
 
 
 def _build_cluster(settings: Settings, identity: str) -> scale_subresource.ScaleClient | None:

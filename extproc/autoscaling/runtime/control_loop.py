@@ -167,10 +167,10 @@ class ControlLoop:
         self._clock = clock
         self._on_change = on_change
         self._estimator = DemandEstimator(scaling.meter)
-        self._scaler = PolicyRunner(
+        self.scaler = PolicyRunner(
             scaling.policy_instance(f"autoscaling of {runtime.name or 'the pool'}"), scaling.bounds
         )
-        self.metrics = LoopMetrics(self._scaler.policy.window_s)
+        self.metrics = LoopMetrics(self.scaler.policy.window_s)
         self._woken = asyncio.Event()
         self._is_waiting = True
         self._waits_since: float | None = None
@@ -181,6 +181,11 @@ class ControlLoop:
     def active(self) -> bool:
         """True if at least a single replica is desired."""
         return self.desired is not None and self.desired.replicas > 0
+
+    @property
+    def is_woken(self) -> bool:
+        """True if the next step is due at once."""
+        return self._woken.is_set()
 
     def on_arrival(self) -> None:
         """Handle a request that is queued. Cheap: it is called for every queued request."""
@@ -196,7 +201,7 @@ class ControlLoop:
 
     def state(self) -> LoopState:
         """Current state, for `restore` in another process."""
-        return LoopState(self._scaler.state(), self._estimator.state, self._requested)
+        return LoopState(self.scaler.state(), self._estimator.state, self._requested)
 
     def restore(self, state: LoopState, *, shift_s: float) -> bool:
         """Continue from the state of another process; `shift_s` as in `PolicyRunner.restore`.
@@ -204,7 +209,7 @@ class ControlLoop:
         Returns:
             False if the state belongs to another policy; then nothing changes.
         """
-        if not self._scaler.restore(state.scaler, shift_s=shift_s):
+        if not self.scaler.restore(state.scaler, shift_s=shift_s):
             return False
         self._estimator.restore(state.learned, shift_s=shift_s)
         if state.requested is not None:
@@ -239,7 +244,7 @@ class ControlLoop:
             self._report_error(spec)
             if immediate:
                 await self._peers.push()
-            return _RETRY_S if own.held else self._scaler.policy.interval_s
+            return _RETRY_S if own.held else self.scaler.policy.interval_s
         self._decide(own, peer_counters, spec)
         failed = await self._act(spec)
         if immediate:
@@ -248,9 +253,7 @@ class ControlLoop:
             # The replica that may act was notified and did not: another may lead by now.
             await self._peers.push()
         return (
-            _RETRY_S
-            if failed or (own.held and self._is_waiting)
-            else self._scaler.policy.interval_s
+            _RETRY_S if failed or (own.held and self._is_waiting) else self.scaler.policy.interval_s
         )
 
     def _decide(
@@ -260,7 +263,7 @@ class ControlLoop:
         observation = self._counters.observe_target(spec, now)
         pickers = {**peer_counters, self._peers.identity: own}
         demand = self._estimator.read(now, pickers, observation)
-        self.demand, self.desired = demand, self._scaler.step(demand)
+        self.demand, self.desired = demand, self.scaler.step(demand)
         self.metrics.record(demand, self.desired, pickers)
         self._is_waiting, self._requested = not spec, spec
         if spec:

@@ -120,9 +120,13 @@ class DemandCounters:
 
 
 def available(pool: Pool) -> int:
-    """Ready replicas (count); a replica with several ports counts once."""
+    """Ready replicas (count); a replica with several ports or ranks counts once."""
     return len(
-        {member.endpoint.uid or member.endpoint.address for member in pool.members if member.is_up}
+        {
+            member.endpoint.uid or member.endpoint.host_port
+            for member in pool.members
+            if member.is_up
+        }
     )
 
 

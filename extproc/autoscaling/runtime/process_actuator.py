@@ -20,6 +20,7 @@ from extproc.autoscaling.runtime.actuator import ActuatorContext, ActuatorError
 from extproc.config.autoscaling import PORT, LaunchSection, ScalingSection
 from extproc.discovery.endpoint_list import DiscoveredPool
 from extproc.endpoint import Endpoint
+from extproc.pool.inflight import InflightLoad
 from extproc.scrape import client
 from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor, place_of
@@ -55,6 +56,7 @@ class EngineProcess:
         address: `ip:port`; empty while it is unknown.
         ready: True once it answers and may get requests.
         is_wanted: False once it has to end.
+        accounts: Our open requests on it and its ranks, as long as the pool had it.
     """
 
     def __init__(self, number: int) -> None:
@@ -62,6 +64,7 @@ class EngineProcess:
         self.address = ""
         self.ready = False
         self.is_wanted = True
+        self.accounts: Sequence[InflightLoad] = ()
         self.is_leaving = asyncio.Event()
         self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
 
@@ -171,6 +174,10 @@ class ProcessActuator:
 
     def _publish(self) -> None:
         """Publish the endpoints: engines that answer and have to stay."""
+        pool = self._runtime.parts.store.pool
+        for engine in self._engines:
+            if engine.address and (members := pool.ranks_at(engine.address)):
+                engine.accounts = [member.account for member in members]
         ready = [engine for engine in self._engines if engine.ready and engine.is_wanted]
         endpoints = [
             Endpoint(engine.address, name=f"engine-{engine.number}", uid=str(engine.number))
@@ -235,21 +242,17 @@ class ProcessActuator:
             engine.ready = True
             _log.info("engine %d serves on %s", engine.number, engine.address)
             self._publish()
-            busy = self._in_flight(engine)
             await asyncio.wait({ended, leaves}, return_when=asyncio.FIRST_COMPLETED)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._launch.drain_s):
-                    while busy() and not ended.done():
+                    while (
+                        any(account.in_flight for account in engine.accounts) and not ended.done()
+                    ):
                         # A count has no event, and a late look does no harm.
                         await asyncio.wait({ended}, timeout=_POLL_S)
         finally:
             for task in (ended, leaves, starting):
                 task.cancel()
-
-    def _in_flight(self, engine: EngineProcess) -> Callable[[], int]:
-        """Reader of our open requests on an engine, valid after it left the pool."""
-        member = self._runtime.parts.store.pool.find(engine.address)
-        return (lambda: 0) if member is None else (lambda: member.account.in_flight)
 
     async def _is_healthy(self, engine: EngineProcess) -> None:
         """Wait until the health check of an engine succeeds."""

@@ -27,6 +27,7 @@ class EngineNode:
     Attributes:
         up: Whether the process is there.
         refusing: Whether it answers 503 at once.
+        has_metrics: Whether it has a metrics page.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class EngineNode:
         *,
         finished: OnFinished,
         gaps: OnGaps,
+        has_metrics: bool = True,
     ) -> None:
         self.profile = profile
+        self.has_metrics = has_metrics
         self.up = False
         self.refusing = False
         self.preemptions = 0

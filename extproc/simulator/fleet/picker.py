@@ -12,12 +12,12 @@ import msgspec
 from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.decision import Decision, Deferral, Outcome, Rejection
-from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
+from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel, split_ranks
 from extproc.flow_control import controller
 from extproc.flow_control.flow_queue import EndpointBits
 from extproc.pool import conversations
 from extproc.pool.inflight import Reservation
-from extproc.pool.store import ScrapeToken
+from extproc.pool.observed_page import ScrapeToken
 from extproc.request import InferenceRequest
 from extproc.scheduling.framework import Signal
 from extproc.scrape import schedule
@@ -65,10 +65,15 @@ class ExtprocPicker:
         settings: As from a configuration file.
         nodes: All engines there will ever be.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
+        ranks: Data-parallel ranks of each engine (counts), in the order of `nodes`, of which each
+            is a rank. None: each is an engine.
         models: What every engine lists, where the settings ask for it.
         knows_max_tokens: Whether requests carry the length of their answers.
         on_dequeued: Called with a request that waited and goes to its `node`, or is refused with a
             `failure`; None where no request waits, whatever the settings say.
+
+    Attributes:
+        cuts: Tokens after which prompts are cut into blocks; ascending.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class ExtprocPicker:
         timeline: EventQueue,
         delay_s: float,
         models: ServedModels,
+        ranks: Sequence[int] | None = None,
         knows_max_tokens: bool = False,
         on_dequeued: Callable[[SimRequest], None] | None = None,
     ) -> None:
@@ -97,12 +103,20 @@ class ExtprocPicker:
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.schedule
         self._needs = self.parts.director.routing.needs
-        self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
+        self.cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[str, conversations.PendingShare] = {}
-        self._endpoints = [
+        counts = [1] * len(nodes) if ranks is None else ranks
+        engines = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
-            for n in range(len(nodes))
+            for n in range(len(counts))
+        ]
+        self._engine_of = [n for n, count in enumerate(counts) for _ in range(count)]
+        self._engines = engines
+        self._endpoints = [
+            endpoint
+            for engine, count in zip(engines, counts, strict=True)
+            for endpoint in split_ranks(engine, range(count))
         ]
         self._nodes_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
         self._watched: set[int] = set()
@@ -133,7 +147,14 @@ class ExtprocPicker:
 
     def listed(self, up: Sequence[int]) -> None:
         """See `SimPicker`."""
-        self.parts.store.set_endpoints([self._endpoints[n] for n in up], self._timeline.now)
+        store, now = self.parts.store, self._timeline.now
+        engines = dict.fromkeys(self._engine_of[n] for n in up)
+        store.set_endpoints([self._engines[n] for n in engines], now)
+        for n in up:
+            rank = self._endpoints[n].rank
+            if rank is not None and not rank.index:  # as the first page shows them
+                (engine, *_) = store.pool.ranks_at(self._endpoints[n].host_port)
+                store.set_ranks(engine.endpoint, range(rank.count), now)
         if self._kv_events is not None:
             for n in up:
                 self._kv_events.follow(n, self._endpoint(n))
@@ -160,7 +181,7 @@ class ExtprocPicker:
             outcome = refused or outcome
         match outcome:
             case Decision():
-                return self._commit(sim_request, outcome)
+                return self.commit(sim_request, outcome)
             case Deferral():
                 sim_request.refused(outcome.rejection, self._timeline.now)
             case Rejection():
@@ -209,6 +230,7 @@ class ExtprocPicker:
             max_tokens=work.output_tokens if self._knows_max_tokens else None,
             session=work.session,
             priority=work.priority,
+            subset=None if work.node < 0 else (self._endpoints[work.node].address,),
         )
         return self.parts.director.scheduler.schedule(
             request,
@@ -221,7 +243,7 @@ class ExtprocPicker:
     def _grant(
         self, sim_request: SimRequest, outcome: Decision, on_dequeued: Callable[[SimRequest], None]
     ) -> None:
-        sim_request.node = self._commit(sim_request, outcome)
+        sim_request.node = self.commit(sim_request, outcome)
         on_dequeued(sim_request)
 
     def _refuse(
@@ -234,14 +256,19 @@ class ExtprocPicker:
         sim_request.refused(rejection, self._timeline.now)
         on_dequeued(sim_request)
 
-    def _commit(self, sim_request: SimRequest, outcome: Decision) -> int:
+    def commit(self, sim_request: SimRequest, outcome: Decision) -> int:
         """Charge a decision; returns the node."""
         work = sim_request.work
         self._reservations[sim_request.id] = self.parts.director.reserve(
             outcome, self._timeline.now
         )
         if self._kv_events is not None:
-            self._kv_events.map_prompt(work, outcome.block_hashes)
+            self._kv_events.map_prompt(
+                work,
+                outcome.block_hashes,
+                address=outcome.endpoints[0].address,
+                now=self._timeline.now,
+            )
         sim_request.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._nodes_of[outcome.endpoints[0].address]
         if n not in self._busy:
@@ -272,7 +299,7 @@ class ExtprocPicker:
         """The prompt's block hashes; like a real picker, none where no profile reads them."""
         if Signal.PREFIX not in self._needs:
             return ()
-        cuts, keys = self._cuts, work.keys
+        cuts, keys = self.cuts, work.keys
         full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
         return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
 
@@ -306,12 +333,13 @@ class ExtprocPicker:
         self._resting.pop(n, None)
         began, mark = timeline.now, fleet.begin_scrape(self._endpoint(n))
         node = self._nodes[n]
-        page = node.page(timeline.now) if node.up else None
+        page = node.page(timeline.now) if node.up and node.has_metrics else None
+        reason = "status 404" if node.up else "refused"
         busy = n in self._busy or n in self._touched
         self._touched.discard(n)
 
         def taken() -> None:
-            self._taken(n, mark, page)
+            self._taken(n, mark, page, reason)
             resting = not busy and self._counts.is_resting(timeline.now)
             if resting and not self._failures[n]:
                 self._resting[n] = began
@@ -321,11 +349,12 @@ class ExtprocPicker:
 
         timeline.after(self._delay_s, taken)
 
-    def _taken(self, n: int, mark: ScrapeToken, page: Load | None) -> None:
+    def _taken(self, n: int, mark: ScrapeToken, page: Load | None, reason: str) -> None:
+        """Take in a scrape; the reason says why there is no page."""
         fleet, now = self.parts.store, self._timeline.now
         if page is None:
             self._failures[n] += 1
-            fleet.scrape_failed(mark, "refused", now)
+            fleet.scrape_failed(mark, reason, now)
         else:
             self._failures[n] = 0
             fleet.observe(mark, page, now)
@@ -349,7 +378,7 @@ class ExtprocPicker:
             idle_endpoints=max(0, counts.all - counts.busy),
             failures=self._failures[n],
             resting=resting,
-            refused=bool(self._failures[n]),  # the one way a simulated scrape fails
+            refused=bool(self._failures[n]) and self._nodes[n].has_metrics,
             rng=self.parts.rng,
         )
 

@@ -28,20 +28,25 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         count: How many.
+        ranks: Data-parallel ranks of each behind one port, every one with a machine of its own; 1
+            is an engine without ranks.
         profile: A machine by name: demo, l4-8b-fp8, l4-8b-fp8-2k, a10-7b-fp16, a100-8b-bf16,
             a100-7b-fp16, h100-8b-bf16, 2xh100-70b-fp8, 4xh100-70b-bf16. The default is the one the
             published runs we compare with were made on.
         speed: Factor of its speed.
         ready_s: When they come up, virtual seconds. 0: they are there from the start.
+        has_metrics: Whether they have a metrics page. False: scrapes find none (404).
         set: Numbers of the machine that differ, such as `kv_tokens: 4200`: base_s,
             prefill_s_per_token, decode_s_per_seq, context_s_per_token, kv_tokens, token_budget,
             max_num_seqs, max_model_len, max_queued, max_loras, lora_load_s, lora_kv_tokens.
     """
 
     count: Positive = 8
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     profile: str = "l4-8b-fp8"
     speed: Factor = 1.0
     ready_s: Seconds = 0.0
+    has_metrics: bool = True
     set: Mapping[str, float] = {}
 
     def resolved(self) -> profiles.EngineProfile:

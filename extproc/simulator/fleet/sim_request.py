@@ -29,6 +29,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
         opening: Beginning of the first user message, as text.
         tenant: Tenant of the request; empty for none.
         priority: Of its objective.
+        node: Index of the only engine it may go to; -1 for any.
     """
 
     prompt_tokens: int
@@ -39,6 +40,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     opening: str = ""
     tenant: str = ""
     priority: int = 0
+    node: int = -1
 
 
 class SimSession(msgspec.Struct, frozen=True, gc=False):

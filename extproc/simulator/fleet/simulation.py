@@ -50,7 +50,7 @@ class Simulation:
         self.metrics = RunMetrics(scenario.measure_from_s)
         self._scenario = scenario
         self._chance = random.Random(seed)
-        self._served = 0
+        self.num_served = 0
         self.nodes: list[EngineNode] = []
         self._listed: list[bool] = []
         self._picker_of: dict[str, SimPicker] = {}
@@ -60,10 +60,14 @@ class Simulation:
         self._left: set[str] = set()
         for engines in scenario.fleet:
             profile = engines.resolved()
-            for _ in range(engines.count):
+            for _ in range(engines.count * engines.ranks):
                 self._engine(
                     EngineNode(
-                        self.timeline, profile, finished=self._ended, gaps=self.metrics.gaps
+                        self.timeline,
+                        profile,
+                        finished=self._ended,
+                        gaps=self.metrics.gaps,
+                        has_metrics=engines.has_metrics,
                     ),
                     engines.ready_s if scaled is None else None,
                 )
@@ -141,6 +145,7 @@ class Simulation:
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
             models=ServedModels(frozenset({MODEL}), workloads.named(self._scenario.workload)),
+            ranks=[engines.ranks for engines in self._scenario.fleet for _ in range(engines.count)],
             knows_max_tokens=self._scenario.picking.with_max_tokens,
             on_dequeued=self._on_dequeued if waits else None,
         )
@@ -193,8 +198,8 @@ class Simulation:
             self.timeline.after(outage.back_s, lambda: self._back(n))
 
     def _send(self, work: RequestSpec) -> SimRequest:
-        self._served += 1
-        sim_request = SimRequest(f"r{self._served}", work, self.timeline.now)
+        self.num_served += 1
+        sim_request = SimRequest(f"r{self.num_served}", work, self.timeline.now)
         replicas = self._replicas
         if replicas is None:
             self._go(sim_request)

@@ -285,7 +285,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         rate_per_s: Their sessions begin at this rate, as a Poisson process.
         from_s: When they begin, virtual seconds.
         until_s: When no more of their sessions begin. None: when the workload is over.
-        workload: What they ask.
+        workload: What they ask. Adapters of the same number are the same in all groups.
     """
 
     tenant: str
@@ -304,10 +304,15 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """
         salt = (number + 1) << 54
         at = self.from_s
-        for session in self.workload.source(random.Random(rng.getrandbits(64))):
+        num_adapters = adapters(self.workload)
+        source = self.workload.source(random.Random(rng.getrandbits(64)))
+        for n, session in enumerate(source):
             at += rng.expovariate(self.rate_per_s)
             if self.until_s is not None and at >= self.until_s:
                 return
+            specs = session.specs
+            if num_adapters:
+                specs = adapted(specs, n % num_adapters)
             works = [
                 msgspec.structs.replace(
                     work,
@@ -315,7 +320,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     tenant=self.tenant,
                     priority=self.priority,
                 )
-                for work in session.specs
+                for work in specs
             ]
             yield SimSession(works, session.think_s, at)
 
@@ -380,7 +385,7 @@ def sessions(
 
 
 def adapters(workload: Workload) -> int:
-    """Number of LoRA adapters in a workload; 0 for the base model only."""
+    """Number of LoRA adapters that clients ask for in turns; 0 where requests name theirs, or none."""
     return 0 if isinstance(workload, TraceWorkload | Repeated | Groups) else workload.adapters
 
 
@@ -388,7 +393,9 @@ def named(workload: Workload | FixedWorkload) -> frozenset[str]:
     """Names of those adapters."""
     if isinstance(workload, FixedWorkload):
         return workload.adapter_names
-    return frozenset(_name(number) for number in range(adapters(workload)))
+    parts = [group.workload for group in workload.groups] if isinstance(workload, Groups) else []
+    highest = max((adapters(part) for part in [workload, *parts]), default=0)
+    return frozenset(_name(number) for number in range(highest))
 
 
 def adapted(works: Sequence[RequestSpec], number: int) -> list[RequestSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.core import (
@@ -151,7 +151,7 @@ class ExpositionPage(Collector):
     """Renders the page.
 
     Args:
-        counts: The engine's statistics.
+        counts: Statistics of each data-parallel rank.
         http: The server's own.
         model: The served base model.
         created: Unix time the engine started.
@@ -159,14 +159,14 @@ class ExpositionPage(Collector):
 
     def __init__(
         self,
-        counts: stats.Stats,
+        counts: Sequence[stats.Stats],
         http: HttpCounts,
         *,
         model: str,
         profile: profiles.EngineProfile,
         created: float,
     ) -> None:
-        self._stats = counts
+        self._ranks = counts
         self._http = http
         self._model = model
         self._profile = profile
@@ -179,35 +179,46 @@ class ExpositionPage(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families in the order of the page."""
         yield from self._process()
-        values = self._stats.values()
+        values = [counts.values() for counts in self._ranks]
         for family in vllm_metric_families.FAMILIES:
             yield self._family(family, values)
         if self._profile.max_loras:
             yield self._adapters()
-        config = self._cache_config()
+        configs = [self._cache_config(str(rank)) for rank in range(len(self._ranks))]
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Information of the LLMEngine CacheConfig",
-            labels=list(config),
+            labels=list(configs[0]),
         )
-        info.add_metric(list(config.values()), 1)
+        for config in configs:
+            info.add_metric(list(config.values()), 1)
         yield info
         yield from self._http.families()
 
-    def _family(self, family: vllm_metric_families.Family, values: Mapping[str, float]) -> Metric:
+    def _family(
+        self, family: vllm_metric_families.Family, values: Sequence[Mapping[str, float]]
+    ) -> Metric:
         name = f"vllm:{family.name}"
-        common = {"model_name": self._model} | ({"engine": "0"} if family.engine else {})
+        # What the server counts before a request has a rank is there once.
+        ranks = enumerate(self._ranks) if family.engine else [(0, self._ranks[0])]
+        commons = [
+            (rank, (self._model, str(rank)) if family.engine else (self._model,))
+            for rank, _ in ranks
+        ]
+        labels = ("model_name", "engine") if family.engine else ("model_name",)
         if family.kind == "histogram":
-            histograms = [(tuple(common.values()), self._stats.histograms[family.name])]
-            return _histogram(
-                name, family.help, histograms, labels=tuple(common), created=self._created
-            )
-        labels = [*common, family.label] if family.label else list(common)
+            histograms = [
+                (common, self._ranks[rank].histograms[family.name]) for rank, common in commons
+            ]
+            return _histogram(name, family.help, histograms, labels=labels, created=self._created)
+        if family.label:
+            labels = (*labels, family.label)
         samples = [
             (
-                [*common.values(), variant] if variant else list(common.values()),
-                values.get(f"{family.name}/{variant}" if variant else family.name, 0.0),
+                [*common, variant] if variant else list(common),
+                values[rank].get(f"{family.name}/{variant}" if variant else family.name, 0.0),
             )
+            for rank, common in commons
             for variant in family.variants
         ]
         if family.kind == "gauge":
@@ -220,10 +231,11 @@ class ExpositionPage(Collector):
             counter.add_metric(texts, value, created=self._created)
         return counter
 
-    def _cache_config(self) -> dict[str, str]:
+    def _cache_config(self, rank: str) -> dict[str, str]:
         profile = self._profile
         block = str(profile.block_tokens)
         return _CACHE_CONFIG | {
+            "engine": rank,
             "block_size": block,
             "effective_attention_block_size": block,
             "kv_cache_max_concurrency": str(
@@ -241,8 +253,9 @@ class ExpositionPage(Collector):
             "Running stats on lora requests.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        for adapters, at in self._stats.adapters.items():
-            family.add_metric([str(self._profile.max_loras), adapters, adapters], at)
+        for counts in self._ranks:
+            for adapters, at in counts.adapters.items():
+                family.add_metric([str(self._profile.max_loras), adapters, adapters], at)
         return family
 
     def _process(self) -> Iterator[Metric]:

@@ -41,6 +41,15 @@ class KvPublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     topic: bytes = b""
 
+    def of_rank(self, rank: int) -> KvPublisherSettings:
+        """Those of a rank, whose ports follow the first rank's; free ones stay free."""
+        return msgspec.structs.replace(
+            self,
+            port=self.port and self.port + rank,
+            replay_port=self.replay_port and self.replay_port + rank,
+            rank=self.rank + rank,
+        )
+
 
 class _Block(msgspec.Struct, frozen=True):
     """Content of a block."""

@@ -24,6 +24,7 @@ from extproc.simulator.http import (
 #: Bodies the server takes; far above the 32 MiB that data planes are tested with.
 _MAX_BODY_BYTES = 1 << 28
 _VERSION = "0.32.0"
+_RANK = "x-data-parallel-rank"
 #: Requests in flight get this long when the server stops; aiohttp reads 0 as for ever.
 _SHUTDOWN_S = 0.01
 
@@ -44,7 +45,9 @@ class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         keepalive_s: Idle connections are closed after this time; uvicorn's default is 5 s.
         pod: Value of the `x-inference-pod` response header; empty means `engine-PORT`.
         faults: Faults armed from the start, in the grammar of `faults`.
-        kv_events: KV events that it publishes; None for none.
+        kv_events: KV events that it publishes, rank r on the ports plus r; None for none.
+        ranks: Data-parallel ranks behind its port, each with a machine of its own. The header
+            `x-data-parallel-rank` chooses; without it, the one with the least to do does.
     """
 
     profile: profiles.EngineProfile
@@ -59,6 +62,52 @@ class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pod: str = ""
     faults: tuple[str, ...] = ()
     kv_events: kv_publisher.KvPublisherSettings | None = None
+    ranks: int = 1
+
+
+class EngineRank:
+    """One data-parallel rank: its engine, statistics, loop and events.
+
+    Args:
+        settings: What the server simulates.
+        index: Its number, from 0.
+        trouble: Armed faults.
+
+    Attributes:
+        received: Inference requests that it got (count).
+    """
+
+    def __init__(self, settings: EngineServerSettings, index: int, trouble: faults.Faults) -> None:
+        self.received = 0
+        self.engine = core.SimulatedEngine(settings.profile.faster(settings.speed))
+        self.stats = stats.Stats(self.engine)
+        self.publisher = (
+            None
+            if settings.kv_events is None
+            else kv_publisher.KvPublisher(
+                settings.kv_events.of_rank(index),
+                self.engine.pool,
+                block_tokens=settings.profile.block_tokens,
+                trouble=trouble,
+            )
+        )
+        self.runner = engine_runner.Runner(
+            self.engine,
+            self.stats,
+            trouble,
+            coalesce_s=settings.coalesce_s,
+            on_step=self.publish,
+        )
+
+    @property
+    def load(self) -> int:
+        """Running requests and four times those waiting, as the load balancer of vLLM counts."""
+        return self.engine.running + 4 * self.engine.waiting
+
+    def publish(self) -> None:
+        """Publish the changes of blocks since the last call."""
+        if self.publisher is not None:
+            self.publisher.flush()
 
 
 class EngineServer:
@@ -80,29 +129,14 @@ class EngineServer:
         self._rng = random.Random(settings.seed)
         self.faults = faults.Faults(self._rng)
         self.faults.arm([faults.parse(text) for text in settings.faults], time.monotonic())
-        self.engine = core.SimulatedEngine(settings.profile.faster(settings.speed))
-        self.stats = stats.Stats(self.engine)
-        self.publisher = (
-            None
-            if settings.kv_events is None
-            else kv_publisher.KvPublisher(
-                settings.kv_events,
-                self.engine.pool,
-                block_tokens=settings.profile.block_tokens,
-                trouble=self.faults,
-            )
-        )
-        self.runner = engine_runner.Runner(
-            self.engine,
-            self.stats,
-            self.faults,
-            coalesce_s=settings.coalesce_s,
-            on_step=self._publish,
-        )
+        self.ranks = [EngineRank(settings, rank, self.faults) for rank in range(settings.ranks)]
+        first = self.ranks[0]
+        #: Those of the first rank.
+        self.engine, self.stats, self.publisher = first.engine, first.stats, first.publisher
         born = time.time()
         self._http = exposition.HttpCounts(born)
         self._page = exposition.ExpositionPage(
-            self.stats,
+            [rank.stats for rank in self.ranks],
             self._http,
             model=settings.model,
             profile=settings.profile,
@@ -213,6 +247,12 @@ class EngineServer:
         if not adapter and name != self.settings.model:
             message = f"The model `{name}` does not exist."
             return responses.failure(message, "NotFoundError", 404, "model")
+        rank = self._rank_of(request)
+        if rank is None:
+            return responses.bad_request(
+                f"data_parallel_rank {request.headers[_RANK]} is out of range "
+                f"[0, {len(self.ranks)})."
+            )
         limit = self.engine.profile.longest - prompt.count(ask.prompt)
         tokens = self.settings.output_tokens if ask.max_tokens is None else ask.max_tokens
         if tokens < 1:
@@ -227,7 +267,17 @@ class EngineServer:
             show_cached=self.settings.show_cached,
             fault=fault if fault is not None and fault.kind.endswith("-after") else None,
         )
-        return await responses.generate(request, self.runner, turn, self.publisher)
+        rank.received += 1
+        return await responses.generate(request, rank.runner, turn, rank.publisher)
+
+    def _rank_of(self, request: web.Request) -> EngineRank | None:
+        """The rank that a request names, or the one with the least to do; None for no such rank."""
+        named = request.headers.get(_RANK, "")
+        if not named:
+            return min(self.ranks, key=lambda rank: rank.load)
+        if not (named.isascii() and named.isdigit() and len(named) < 5):
+            return None
+        return self.ranks[int(named)] if int(named) < len(self.ranks) else None
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         """Count tokens; the ids are the 4-byte words themselves."""
@@ -289,14 +339,10 @@ class EngineServer:
     async def _reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """Evict every unreferenced cached block, as vLLM does in development mode."""
         del request
-        self.engine.pool.clear()
-        self._publish()
+        for rank in self.ranks:
+            rank.engine.pool.clear()
+            rank.publish()
         return web.Response()
-
-    def _publish(self) -> None:
-        """Publish the changes of blocks since the last call."""
-        if self.publisher is not None:
-            self.publisher.flush()
 
     async def _faults(self, request: web.Request) -> web.StreamResponse:
         """GET lists, POST adds, PUT replaces, DELETE clears: `{"faults": ["status=503,count=2"]}`."""
@@ -339,6 +385,16 @@ class EngineServer:
                 "in_flight": self.in_flight,
                 "most_in_flight": self.most_in_flight,
                 "fault_hits": self.faults.hits,
+                "ranks": [
+                    {
+                        "received": rank.received,
+                        "running": rank.engine.running,
+                        "waiting": rank.engine.waiting,
+                        "prefix_queries": rank.engine.prefix_queries,
+                        "prefix_hits": rank.engine.prefix_hits,
+                    }
+                    for rank in self.ranks
+                ],
             }
         )
 
@@ -368,17 +424,20 @@ async def serving(
         await site.start()
         server.port = runner.addresses[0][1]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(server.runner.run(), name="engine-steps")]
-            if server.publisher is not None:
-                server.publisher.bind(host)
-                tasks.append(group.create_task(server.publisher.run(), name="engine-kv-events"))
+            tasks = []
+            for rank in server.ranks:
+                tasks.append(group.create_task(rank.runner.run(), name="engine-steps"))
+                if rank.publisher is not None:
+                    rank.publisher.bind(host)
+                    tasks.append(group.create_task(rank.publisher.run(), name="engine-kv-events"))
             yield server
             for task in tasks:
                 task.cancel()
     finally:
         await runner.cleanup()
-        if server.publisher is not None:
-            server.publisher.close()
+        for rank in server.ranks:
+            if rank.publisher is not None:
+                rank.publisher.close()
 
 
 async def _render(

@@ -101,12 +101,14 @@ async def test_a_queued_request_wakes_the_loop_of_its_pool():
     fixture.bring("a/x")
     loop = fixture.subject.loops["a/x"]
     fixture.queue("a/x")
-    assert loop._woken.is_set()
-    loop._woken.clear()
-    fixture.bring("a/x", target="none")
-    fixture.queue("a/x")
-    assert not loop._woken.is_set()
-    assert fixture.scaled == []
+    assert loop.is_woken
+    again = AutoscalerFixture()
+    again.bring("a/x")
+    loop = again.subject.loops["a/x"]
+    again.bring("a/x", target="none")
+    again.queue("a/x")
+    assert not loop.is_woken
+    assert again.scaled == []
 
 
 def test_learned_state_survives_a_change_of_bounds():
@@ -116,7 +118,7 @@ def test_learned_state_survives_a_change_of_bounds():
     first = fixture.subject.loops["a/x"]
     fixture.bring("a/x", max="2")
     assert fixture.subject.loops["a/x"] is first
-    first._scaler.step(demands.demand(now=1.0, spec=1))
+    first.scaler.step(demands.demand(now=1.0, spec=1))
     before = first.state().scaler
     fixture.bring("a/x", max="3")
     second = fixture.subject.loops["a/x"]
@@ -213,7 +215,7 @@ async def test_a_discovered_pool_continues_from_the_state_of_another_replica(rem
     other = AutoscalerFixture()
     other.bring("a/x")
     loop: ControlLoop = other.subject.loops["a/x"]
-    loop._scaler.step(demands.demand(now=1.0, spec=1))
+    loop.scaler.step(demands.demand(now=1.0, spec=1))
     remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
     fixture = AutoscalerFixture()
     fixture.subject._cluster = Cluster()

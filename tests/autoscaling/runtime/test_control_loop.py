@@ -167,7 +167,7 @@ async def test_only_the_leader_scales():
     assert fixture.loop.active
     assert (fixture.actuator.requested, fixture.others.pushed) == ([], 1)
     fixture.loop.wake()
-    assert fixture.loop._woken.is_set()
+    assert fixture.loop.is_woken
 
 
 async def test_an_unreadable_peer_prevents_scale_down():
@@ -193,7 +193,7 @@ async def test_scale_down_waits_for_a_complete_window(policy):
     """Whatever the policy, after a start without memory."""
     fixture = ControlLoopFixture(spec=3, policy=policy)
     fixture.come("127.0.0.1:1")
-    await fixture.pass_s(min(50.0, fixture.loop._scaler.policy.watch_s - 5.0))
+    await fixture.pass_s(min(50.0, fixture.loop.scaler.policy.watch_s - 5.0))
     assert fixture.actuator.requested == []
 
 

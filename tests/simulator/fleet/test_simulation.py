@@ -48,7 +48,7 @@ def lost_nothing(run):
     done = [sim_request for sim_request in metrics.requests if not sim_request.failure]
     failed = [sim_request for sim_request in metrics.requests if sim_request.failure]
     assert len({sim_request.id for sim_request in metrics.requests}) == len(metrics.requests)
-    assert len(done) + len(failed) == run._served
+    assert len(done) + len(failed) == run.num_served
     for picker in run.pickers:
         for member in picker.parts.store.pool.members:
             assert member.account.in_flight == 0
@@ -230,7 +230,7 @@ def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
         accounts[:] = [m.account for p in run.pickers for m in p.parts.store.pool.members]
         assert all(0 <= account.from_peers <= account.in_flight for account in accounts)
         most = max(most, sum(account.from_peers for account in accounts))
-        if not run._sender.is_done:
+        if not run.is_complete:
             run.timeline.after(0.05, look)
 
     run.timeline.after(0.05, look)
@@ -240,3 +240,15 @@ def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
         pass
     assert (most > 0) == (delay_s is not None)
     assert sum(account.in_flight for account in accounts) == 0
+
+
+def test_engines_without_a_metrics_page_are_served_all_the_same():
+    """No page is no outage: requests go to such engines, and nothing is known of their load."""
+    fleet = [scenario.EngineGroup(count=2, profile="demo", has_metrics=False)]
+    run = a_simulation(a_scenario(independent(40), fleet=fleet))
+    figures = run.run().summary()
+    assert figures.requests == 40
+    assert min(endpoint.requests for endpoint in figures.endpoints) >= 10
+    members = run.pickers[0].parts.store.pool.members
+    assert [member.load.running for member in members] == [None, None]
+    assert not any(member.failures for member in members)

@@ -150,3 +150,17 @@ def test_groups_ask_the_same_whoever_else_is_there():
     assert all(1.0 < session.at < 4.0 for session in others)
     keys = {key for session in mine for key in session.specs[0].keys}
     assert not keys & {key for session in others for key in session.specs[0].keys}
+
+
+def test_groups_ask_for_adapters_in_turns():
+    """The sessions of a group ask for one adapter after another, and groups without stay with the base."""
+    tuned = workloads.Group(tenant="tuned", rate_per_s=2.0, workload=independent(6, adapters=3))
+    plain = workloads.Group(tenant="plain", rate_per_s=2.0, workload=independent(6))
+    both = workloads.Groups(groups=[tuned, plain])
+    specs = [session.specs[0] for session in sessions(both)]
+    assert [spec.adapter for spec in specs if spec.tenant == "tuned"] == [
+        f"adapter-{n}" for n in (0, 1, 2, 0, 1, 2)
+    ]
+    assert not any(spec.adapter for spec in specs if spec.tenant == "plain")
+    assert workloads.named(both) == {"adapter-0", "adapter-1", "adapter-2"}
+    assert workloads.adapters(both) == 0

@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from extproc.decision import Decision
+from extproc.endpoint import Load
 from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -99,6 +100,50 @@ def test_a_prompt_that_was_just_sent_is_believed_until_its_events_come(pool):
     pool.fixture.now += 3.0
     pool.fixture.director.release(reservation, pool.fixture.now)
     assert pool.matched() == {A: 0, B: 16}
+
+
+@pytest.mark.parametrize(
+    ("queued", "free", "expected"),
+    [(0, 0, 320), (1_000, 1_600, 320), (16, 0, 200), (1_000_000, 0, 80)],
+)
+def test_what_prompts_ahead_will_evict_does_not_count(pool, queued, free, expected):
+    """As far as the estimate has given it up: it is ahead of the engine by what waits there."""
+    pool.store(A, 20)
+    pool.map_prompt()
+    pool.exact.record_sent(A, pool.chain, 0.0)
+    member = pool.fixture.store.pool.members[0]
+    size = 20 + free // SIZE
+    page = Load(at=pool.fixture.now, waiting=0, kv_usage=0.0, kv_blocks=size, block_tokens=SIZE)
+    pool.fixture.store.observe(
+        pool.fixture.store.begin_scrape(member.endpoint), page, pool.fixture.now
+    )
+    # A quarter of the prompt is left of the estimate.
+    key = (A, member.endpoint.incarnation)
+    pool.fixture.index.record(key, pool.chain[: len(pool.chain) // 4])
+    account = pool.fixture.store.pool.members[0].account
+    if queued:
+        account.open("", queued, cached_tokens=0, now=pool.fixture.now)
+    assert pool.matched()[A] == pytest.approx(expected, abs=8)
+    assert pool.decide().match_source == ("events" if expected == 320 else "both")
+
+
+def test_the_estimate_is_corrected_by_its_own_predictions(pool):
+    """What events say of an endpoint is no error of the estimate of its size."""
+    pool.store(A, 20)
+    pool.map_prompt()
+    decision = pool.decide()
+    assert (decision.matched_tokens, decision.match_source) == (320, "events")
+    endpoint = decision.endpoints[0]
+    now = pool.fixture.now
+    reservation = pool.fixture.director.reserve(decision, now)
+    calibration = pool.fixture.cache_model.state_of(endpoint).calibration
+    calibration.observe_counters(512.0, 320.0)
+    assert (calibration.predicted, calibration.observed) == (0.0, 320.0)
+    reserved = pool.fixture.director.reserve(decision, now)
+    pool.fixture.director.unreserve(reserved, now)
+    calibration.observe_counters(512.0, 0.0)
+    assert calibration.predicted == 0.0
+    pool.fixture.director.release(reservation, now)
 
 
 def test_what_is_partly_known_counts_beside_the_belief(pool):

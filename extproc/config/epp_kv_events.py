@@ -1,0 +1,245 @@
+"""Converts the exact prefix cache plugins of an EndpointPickerConfig to our section `kv_events`.
+
+Upstream, `token-producer` asks a renderer for the tokens of a prompt before the choice, and
+`precise-prefix-cache-producer` looks their blocks up in an index that it keeps by KV events; scorers
+name it as the producer of their matches. Here `kv_events` does both, and a prompt is rendered after the
+choice, so settings about waiting, hashing and the size of the index have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from extproc.config import validation
+from extproc.config.scheduling_schema import EppPlugins, NamedPlugin
+from extproc.errors import ConfigError
+
+#: The producer, and the older scorer with a producer inside, which gives way to a producer of the file.
+PRODUCER: Final = "precise-prefix-cache-producer"
+SCORER: Final = "precise-prefix-cache-scorer"
+
+#: Types of the plugin that tokenizes.
+TOKENIZERS: Final = frozenset({"token-producer", "tokenizer"})
+
+#: Seconds for which a prompt counts as on its way, here and upstream.
+_SPECULATIVE_S: Final = 2.0
+
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_AnyMap = Mapping[str, object]
+
+
+class _Parameters(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    pass
+
+
+class _PodDiscovery(_Parameters, frozen=True):
+    socket_port: _Port = 5557
+    replay_socket_port: Annotated[int, msgspec.Meta(le=65535)] = 0
+    pod_label_selector: str = ""
+    pod_namespace: str = ""
+
+
+class _KvEvents(_Parameters, frozen=True):
+    zmq_endpoint: str = ""
+    topic_filter: str = ""
+    concurrency: int = 4
+    engine_type: Literal["vllm", "sglang", ""] = ""
+    discover_pods: bool = True
+    pod_discovery_config: _PodDiscovery | None = None
+
+
+class _TokenProcessor(_Parameters, frozen=True):
+    block_size: int = 0
+    block_size_tokens: int = 0
+    hash_seed: str = ""
+    hash_algorithm: str = ""
+
+
+class _Indexer(_Parameters, frozen=True):
+    kv_block_index_config: _AnyMap | None = None
+    kv_cache_backend_configs: tuple[_AnyMap, ...] | None = None
+    # Of earlier releases.
+    token_processor_config: _AnyMap | None = None
+    prefix_store_config: _AnyMap | None = None
+    tokenizers_pool_config: _AnyMap | None = None
+
+
+class _Producer(_Parameters, frozen=True):
+    token_processor_config: _TokenProcessor | None = None
+    indexer_config: _Indexer | None = None
+    kv_events_config: _KvEvents | None = None
+    speculative_indexing: bool = False
+    speculative_ttl: str = msgspec.field(default="", name="speculativeTTL")
+
+
+class _Renderer(_Parameters, frozen=True):
+    url: str = ""
+    timeout: str = ""
+    mm_timeout: str = ""
+
+
+class _Tokenizer(_Parameters, frozen=True):
+    model_name: str = ""
+    vllm: _Renderer | None = None
+    estimate: _AnyMap | None = None
+    uds_tokenizer_config: _AnyMap | None = None
+    backend: str = ""
+
+
+def convert_kv_events(
+    plugins: EppPlugins, *, where: str
+) -> tuple[dict[str, object] | None, list[str]]:
+    """Convert the exact prefix cache plugins, and warn of settings without a counterpart.
+
+    Args:
+        plugins: Plugins and profiles of the file.
+        where: The file, for errors.
+
+    Returns:
+        The section `kv_events`, None where no plugin reads events; and warnings.
+
+    Raises:
+        ConfigError: A parameter is unknown, of another type or out of range; or there are several
+            producers with different ports.
+    """
+    warnings: list[str] = []
+    producers = [
+        (index, plugin) for index, plugin in enumerate(plugins.plugins) if plugin.type == PRODUCER
+    ]
+    if not producers:
+        producers = [
+            (index, plugin) for index, plugin in enumerate(plugins.plugins) if plugin.type == SCORER
+        ]
+    section: dict[str, object] | None = None
+    for index, plugin in producers:
+        path = ("plugins", index, "parameters")
+        converted = _convert_producer(plugin, warnings, where=where, path=path)
+        if section and converted and section != converted:
+            raise ConfigError(
+                validation.location(where, path),
+                wanted="the ports of the other producer, because endpoints are subscribed to once",
+                got=validation.show(converted),
+                fix="keep one of the producers",
+            )
+        section = section or converted
+    for index, plugin in enumerate(plugins.plugins):
+        if plugin.type in TOKENIZERS:
+            path = ("plugins", index, "parameters")
+            renderer = _convert_tokenizer(
+                plugin, warnings, is_read=section is not None, where=where, path=path
+            )
+            if section is not None:
+                section |= renderer
+    return section, warnings
+
+
+def _convert_producer(
+    plugin: NamedPlugin, warnings: list[str], *, where: str, path: validation.Path
+) -> dict[str, object] | None:
+    """The section of a producer; None where it waits for engines to connect."""
+    producer = validation.to_struct(plugin.parameters, _Producer, where=where, path=path)
+    name = plugin.name or plugin.type
+    indexer = producer.indexer_config or _Indexer()
+    if indexer.tokenizers_pool_config is not None and plugin.type == PRODUCER:
+        raise ConfigError(
+            validation.location(where, (*path, "indexerConfig", "tokenizersPoolConfig")),
+            wanted="no tokenizers in this plugin, as upstream",
+            got="a mapping",
+            fix="remove it: engines are asked for the tokens of prompts",
+        )
+    if indexer.kv_cache_backend_configs:
+        warnings.append(
+            f"plugin {name}: kvCacheBackendConfigs is not acted on: blocks on the device count, "
+            "those of other tiers do not"
+        )
+    if producer.speculative_ttl:
+        seconds = validation.parse_duration(producer.speculative_ttl)
+        if seconds is None:
+            raise ConfigError(
+                validation.location(where, (*path, "speculativeTTL")),
+                wanted="a duration of 0 or more",
+                got=validation.show(producer.speculative_ttl),
+                fix="write 2s",
+            )
+        if seconds != _SPECULATIVE_S:
+            warnings.append(
+                f"plugin {name}: speculativeTTL is not acted on: a prompt counts as on its way for "
+                f"{_SPECULATIVE_S:g} s"
+            )
+    events = producer.kv_events_config or _KvEvents()
+    if events.zmq_endpoint:
+        warnings.append(
+            f"plugin {name}: zmqEndpoint is not bound: engines have to listen for subscribers, as "
+            "they do at an endpoint with a * such as tcp://*:5557"
+        )
+    if not events.discover_pods:
+        warnings.append(
+            f"plugin {name}: no KV events are read with discoverPods: false; what engines hold is "
+            "estimated, and corrected by what they report"
+        )
+        return None
+    ports = events.pod_discovery_config or _PodDiscovery()
+    return {
+        "enabled": True,
+        "port": ports.socket_port,
+        "replay_port": max(0, ports.replay_socket_port),
+    }
+
+
+def _convert_tokenizer(
+    plugin: NamedPlugin,
+    warnings: list[str],
+    *,
+    is_read: bool,
+    where: str,
+    path: validation.Path,
+) -> dict[str, object]:
+    """Keys of the section that name a renderer; none where engines render.
+
+    Args:
+        is_read: Whether KV events are read, and so prompts are rendered at all.
+    """
+    tokenizer = validation.to_struct(plugin.parameters, _Tokenizer, where=where, path=path)
+    name = plugin.name or plugin.type
+    renderer = tokenizer.vllm or _Renderer()
+    is_real = tokenizer.vllm is not None or tokenizer.model_name or tokenizer.uds_tokenizer_config
+    if tokenizer.estimate is not None and is_real:
+        raise ConfigError(
+            validation.location(where, (*path, "estimate")),
+            wanted="one of estimate, vllm and udsTokenizerConfig, as upstream",
+            got="several",
+            fix="remove estimate",
+        )
+    if tokenizer.estimate:
+        warnings.append(
+            f"plugin {name}: estimate is not acted on: prompt lengths follow the ratio of bytes to "
+            "tokens that is learned for a model"
+        )
+    if tokenizer.vllm is not None and not tokenizer.model_name:
+        raise ConfigError(
+            validation.location(where, (*path, "modelName")),
+            wanted="the model of the renderer, as upstream",
+            got="nothing",
+            fix="write its name, or remove vllm",
+        )
+    if not is_real:
+        return {}
+    if not is_read:
+        warnings.append(
+            f"plugin {name}: no tokenizer is asked without {PRODUCER}: prompt lengths follow the "
+            "ratio of bytes to tokens that is learned for a model"
+        )
+        return {}
+    if tokenizer.uds_tokenizer_config is not None:
+        warnings.append(
+            f"plugin {name}: udsTokenizerConfig is not acted on: engines are asked for the tokens "
+            "of prompts"
+        )
+    if not renderer.url:
+        return {}
+    return {"render_url": renderer.url.rstrip("/"), "render_model": tokenizer.model_name}

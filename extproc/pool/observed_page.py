@@ -1,0 +1,84 @@
+"""Scrapes as the pool takes them in: our own counts when they were sent, and what changed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from extproc.endpoint import Endpoint, Load, StepTimeModel
+from extproc.pool.snapshot import EndpointSnapshot
+
+
+class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
+    """Our own counts at the time a scrape was sent.
+
+    Attributes:
+        endpoint: The endpoint in its life then.
+        in_flight: Our own requests on it.
+        sent: `InflightLoad.sent` when the scrape was requested (tokens).
+        written: `InflightLoad.kv_tokens_sent`.
+        served: `InflightLoad.served` when the scrape was requested (requests).
+    """
+
+    endpoint: Endpoint
+    in_flight: int
+    sent: int = 0
+    written: int = 0
+    served: int = 0
+
+
+class ObservedPage(msgspec.Struct, frozen=True, gc=False):
+    """A page that was taken in: the member before it, what it says, and whether it restarted."""
+
+    before: EndpointSnapshot
+    after: Load
+    rates: StepTimeModel
+    restarted: bool
+
+    @property
+    def moved(self) -> bool | None:
+        """True if the engine computed anything since the page before.
+
+        None where it has no counter that moves with every iteration: others stand still for as
+        long as one answer takes.
+        """
+        before, after = self.before.load.counters, self.after.counters
+        counts = after.steps, after.computed_tokens, after.decoded_tokens
+        if counts == (None, None, None):
+            return None
+        return counts != (before.steps, before.computed_tokens, before.decoded_tokens)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is nothing of ours on it, or nothing at all."""
+        return not self.before.account.in_flight or not (self.after.running or self.after.waiting)
+
+
+class ScrapeObserver(Protocol):
+    """Callback for every scrape taken in."""
+
+    def __call__(
+        self,
+        endpoint: Endpoint,
+        *,
+        before: Load,
+        after: Load,
+        rates: StepTimeModel,
+        restarted: bool,
+    ) -> None:
+        """Handle a scrape that was taken in.
+
+        Args:
+            endpoint: The endpoint scraped.
+            before: The load until then.
+            after: The load from now on.
+            rates: Step times of the engine.
+            restarted: Whether the engine is another process now.
+        """
+
+
+def ignore_scrape(
+    endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
+) -> None:
+    """Do nothing."""

@@ -1,0 +1,119 @@
+"""What real engines sent, byte by byte, taken in: the index predicts what they found.
+
+`captures/README.md` names the command.
+"""
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from extproc.prefix_cache import kv_events
+from extproc.prefix_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from extproc.prefix_cache.token_blocks import TokenBlockIndex
+
+FILES = sorted((Path(__file__).parent / "captures").glob("*.json"))
+
+
+@pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
+def capture(request):
+    return json.loads(request.param.read_text())
+
+
+def events(message):
+    """Decoded events of the frames of a message, whose payload is the last one."""
+    return [
+        kv_events.decode_event(raw) for raw in kv_events.decode_batch(bytes.fromhex(message[-1]))
+    ]
+
+
+def prompt_keys(row, block_tokens):
+    """Keys of the blocks of a request that an engine can find, by its token ids."""
+    body, tokens = row["body"], row["token_ids"]
+    adapter = "" if body["model"] == "tiny" else body["model"]
+    packed = array("I", tokens).tobytes()
+    count = (len(tokens) - 1) // block_tokens
+    extras = ()
+    if "cache_salt" in body:
+        extras = (b"\xa8" + body["cache_salt"].encode(), *[b""] * (len(tokens) // block_tokens - 1))
+    keys = kv_events.block_keys(kv_events.root_key(adapter), packed, block_tokens, extras)
+    return keys[:count]
+
+
+def test_there_is_a_capture():
+    """The tests below are not empty by mistake."""
+    assert FILES
+
+
+def test_frames_are_those_that_the_subscriber_reads(capture):
+    """Topic, number and batch; replays have an empty frame before, and end with all ones."""
+    for life in capture["lives"]:
+        numbers = [int(frames[1], 16) for frames in life["messages"]]
+        assert numbers == list(range(len(numbers)))
+        assert {len(frames) for frames in life["messages"]} == {3}
+    replay = capture["replay_from_5"]
+    assert {len(frames) for frames in replay} <= {3, 4}
+    assert all(not frames[0] for frames in replay)
+    assert replay[-1][-2:] == ["f" * 16, ""]
+    published = capture["lives"][0]["messages"][5:]
+    assert [frames[-2:] for frames in replay[:-1]] == [frames[1:] for frames in published]
+
+
+def test_every_event_is_of_a_known_kind(capture):
+    """Nothing of a real engine is malformed or left out."""
+    kinds = {type(event) for frames in capture["lives"][0]["messages"] for event in events(frames)}
+    assert kinds == {BlockStored, BlockRemoved, AllBlocksCleared}
+    for life in capture["lives"]:
+        for frames in life["messages"]:
+            for event in events(frames):
+                if isinstance(event, BlockStored):
+                    assert event.block_tokens == capture["block_tokens"]
+                    assert (event.medium, event.group, event.is_prefix) == ("GPU", 0, True)
+
+
+def test_the_index_predicts_what_the_engine_finds(capture):
+    """Of every request, in both lives, with adapters, salts, copies, evictions and a reset."""
+    block_tokens = capture["block_tokens"]
+    index = TokenBlockIndex(1000)
+    for life in capture["lives"]:
+        engine, taken = index.open(), 0
+        for row in life["requests"]:
+            for frames in life["messages"][taken : row["batches_before"]]:
+                for event in events(frames):
+                    index.apply(engine, event)
+            taken = row["batches_before"]
+            keys = prompt_keys(row, block_tokens)
+            ends = index.holders(keys, len(keys))
+            depth = max((end for end, bits in ends if bits & engine.bit), default=0)
+            if row["name"] == "after a reset":
+                # An engine publishes that its cache was cleared with its next step.
+                assert row["cached_tokens"] == 0
+                continue
+            assert depth * block_tokens == row["cached_tokens"], row["name"]
+        for frames in life["messages"][taken:]:
+            for event in events(frames):
+                index.apply(engine, event)
+        assert engine.held + engine.num_copies <= capture["blocks"]
+        assert not engine.dropped
+        index.close(engine)
+
+
+def test_the_capture_shows_what_it_is_for(capture):
+    """Hits, evictions, an adapter, a salt, and a block that was stored twice."""
+    rows = {row["name"]: row for row in capture["lives"][0]["requests"]}
+    assert rows["again"]["cached_tokens"] == 96
+    assert rows["copies its last block"]["cached_tokens"] == 32
+    assert rows["adapter"]["cached_tokens"] == rows["salt"]["cached_tokens"] == 0
+    assert rows["next turn"]["cached_tokens"] > 96
+    assert rows["after evictions"]["cached_tokens"] == 0
+    assert rows["again after a reset"]["cached_tokens"] == 96
+
+
+def test_render_and_tokenize_name_the_same_tokens(capture):
+    """So it does not matter which of them an engine has."""
+    for sample in capture["samples"]:
+        rendered = sample["render"]
+        first = rendered[0] if isinstance(rendered, list) else rendered
+        assert first["token_ids"] == sample["tokenize"]["tokens"]
+    assert all(row["tokenize_agrees"] for life in capture["lives"] for row in life["requests"])
