@@ -7,13 +7,25 @@ A test compares every block with the results, so that neither can be changed alo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench import agreement, capacity, replicas, rig, robustness, run, scaling, summary
+from bench import (
+    agreement,
+    capacity,
+    match_sources,
+    replicas,
+    rig,
+    robustness,
+    run,
+    scaling,
+    summary,
+)
+from bench.arena import report as arena_report
 from bench.peers import report as peers_report
 from bench.peers import routing as peers_routing
-from bench.real_vllm import report
+from bench.real_vllm import kv_events, report
 
 
 def block() -> str:
@@ -52,9 +64,23 @@ def _floor() -> list[str]:
     ]
 
 
+def arena_block() -> str:
+    """Adaptive beside published strategies on random scenarios."""
+    if not (rig.RESULTS / "arena.json").exists():
+        return "Nothing measured yet."
+    return arena_report.block(run.read("arena"))
+
+
 def real_block() -> str:
     """Real engines beside simulated ones."""
     return report.block(run.read("real_vllm"))
+
+
+def real_events_block() -> str:
+    """Predictions by KV events beside real engines."""
+    if not (rig.RESULTS / f"{kv_events.RESULT}.json").exists():
+        return "Nothing measured yet."
+    return kv_events.block(run.read(kv_events.RESULT))
 
 
 def agreement_block() -> str:
@@ -81,6 +107,11 @@ def replicas_block() -> str:
     if not (rig.RESULTS / "replicas.json").exists():
         return "Nothing measured yet."
     return replicas.block(run.read("replicas"))
+
+
+def match_sources_block() -> str:
+    """Kinds of knowledge of prefix caches beside each other."""
+    return match_sources.block(run.read("match_sources"))
 
 
 def capacity_block() -> str:
@@ -203,8 +234,10 @@ class Block:
 BLOCKS: Mapping[str, Block] = {
     "summary": Block("benchmarks/index.md", summary.block),
     "results": Block("benchmarks/overhead.md", block),
+    "arena": Block("benchmarks/arena.md", arena_block),
     "collectors": Block("benchmarks/overhead.md", collectors_block),
     "real vllm": Block("benchmarks/real-engines.md", real_block),
+    "real events": Block("benchmarks/real-engines.md", real_events_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),
     "replay": Block("benchmarks/real-engines.md", replay_block),
     "replicas": Block("benchmarks/replicas.md", replicas_block),
@@ -217,6 +250,7 @@ BLOCKS: Mapping[str, Block] = {
         "benchmarks/robustness.md", lambda: robustness.hostile_table(run.read("hostile"))
     ),
     "soak": Block("benchmarks/robustness.md", lambda: robustness.soak_table(run.read("soak"))),
+    "match sources": Block("benchmarks/kv-events.md", match_sources_block),
     "peers": Block("benchmarks/peers.md", peers_block),
     "peers routing": Block("benchmarks/peers.md", peers_routing_block),
 }
@@ -230,8 +264,10 @@ def render(name: str) -> str:
 def main() -> None:
     for name, entry in BLOCKS.items():
         path = rig.ROOT / "docs" / entry.page
-        head, _, rest = path.read_text().partition(f"<!-- {name} -->\n")
-        tail = rest.partition(f"\n<!-- /{name} -->")[2]
+        head, start, rest = path.read_text().partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition(f"<!-- /{name} -->")
+        if not start or not end:
+            sys.exit(f"{path}: wanted <!-- {name} --> and <!-- /{name} --> on lines of their own")
         path.write_text(head + render(name) + tail)
 
 

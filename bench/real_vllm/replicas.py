@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -24,8 +25,9 @@ MODEL = "tiny"
 #: A KV cache small enough that 24 groups do not fit one replica; blocks as the CPU wants them.
 BLOCKS = 256
 BLOCK_TOKENS = 32
-#: Seconds until an engine answers /health; 20 to 25 alone on a core, twice that beside others.
-START_TIMEOUT_S = 300.0
+#: Seconds until an engine answers /health; 20 to 25 alone on a core, some minutes on a machine that
+#: is busy.
+START_TIMEOUT_S = 900.0
 
 #: One thread for each engine, or they starve each other; development mode for
 #: /reset_prefix_cache; no look-ups, because there is no network.
@@ -47,15 +49,28 @@ _LIMITS = {"max-model-len": 4096, "max-num-seqs": 16, "max-loras": 2}
 _BUDGET_TOKENS = 2048
 
 
-def command(python: Path, model: Path, port: int) -> list[str]:
+#: KV events on free ports of the loopback address (`VLLM_HOST_IP`).
+_EVENTS = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:0",
+    "replay_endpoint": "tcp://*:0",
+}
+
+
+def command(
+    python: Path, model: Path, port: int, *, events: bool = False, **overrides: object
+) -> list[str]:
     """The command line of one real engine.
 
     Args:
         python: Of the virtualenv with vLLM.
         model: Folder of the model; adapters stand beside it.
         port: Loopback port.
+        events: Publish KV events, and render prompts.
+        overrides: Values of flags in place of the usual ones, with underscores.
     """
-    flags = {
+    flags: dict[str, object] = {
         **_LIMITS,
         "host": "127.0.0.1",
         "port": port,
@@ -66,34 +81,46 @@ def command(python: Path, model: Path, port: int) -> list[str]:
         "num-gpu-blocks-override": BLOCKS,
         "max-lora-rank": tiny.RANK,
         "distributed-executor-backend": "uni",
+        **{name.replace("_", "-"): value for name, value in overrides.items()},
     }
+    more = ("--kv-events-config", json.dumps(_EVENTS), "--enable-scale-out") if events else ()
     adapters = [f"{name}={model.parent / name}" for name in tiny.ADAPTERS]
     return [
         *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
         *("--enable-prefix-caching", "--enforce-eager", "--enable-prompt-tokens-details"),
         *("--enable-lora", "--lora-modules", *adapters),
+        *more,
     ]
 
 
 @contextlib.asynccontextmanager
 async def real(
-    children: stack.Stack, session: aiohttp.ClientSession, *, python: Path, model: Path
+    children: stack.Stack,
+    session: aiohttp.ClientSession,
+    *,
+    python: Path,
+    model: Path,
+    count: int = COUNT,
+    events: bool = False,
+    **overrides: object,
 ) -> AsyncIterator[list[str]]:
     """Real engines, ready; their addresses. Every process of theirs is gone afterwards.
+
+    `events` and `overrides` are those of `command`.
 
     Should this process be killed without warning, the engines die with it, and of each an idle
     helper of Python's multiprocessing stays: it waits for a pipe that it holds open itself.
     """
     settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    ports = [stack.free_port() for _ in range(COUNT)]
+    ports = [stack.free_port() for _ in range(count)]
     started: list[stack.Child] = []
     try:
         for port in ports:
             # A line at once, because vLLM's first one takes longer than the stack waits; a session
             # of its own, so that workers can be ended with it.
             argv = ["sh", "-c", 'echo starting; exec "$@"', "sh", "setsid", "env", *settings]
-            argv += command(python, model, port)
+            argv += command(python, model, port, events=events, **overrides)
             started.append(await children.start(f"vllm {port}", argv, ready="starting"))
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for child, address in zip(started, addresses, strict=True):
@@ -150,6 +177,13 @@ async def text(session: aiohttp.ClientSession, address: str) -> str:
     """An engine's metrics page."""
     async with session.get(f"http://{address}/metrics") as response:
         return await response.text()
+
+
+async def event_ports(session: aiohttp.ClientSession, address: str) -> tuple[int, int]:
+    """Ports on which an engine publishes KV events, and sends them again."""
+    async with session.get(f"http://{address}/kv_event_sources") as response:
+        source = (await response.json())["0"]
+    return tuple(int(source[key].rpartition(":")[2]) for key in ("endpoint", "replay_endpoint"))
 
 
 async def loads(session: aiohttp.ClientSession, addresses: Sequence[str]) -> list[Load]:

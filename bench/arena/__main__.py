@@ -1,0 +1,113 @@
+"""Plays the default strategy and published ones on random scenarios, and scores them.
+
+    python -m bench.arena [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena --ablate [--set training|validation] [--count N] [--jobs N] [--write]
+    python -m bench.arena --test [--jobs N]
+
+Nothing is measured in real time: the same tree and seed give the same numbers anywhere. With
+`--ablate` the default is played beside itself without each weight of its cost. Without
+arguments the first forty scenarios of the training set are played. The test set is for releases: it is played as a
+whole, from a committed tree, and always written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+from bench import rig
+from bench.arena import ablation, report, saturation, scenarios, score, tournament
+
+NAME = "arena"
+
+#: Scenarios of the quick run, and of the test set.
+QUICK, TEST = 40, 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--set", choices=("training", "validation"), default="training")
+    parser.add_argument("--count", type=int, default=QUICK)
+    parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--test", action="store_true", help="the test set, once for a release")
+    parser.add_argument("--ablate", action="store_true", help="the default without each weight")
+    args = parser.parse_args()
+    if args.test and args.ablate:
+        parser.error("the test set is for scores; leave out --ablate")
+    name, count = ("test", TEST) if args.test else (args.set, args.count)
+    writes = args.write or args.test
+    if writes and _is_dirty():
+        sys.exit("expected a committed tree, found changes; commit them, or leave out --write")
+    first = scenarios.SETS[name]
+    seeds = range(first, first + count)
+    began = time.monotonic()
+
+    def progress(line: str) -> None:
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    rows = tournament.tournament(
+        seeds,
+        ablation.variants() if args.ablate else tournament.default_variants(),
+        jobs=args.jobs,
+        may_test=args.test,
+        progress=progress,
+    )
+    entry = ablation.record(rows) if args.ablate else report.record(rows)
+    print(f"\r\x1b[K{count} scenarios in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if args.ablate:
+        for weight, values in entry["weights"].items():
+            print(weight, values)
+    else:
+        for figure, values in entry["figures"].items():
+            print(figure, values["published"], "clairvoyant", values["clairvoyant"]["mean"])
+        for row in entry["worst"]:
+            print(row)
+    if writes:
+        flags = "--ablate " if args.ablate else ""
+        about = f"{flags}--set {name} --count {count} --write"
+        command = f"python -m bench.arena {'--test' if args.test else about}"
+        _write("ablations" if args.ablate else "sets", name, command, entry, rows)
+
+
+def _write(part: str, name: str, command: str, entry: dict, rows: list[score.ScenarioRow]) -> None:
+    """Put the scores or the ablation of a set into the record, and keep the rates of its scenarios."""
+    path = rig.RESULTS / f"{NAME}.json"
+    parts = {"sets": {}, "ablations": {}}
+    if path.exists():
+        before = json.loads(path.read_text())
+        parts = {key: before[key] for key in parts}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    about = {"command": command, "commit": commit, "date": time.strftime("%Y-%m-%d")}
+    sets = parts[part] | {name: about | entry}
+    parts[part] = {key: sets[key] for key in scenarios.SETS if key in sets}
+    rig.write(NAME, command, parts)
+    path = rig.RESULTS / f"{saturation.RECORD}.json"
+    rates = json.loads(path.read_text())["rates"] if path.exists() else {}
+    is_test = name == "test"
+    session_rates = tournament.find_rates([row.seed for row in rows], jobs=1, may_test=is_test)
+    for seed, rate in session_rates.items():
+        rates[str(seed)] = {scenarios.draw(seed, may_test=is_test).key: rate}
+    ordered = dict(sorted(rates.items(), key=lambda item: int(item[0])))
+    rig.write(saturation.RECORD, command, {"rates": ordered})
+
+
+def _is_dirty() -> bool:
+    status = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=rig.ROOT,
+    )
+    return bool(status.stdout.strip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Ablation of the default cost: each weight set to nothing, beside the default on the same scenarios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.arena import score
+from extproc.scheduling.costs import EstimatedTime
+from extproc.simulator.fleet import scenario
+
+#: Weights of terms; without one, its term is gone.
+WEIGHTS = ("own_share", "others_share", "waiting_share", "waste_share", "crowding")
+
+#: Figures of the table, and how it names them.
+FIGURES = {
+    "ttft_mean_s": "TTFT, mean",
+    "ttft_p99_s": "TTFT, p99",
+    "e2e_mean_s": "latency, mean",
+    "goodput": "goodput",
+}
+
+
+def variants() -> list[scenario.Variant]:
+    """The default, and the default without each of its weights."""
+    default = scenario.Variant(name=score.ADAPTIVE, strategy=score.ADAPTIVE)
+    return [default, *(_without(weight) for weight in WEIGHTS)]
+
+
+def record(rows: Sequence[score.ScenarioRow]) -> dict[str, Any]:
+    """Ratios of each ablation to the default, ready for JSON; above 1 the weight pays."""
+    return {
+        "scenarios": len(rows),
+        "seeds": [min(row.seed for row in rows), max(row.seed for row in rows)],
+        "weights": {
+            weight: {figure: _ratios(rows, figure, f"no {weight}") for figure in FIGURES}
+            for weight in WEIGHTS
+        },
+    }
+
+
+def block(entry: Mapping[str, Any]) -> str:
+    """One row for each weight."""
+    default = EstimatedTime()
+    rows = [
+        "| without | default | " + " | ".join(FIGURES.values()) + " |",
+        "|---" * (2 + len(FIGURES)) + "|",
+    ]
+    for weight, values in entry["weights"].items():
+        cells = " | ".join(
+            f"{values[figure]['mean']:.3f} ({values[figure]['low']:.3f} to {values[figure]['high']:.3f})"
+            for figure in FIGURES
+        )
+        rows.append(f"| `{weight}` | {getattr(default, weight):g} | {cells} |")
+    low, high = entry["seeds"]
+    about = (
+        f"`{entry['command']}`, {entry['date']}, commit {entry['commit']}: {entry['scenarios']} "
+    )
+    return "\n".join([*rows, "", f"{about}scenarios, seeds {low} to {high}."])
+
+
+def _without(weight: str) -> scenario.Variant:
+    profile = {
+        "name": score.ADAPTIVE,
+        "cost": {"kind": EstimatedTime.kind, "params": {weight: 0.0}},
+        "picker": {"kind": "rendezvous"},
+    }
+    return scenario.Variant(name=f"no {weight}", settings={"scheduling": {"profile": profile}})
+
+
+def _ratios(rows: Sequence[score.ScenarioRow], figure: str, name: str) -> dict[str, float]:
+    """Geometric mean and 95 % interval of a variant over the default."""
+    ratios = [score.ratio(row, figure, name, [score.ADAPTIVE]) for row in rows]
+    logs = [math.log(value) for value in ratios if not math.isnan(value)]
+    if not logs:
+        return {"mean": 1.0, "low": 1.0, "high": 1.0}
+    low, high = score.interval(logs)
+    mean = sum(logs) / len(logs)
+    return {
+        key: round(math.exp(value), 4)
+        for key, value in (("mean", mean), ("low", low), ("high", high))
+    }

@@ -1,0 +1,173 @@
+"""Runs of scenarios and strategies in processes, with results kept under `build/arena`.
+
+A result belongs to a scenario, a strategy and the sources of `extproc`: with other sources it is run
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench import rig
+from bench.arena import saturation, scenarios, score
+from extproc.simulator import simulation_runs
+from extproc.simulator.fleet import scenario, simulation
+
+FOLDER = rig.ROOT / "build" / "arena"
+
+#: Goodput counts answers whose first token came within so many times an idle engine's, and whose
+#: tokens came within so many times its iteration.
+GOOD_TTFT, GOOD_TPOT = 5.0, 2.5
+
+
+def sources() -> str:
+    """Short name of the sources of `extproc`."""
+    total = hashlib.sha256()
+    for path in sorted((rig.ROOT / "extproc").rglob("*.py")):
+        total.update(path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def tournament(
+    seeds: Sequence[int],
+    variants: Sequence[scenario.Variant],
+    *,
+    jobs: int,
+    may_test: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[score.ScenarioRow]:
+    """Run every variant on every scenario; what was run before is read.
+
+    Args:
+        seeds: Scenarios.
+        variants: Strategies, each known by its name.
+        jobs: Processes.
+        may_test: Whether seeds may be of the test set.
+        progress: Called with a line after each run.
+    """
+    rates = find_rates(seeds, jobs=jobs, may_test=may_test, progress=progress)
+    calls = [
+        functools.partial(play, seed, variant, rate_per_s=rates[seed], may_test=may_test)
+        for seed in seeds
+        for variant in variants
+    ]
+    drawn = {seed: scenarios.draw(seed, may_test=may_test) for seed in seeds}
+    names = {
+        seed: {v.name: f"{seed}-{entry.key}-{rates[seed]:g}-{_slug(v)}" for v in variants}
+        for seed, entry in drawn.items()
+    }
+    ordered = [names[seed][variant.name] for seed in seeds for variant in variants]
+    results = cached(FOLDER / sources(), ordered, calls, jobs=jobs, progress=progress)
+    return [
+        score.ScenarioRow(
+            seed,
+            entry.title,
+            entry.kinds,
+            entry.load,
+            {name: results[file] for name, file in names[seed].items()},
+        )
+        for seed, entry in drawn.items()
+    ]
+
+
+def play(
+    seed: int, variant: scenario.Variant, *, rate_per_s: float, may_test: bool
+) -> dict[str, float | None]:
+    """Figures of one strategy on one scenario, by name; those of `score.FIGURES` and a few more."""
+    drawn = scenarios.draw(seed, may_test=may_test)
+    definition = drawn.at_rate(rate_per_s * drawn.load)
+    column = simulation_runs.column(variant, folder=rig.ROOT, where="arena")
+    metrics = simulation.Simulation(definition, column.settings, seed=seed).run()
+    summary = metrics.summary()
+    times = saturation.idle_times(drawn)
+    good = sum(
+        not sent.failure
+        and sent.first_s <= GOOD_TTFT * times.ttft_s
+        and _tpot_s(sent.took_s - sent.first_s, sent.work.output_tokens) <= GOOD_TPOT * times.tpot_s
+        for sent in metrics.requests
+    )
+    figures = {
+        "ttft_mean_s": summary.ttft_s.mean,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "e2e_mean_s": summary.e2e_s.mean,
+        "e2e_p99_s": summary.e2e_s.p99,
+        "goodput": good / max(1, len(metrics.requests)),
+        "requests_per_s": summary.requests_per_s,
+        "requests": float(summary.requests),
+        "failed": float(sum(summary.failed.values())),
+        "hit_ratio": summary.hit_ratio,
+        "predicted_ratio": summary.predicted_ratio,
+        "requests_max_over_mean": summary.requests_max_over_mean,
+    }
+    return {
+        name: None if math.isnan(value) else float(f"{value:.6g}")
+        for name, value in figures.items()
+    }
+
+
+def _tpot_s(seconds: float, tokens: int) -> float:
+    return seconds / (tokens - 1) if tokens > 1 else 0.0
+
+
+def _rate(seed: int, *, may_test: bool) -> float:
+    return saturation.find_rate(scenarios.draw(seed, may_test=may_test))
+
+
+def find_rates(
+    seeds: Sequence[int],
+    *,
+    jobs: int,
+    may_test: bool,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[int, float]:
+    """Saturation of each scenario, recorded or found."""
+    drawn = [scenarios.draw(seed, may_test=may_test) for seed in seeds]
+    known = {entry.seed: saturation.recorded(entry) for entry in drawn}
+    missing = [entry for entry in drawn if known[entry.seed] is None]
+    calls = [functools.partial(_rate, entry.seed, may_test=may_test) for entry in missing]
+    names = [f"{entry.seed}-{entry.key}" for entry in missing]
+    results = cached(FOLDER / "rates", names, calls, jobs=jobs, progress=progress)
+    rates = {entry.seed: results[name] for entry, name in zip(missing, names, strict=True)}
+    return {seed: rates[seed] if rate is None else rate for seed, rate in known.items()}
+
+
+def cached(
+    folder: Path,
+    names: Sequence[str],
+    calls: Sequence[Callable[[], object]],
+    *,
+    jobs: int,
+    progress: Callable[[str], None],
+) -> dict:
+    """Results of calls by name, each read from the folder or run and written to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = [n for n, name in enumerate(names) if not (folder / f"{name}.json").exists()]
+    done = simulation_runs.run_calls([calls[n] for n in todo], jobs=jobs) if todo else iter(())
+    for count, (place, result) in enumerate(done, 1):
+        name = names[todo[place]]
+        # Renamed into place: a run that is ended leaves no half of a file.
+        part = folder / f"{name}.{os.getpid()}"
+        part.write_text(json.dumps(result))
+        part.rename(folder / f"{name}.json")
+        progress(f"{count} of {len(todo)}: {name}")
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
+def _slug(variant: scenario.Variant) -> str:
+    """Name of a variant's results; settings of its own make another name."""
+    if not variant.settings:
+        return variant.name
+    text = json.dumps(variant.settings, sort_keys=True, default=str)
+    return f"{variant.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def default_variants() -> list[scenario.Variant]:
+    """Adaptive, the published strategies and the clairvoyant."""
+    names = (score.ADAPTIVE, *score.PUBLISHED, score.CLAIRVOYANT)
+    return [scenario.Variant(name=name, strategy=name) for name in names]

@@ -1,0 +1,281 @@
+"""`python -m bench.real_vllm.capture --write`: what a real vLLM sends of its KV cache, byte by byte.
+
+One engine with 24 blocks runs a few requests that store, reuse, copy and evict blocks, with an adapter,
+a salt and an answer; then its cache is reset, and it is started again. The capture has the frames of
+every message, those of replays, answers of `/render` and `/tokenize`, and per request the batches
+published until its end and the cached tokens that the engine reports. Tests of the decoder and of the
+index read it (`tests/prefix_cache/captures`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq
+import zmq.asyncio
+
+from bench import rig
+from bench.real_vllm import conversations, install, replicas, tiny
+from bench.real_vllm.__main__ import REQUEST_TIMEOUT_S, TOTAL_TIMEOUT_S, cache, outside
+from extproc.demo import stack
+
+FILE = rig.ROOT / "tests" / "prefix_cache" / "captures" / f"vllm-{install.VERSION}.json"
+
+#: Blocks of the engine, of which one is never used.
+BLOCKS = 25
+MAX_MODEL_LEN = 512
+
+#: Seconds without a message after which a request has published everything.
+_QUIET_S = 1.0
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One request.
+
+    Attributes:
+        name: What it shows.
+        path: Of the API.
+        body: Its body, without sampling parameters.
+        output_tokens: Tokens of the answer (count).
+    """
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    output_tokens: int = 1
+
+
+def text(start: int, tokens: int) -> str:
+    """Some words, each one token; other starts give other words."""
+    return "".join(random.Random(start).choices(tiny.WORDS, k=tokens))
+
+
+def steps() -> Iterator[Step]:
+    """Requests from a cache that is empty."""
+
+    def completion(name: str, prompt: str, **more: Any) -> Step:
+        body = {"model": replicas.MODEL, "prompt": prompt, **more}
+        return Step(name=name, path=_COMPLETIONS, body=body)
+
+    yield completion("new", text(1, 100))
+    yield completion("again", text(1, 100))
+    yield completion("goes on", text(1, 100) + text(2, 40))
+    yield completion("fills its blocks", text(3, 64))
+    yield completion("copies its last block", text(3, 64))
+    yield completion("adapter", text(1, 100), model=tiny.ADAPTERS[0])
+    yield completion("salt", text(1, 100), cache_salt="tenant-7")
+    messages = [
+        {"role": "system", "content": text(4, 40)},
+        {"role": "user", "content": text(5, 50)},
+    ]
+    body = {"model": replicas.MODEL, "messages": messages}
+    yield Step(name="chat", path=_CHAT, body=body, output_tokens=40)
+    for number in range(6, 10):
+        yield completion("evicts", text(number, 130))
+    yield completion("after evictions", text(1, 100))
+    yield completion("copy after evictions", text(3, 64))
+
+
+class Listener:
+    """Subscriber of an engine that keeps every message.
+
+    Attributes:
+        messages: Frames of each message, in order.
+    """
+
+    def __init__(self, ports: tuple[int, int]) -> None:
+        self._context = zmq.asyncio.Context()
+        self._ports = ports
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.subscribe(b"")
+        self._sub.connect(f"tcp://127.0.0.1:{ports[0]}")
+        self.messages: list[list[bytes]] = []
+
+    async def settle(self) -> int:
+        """Take in what comes until there is silence; returns the messages so far (count)."""
+        while await self._sub.poll(1000 * _QUIET_S):
+            self.messages.append(await self._sub.recv_multipart())
+        return len(self.messages)
+
+    async def replay(self, start: int) -> list[list[bytes]]:
+        """Frames that the engine sends again from a number on, with the end."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{self._ports[1]}")
+        await dealer.send_multipart((b"", start.to_bytes(8)))
+        frames: list[list[bytes]] = []
+        while not frames or frames[-1][-2] != b"\xff" * 8:
+            frames.append(await asyncio.wait_for(dealer.recv_multipart(), REQUEST_TIMEOUT_S))
+        dealer.close(linger=0)
+        return frames
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._context.destroy(linger=0)
+
+
+class Engine:
+    """A running engine, and what is captured of it.
+
+    Attributes:
+        requests: Rows of the requests, in order.
+        listener: Its messages.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, listener: Listener) -> None:
+        self._session = session
+        self._url = f"http://{address}"
+        self.listener = listener
+        self.requests: list[dict[str, Any]] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Answer to a body; raises where it is no success."""
+        async with self._session.post(f"{self._url}{path}", json=body) as response:
+            response.raise_for_status()
+            return await response.json() if response.content_length != 0 else None
+
+    async def run(self, step: Step) -> str:
+        """Send a request once its tokens are known; returns the text of the answer."""
+        rendered = await self.post(f"{step.path}/render", step.body)
+        tokenized = await self.post("/tokenize", step.body)
+        first = rendered[0] if isinstance(rendered, list) else rendered
+        known = await self.listener.settle()
+        sampling = {
+            "max_tokens": step.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            # Words, so that the next turn is tokenized as it was generated.
+            "allowed_token_ids": conversations.word_ids(),
+        }
+        answer = await self.post(step.path, step.body | sampling)
+        usage = answer["usage"]
+        details = usage["prompt_tokens_details"] or {}
+        self.requests.append(
+            {
+                "name": step.name,
+                "path": step.path,
+                "body": step.body,
+                "token_ids": first["token_ids"],
+                "tokenize_agrees": tokenized["tokens"] == first["token_ids"],
+                "prompt_tokens": usage["prompt_tokens"],
+                "cached_tokens": details.get("cached_tokens") or 0,
+                "batches_before": known,
+                "batches_after": await self.listener.settle(),
+            }
+        )
+        choice = answer["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+    async def samples(self, step: Step) -> dict[str, Any]:
+        """Answers of `/render` and `/tokenize` as they are."""
+        return {
+            "body": step.body,
+            "render": await self.post(f"{step.path}/render", step.body),
+            "tokenize": await self.post("/tokenize", step.body),
+        }
+
+
+async def capture(python: Path, model: Path) -> dict[str, Any]:
+    """Run the requests on an engine, and again on a second one in its place."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    lives: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for life in range(2):
+            async with (
+                stack.stack() as children,
+                replicas.real(
+                    children,
+                    session,
+                    python=python,
+                    model=model,
+                    count=1,
+                    events=True,
+                    num_gpu_blocks_override=BLOCKS,
+                    max_model_len=MAX_MODEL_LEN,
+                ) as (address,),
+            ):
+                listener = Listener(await replicas.event_ports(session, address))
+                engine = Engine(session, address, listener)
+                try:
+                    if life:
+                        await engine.run(next(steps()))
+                    else:
+                        result["samples"] = [
+                            await engine.samples(step)
+                            for step in steps()
+                            if step.name in ("fills its blocks", "chat")
+                        ]
+                        await _first_life(engine)
+                        result["replay_from_5"] = _hex(await listener.replay(5))
+                    lives.append({"messages": _hex(listener.messages), "requests": engine.requests})
+                finally:
+                    listener.close()
+    return {**result, "lives": lives}
+
+
+async def _first_life(engine: Engine) -> None:
+    """Every step, the next turn of the chat right behind it, and a reset."""
+    for step in steps():
+        answer = await engine.run(step)
+        if step.name == "chat":
+            messages = [
+                *step.body["messages"],
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": text(20, 30)},
+            ]
+            body = step.body | {"messages": messages}
+            await engine.run(Step(name="next turn", path=step.path, body=body))
+    await engine.post("/reset_prefix_cache", {})
+    first = next(steps())
+    await engine.run(msgspec.structs.replace(first, name="after a reset"))
+    await engine.run(msgspec.structs.replace(first, name="again after a reset"))
+
+
+def _hex(messages: Sequence[Sequence[bytes]]) -> list[list[str]]:
+    return [[frame.hex() for frame in frames] for frames in messages]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.real_vllm.capture", description=__doc__)
+    parser.add_argument(
+        "--folder", type=Path, default=cache(), help="virtualenv and model (%(default)s)"
+    )
+    parser.add_argument("--python", default=sys.executable, help="to make the virtualenv of")
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    args = parser.parse_args()
+    folder = outside(args.folder)
+    python, installed = install.ensure(folder / "venv", base=args.python)
+
+    async def bounded() -> dict[str, Any]:
+        async with asyncio.timeout(TOTAL_TIMEOUT_S):
+            return await capture(python, tiny.build(folder))
+
+    result = {
+        "engine": installed["vllm"],
+        "block_tokens": replicas.BLOCK_TOKENS,
+        "blocks": BLOCKS - 1,
+        **asyncio.run(bounded()),
+    }
+    for life in result["lives"]:
+        for row in life["requests"]:
+            print(f"{row['name']:24} {row['cached_tokens']:4} of {row['prompt_tokens']} cached")
+    if args.write:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        print(f"wrote {FILE.relative_to(rig.ROOT)}, {FILE.stat().st_size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

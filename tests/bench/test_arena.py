@@ -1,0 +1,180 @@
+"""Tests of the arena: what a seed draws, how ratios are taken, and that the test set stays shut."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from bench import rig
+from bench.arena import ablation, report, saturation, scenarios, score, tournament, traffic
+from extproc.scheduling.costs import EstimatedTime
+from extproc.simulator import simulation_runs
+from extproc.simulator.fleet import scenario
+
+
+def row(seed=1, load=0.5, **columns):
+    """A scenario in which every strategy has these mean first tokens; a pair is TTFT and goodput."""
+    figures = {}
+    for name, values in columns.items():
+        ttft, goodput = values if isinstance(values, tuple) else (values, 1.0)
+        key = name if name.startswith("no ") else name.replace("_", "-")
+        figures[key] = {
+            "ttft_mean_s": ttft,
+            "ttft_p99_s": ttft,
+            "e2e_mean_s": ttft,
+            "goodput": goodput,
+            "requests_per_s": 10.0,
+        }
+    return score.ScenarioRow(seed, "title", ["chat"], load, figures)
+
+
+def test_a_seed_draws_the_same_scenario_every_time():
+    """All that is drawn comes from the seed, and other seeds draw other scenarios."""
+    first = [scenarios.draw(seed) for seed in range(1, 13)]
+    assert first == [scenarios.draw(seed) for seed in range(1, 13)]
+    assert [drawn.key for drawn in first] == [scenarios.draw(n).key for n in range(1, 13)]
+    assert len({drawn.key for drawn in first}) == len(first)
+
+
+@pytest.mark.parametrize("seed", range(1, 41))
+def test_the_simulator_takes_every_scenario(seed):
+    """Fleets are valid, and the longest request fits each engine."""
+    drawn = scenarios.draw(seed)
+    scenario.check(drawn.at_rate(2.0), where="arena")
+    for group in drawn.fleet:
+        assert group.resolved().longest >= traffic.LONGEST_TOKENS
+
+
+def test_forty_scenarios_have_every_kind_of_traffic_and_drift():
+    """The quick run leaves out no kind of traffic."""
+    drawn = [scenarios.draw(seed) for seed in range(1, 41)]
+    assert {*traffic.KINDS, "LoRA"} == {kind for entry in drawn for kind in entry.kinds}
+    drifts = {entry.drift for entry in drawn}
+    assert drifts == {"", "new system prompt", "new tenant", "engine lost", "burst"}
+    assert {len(entry.fleet) for entry in drawn} == {1, 2, 3}
+    assert min(entry.load for entry in drawn) == 0.1
+    assert max(entry.load for entry in drawn) == 1.2
+
+
+def test_the_test_set_is_shut():
+    """Seeds of the test set are drawn only where that is asked for."""
+    with pytest.raises(ValueError, match="--test"):
+        scenarios.draw(scenarios.SETS["test"])
+    assert scenarios.draw(scenarios.SETS["test"], may_test=True).seed == 2001
+    command = [sys.executable, "-m", "bench.arena", "--set", "test"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert "invalid choice" in run.stderr
+
+
+def small(seed=7):
+    """A drawn scenario of forty requests."""
+    return dataclasses.replace(scenarios.draw(seed), requests=40)
+
+
+def test_the_rate_of_saturation_is_found_again():
+    """The search has no chance of its own, and ends above nothing."""
+    rate = saturation.find_rate(small())
+    assert rate > 0
+    assert rate == saturation.find_rate(small())
+
+
+def test_a_ratio_is_to_the_best_published_strategy():
+    """The clairvoyant does not compete, and of rates the other one's over ours is taken."""
+    entry = row(adaptive=(0.3, 0.8), lmetric=(0.25, 0.6), prefix_hash=(0.4, 1.0), clairvoyant=0.1)
+    assert score.ratio(entry, "ttft_mean_s", "adaptive", score.PUBLISHED) == pytest.approx(1.2)
+    assert score.ratio(entry, "goodput", "adaptive", score.PUBLISHED) == pytest.approx(1.25)
+    clairvoyant = [score.CLAIRVOYANT]
+    assert score.ratio(entry, "ttft_mean_s", "adaptive", clairvoyant) == pytest.approx(3.0)
+
+
+def test_throughput_counts_at_saturation_only():
+    """Below it every strategy answers what it is sent."""
+    below, above = row(adaptive=1.0, lmetric=1.0), row(load=1.05, adaptive=1.0, lmetric=1.0)
+    assert math.isnan(score.ratio(below, "requests_per_s", "adaptive", score.PUBLISHED))
+    assert score.ratio(above, "requests_per_s", "adaptive", score.PUBLISHED) == 1.0
+
+
+def test_a_score_is_a_geometric_mean_with_its_worst_scenario():
+    """Half the time in one scenario makes up for twice the time in another."""
+    rows = [
+        row(1, adaptive=0.5, lmetric=1.0),
+        row(2, adaptive=2.0, lmetric=1.0),
+        row(3, adaptive=1.03, lmetric=1.0),
+        row(4, adaptive=1 / 1.03, lmetric=1.0),
+    ]
+    scored = score.score(rows, "ttft_mean_s", others=score.PUBLISHED)
+    assert scored.scenarios == 4
+    assert scored.mean == pytest.approx(1.0)
+    assert (scored.worst, scored.worst_seed) == (2.0, 2)
+    assert (scored.over_2, scored.over_5) == (0.5, 0.25)
+    assert 0.5 <= scored.low < 1.0 < scored.high <= 2.0
+    assert scored == score.score(rows, "ttft_mean_s", others=score.PUBLISHED)
+    assert score.share_worse(rows, ["ttft_mean_s", "goodput"]) == 0.25
+
+
+def test_a_figure_without_scenarios_has_no_score():
+    """Nothing is averaged over nothing."""
+    scored = score.score([], "goodput", others=score.PUBLISHED)
+    assert scored.scenarios == 0
+    assert math.isnan(scored.mean)
+
+
+def test_an_interval_of_equal_values_is_that_value():
+    """Drawing with replacement changes nothing where all are the same."""
+    assert score.interval([0.25] * 8) == (0.25, 0.25)
+
+
+def test_results_are_read_where_they_were_written(tmp_path):
+    """A result that was written is not run again."""
+    calls = []
+
+    def call():
+        calls.append(1)
+        return {"ttft_mean_s": 1.0}
+
+    def cached():
+        return tournament.cached(tmp_path, ["a"], [call], jobs=1, progress=lambda _: None)
+
+    assert cached() == cached() == {"a": {"ttft_mean_s": 1.0}}
+    assert len(calls) == 1
+
+
+def test_a_record_becomes_a_table():
+    """Every figure with a ratio has a row, and the worst scenario is named."""
+    rows = [
+        row(1, load=1.2, adaptive=0.9, clairvoyant=0.8, **dict.fromkeys(FLAT, 1.0)),
+        row(2, adaptive=1.5, clairvoyant=1.0, **dict.fromkeys(FLAT, 1.0)),
+    ]
+    entry = {"command": "c", "commit": "abc", "date": "2026-01-01"} | report.record(rows)
+    text = report.block({"sets": {"training": entry}, "ablations": {}})
+    assert "| TTFT, mean | 2 | 1.162 (0.900 to 1.500) | 1.50 (seed 2) | 50% | 50% |" in text
+    assert "| throughput | 1 | 1.000" in text
+    assert "| 2 | title | 1.50 | 1.50 | 1.50 |" in text
+
+
+def test_an_ablation_is_compared_with_the_default():
+    """A weight without which first tokens come twice as late pays, with a ratio of 2."""
+    slower = {f"no {weight}": 1.0 for weight in ablation.WEIGHTS} | {"no waste_share": 2.0}
+    rows = [row(1, adaptive=1.0, **slower)]
+    about = {"command": "c", "commit": "abc", "date": "2026-01-01"}
+    text = ablation.block(about | ablation.record(rows))
+    same = "1.000 (1.000 to 1.000)"
+    twice = "2.000 (2.000 to 2.000)"
+    assert f"| `waste_share` | 0.4 | {twice} | {twice} | {twice} | {same} |" in text
+    assert f"| `crowding` | 2.5 | {same} | {same} | {same} | {same} |" in text
+
+
+def test_ablations_are_profiles_that_can_be_run():
+    """The default is the first, and each other lacks a weight that the cost has."""
+    default, *others = ablation.variants()
+    assert default.strategy == "adaptive"
+    for variant, weight in zip(others, ablation.WEIGHTS, strict=True):
+        column = simulation_runs.column(variant, folder=rig.ROOT, where="here")
+        assert column.settings is not None
+        assert hasattr(EstimatedTime(), weight)
+
+
+FLAT = [name.replace("-", "_") for name in score.PUBLISHED]
