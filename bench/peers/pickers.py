@@ -36,9 +36,6 @@ SCORERS: Final = {
     "prefix-cache-scorer": 3,
 }
 
-#: Linux: the clock of the CPU time of another process, in nanoseconds.
-_PROCESS_CLOCK = 2
-
 Setting = Literal["plain", "tls", "wide"]
 
 #: Engines of a picker by its setting (count).
@@ -97,7 +94,7 @@ class BenchProcess:
 
     def cpu_s(self) -> float:
         """CPU seconds of it and its children so far, user and system."""
-        return sum(time.clock_gettime(~pid << 3 | _PROCESS_CLOCK) for pid in self.pids)
+        return sum(time.clock_gettime(~pid << 3 | rig.PROCESS_CLOCK) for pid in self.pids)
 
     def rss_mib(self) -> float:
         """Resident memory."""

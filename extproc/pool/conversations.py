@@ -80,7 +80,9 @@ class ConversationTracker:
         Args:
             prompt_tokens: Prompt tokens of its latest turn.
         """
-        return self.continuation_ratio * max(0.0, self.prompt_tokens - prompt_tokens)
+        # Without a call: every request comes here twice.
+        growth = self.prompt_tokens - prompt_tokens
+        return self.continuation_ratio * growth if growth > 0.0 else 0.0
 
     def idle_per_open(self, others: float = 0.0) -> float:
         """Conversations that will go on and have no request open now, for each open request.

@@ -371,7 +371,7 @@ class InflightLoad:
             texts[1] += reservation.prompt_bytes
 
 
-class LastTurn(msgspec.Struct, eq=False):
+class LastTurn(msgspec.Struct, eq=False, gc=False):
     """The latest prompt of a conversation.
 
     Attributes:

@@ -26,7 +26,7 @@ class ContextShare(msgspec.Struct, frozen=True, gc=False):
     """Prompt blocks that one open request holds.
 
     Attributes:
-        blocks: Those that are followed.
+        blocks: All of them; one of `_STRIDE` is followed.
         tokens: That all of its blocks are.
         growth: Tokens its conversation will grow by.
     """
@@ -87,7 +87,7 @@ class SharedContext:
             total += more
             shared -= more
         self.tokens, self.shared = total, shared
-        return ContextShare(followed, prompt_tokens, growth)
+        return ContextShare(blocks, prompt_tokens, growth)
 
     def close(self, share: ContextShare) -> None:
         """Remove a request that ended.
@@ -98,7 +98,7 @@ class SharedContext:
         users, counted = self._users, self._counted
         self.tokens -= share.growth
         self.shared -= share.tokens
-        for block in share.blocks:
+        for block in share.blocks[::_STRIDE]:
             left = users[block] - 1
             if left:
                 users[block] = left

@@ -11,6 +11,7 @@ prompts part, and cost memory at the back.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
@@ -145,7 +146,7 @@ def seed(*parts: str) -> bytes:
     return b"%d;%b" % (len(encoded), head)
 
 
-def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> list[int]:
+def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> array[int]:
     """Hash the full blocks of a prompt; the rest behind the last full block does not count.
 
     Args:
@@ -154,13 +155,14 @@ def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> list[i
         schedule: Block boundaries.
 
     Returns:
-        One 60-bit hash per full block, from the root to the tail.
+        One 60-bit hash per full block, from the root to the tail; packed, because a request keeps its
+        chain while it waits or its prediction may have to be taken back.
     """
     num_blocks = bisect_right(_cuts(schedule), len(prompt)) - 1
     hasher = mmh3.mmh3_x64_128(seed)
     update = hasher.update
     digest = hasher.uintdigest  # its low half is the first of the two 64-bit words
-    hashes: list[int] = []
+    hashes = array("Q")
     for block in _slices(schedule)[:num_blocks]:
         update(prompt[block])
         hashes.append(digest() & HASH_MASK)

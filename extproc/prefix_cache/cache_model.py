@@ -209,9 +209,10 @@ class CacheModel:
 
     def state_of(self, endpoint: Endpoint) -> EndpointCacheState:
         """Cache state of an endpoint; created at the first call."""
-        known = self._states.get(index_key(endpoint))
+        key = index_key(endpoint)
+        known = self._states.get(key)
         if known is None:
-            known = self._states[index_key(endpoint)] = EndpointCacheState(float(self._tokens[1]))
+            known = self._states[key] = EndpointCacheState(float(self._tokens[1]))
         return known
 
     def record_sent(

@@ -189,9 +189,10 @@ class PrefixIndex:
         run = self._root
         depth = 0
         while depth < end:
-            child = run.children.get(blocks[depth]) if run.children else None
+            head = blocks[depth]
+            child = run.children.get(head) if run.children else None
             if child is None:
-                run = self._grow(run, blocks[depth], chain[depth * WIDTH :], slot=slot)
+                run = self._grow(run, head, chain[depth * WIDTH :], slot=slot)
                 if path and path[-1][0] is run:
                     path.pop()
                 path.append((run, run.size))

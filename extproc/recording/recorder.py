@@ -254,7 +254,7 @@ class Recording:
             request.priority,
             entry.session,
             entry.affinity_seed,
-            entry.blocks,
+            list(entry.blocks),
             decision.matched_tokens,
             decision.conversation_stats,
             table,

@@ -175,7 +175,7 @@ class Director:
         outcome = self.scheduler.schedule(
             prepared.request,
             now,
-            chain=prepared.unpack_chain(),
+            chain=prepared.chain,
             headers=raw.headers,
             may_defer=may_defer,
             with_prompt=prepared.with_prompt,

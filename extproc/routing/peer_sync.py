@@ -162,7 +162,7 @@ class PeerEventLog:
                 reservation.target,
                 reservation.prompt_tokens,
                 reservation.prompt_bytes,
-                blocks,
+                list(blocks),
             )
         )
 

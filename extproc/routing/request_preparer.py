@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -278,7 +277,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: The request with its model and adapter to be served, and its priority.
-        chain: Block hashes of the prompt, 64 bits each, root first; packed once the prompt is gone.
+        chain: Block hashes of the prompt, 64 bits each, root first.
         raw: The request as it came.
         parsed: The request as parsed.
         upstream_model: The name to put into the body; empty where it stays.
@@ -302,17 +301,10 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
         raw = self.raw
         if type(raw) is not HttpRequest:
             raw = surfaces.reduce_preparsed(raw)
-        chain = array("Q", self.chain) if self.chain else ()
         # By position: `replace` takes six times as long, and every request that waits rests.
-        return PreparedRequest(request, chain, raw, parsed, self.upstream_model, self.reparsable)
-
-    def unpack_chain(self) -> Sequence[int]:
-        """The chain as a list, also of a request without its prompt.
-
-        Its numbers are new then: those that the index keeps would pin the memory around them.
-        """
-        chain = self.chain
-        return chain.tolist() if isinstance(chain, array) else chain
+        return PreparedRequest(
+            request, self.chain, raw, parsed, self.upstream_model, self.reparsable
+        )
 
     def with_prompt(self) -> InferenceRequest:
         """The request with its prompt, parsed anew if need be."""

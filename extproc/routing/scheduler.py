@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import mmh3
@@ -422,7 +423,7 @@ class Scheduler:
             if context.request.priority > 0:
                 self._priority_until = context.now + admission.PRIORITY_MEMORY_S
             outcome = admission.admit(
-                lambda some: profile.run(context, some, count=count),
+                partial(profile.run, context, count=count),
                 candidates,
                 settings.busy_s,
                 priority=context.request.priority,

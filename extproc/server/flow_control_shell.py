@@ -41,7 +41,7 @@ class LoopTimer:
         asyncio.get_running_loop().call_soon(callback)
 
 
-class Admission(msgspec.Struct, frozen=True):
+class Admission(msgspec.Struct, frozen=True, gc=False):
     """Admission of a queued request, with its reservation on the endpoint."""
 
     decision: Decision
@@ -305,7 +305,7 @@ class AsyncFlowController:
         if address:
             prepared = queued.prepared
             queued.pending_share = self._director.pending_load.add(
-                address, prepared.unpack_chain(), prompt_tokens=prepared.request.prompt_tokens
+                address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
             )
 
     def _dispatch(self, queued: QueuedRequest, decision: Decision) -> None:

@@ -34,7 +34,7 @@ def test_a_queued_request_drops_its_prompt_and_keeps_its_endpoint(strategy):
         resting = prepared.without_prompt()
         assert resting.request.prompt == resting.parsed.prompt == b""
         assert resting.with_prompt() == prepared.request
-        assert (resting.unpack_chain(), resting.raw) == (prepared.chain, prepared.raw)
+        assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
         direct, waited = (
             pool_fixture.director.decide(candidate, pool_fixture.now)
             for candidate in (prepared, resting)
