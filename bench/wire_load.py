@@ -23,6 +23,7 @@ class Backend(asyncio.Protocol):
 
     def __init__(self, *, chunks: int) -> None:
         self._buffer = bytearray()
+        self._searched = 0
         payload = b'{"ok":true}'
         if chunks:
             piece = b"data: {}\n\n"
@@ -44,7 +45,8 @@ class Backend(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         while True:
-            end = _request_end(self._buffer)
+            end = _request_end(self._buffer, self._searched)
+            self._searched = 0 if end else len(self._buffer)
             if not end:
                 return
             del self._buffer[:end]
@@ -64,8 +66,13 @@ class Backend(asyncio.Protocol):
             await asyncio.sleep(pause_s)
 
 
-def _request_end(buffer: bytearray) -> int:
-    """End of the first complete message; 0 if there is none yet."""
+def _request_end(buffer: bytearray, searched: int = 0) -> int:
+    """End of the first complete message; 0 if there is none yet.
+
+    Args:
+        searched: Bytes in which no end was found before: a body of 64 MiB comes in hundreds of pieces,
+            and to search all of it for each would hold the other connections for seconds.
+    """
     head = buffer.find(b"\r\n\r\n")
     if head < 0:
         return 0
@@ -75,7 +82,7 @@ def _request_end(buffer: bytearray) -> int:
         length = int(lower[at + 15 : lower.find(b"\r", at) if b"\r" in lower[at:] else None])
         return head + 4 + length if len(buffer) >= head + 4 + length else 0
     if b"transfer-encoding: chunked" in lower:
-        done = buffer.find(b"0\r\n\r\n", head + 2)
+        done = buffer.find(b"0\r\n\r\n", max(head + 2, searched - 4))
         return done + 5 if done >= 0 else 0
     return head + 4
 
