@@ -338,7 +338,8 @@ async def replayed(
         loaded = replay.load(path, strategies=(), configs=())
     again = replay.scenario_of(loaded, range(1, DRAWS + 1))
     estimated_s = replay.simulate_as_recorded(loaded, again).summary.ttft_s.mean
-    runs = [replay.simulate(again, loaded.columns[0], seed=seed) for seed in again.seeds]
+    started = replay.with_recorded_start(loaded, again)
+    runs = [replay.simulate(started, loaded.columns[0], seed=seed) for seed in again.seeds]
     own_s = statistics.fmean(run.summary.ttft_s.mean for run in runs)
     (agreement,) = loaded.agreements
     return {

@@ -1,11 +1,11 @@
 """Measures what metrics, log lines and recordings cost: CPU of a request, and pages of 500 endpoints.
 
-    python -m bench.metrics [--parts processes core pages] [--rounds 12] [--seconds 1.0]
+    python -m bench.metrics [--parts processes core pages] [--rounds 12] [--seconds 1.0] [--rate 1000]
 
-`processes`: pickers over 8 and 20 endpoints are loaded in turns by streams of `bench.stream_load`, each
-round in another order: one that observes no request, one with metrics and the ring of decisions as
-always, one with `log.requests: all` besides, and one with a recording of decisions besides. Ratios are
-taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
+`processes`: pickers over 8 and 20 endpoints are loaded in turns by streams of `bench.stream_load`, 1,000
+a second, each round in another order: one that observes no request, one with metrics and the ring of
+decisions as always, one with `log.requests: all` besides, and one with a recording of decisions besides.
+Two rounds warm up. Ratios are taken to the first, within a round; the last one has the bar. `core`: requests pass the core alone,
 without gRPC, with the body and the usage of an answer. `pages`: pages are rendered under the names of
 extproc alone, with those of llm-d, and with the table of series full; they are rendered in pieces,
 between which requests are routed.
@@ -57,7 +57,10 @@ POOL_SIZES = (8, 20)
 #: Connections of the load, each with one stream at a time.
 CONNECTIONS = 16
 
-#: Requests of a round (count).
+#: Streams per second (1/s), and rounds of it before those that count.
+RATE, WARM_UP_ROUNDS = 1000.0, 2
+
+#: Requests of a round of the core (count).
 REQUESTS = 50
 
 
@@ -71,10 +74,12 @@ class NoObserver:
     on_pool_selected = on_direct_response = on_rejected = on_abandoned = staticmethod(_ignore)
     on_dequeued = on_model_rewritten = on_response_headers = staticmethod(_ignore)
     on_response_chunk = on_finished = on_usage = on_answer_ids = staticmethod(_ignore)
+    #: Decision of the request, which others charge its usage by.
+    decision: Decision | None = None
 
-    def on_routed(self, decision: Decision, **_: object) -> Decision:
-        """The decision as it is."""
-        return decision
+    def on_routed(self, decision: Decision, **_: object) -> None:
+        """Keep the decision until the next one."""
+        self.decision = decision
 
 
 #: What the pickers record, by name: a row each, the first without any.
@@ -107,7 +112,7 @@ def _config(name: str, file: Path) -> str:
 
 
 async def compare_processes(
-    rounds: int, seconds: float, transport: str
+    rounds: int, seconds: float, transport: str, *, rate_per_s: float
 ) -> Mapping[tuple[str, int], Sequence[float]]:
     """CPU of a request (us) by round, by what is recorded and the number of endpoints."""
     rows = list(itertools.product((OFF, METRICS, LOG, RECORDING), POOL_SIZES))
@@ -132,20 +137,25 @@ async def compare_processes(
                 )
                 running[name, size] = port, child.process.pid
             rng = random.Random(1)
-            for number in range(-1, rounds):
+            for number in range(-WARM_UP_ROUNDS, rounds):
                 for row in rng.sample(rows, len(rows)):
-                    cpu_us = await _load(*running[row], seconds)
+                    cpu_us = await _load(*running[row], seconds, rate_per_s)
                     if number >= 0:
                         used[row].append(cpu_us)
     return used
 
 
-async def _load(port: int, pid: int, seconds: float) -> float:
+async def _load(port: int, pid: int, seconds: float, rate_per_s: float) -> float:
     """CPU of a request (us) in a slice of time."""
     body = rig.chat(2_000)
     before = threads_cpu_s(pid)
     stats = await load_streams(
-        port, *messages(body), body_bytes=len(body), connections=CONNECTIONS, seconds=seconds
+        port,
+        *messages(body),
+        body_bytes=len(body),
+        connections=CONNECTIONS,
+        seconds=seconds,
+        rate_per_s=rate_per_s,
     )
     return (threads_cpu_s(pid) - before) / stats["requests"] * 1e6
 
@@ -324,12 +334,19 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help="0 for as many as the pickers take"
+    )
     parser.add_argument("--transport", default="native")
     parser.add_argument("--core-rounds", type=int, default=40)
     parser.add_argument("--endpoints", type=int, default=500)
     args = parser.parse_args()
     if "processes" in args.parts:
-        print_processes(uvloop.run(compare_processes(args.rounds, args.seconds, args.transport)))
+        print_processes(
+            uvloop.run(
+                compare_processes(args.rounds, args.seconds, args.transport, rate_per_s=args.rate)
+            )
+        )
     if "core" in args.parts:
         asyncio.run(compare_core(args.core_rounds))
     if "pages" in args.parts:

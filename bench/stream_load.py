@@ -1,4 +1,4 @@
-"""A lean HTTP/2 client of ext_proc: closed loop, one stream at a time on each connection.
+"""A lean HTTP/2 client of ext_proc: one stream at a time on each connection, in a closed loop or at a rate.
 
 It speaks what Envoy does for a request of FULL_DUPLEX_STREAMED: the headers and the body, then, once
 the body came back, the response headers and the end of the stream. Everything else of HTTP/2 that a
@@ -8,6 +8,7 @@ server may send is skipped by its length.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 import time
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from extproc.http2 import frames
 #: Method of ext_proc.
 METHOD = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _STARTED_S = 30.0
+
+#: `x-request-id` of requests, whose end is a number of its own in each stream.
+REQUEST_ID = b"b8e1c1e2-0000-4000-8000-1234567890ab"
+_numbers = itertools.count()
 
 
 def _field(name: bytes, value: bytes) -> bytes:
@@ -51,6 +56,9 @@ class StreamClient(asyncio.Protocol):
         body_bytes: Size of the body, which comes back.
         stop_at: When to begin no further stream (`time.perf_counter`).
         times: Seconds of each stream; filled here.
+        interval_s: Seconds from one stream to the next; 0 begins the next one at once. A stream that
+            takes longer delays the next one.
+        delay_s: Seconds to the first stream.
     """
 
     def __init__(
@@ -61,7 +69,11 @@ class StreamClient(asyncio.Protocol):
         *,
         stop_at: float,
         times: list[float],
+        interval_s: float = 0.0,
+        delay_s: float = 0.0,
     ) -> None:
+        self._interval_s = interval_s
+        self._due_s = time.perf_counter() + delay_s
         self._request = request
         self._response = response
         self._body_bytes = body_bytes
@@ -130,11 +142,19 @@ class StreamClient(asyncio.Protocol):
     def _on_end(self) -> None:
         assert self._is_answered, "the stream ended before the body came back"
         self._times.append(time.perf_counter() - self._sent)
-        if time.perf_counter() < self._stop_at:
-            self._begin()
+        self._due_s = max(self._due_s + self._interval_s, time.perf_counter())
+        if self._due_s < self._stop_at:
+            self._begin_when_due()
         else:
             self.done.set_result(None)
             self._transport.close()
+
+    def _begin_when_due(self) -> None:
+        delay_s = self._due_s - time.perf_counter()
+        if delay_s > 0.0:
+            asyncio.get_running_loop().call_later(delay_s, self._begin)
+        else:
+            self._begin()
 
     def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if kind == frames.SETTINGS and not flags & frames.ACK:
@@ -144,7 +164,7 @@ class StreamClient(asyncio.Protocol):
                     self._initial_window = value
             self._transport.write(frames.build_frame(frames.SETTINGS, frames.ACK, 0))
             if self._stream_id < 0:
-                self._begin()
+                self._begin_when_due()
         elif kind == frames.PING and not flags & frames.ACK:
             self._transport.write(frames.build_frame(frames.PING, frames.ACK, 0, payload))
         elif kind == frames.WINDOW_UPDATE:
@@ -165,7 +185,8 @@ class StreamClient(asyncio.Protocol):
         self._transport.write(
             frames.build_frame(frames.HEADERS, frames.END_HEADERS, self._stream_id, HEADER_BLOCK)
         )
-        self._write_data(self._request)
+        number = f"{next(_numbers) % 16**12:012x}".encode()
+        self._write_data(self._request.replace(REQUEST_ID, REQUEST_ID[:-12] + number, 1))
 
     def _write_data(self, data: bytes) -> None:
         self._unsent, self._unsent_at = data, 0
@@ -189,17 +210,35 @@ class StreamClient(asyncio.Protocol):
 
 
 async def load_streams(
-    port: int, request: bytes, response: bytes, *, body_bytes: int, connections: int, seconds: float
+    port: int,
+    request: bytes,
+    response: bytes,
+    *,
+    body_bytes: int,
+    connections: int,
+    seconds: float,
+    rate_per_s: float = 0.0,
 ) -> dict[str, float]:
-    """Closed loop on `connections`; requests, seconds and percentiles of latency (seconds)."""
+    """Streams on `connections`; requests, seconds and percentiles of latency (seconds).
+
+    Args:
+        rate_per_s: Streams per second on all connections; 0 for a closed loop.
+    """
+    interval_s = connections / rate_per_s if rate_per_s else 0.0
     loop = asyncio.get_running_loop()
     times: list[float] = []
     started = time.perf_counter()
     clients = []
-    for _ in range(connections):
+    for number in range(connections):
         _, client = await loop.create_connection(
-            lambda: StreamClient(
-                request, response, body_bytes, stop_at=started + seconds, times=times
+            lambda number=number: StreamClient(
+                request,
+                response,
+                body_bytes,
+                stop_at=started + seconds,
+                times=times,
+                interval_s=interval_s,
+                delay_s=interval_s * number / connections,
             ),
             "127.0.0.1",
             port,

@@ -2,8 +2,8 @@
 
     python -m bench.traces [--transport native] [--rounds 12] [--seconds 1.0] [--write]
 
-A picker process for each row is loaded in turns by streams of `bench.stream_load`, each round in
-another order, and spans go to a receiver in this process. Ratios are taken to the picker without
+A picker process for each row is loaded in turns by streams of `bench.stream_load`, 1,000 a second, each
+round in another order, and spans go to a receiver in this process. Ratios are taken to the picker without
 traces, within a round: the machine may be busy. Traces of 1 % of the requests have a bar.
 """
 
@@ -67,7 +67,7 @@ async def compare(transport: str, rounds: int, seconds: float) -> list[dict[str,
                 running[name] = rig.Rig(port, 0, child.process.pid, children)
             used: dict[str, list[float]] = {name: [] for name in ROWS}
             rng = random.Random(1)
-            for number in range(-1, rounds):
+            for number in range(-metrics.WARM_UP_ROUNDS, rounds):
                 for name in rng.sample(list(ROWS), len(ROWS)):
                     cpu_us = await _load(running[name], ROWS[name][1], seconds)
                     if number >= 0:
@@ -100,6 +100,7 @@ async def _load(picker: rig.Rig, flags: str, seconds: float) -> float:
         body_bytes=len(body),
         connections=CONNECTIONS,
         seconds=seconds,
+        rate_per_s=metrics.RATE,
     )
     return (metrics.threads_cpu_s(picker.pid) - before) / stats["requests"] * 1e6
 

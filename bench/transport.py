@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from bench import rig
-from bench.stream_load import framed, load_streams
+from bench.stream_load import REQUEST_ID, framed, load_streams
 from bench.wire_load import load, post
 from extproc.demo import stack
 from extproc.protocol.messages import BodyMode
@@ -113,7 +113,7 @@ def messages(body: bytes, headers: Mapping[str, str] = {}) -> tuple[bytes, bytes
         ":authority": "bench",
         "content-type": "application/json",
         "content-length": str(len(body)),
-        "x-request-id": "b8e1c1e2-0000-4000-8000-1234567890ab",
+        "x-request-id": REQUEST_ID.decode(),
         **headers,
     }
     for name, value in fields.items():

@@ -246,16 +246,16 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         addresses = [candidate.endpoint.address for candidate in scored]
         return addresses.index(chosen.address) if chosen.address in addresses else None
 
-    def find_runner_up(self) -> int | None:
-        """Position of the highest total but that of the first endpoint; None without one."""
+    def find_chosen_and_runner_up(self) -> tuple[int | None, int | None]:
+        """Positions of the first endpoint, and of the highest total but its; None for neither."""
         totals, chosen = self.totals, self.find_chosen()
         if chosen is None:
-            return totals.index(max(totals)) if totals else None
+            return None, totals.index(max(totals)) if totals else None
         if len(totals) < 2:
-            return None
+            return chosen, None
         others = list(totals)
         others[chosen] = -math.inf
-        return others.index(max(others))
+        return chosen, others.index(max(others))
 
     def without_candidates(self) -> Decision:
         """With the first endpoint and the runner-up alone of many, and their costs without terms.
@@ -264,7 +264,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """
         if len(self.candidates) <= _FEW_CANDIDATES:
             return self
-        positions = [at for at in (self.find_chosen(), self.find_runner_up()) if at is not None]
+        positions = [at for at in self.find_chosen_and_runner_up() if at is not None]
         scored = [self.scored_candidates[at] for at in positions]
         totals = [self.totals[at] for at in positions] if self.totals else ()
         cost, predicted_s = self.cost, self.predicted_ttft_s

@@ -73,8 +73,8 @@ class Ports:
         self._usual = usual
 
     def take(self, number: int) -> int:
-        """This port, or any that is free."""
-        if self._usual and not listeners.is_taken("127.0.0.1", number):
+        """This port, or any that is free and that no other demo is about to take."""
+        if self._usual and not listeners.is_taken("127.0.0.1", number) and stack.claim_port(number):
             return number
         return stack.free_port()
 
@@ -186,6 +186,8 @@ async def _install(
         engines=addresses,
         pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
     )
+    # Envoy would share its port with any other process of this user, which then gets some requests.
+    config["static_resources"]["listeners"][0]["enable_reuse_port"] = False
     await children.envoy(config)
     return DemoInstallation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
 

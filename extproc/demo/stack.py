@@ -61,17 +61,24 @@ def free_port(host: str = "127.0.0.1") -> int:
     chance = random.SystemRandom()
     while True:
         port = chance.choice(_PORTS)
-        if port not in _recent_ports and _claim_port(host, port):
+        if port not in _recent_ports and _is_free(host, port) and claim_port(port):
             _recent_ports.append(port)
             return port
 
 
-def _claim_port(host: str, port: int) -> bool:
-    """Claim a free port by binding its UDP twin, which is not used otherwise; False if taken."""
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def claim_port(port: int) -> bool:
+    """Claim a port by binding its UDP twin, which is not used otherwise; False if it is claimed."""
     claim = socket.socket(type=socket.SOCK_DGRAM)
     try:
-        with socket.socket() as probe:
-            probe.bind((host, port))
         claim.bind(("127.0.0.1", port))
     except OSError:
         claim.close()

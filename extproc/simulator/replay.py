@@ -301,7 +301,12 @@ def simulate(definition: scenario.Scenario, column: SimulationColumn, *, seed: i
     for session in sessions:
         for spec in session.specs:
             numbers[id(spec)] = len(numbers)
-    run = simulation.Simulation(definition, column.settings, seed=seed)
+    settings = column.settings
+    if settings is not None:
+        # Recorded requests have no other subset than the engine that they went to.
+        scheduling = msgspec.structs.replace(settings.scheduling, respect_subset=True)
+        settings = msgspec.structs.replace(settings, scheduling=scheduling)
+    run = simulation.Simulation(definition, settings, seed=seed)
     metrics = run.run()
     ttft_s = [math.nan] * len(numbers)
     for sim_request in metrics.requests:
@@ -319,13 +324,28 @@ def simulate_as_recorded(replay: Replay, definition: scenario.Scenario) -> Repla
     Args:
         definition: See `scenario_of`.
     """
-    workload = workloads.FixedWorkload(
-        replay.traffic.sessions_as_recorded(), replay.traffic.adapter_names
-    )
-    pinned = msgspec.structs.replace(definition, workload=cast("workloads.Workload", workload))
-    scheduling = msgspec.structs.replace(replay.settings.scheduling, respect_subset=True)
-    settings = msgspec.structs.replace(replay.settings, scheduling=scheduling)
-    return simulate(pinned, SimulationColumn(RECORDED, settings), seed=definition.seeds[0])
+    pinned = _with_recorded_nodes(replay, definition, is_start_only=False)
+    column = SimulationColumn(RECORDED, replay.settings)
+    return simulate(pinned, column, seed=definition.seeds[0])
+
+
+def with_recorded_start(replay: Replay, definition: scenario.Scenario) -> scenario.Scenario:
+    """The same scenario, the first request of each model goes to the engine that it went to.
+
+    So a rotation starts where it did, which is left to chance otherwise.
+
+    Args:
+        definition: See `scenario_of`.
+    """
+    return _with_recorded_nodes(replay, definition, is_start_only=True)
+
+
+def _with_recorded_nodes(
+    replay: Replay, definition: scenario.Scenario, *, is_start_only: bool
+) -> scenario.Scenario:
+    sessions = replay.traffic.sessions_as_recorded(is_start_only=is_start_only)
+    workload = workloads.FixedWorkload(sessions, replay.traffic.adapter_names)
+    return msgspec.structs.replace(definition, workload=cast("workloads.Workload", workload))
 
 
 def simulate_all(
@@ -335,10 +355,12 @@ def simulate_all(
     places: Sequence[int],
     jobs: int,
     on_run: Callable[[str], None],
+    recorded: scenario.Scenario | None = None,
 ) -> dict[str, dict[int, ReplayRun]]:
     """Simulate every strategy with every seed of the scenario.
 
     Args:
+        recorded: Scenario of the first strategy, see `with_recorded_start`; None for the same.
         places: See `Traffic`.
         jobs: Processes; 1 runs in this one.
         on_run: Called with a description of each run that is over.
@@ -347,7 +369,15 @@ def simulate_all(
         Runs by strategy and seed.
     """
     tasks = [(column, seed) for seed in definition.seeds for column in columns]
-    calls = [functools.partial(simulate, definition, column, seed=seed) for column, seed in tasks]
+    calls = [
+        functools.partial(
+            simulate,
+            recorded if recorded is not None and column is columns[0] else definition,
+            column,
+            seed=seed,
+        )
+        for column, seed in tasks
+    ]
     results: dict[str, dict[int, ReplayRun]] = {column.name: {} for column in columns}
     for n, run in simulation_runs.run_calls(calls, jobs=jobs):
         column, seed = tasks[n]

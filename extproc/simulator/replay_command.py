@@ -180,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
         results = replay.simulate_all(
             definition,
             loaded.columns,
+            recorded=replay.with_recorded_start(loaded, definition) if loaded.agreements else None,
             places=loaded.traffic.places,
             jobs=args.jobs,
             on_run=progress.step,

@@ -13,6 +13,7 @@ import statistics
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -27,6 +28,7 @@ from extproc.recording.reader import (
     RecordedEndpoint,
 )
 from extproc.request import BYTES_PER_TOKEN
+from extproc.simulator.fleet import picker as fleet_picker
 from extproc.simulator.fleet.scenario import EngineGroup
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
 
@@ -90,17 +92,24 @@ class Traffic(msgspec.Struct, frozen=True):
         """Seconds from the first arrival to the last."""
         return self.requests[-1].at if self.requests else 0.0
 
-    def sessions_as_recorded(self) -> list[SimSession]:
-        """The sessions, each request of which may only go to the engine that it went to."""
-        nodes = {
-            place: request.node for place, request in zip(self.places, self.requests, strict=True)
-        }
+    def sessions_as_recorded(self, *, is_start_only: bool = False) -> list[SimSession]:
+        """The sessions, each request of which may only go to the engine that it went to.
+
+        Args:
+            is_start_only: Whether this holds for the first request of each model only.
+        """
+        nodes: dict[int, int] = {}
+        started: set[str] = set()
+        for place, request in zip(self.places, self.requests, strict=True):
+            if not is_start_only or request.spec.adapter not in started:
+                nodes[place] = request.node
+                started.add(request.spec.adapter)
         places = itertools.count()
         return [
             msgspec.structs.replace(
                 session,
                 specs=[
-                    msgspec.structs.replace(spec, node=nodes[next(places)])
+                    msgspec.structs.replace(spec, node=nodes.get(next(places), -1))
                     for spec in session.specs
                 ],
             )
@@ -235,14 +244,20 @@ class TrafficReader:
         return [_engine_of(state, usual_cache, limits) for state in present]
 
     def _present(self, states: Iterable[RecordedEndpoint]) -> list[RecordedEndpoint]:
-        """Endpoints that had not left at the end of the recording, in the order of the fleet."""
+        """Endpoints that had not left at the end of the recording, in the order of the fleet.
+
+        Addresses of simulated engines have the same order as text, in which rotations walk.
+        """
         times = self._candidate_s
         newest = max(times.values(), default=0.0)
-        return [
+        present = [
             state
             for state in states
             if newest - times.get(state.endpoint.address, -math.inf) <= _LEFT_AFTER_S
         ]
+        present.sort(key=lambda state: state.endpoint.address)
+        ranks = sorted(range(len(present)), key=fleet_picker.engine_address)
+        return [state for _, state in sorted(zip(ranks, present, strict=True), key=itemgetter(0))]
 
     def traffic(self, schedule: Schedule, states: Mapping[int, RecordedEndpoint]) -> Traffic:
         """The requests, as the simulator takes them.

@@ -243,17 +243,17 @@ def format_short(decision: Decision) -> str:
 
     `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
     """
-    chosen = decision.find_chosen()
-    text = (
+    chosen, other = decision.find_chosen_and_runner_up()
+    following = ""
+    if other is not None:
+        address = decision.scored_candidates[other].endpoint.address
+        following = f"; next={address}{_displayed_value(decision, other)}"
+    return (
         f"{decision.profile}; chose={decision.endpoints[0].address}"
         f"{_displayed_value(decision, chosen)}"
         f"; cached={decision.matched_tokens}/{decision.request.prompt_tokens}"
+        f"{following}{'; degraded' if decision.degraded else ''}"
     )
-    other = decision.find_runner_up()
-    if other is not None:
-        address = decision.scored_candidates[other].endpoint.address
-        text += f"; next={address}{_displayed_value(decision, other)}"
-    return text + "; degraded" if decision.degraded else text
 
 
 def _displayed_value(decision: Decision, at: int | None) -> str:
@@ -269,7 +269,7 @@ def _displayed_value(decision: Decision, at: int | None) -> str:
 
 
 def _runner_up(decision: Decision) -> str | None:
-    at = decision.find_runner_up()
+    _, at = decision.find_chosen_and_runner_up()
     return None if at is None else decision.scored_candidates[at].endpoint.address
 
 

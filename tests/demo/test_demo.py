@@ -1,6 +1,6 @@
 import socket
 
-from extproc.demo import demo
+from extproc.demo import demo, stack
 
 
 def test_a_usual_port_that_is_taken_is_replaced():
@@ -10,6 +10,13 @@ def test_a_usual_port_that_is_taken_is_replaced():
         assert demo.Ports(usual=True).take(port) != port
     assert demo.Ports(usual=True).take(port) == port
     assert demo.Ports(usual=False).take(port) != port
+
+
+def test_a_usual_port_is_taken_by_one_demo():
+    """Demos that start together do not share ports, though Envoy binds its own at the end."""
+    port = stack.free_port()
+    stack._claims.pop().close()
+    assert [demo.Ports(usual=True).take(port) == port for _ in range(2)] == [True, False]
 
 
 DECISION = {

@@ -6,7 +6,7 @@ import pytest
 from extproc.cli import main
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traffic
-from extproc.simulator.fleet import client, scenario, sim_request
+from extproc.simulator.fleet import client, scenario, sim_request, workloads
 from tests.simulator.fleet import builders
 from tests.support import recordings
 
@@ -79,6 +79,37 @@ def test_recorded_decisions_can_be_simulated_as_they_are(tmp_path, strategy):
     nodes = [request.node for request in loaded.traffic.requests]
     sent = [endpoint.requests for endpoint in as_recorded.summary.endpoints]
     assert sent == [nodes.count(n) for n in range(len(loaded.fleet))]
+
+
+def test_a_rotation_starts_where_it_did(tmp_path):
+    """New decisions of a recorded rotation visit the same engines in the same order, by any seed."""
+    fleet = [scenario.EngineGroup(count=12, profile="l4-8b-fp8")]
+    workload = workloads.Independent(
+        requests=5, prompt=builders.spread_out(400), output=builders.spread_out(4), adapters=0
+    )
+    definition = builders.a_scenario(workload, fleet=fleet, client=client.Client(rate_per_s=1.0))
+    lines, _ = recordings.record(definition, builders.settings("round-robin"))
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(lines)
+    loaded = replay.load(path, strategies=["round-robin"], configs=())
+    again = replay.scenario_of(loaded, [1, 2, 3])
+    results = replay.simulate_all(
+        again,
+        loaded.columns,
+        recorded=replay.with_recorded_start(loaded, again),
+        places=loaded.traffic.places,
+        jobs=1,
+        on_run=lambda _: None,
+    )
+    nodes = [request.node for request in loaded.traffic.requests]
+    recorded = [nodes.count(n) for n in range(12)]
+    by_seed, fresh = results.values()
+    for run in by_seed.values():
+        assert [endpoint.requests for endpoint in run.summary.endpoints] == recorded
+    starts = {
+        tuple(endpoint.requests for endpoint in run.summary.endpoints) for run in fresh.values()
+    }
+    assert starts != {tuple(recorded)}
 
 
 def test_a_turn_repeats_the_answer_before_it(tmp_path):

@@ -36,6 +36,11 @@ MODEL = "base"
 _NO_HEADERS: Mapping[str, str] = {}
 
 
+def engine_address(n: int) -> str:
+    """Address of the engine with the index `n`."""
+    return f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000"
+
+
 class SimPicker(Protocol):
     """Endpoint picker as the simulation calls it."""
 
@@ -107,10 +112,7 @@ class ExtprocPicker:
         self._reservations: dict[str, Reservation] = {}
         self._pending: dict[str, conversations.PendingShare] = {}
         counts = [1] * len(nodes) if ranks is None else ranks
-        engines = [
-            Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
-            for n in range(len(counts))
-        ]
+        engines = [Endpoint(engine_address(n), name=f"engine-{n}") for n in range(len(counts))]
         self._engine_of = [n for n, count in enumerate(counts) for _ in range(count)]
         self._engines = engines
         self._endpoints = [
