@@ -2,8 +2,8 @@
 
     python -m bench.console [--endpoints 500] [--seconds 30] [--rounds 3]
 
-A picker scrapes 500 addresses of this machine behind which one process answers with the page of an
-engine. Its CPU is measured over spans with the console closed and open in a real Chromium, in
+A picker scrapes 500 addresses of this machine behind which one process answers with the page and the
+models of an engine. Its CPU is measured over spans with the console closed and open in a real Chromium, in
 turns. Needs Chromium and the development dependencies.
 """
 
@@ -28,6 +28,8 @@ vllm:prefix_cache_queries_total{model_name="demo"} 1000
 vllm:prefix_cache_hits_total{model_name="demo"} 700
 vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql,chat",waiting_lora_adapters=""} 1.0
 """
+
+MODELS = {"object": "list", "data": [{"id": "demo", "object": "model"}]}
 
 #: Largest share of a core with 500 endpoints, whether the console is open or not.
 BAR_SHARE = 0.05
@@ -61,13 +63,16 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 async def serve_engines(port: int) -> web.AppRunner:
-    """Answer scrapes of all addresses."""
+    """Answer scrapes of all addresses, and requests for their models."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=PAGE)
 
+    async def list_models(_: web.Request) -> web.Response:
+        return web.json_response(MODELS)
+
     application = web.Application()
-    application.add_routes([web.get("/metrics", answer)])
+    application.add_routes([web.get("/metrics", answer), web.get("/v1/models", list_models)])
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", port).start()
