@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from extproc.cli import envoy_config, main
+from extproc.config.settings import API_VERSION, KIND
 from extproc.demo import stack, traffic
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
@@ -35,6 +36,13 @@ _TURNS = 5
 _AT_ONCE = 16
 _FIRST_ENGINE_PORT = 8001
 _STRATEGIES = ("round-robin", "adaptive")
+
+#: Configuration of a demo that stays: the console shows first token and usage of every request.
+_KEPT_CONFIG = {
+    "apiVersion": API_VERSION,
+    "kind": KIND,
+    "responses": {"stream_sample_ratio": 1.0},
+}
 
 
 class StrategyRun(msgspec.Struct, frozen=True):
@@ -139,7 +147,8 @@ async def _demo(template: Path, talks: Sequence[traffic.ChatConversation], *, ke
     for strategy in _STRATEGIES:
         last = strategy == _STRATEGIES[-1]
         async with stack.stack() as children:
-            place = await _install(children, template, strategy, Ports(usual=keep and last))
+            ports = Ports(usual=keep and last)
+            place = await _install(children, template, strategy, ports, is_kept=keep)
             runs.append(await _measure(place, strategy, talks, show=_progress(strategy, total)))
             if last:
                 print(_table(runs))
@@ -158,7 +167,7 @@ def _stop_on_sigterm() -> None:
 
 
 async def _install(
-    children: stack.Stack, template: Path, strategy: str, numbers: Ports
+    children: stack.Stack, template: Path, strategy: str, numbers: Ports, *, is_kept: bool
 ) -> DemoInstallation:
     loras = [word for name in _ADAPTERS for word in ("--lora", name)]
     arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
@@ -177,6 +186,8 @@ async def _install(
     words += ["--grpc-port", str(envoy_ports.extproc)]
     words += ["--grpc-health-port", str(numbers.take(9003))]
     words += ["--metrics-port", str(metrics), "--drain-timeout", "0s"]
+    if is_kept:
+        words += ["--config-text", msgspec.json.encode(_KEPT_CONFIG).decode()]
     if stack.asks_for_xds(template):
         words += ["--xds", "--xds-port", str(xds), "--fallback-endpoints", "2"]
     await children.extproc(*words)

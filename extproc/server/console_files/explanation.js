@@ -83,7 +83,7 @@ function costSentences(outcome, first, second) {
   const sentences = [word, element("b", {}, amount(first.cost, unit)), ". "];
   const chosen = outcome.candidates.find((candidate) => candidate.endpoint === first.endpoint);
   if (chosen && chosen.matched_tokens > 0) {
-    sentences.push(`It probably caches ${count(chosen.matched_tokens)} of ${count(outcome.request.prompt_tokens)} prompt tokens. `);
+    sentences.push(`It probably has ${count(chosen.matched_tokens)} of ${count(outcome.request.prompt_tokens)} prompt tokens in its cache. `);
   }
   sentences.push("The next best, ", element("b", {}, second.endpoint), `, would cost ${amount(second.cost, unit)}`);
   const largest = differences.filter(({ value }) => value > 0.05 * Math.abs(second.cost)).slice(0, 2);
