@@ -28,7 +28,7 @@ from extproc.recording.reader import (
     RecordedEndpoint,
 )
 from extproc.request import BYTES_PER_TOKEN
-from extproc.simulator.fleet import picker as fleet_picker
+from extproc.simulator.fleet.picker import engine_address
 from extproc.simulator.fleet.scenario import EngineGroup
 from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimSession
 
@@ -256,7 +256,7 @@ class TrafficReader:
             if newest - times.get(state.endpoint.address, -math.inf) <= _LEFT_AFTER_S
         ]
         present.sort(key=lambda state: state.endpoint.address)
-        ranks = sorted(range(len(present)), key=fleet_picker.engine_address)
+        ranks = sorted(range(len(present)), key=engine_address)
         return [state for _, state in sorted(zip(ranks, present, strict=True), key=itemgetter(0))]
 
     def traffic(self, schedule: Schedule, states: Mapping[int, RecordedEndpoint]) -> Traffic:
