@@ -7,6 +7,7 @@ three runs; memory is the peak that tracemalloc sees beside the body.
 """
 
 import argparse
+import base64
 import os
 import struct
 import sys
@@ -85,6 +86,31 @@ def values(size):
     yield "lone surrogates", filled(b'"', b"\\ud83d", b'"', size)
 
 
+def images(size):
+    """Name and parts of content with images."""
+    png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 65_535, 65_535) + b"\x08\2\0\0\0"
+    jpeg = b"\xff\xd8" + b"\xff\xe1\0\2" * 4000
+    gif = b"GIF89a" + struct.pack("<HH", 4000, 3000) + b"\0" * 14_000
+    for name, head in (("huge", png), ("of segments", jpeg), ("of 12 million pixels", gif)):
+        part = image(b"data:image/x;base64," + base64.b64encode(head + b"\0" * 100))
+        yield f"images {name}", filled(b"[", part + b",", part + b"]", size)
+    short = image(b"data:;base64," + base64.b64encode(gif[:33]))
+    yield "images of 33 bytes", filled(b"[", short + b",", short + b"]", size)
+    url, empty = image(b"https://a/b"), b'{"type":"image"}'
+    yield "images by URL", filled(b"[", url + b",", url + b"]", size)
+    yield "empty images", filled(b"[", empty + b",", empty + b"]", size)
+    result = b'{"type":"tool_result","content":[%b]}' % b",".join([url] * 50)
+    yield "images in results", filled(b"[", result + b",", result + b"]", size)
+    head, tail = image(b"data:image/png;base64,|").split(b"|")
+    yield "one image", b"[" + filled(head, b"AAAA", tail, size) + b"]"
+    yield "one image of few colors", b"[" + filled(head, b"/9j/", tail, size) + b"]"
+
+
+def image(url):
+    """A part of content."""
+    return b'{"type":"image_url","image_url":{"url":"%b"}}' % url
+
+
 def bodies(size):
     """Name, path and body."""
     named = list(values(size))
@@ -94,6 +120,18 @@ def bodies(size):
                 f"{path} {field} of {name}",
                 path,
                 b'{"model":"m","%b":%b}' % (field.encode(), value),
+            )
+    for path, field in (
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+    ):
+        for name, parts in images(size):
+            message = b'{"role":"user","content":%b}' % parts
+            yield (
+                f"{path} {field} of {name}",
+                path,
+                b'{"model":"Qwen2.5-VL-7B","%b":[%b]}' % (field.encode(), message),
             )
     for field in ("metadata", "user", "sampling_params", "cache_salt", "tools", "model"):
         for name, value in named:

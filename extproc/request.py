@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -80,6 +80,31 @@ class HttpRequest(msgspec.Struct, frozen=True, gc=False):
         return self.headers.get(":method", "")
 
 
+MediaKind: TypeAlias = Literal["image", "video", "audio"]
+
+
+class MediaSpan(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """An image, a video or audio in a prompt.
+
+    Attributes:
+        kind: What it is.
+        start: Offset in `InferenceRequest.prompt`.
+        size: Bytes that stand for it there.
+        tokens: Prompt tokens that models like the one in the body make of it (estimate).
+        is_sized: Whether its size is known; else a usual one is assumed.
+        count: Items (count): more than one in the last span of a prompt with very many.
+        digest: Of its content, 64 bits; 0 within other parts, such as tool results.
+    """
+
+    kind: MediaKind
+    start: int
+    size: int
+    tokens: int
+    is_sized: bool
+    count: int = 1
+    digest: int = 0
+
+
 class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     """A parsed inference request.
 
@@ -92,7 +117,9 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
         prompt: The prompt as stable bytes in the order the engine sees it: equal beginnings are
             equal bytes. It is hashed, never sent, logged or decoded; empty once a request waits.
         prompt_tokens: Estimated prompt length in tokens; exact for tokenized prompts.
-        prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
+        prompt_bytes: Bytes of text `prompt_tokens` is estimated from, besides those of `media`; 0 when
+            it is exact.
+        media: Images, videos and audio in the prompt, in order; `prompt_tokens` has their tokens.
         stream: Whether the client requested a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.
         session: Identity of the conversation; empty when the request states none.
@@ -115,6 +142,12 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     prompt_bytes: int = 0
     objective: str = ""
     priority: int = 0
+    media: tuple[MediaSpan, ...] = ()
+
+    @property
+    def stable_bytes(self) -> int:
+        """Bytes of a prompt of text, with the room of its media; 0 for token ids."""
+        return self.prompt_bytes + sum([span.size for span in self.media])
 
     @property
     def target(self) -> str:

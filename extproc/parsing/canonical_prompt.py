@@ -1,11 +1,12 @@
 """Prompts as stable bytes: markers, messages, content parts.
 
-Every field starts with a marker byte from 0xF8 to 0xFF. UTF-8 never produces those, so a marker
+Every field starts with a marker byte from 0xF7 to 0xFF. UTF-8 never produces those, so a marker
 cannot be forged by text, and no lengths or trailers are needed: a longer conversation extends the
 bytes of a shorter one.
 
 | marker | starts |
 |---|---|
+| `F7` | an image, a video or audio of the part before it: kind, size, and room for its tokens |
 | `F8` | the cache salt, which isolates everything after it |
 | `F9` | an option of the chat template, a letter and raw JSON: `F9 k {...}` |
 | `FA` | reasoning text kept in the history |
@@ -31,6 +32,7 @@ from typing import Any, Final, Literal
 import mmh3
 import msgspec
 
+from extproc.parsing import media
 from extproc.request import BYTES_PER_TOKEN
 
 #: Bytes per packed token.
@@ -95,6 +97,26 @@ def pack(ids: Sequence[Any]) -> bytes | None:
     return packed.tobytes()
 
 
+def read_placeholders(features: Any) -> list[tuple[int, int, str]]:
+    """(offset, length, hash) of each multimodal item; items of an unknown form are left out."""
+    if type(features) is not dict:
+        return []
+    hashes, places = features.get("mm_hashes"), features.get("mm_placeholders")
+    if type(hashes) is not dict or type(places) is not dict:
+        return []
+    placeholders = []
+    for modality, spans in places.items():
+        names = hashes.get(modality)
+        if type(spans) is not list or type(names) is not list:
+            continue
+        for span, name in zip(spans, names, strict=False):
+            if type(span) is dict and type(name) is str:
+                offset, length = span.get("offset"), span.get("length")
+                if type(offset) is int and type(length) is int:
+                    placeholders.append((offset, length, name))
+    return placeholders
+
+
 def stamp(rows: io.BytesIO, placeholders: Iterable[tuple[int, int, str]]) -> None:
     """Write image hashes over placeholder tokens, which are equal for all images.
 
@@ -139,8 +161,9 @@ _MANY_PARTS = 64
 _JSON_TYPES = frozenset({dict, list, int, float, bool, type(None)})
 #: What JSON holds of a part that is text, or is not encoded as it is. Only parts with `content` hold
 #: JSON as the client wrote it, with its line breaks.
-_SPECIAL = tuple(
-    b'"%b' % key.encode() for key in ("text", "content", _MOVING_KEY, *sorted(_BLOB_KEYS))
+_SPECIAL = (
+    *(b'"%b' % key.encode() for key in ("text", "content", _MOVING_KEY, *sorted(_BLOB_KEYS))),
+    *(b'"type":"%b"' % kind.encode() for kind in sorted(media.KINDS)),
 )
 #: Parts nested deeper than this are kept as they are: tool results nest two or three levels.
 _DEEPEST = 16
@@ -208,10 +231,14 @@ def content(value: object) -> bytes:
 
 
 def _many_parts(parts: list[Any]) -> bytes:
-    """Parts of a long list; those that are nothing but JSON are encoded many at a time."""
+    """Parts of a long list; those that are nothing but JSON are encoded many at a time.
+
+    The list is emptied, so that its parts are not in memory with all that was made of them.
+    """
     fields: list[bytes] = []
     for at in range(0, len(parts), _MANY_PARTS):
         row = parts[at : at + _MANY_PARTS]
+        parts[at : at + _MANY_PARTS] = [None] * len(row)
         first = row[0]
         lines = b""
         # Messages, which may be long, are not encoded in vain.
@@ -248,15 +275,25 @@ def item(part: object) -> bytes:
         return PART + bytes(part)
     if type(part) is Packed:
         return PART + mmh3.mmh3_x64_128_digest(part.ids)
-    return PART + msgspec.json.encode(_normalized(part, _DEEPEST))
+    fields = bytearray()
+    json = PART + msgspec.json.encode(_normalized(part, _DEEPEST, fields))
+    if not fields:
+        return json
+    own = part.get("type") if type(part) is dict else None
+    if type(own) is str and own in media.KINDS:
+        return json + media.with_json_bytes(bytes(fields), len(json))
+    return json + fields
 
 
-def _normalized(value: Any, depth: int) -> Any:
-    """A copy without cache breakpoints and with a digest for each blob."""
+def _normalized(value: Any, depth: int, media_fields: bytearray) -> Any:
+    """A copy without cache breakpoints and with a digest for each blob; adds fields of media."""
     if depth:
         if type(value) is dict:
+            kind = value.get("type")
+            if type(kind) is str and (item_kind := media.KINDS.get(kind)) is not None:
+                media_fields += media.field(value, item_kind)
             return {
-                key: _normalized_field(key, field, depth - 1)
+                key: _normalized_field(key, field, depth - 1, media_fields)
                 for key, field in value.items()
                 if key != _MOVING_KEY
             }
@@ -264,22 +301,24 @@ def _normalized(value: Any, depth: int) -> Any:
             # Near the top only, so that nothing is encoded again and again.
             if len(value) > _MANY_PARTS and depth >= _DEEPEST - 2 and _is_normalized(value):
                 return value
-            return [_normalized(field, depth - 1) for field in value]
+            return [_normalized(field, depth - 1, media_fields) for field in value]
     if type(value) is str and len(value) >= _BLOB_BYTES and value.startswith("data:"):
         return digest(value)
     return value
 
 
 def _is_normalized(values: list[Any]) -> bool:
-    """True if a list surely has neither cache breakpoints nor blobs."""
+    """True if a list surely has neither cache breakpoints nor blobs nor media."""
     json = msgspec.json.encode(values)
     return not any(map(json.__contains__, _SPECIAL))
 
 
-def _normalized_field(key: str, value: Any, depth: int) -> Any:
-    if type(value) is str and len(value) >= _BLOB_BYTES and key in _BLOB_KEYS:
-        return digest(value)
-    return _normalized(value, depth)
+def _normalized_field(key: str, value: Any, depth: int, media_fields: bytearray) -> Any:
+    # Most fields are short texts, and a call takes as long as all else here.
+    if type(value) is str:
+        is_blob = len(value) >= _BLOB_BYTES and (key in _BLOB_KEYS or value.startswith("data:"))
+        return digest(value) if is_blob else value
+    return _normalized(value, depth, media_fields)
 
 
 class TextMessage(msgspec.Struct, gc=False):
@@ -328,6 +367,13 @@ def text_prompt(content: bytes) -> Prompt:
     size = len(content)
     # As `estimate`, without a call.
     return Prompt(content, size // BYTES_PER_TOKEN or (1 if size else 0), size)
+
+
+def joined_prompt(fields: list[bytes]) -> Prompt:
+    """The prompt of fields, which are cleared: laying it out takes as much again."""
+    content = b"".join(fields)
+    fields.clear()
+    return text_prompt(content)
 
 
 def prompt_of(value: object) -> Prompt | None:

@@ -28,11 +28,12 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded_decoder, canonical_prompt, narrow_types
+from extproc.parsing import bounded_decoder, canonical_prompt, media, narrow_types
 from extproc.request import (
     MAX_NAME_BYTES,
     HttpRequest,
     InferenceRequest,
+    MediaSpan,
     RequestBody,
     shorten_id,
 )
@@ -270,18 +271,24 @@ def request(
         adapter = ""
     elif type(adapter) is not str:
         adapter, prompt = _adapter_of_batch(adapter, prompt)
-    model = body.model
+    model = body.model if type(body.model) is str else ""
+    content, tokens, text_bytes = prompt.content, prompt.tokens, prompt.text_bytes
+    spans: tuple[MediaSpan, ...] = ()
+    if text_bytes and media.MARKER in content:
+        content, spans, text_bytes = media.lay_out(content, model)
+        tokens = canonical_prompt.estimate(text_bytes) + sum([span.tokens for span in spans])
     return InferenceRequest(
         api,
-        model=model if type(model) is str and model else model_header(raw.headers),
+        model=model or model_header(raw.headers),
         adapter=adapter,
-        prompt=prompt.content,
-        prompt_tokens=prompt.tokens,
+        prompt=content,
+        prompt_tokens=tokens,
         stream=body.stream is True,
         max_tokens=_max_tokens(body),
         session=session_of(raw.headers, body),
         subset=raw.subset,
-        prompt_bytes=prompt.text_bytes,
+        prompt_bytes=text_bytes,
+        media=spans,
     )
 
 

@@ -68,7 +68,8 @@ def parse_chat(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
         return decision.bad_request(_NO_MESSAGES)
     fields = _chat_options(body)
     _add_messages(fields, body.messages)
-    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
+    body.messages = None
+    return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
 
 
 def _chat_options(body: ChatBody) -> list[bytes]:
@@ -233,8 +234,10 @@ def parse_responses(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
         fields.append(
             canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.instructions)
         )
-    prompt = canonical_prompt.text_prompt(b"".join([*fields, history]))
-    return envelope.request(api, raw, body, prompt=prompt)
+    fields.append(history)
+    del history
+    body.input = None
+    return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
 
 
 def parse_conversation(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:

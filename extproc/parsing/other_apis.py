@@ -50,13 +50,16 @@ def parse_messages(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     fields = [canonical_prompt.salt(body.cache_salt), canonical_prompt.option(b"t", body.tools)]
     if body.system is not None:
         fields.append(canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.system))
+    message = None
     for message in body.messages:
         fields += (
             canonical_prompt.MESSAGE,
             canonical_prompt.as_bytes(message.role),
             canonical_prompt.content(message.content),
         )
-    return envelope.request(api, raw, body, prompt=canonical_prompt.text_prompt(b"".join(fields)))
+        del message
+    body.messages = None
+    return envelope.request(api, raw, body, prompt=canonical_prompt.joined_prompt(fields))
 
 
 _WANTED_RANKING: Final = "invalid ranking request: must be a JSON object"
@@ -132,7 +135,7 @@ def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
         packed = canonical_prompt.pack(ids) if type(ids) is list and ids else None
     if packed is None:
         return decision.bad_request(_NO_TOKENS)
-    placeholders = _placeholders(body.features)
+    placeholders = canonical_prompt.read_placeholders(body.features)
     if placeholders:
         rows = io.BytesIO(packed)
         canonical_prompt.stamp(rows, placeholders)
@@ -141,26 +144,6 @@ def parse_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
         canonical_prompt.Prompt(packed, len(packed) // canonical_prompt.WIDTH), body.cache_salt
     )
     return envelope.request(api, raw, body, prompt=prompt)
-
-
-def _placeholders(features: Any) -> list[tuple[int, int, str]]:
-    """(offset, length, hash) of each multimodal item; items of an unknown form are left out."""
-    if type(features) is not dict:
-        return []
-    hashes, places = features.get("mm_hashes"), features.get("mm_placeholders")
-    if type(hashes) is not dict or type(places) is not dict:
-        return []
-    placeholders = []
-    for modality, spans in places.items():
-        names = hashes.get(modality)
-        if type(spans) is not list or type(names) is not list:
-            continue
-        for span, name in zip(spans, names, strict=False):
-            if type(span) is dict and type(name) is str:
-                offset, length = span.get("offset"), span.get("length")
-                if type(offset) is int and type(length) is int:
-                    placeholders.append((offset, length, name))
-    return placeholders
 
 
 def parse_native_generate(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:

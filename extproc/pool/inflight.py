@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
-from extproc.pool.request_tokens import ContextShare, SharedContext, TypicalWork
+from extproc.pool.request_tokens import ContextShare, PromptSize, SharedContext, TypicalWork
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MAX_RECENT = 64
@@ -79,6 +79,7 @@ class InflightLoad:
         ran: Adapter or model names of requests answered since the last scrape.
         texts: Text prompts answered since the last comparison with the engine's counters:
             [requests, bytes of text] by adapter or model name.
+        media_answered: Prompts with media answered since then (count).
         adapters: Open requests by adapter or model name.
         recent: Names of `adapters` ever opened, the latest last.
         sent: Uncached prompt tokens ever sent.
@@ -107,6 +108,7 @@ class InflightLoad:
         "in_flight",
         "kv_tokens_scraped",
         "kv_tokens_sent",
+        "media_answered",
         "opened",
         "prompt_tokens",
         "ran",
@@ -132,6 +134,7 @@ class InflightLoad:
         self.idled = 0
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
+        self.media_answered = 0
         self.adapters: dict[str, int] = {}
         self.recent: dict[str, None] = {}
         self.sent = 0
@@ -220,6 +223,7 @@ class InflightLoad:
     def forget_texts(self) -> None:
         """Forget the prompts answered so far: a comparison with the engine's counters begins."""
         self.texts = {}
+        self.media_answered = 0
 
     def cache_adapter_slots(self, state: AdapterSlotState) -> AdapterSlotState:
         """Keep the state until the adapters change, and return it."""
@@ -361,7 +365,9 @@ class InflightLoad:
             self.idled += 1
         if len(self.ran) < _MAX_RECENT:
             self.ran.add(reservation.target)
-        if reservation.prompt_bytes:
+        if reservation.has_media:
+            self.media_answered += 1
+        elif reservation.prompt_bytes:
             texts = self.texts.get(reservation.target)
             if texts is None:
                 if len(self.texts) >= _MAX_RECENT:
@@ -403,6 +409,7 @@ class Reservation(msgspec.Struct, eq=False):
         context: Its share of the cache; None while no plugin needs it.
         last_turn: Marked when it ends; None where no plugin needs it.
         from_peers: Whether another picker sent it.
+        has_media: Whether its prompt is not text alone.
         estimated_tokens: Prompt tokens that the estimate alone predicted as cached; None where they
             are `cached_tokens`.
     """
@@ -418,6 +425,7 @@ class Reservation(msgspec.Struct, eq=False):
     blocks: Sequence[int] = ()
     from_peers: bool = False
     last_turn: LastTurn | None = None
+    has_media: bool = False
     estimated_tokens: int | None = None
     sole_endpoint: bool = True
     refused: bool = False
@@ -435,6 +443,15 @@ class Reservation(msgspec.Struct, eq=False):
     def set_estimated_tokens(self, tokens: int) -> None:
         """Record what the estimate alone predicted as cached."""
         self.estimated_tokens = tokens
+
+    def note_media(self) -> None:
+        """Record that its prompt is not text alone."""
+        self.has_media = True
+
+    @property
+    def prompt_size(self) -> PromptSize:
+        """Size of its prompt."""
+        return PromptSize(self.prompt_tokens, self.prompt_bytes, self.has_media)
 
     def refuse(self) -> None:
         """Record that the endpoint answered, and did not serve."""

@@ -11,15 +11,36 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import sub
+from typing import NamedTuple
 
 import msgspec
 
 from extproc.endpoint import Load
-from extproc.request import BYTES_PER_TOKEN
+from extproc.pool.media_correction import MediaCorrection
+from extproc.request import BYTES_PER_TOKEN, InferenceRequest, MediaSpan
 
 #: Blocks of a chain of which one is followed: it stands for all of them. What is shared is shared
 #: from the root, so only the last few blocks of a shared beginning are counted wrongly.
 _STRIDE = 4
+
+
+class PromptSize(NamedTuple):
+    """Size of a prompt.
+
+    Attributes:
+        tokens: Estimated tokens.
+        prompt_bytes: Bytes they are estimated from, the room of media included; 0 when they are exact.
+        has_media: Whether it is not text alone.
+    """
+
+    tokens: int
+    prompt_bytes: int
+    has_media: bool = False
+
+    @classmethod
+    def from_request(cls, request: InferenceRequest) -> PromptSize:
+        """Size of the prompt of a request."""
+        return cls(request.prompt_tokens, request.stable_bytes, bool(request.media))
 
 
 class ContextShare(msgspec.Struct, frozen=True, gc=False):
@@ -175,6 +196,9 @@ class TypicalWork:
 #: sent for (images); above, it did not read what was sent.
 _BOUNDS = (1.0, 8.0)
 
+#: Least mean of a prompt with media (bytes per token).
+_LEAST_MEAN = 0.5
+
 #: Requests, fading, from which a model's own ratio counts. Prompts differ by a quarter or so, so
 #: that the mean of eight is within ten percent.
 _MIN_REQUESTS = 7.5
@@ -235,9 +259,13 @@ class BytesPerTokenEstimator:
     Engines tell how many tokens they counted: in their counters, for all requests that finished
     between two scrapes, and in the `usage` of an answer that is watched. A tokenizer belongs to a
     model and not to an engine, so what one endpoint shows holds for all of them.
+
+    Attributes:
+        media: What images, videos and audio take, learned from prompts that have any.
     """
 
     def __init__(self) -> None:
+        self.media = MediaCorrection()
         self._all = _Sums()
         self._by_model: dict[str, _Sums] = {}
         self._windows: dict[int, _Window] = {}
@@ -264,20 +292,33 @@ class BytesPerTokenEstimator:
         """
         return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
 
+    def mean_ratio(self, model: str, size: PromptSize) -> float:
+        """As `ratio_for`; a prompt with media has a mean of its own."""
+        if size.has_media and size.prompt_bytes and size.tokens:
+            # In steps, since tables are kept by ratio.
+            return max(_LEAST_MEAN, round(size.prompt_bytes / size.tokens, 1))
+        return self.ratio_for(model, size.prompt_bytes)
+
     @property
     def ratios(self) -> dict[str, float]:
         """Bytes per token by model, of models that showed enough."""
         return {model: sums.ratio for model, sums in self._by_model.items() if sums.known}
 
-    def observe_usage(self, model: str, *, prompt_bytes: int, tokens: int) -> None:
+    def observe_usage(
+        self, model: str, *, prompt_bytes: int, tokens: int, media: Sequence[MediaSpan] = ()
+    ) -> None:
         """Take in the prompt tokens that the `usage` of an answer reports.
 
         Args:
             model: LLM or adapter name.
             prompt_bytes: Bytes of text in the prompt; 0 when it was tokenized already.
             tokens: Prompt tokens by the engine.
+            media: Images, videos and audio in the prompt; they are learned, and not the text.
         """
-        if prompt_bytes and tokens:
+        if media:
+            text_tokens = prompt_bytes / self.ratio_for(model, prompt_bytes)
+            self.media.observe_usage(model, media, prompt_tokens=tokens, text_tokens=text_tokens)
+        elif prompt_bytes and tokens:
             self._add(model, prompt_bytes, tokens, 1.0)
 
     def record_scrape(

@@ -373,7 +373,7 @@ class PoolStore:
         if self.bytes_per_token.record_scrape(
             load,
             incarnation=account.endpoint.incarnation,
-            texts=account.texts,
+            texts={} if account.media_answered else account.texts,
             answered=account.answered,
         ):
             account.forget_texts()

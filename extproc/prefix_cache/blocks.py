@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
@@ -21,7 +21,7 @@ from typing import Final
 import mmh3
 import msgspec
 
-from extproc.request import BYTES_PER_TOKEN
+from extproc.request import BYTES_PER_TOKEN, MediaSpan
 
 #: Hashes are cut to 60 bits: a Python int of two 30-bit digits takes 32 bytes, one of three 48.
 #: Among ten million blocks the chance that any two share a hash is about 4e-5.
@@ -93,6 +93,40 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             bytes_per_token: Mean bytes of a token, above 0. Tables of the last few dozen are kept.
         """
         return _tokens(self, bytes_per_token)
+
+    def tokens_with_media(
+        self,
+        media: Sequence[MediaSpan],
+        media_tokens: Sequence[float],
+        *,
+        bytes_per_token: float,
+        depth: int,
+    ) -> list[int]:
+        """Cumulative estimated tokens by depth of a prompt with media.
+
+        Args:
+            media: Its items, in order.
+            media_tokens: Tokens of each.
+            bytes_per_token: Of the text between them, above 0.
+            depth: Blocks of the prompt (count).
+        """
+        tokens: list[int] = []
+        items = list(zip(media, media_tokens, strict=True))
+        num_before, bytes_before, tokens_before = 0, 0, 0.0
+        for cut in self.cuts[: depth + 1]:
+            while num_before < len(items):
+                span, some = items[num_before]
+                if span.start + span.size > cut:
+                    break
+                bytes_before += span.size
+                tokens_before += some
+                num_before += 1
+            text_bytes, sum_tokens = cut - bytes_before, tokens_before
+            if num_before < len(items) and (span := items[num_before][0]).start < cut:
+                text_bytes -= cut - span.start
+                sum_tokens += items[num_before][1] * (cut - span.start) / span.size
+            tokens.append(int(text_bytes / bytes_per_token + sum_tokens))
+        return tokens
 
 
 # Every schedule of a process comes from its configuration, so this holds a handful of tables.

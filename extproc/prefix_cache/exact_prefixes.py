@@ -39,17 +39,21 @@ class MappedPrompt:
             again (count).
         chain: Hashes of its byte blocks.
         first_end: Depth at which the first engines ended when it was matched; 0 for none.
+        first_media: Position of the first block with an image, a video or audio; -1 for none.
         sent: When it, or one that shares a beginning with it, was last sent to an engine, by address
             of the endpoint (monotonic seconds), the latest last.
     """
 
-    __slots__ = ("chain", "first_end", "keys", "max_cached", "sent")
+    __slots__ = ("chain", "first_end", "first_media", "keys", "max_cached", "sent")
 
-    def __init__(self, chain: Sequence[int], keys: array[int], max_cached: int) -> None:
+    def __init__(
+        self, chain: Sequence[int], keys: array[int], max_cached: int, first_media: int
+    ) -> None:
         self.chain = chain
         self.keys = keys
         self.max_cached = max_cached
         self.first_end = 0
+        self.first_media = first_media
         self.sent: dict[str, float] = {}
 
 
@@ -106,6 +110,7 @@ class PromptMap:
         tokens: int,
         block_tokens: int,
         prompt_bytes: int,
+        first_media: int = -1,
     ) -> None:
         """Map a prompt.
 
@@ -118,11 +123,12 @@ class PromptMap:
             tokens: Its length in tokens, at least 1.
             block_tokens: Tokens of a block.
             prompt_bytes: Its length in bytes.
+            first_media: As of `MappedPrompt`.
         """
         if len(keys) > self._max_blocks:
             return
         packed = array("Q", keys)
-        prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens)
+        prompt = MappedPrompt(tuple(chain), packed, (tokens - 1) // block_tokens, first_media)
         at, cuts = self._at, self._cuts
         per_byte = tokens / block_tokens / max(prompt_bytes, cuts[len(chain)])
         shared: tuple[MappedPrompt, int] | None = None
@@ -237,6 +243,7 @@ class ExactPrefixes:
         *,
         adapter: str,
         prompt_bytes: int,
+        placeholders: Sequence[tuple[int, int, str]] = (),
     ) -> None:
         """Remember the tokens of a prompt.
 
@@ -245,13 +252,22 @@ class ExactPrefixes:
             tokens: Its token ids, 32 bits each, at least one.
             adapter: LoRA adapter; empty for the base model.
             prompt_bytes: Its length in bytes.
+            placeholders: (offset in tokens, length in tokens, identifier) of each image, video and
+                audio.
         """
         size = self.index.block_tokens
-        if size:
-            keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size)
-            self.prompts.add(
-                chain, keys, tokens=len(tokens), block_tokens=size, prompt_bytes=prompt_bytes
-            )
+        if not size:
+            return
+        extras = kv_events.media_extras(placeholders, size, len(tokens) // size)
+        keys = kv_events.block_keys(kv_events.root_key(adapter), tokens.tobytes(), size, extras)
+        self.prompts.add(
+            chain,
+            keys,
+            tokens=len(tokens),
+            block_tokens=size,
+            prompt_bytes=prompt_bytes,
+            first_media=next((at for at, extra in enumerate(extras) if extra), -1),
+        )
 
     def record_sent(self, address: str, chain: Sequence[int], now: float) -> None:
         """Note that a prompt is on its way to an engine."""
@@ -272,13 +288,16 @@ class ExactPrefixes:
     def match(self, chain: Sequence[int]) -> PromptMatch | None:
         """Engines that hold a beginning of a prompt.
 
-        None where no beginning of the prompt is mapped.
+        None where no beginning of the prompt is mapped, and where no engine holds its first block
+        with an image: whether engines name images as they render them is known by those that do.
         """
         mapped = self.prompts.find(chain)
         if mapped is None:
             return None
         prompt, num_shared, count = mapped
         index, keys = self.index, prompt.keys
+        if 0 <= prompt.first_media < count and not index.is_held(keys[prompt.first_media]):
+            return None
         if count == len(keys) and len(prompt.chain) < len(chain):
             # The next turn: it most likely goes on with the answer that the engine generated.
             answer = index.continuation(keys[-1]) if keys else ()

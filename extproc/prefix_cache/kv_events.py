@@ -157,9 +157,12 @@ _decode_tag_array = msgspec.msgpack.Decoder(_TagArray).decode
 _decode_extra = msgspec.msgpack.Decoder(
     Annotated[list[msgspec.Raw], msgspec.Meta(max_length=64)]
 ).decode
+_decode_pair = msgspec.msgpack.Decoder(tuple[msgspec.Raw, msgspec.Raw]).decode
 _encode = msgspec.msgpack.encode
 
 _NIL: Final = b"\xc0"
+#: Start of an array of two.
+_PAIR: Final = b"\x92"
 
 _KNOWN: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
@@ -281,8 +284,36 @@ def _extras(
 def _without(items: Sequence[msgspec.Raw], name: bytes) -> Iterator[bytes]:
     for item in items:
         encoded = bytes(item)
+        # An image is its identifier, or that and the place of the block in it, which follows from the
+        # tokens before it.
+        if encoded[:1] == _PAIR:
+            encoded = bytes(_decode_pair(encoded)[0])
         if encoded not in (name, _NIL):
             yield encoded
+
+
+def media_extras(
+    placeholders: Sequence[tuple[int, int, str]], block_tokens: int, num_blocks: int
+) -> list[bytes]:
+    """Identifiers of the images of each block of a prompt, as of `BlockStored.extras`.
+
+    Args:
+        placeholders: (offset in tokens, length in tokens, identifier) of each item, in any order;
+            one that begins in another is left out.
+        block_tokens: Tokens of a block.
+        num_blocks: Full blocks of the prompt (count).
+    """
+    extras = [b""] * num_blocks
+    end = 0
+    for offset, length, identifier in sorted(placeholders):
+        if offset < end or length <= 0:
+            continue
+        end = offset + length
+        encoded = _encode(identifier)
+        last = min(num_blocks, (end - 1) // block_tokens + 1)
+        for block in range(offset // block_tokens, last):
+            extras[block] += encoded
+    return extras
 
 
 def _word(value: _Hash) -> int:

@@ -270,6 +270,10 @@ class TokenBlockIndex:
             engine.copies[hashed] = copies - 1
         return True
 
+    def is_held(self, key: int) -> bool:
+        """True if any engine holds a key."""
+        return self._holders.get(key) is not None
+
     def holders(self, keys: Sequence[int], count: int, guess: int = 0) -> Sequence[tuple[int, int]]:
         """Engines by the leading blocks of a chain that they hold.
 

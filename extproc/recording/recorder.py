@@ -248,7 +248,7 @@ class Recording:
             request.model,
             request.adapter,
             request.prompt_tokens,
-            request.prompt_bytes,
+            request.stable_bytes,
             request.max_tokens,
             request.stream,
             request.priority,

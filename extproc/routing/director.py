@@ -13,6 +13,7 @@ from extproc.pool.conversations import ConversationTracker
 from extproc.pool.endpoint_health import RequestOutcome
 from extproc.pool.inflight import CachedTokens, Reservation
 from extproc.pool.outlier_detection import classify_status
+from extproc.pool.request_tokens import PromptSize
 from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.cache_model import CacheModel, index_key
@@ -232,9 +233,8 @@ class Director:
             member,
             decision.block_hashes,
             target=request.target,
-            prompt_tokens=request.prompt_tokens,
+            size=PromptSize.from_request(request),
             cached_tokens=self._cached_tokens(decision, member),
-            prompt_bytes=request.prompt_bytes,
             now=now,
         )
         if len(decision.endpoints) > 1:
@@ -259,7 +259,7 @@ class Director:
             member,
             decision.block_hashes,
             target=request.target,
-            prompt_bytes=request.prompt_bytes,
+            size=PromptSize.from_request(request),
         )
         return CachedTokens(tokens, min(estimated, request.prompt_tokens))
 
@@ -269,9 +269,8 @@ class Director:
         chain: Sequence[int],
         *,
         target: str,
-        prompt_tokens: int,
+        size: PromptSize,
         cached_tokens: CachedTokens,
-        prompt_bytes: int,
         now: float,
         from_peers: bool = False,
     ) -> Reservation:
@@ -280,12 +279,12 @@ class Director:
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.
             target: Adapter or model name.
-            prompt_tokens: Estimated prompt tokens.
-            cached_tokens: Of these, tokens predicted as cached there.
-            prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+            size: Size of the prompt.
+            cached_tokens: Of its tokens, those predicted as cached there.
             from_peers: Whether another picker sent it.
         """
         endpoint, account = member.endpoint, member.account
+        prompt_tokens = size.tokens
         if chain:
             self._index.record(index_key(endpoint), chain)
             if self._exact is not None:
@@ -296,7 +295,7 @@ class Director:
                 chain,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens.estimated,
-                bytes_per_token=self._store.bytes_per_token.ratio_for(target, prompt_bytes),
+                bytes_per_token=self._store.bytes_per_token.mean_ratio(target, size),
             )
         last_turn = None
         if self.routing.tracks_conversations and chain:
@@ -308,11 +307,13 @@ class Director:
             prompt_tokens,
             cached_tokens=cached_tokens.tokens if self.routing.credits_prefixes else 0,
             now=now,
-            prompt_bytes=prompt_bytes,
+            prompt_bytes=size.prompt_bytes,
             blocks=chain,
             last_turn=last_turn,
             from_peers=from_peers,
         )
+        if size.has_media:
+            reservation.note_media()
         if cached_tokens.estimated != cached_tokens.tokens:
             reservation.set_estimated_tokens(cached_tokens.estimated)
         if last_turn is not None:
@@ -348,7 +349,7 @@ class Director:
         chain: Sequence[int],
         *,
         target: str,
-        prompt_bytes: int,
+        size: PromptSize,
     ) -> int:
         """Prompt tokens of a chain that are predicted as cached on an endpoint.
 
@@ -356,9 +357,9 @@ class Director:
             member: Member of the current pool.
             chain: A prompt's block hashes, root first, `max_blocks` at most.
             target: Adapter or model name.
-            prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
+            size: Size of the prompt.
         """
-        ratio = self._store.bytes_per_token.ratio_for(target, prompt_bytes)
+        ratio = self._store.bytes_per_token.mean_ratio(target, size)
         return self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)
 
     def on_response_headers(
@@ -409,7 +410,7 @@ class Director:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""
         if not reservation.prompt_tokens:
             return
-        ratio = self._store.bytes_per_token.ratio_for(reservation.target, reservation.prompt_bytes)
+        ratio = self._store.bytes_per_token.mean_ratio(reservation.target, reservation.prompt_size)
         self._cache_model.record_cancelled(
             reservation.endpoint,
             reservation.blocks,
@@ -432,7 +433,10 @@ class Director:
         request = decision.request
         if prompt:
             self._store.bytes_per_token.observe_usage(
-                request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
+                request.target,
+                prompt_bytes=request.prompt_bytes,
+                tokens=prompt,
+                media=request.media,
             )
         if not self.routing.hashes_prompts or not prompt or cached is None:
             return

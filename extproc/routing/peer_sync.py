@@ -15,6 +15,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.pool.inflight import CachedTokens, Reservation
+from extproc.pool.request_tokens import PromptSize
 from extproc.prefix_cache.blocks import HASH_MASK
 from extproc.routing.director import Director
 
@@ -49,8 +50,9 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
         address: Address of the endpoint.
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
-        prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
         blocks: The prompt's chain of block hashes, root first.
+        has_media: Whether its prompt is not text alone.
     """
 
     number: _Number
@@ -60,6 +62,7 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     prompt_tokens: _Tokens
     prompt_bytes: _Bytes
     blocks: Sequence[_Block]
+    has_media: bool = False
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
@@ -163,6 +166,7 @@ class PeerEventLog:
                 reservation.prompt_tokens,
                 reservation.prompt_bytes,
                 list(blocks),
+                reservation.has_media,
             )
         )
 
@@ -333,22 +337,22 @@ class PeerReplica:
         member = None if director is None else director.pool.find(fact.address)
         if director is None or member is None:
             return
-        target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
+        target, size = (
+            fact.target,
+            PromptSize(fact.prompt_tokens, fact.prompt_bytes, fact.has_media),
+        )
         blocks = fact.blocks[: director.max_blocks]
         # Our own prediction, not that of the other replica: reported hits correct it. Compared with
         # predictions of others it would never be corrected, and those of the replicas would differ
         # more and more.
-        cached = director.estimate_cached_tokens(
-            member, blocks, target=target, prompt_bytes=prompt_bytes
-        )
-        cached = min(cached, prompt_tokens)
+        cached = director.estimate_cached_tokens(member, blocks, target=target, size=size)
+        cached = min(cached, size.tokens)
         reservation = director.charge(
             member,
             blocks,
             target=target,
-            prompt_tokens=prompt_tokens,
+            size=size,
             cached_tokens=CachedTokens(cached, cached),
-            prompt_bytes=prompt_bytes,
             now=now,
             from_peers=True,
         )

@@ -288,9 +288,9 @@ class Scheduler:
         if not isinstance(eligible, eligibility.EligibleEndpoints):
             return eligible
         members = eligible.members
-        request, ratio = self._count_tokens(request)
+        request, tokens = self._count_tokens(request, chain)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
-        matched = self._match(request, now, chain=chain, members=members, ratio=ratio)
+        matched = self._match(request, now, chain=chain, members=members, tokens=tokens)
         last_account, conversation_stats = None, (0.0, 0.0, 0.0, 0.0)
         if routing.tracks_conversations:
             matched, last_account, conversation_stats = self._read_conversations(
@@ -358,10 +358,9 @@ class Scheduler:
         *,
         chain: Sequence[int],
         members: Sequence[EndpointSnapshot],
-        ratio: float,
+        tokens: Sequence[int],
     ) -> Sequence[int]:
-        """Cached prompt tokens per member; `ratio` is bytes per token."""
-        tokens = self._schedule.tokens_at(ratio)
+        """Cached prompt tokens per member; `tokens` are prompt tokens by depth in the chain."""
         exact = self._exact_matcher
         if exact is None:
             return self._prefix_matcher.match(chain, members, tokens)
@@ -432,13 +431,28 @@ class Scheduler:
             )
         return outcome if exact is None else exact.with_source(outcome)
 
-    def _count_tokens(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
-        """The request with its token count, and the bytes per token of its model."""
+    def _count_tokens(
+        self, request: InferenceRequest, chain: Sequence[int]
+    ) -> tuple[InferenceRequest, Sequence[int]]:
+        """The request with its token count, and its tokens by depth in the chain."""
         ratio = self._store.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
+        if request.media:
+            return self._count_media(request, chain, ratio)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
-        return request, ratio
+        return request, self._schedule.tokens_at(ratio)
+
+    def _count_media(
+        self, request: InferenceRequest, chain: Sequence[int], ratio: float
+    ) -> tuple[InferenceRequest, Sequence[int]]:
+        """As `_count_tokens`, for a prompt with media."""
+        media_tokens = self._store.bytes_per_token.media.tokens(request.target, request.media)
+        tokens = max(1, round(request.prompt_bytes / ratio + sum(media_tokens)))
+        table = self._schedule.tokens_with_media(
+            request.media, media_tokens, bytes_per_token=ratio, depth=len(chain)
+        )
+        return msgspec.structs.replace(request, prompt_tokens=tokens), table
 
     def estimate_cached_tokens(
         self, member: snapshot.EndpointSnapshot, chain: Sequence[int], *, bytes_per_token: float

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from extproc.decision import Decision
+from extproc.parsing import canonical_prompt
 from extproc.parsing.model_edit import locate_model
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.request import HttpRequest
@@ -46,6 +47,10 @@ _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 #: Bytes of a body at most, and of an answer: half a million tokens.
 _MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
 
+#: Characters of the identifier of an image at most, which is in the key of every block of it; a client
+#: may choose it.
+_MAX_IDENTIFIER = 256
+
 #: Seconds that an engine may take.
 _TIMEOUT_S = 5.0
 
@@ -62,16 +67,12 @@ _MAX_ENGINES = 4096
 _JSON: Final = {"content-type": "application/json"}
 
 
-class _Features(msgspec.Struct, gc=False):
-    mm_hashes: dict[str, Any] | None = None
-
-
 class _Rendered(msgspec.Struct, gc=False):
     """Answer of `/render`, or of `/tokenize`."""
 
     token_ids: list[int] | None = None
     tokens: list[int] | None = None
-    features: _Features | None = None
+    features: Any = None
 
 
 class _UnmappedPrompt(msgspec.Struct, frozen=True):
@@ -84,6 +85,7 @@ class _UnmappedPrompt(msgspec.Struct, frozen=True):
     chain: Sequence[int]
     adapter: str
     prompt_bytes: int
+    num_media: int
     sent_at: float
 
 
@@ -185,7 +187,8 @@ class PromptRenderer:
                 body,
                 chain,
                 adapter,
-                request.prompt_bytes,
+                request.stable_bytes,
+                sum([span.count for span in request.media]),
                 now,
             )
         )
@@ -296,12 +299,20 @@ class PromptRenderer:
         except (msgspec.DecodeError, OverflowError, RecursionError):
             self._pause(prompt.address, _FAILED_PAUSE_S)
             return "failed"
-        if rendered.features is not None and rendered.features.mm_hashes:
-            return "unsupported"  # images are in the keys of their blocks
         if not tokens:
             return "failed"
+        placeholders = canonical_prompt.read_placeholders(rendered.features)
+        # `/tokenize` leaves the tokens of images out.
+        if len(placeholders) < prompt.num_media or any(
+            len(identifier) > _MAX_IDENTIFIER for *_, identifier in placeholders
+        ):
+            return "unsupported"
         self._exact.map_prompt(
-            prompt.chain, tokens, adapter=prompt.adapter, prompt_bytes=prompt.prompt_bytes
+            prompt.chain,
+            tokens,
+            adapter=prompt.adapter,
+            prompt_bytes=prompt.prompt_bytes,
+            placeholders=placeholders,
         )
         self._exact.record_sent(prompt.endpoint, prompt.chain, prompt.sent_at)
         return "mapped"

@@ -154,6 +154,7 @@ class PoolRuntime:
             store.outlier_detector.ejections,
             store.outlier_detector.probes,
             queue=None if queue is None else (queue.count, queue.bytes),
+            media_factors=store.bytes_per_token.media.factors,
             queue_outcomes={} if flow_controller is None else flow_controller.outcomes,
             conversations=self.parts.director.conversation_stats,
             match_state=self.match_state,

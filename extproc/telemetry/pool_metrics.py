@@ -10,6 +10,7 @@ import msgspec
 
 from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.request import MediaKind
 from extproc.scheduling.shadow import ShadowCounts, ShadowScheduler
 from extproc.telemetry.counters import PoolCounters
 from extproc.telemetry.kv_event_metrics import KvEventStats, kv_event_families
@@ -56,6 +57,7 @@ class PoolView(msgspec.Struct, frozen=True):
             priority.
         shadow: Second profile that looks at routed requests; None without one.
         kv_events: Counts of KV events; None without subscriptions.
+        media_factors: Learned ratio of observed to estimated tokens of media, by model and kind.
     """
 
     pool: Pool
@@ -73,6 +75,7 @@ class PoolView(msgspec.Struct, frozen=True):
     queued_by_flow: Callable[[], Mapping[tuple[str, int], tuple[int, int]]] = dict
     shadow: ShadowScheduler | None = None
     kv_events: KvEventStats | None = None
+    media_factors: Mapping[tuple[str, MediaKind], float] = {}
 
 
 def labeled(counts: Mapping[str, float]) -> list[Sample]:
@@ -340,6 +343,15 @@ _POOL_ROWS: tuple[_PoolRow, ...] = (
         "Prompt bytes per token of a model that engines answered for, learned.",
         ("model",),
         lambda view: labeled(view.bytes_per_token),
+    ),
+    (
+        "gauge",
+        "extproc_media_token_ratio",
+        "Prompt tokens of images, videos or audio over those that were estimated, learned.",
+        ("model", "kind"),
+        lambda view: [
+            ([model, kind], value) for (model, kind), value in view.media_factors.items()
+        ],
     ),
     (
         "counter",

@@ -21,9 +21,11 @@ leaves = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from([CANARY, "data:" + CANARY * 20, "\ud800"]),
+    st.sampled_from([CANARY, "data:" + CANARY * 20, "\ud800", "image_url", "image", "input_audio"]),
 )
-keys = st.sampled_from(["type", "text", "role", "content", "data", "id", "url", "cache_control"])
+keys = st.sampled_from(
+    ["type", "text", "role", "content", "data", "id", "url", "image_url", "cache_control"]
+)
 values = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),

@@ -111,6 +111,29 @@ def test_match_says_what_each_engine_holds():
     assert found.engines(("b", 0)) == ()
 
 
+def test_images_keep_prompts_of_equal_tokens_apart():
+    """Placeholders are equal tokens; an engine holds what it stored with the same identifier."""
+    found, engine = exact()
+    placeholder = tokens(SYSTEM + b"i" * 96)
+    packed = placeholder.tobytes()
+    extras = [b""] * 10 + kv_events.media_extras([(0, 16, "cat")], SIZE, 6)
+    hashes = list(range(10, 26))
+    for name in ("cat", "dog"):
+        found.map_prompt(
+            chain(SYSTEM + name.encode() * 32),
+            placeholder,
+            adapter="",
+            prompt_bytes=256,
+            placeholders=[(40, 16, name)],
+        )
+    assert found.match(chain(SYSTEM + b"cat" * 32)) is None
+    found.index.apply(engine, BlockStored(hashes, None, packed, SIZE, extras=extras))
+    assert found.match(chain(SYSTEM + b"cat" * 32)).ends == [(15, engine.bit)]
+    # Whether engines call the other image so as well is not known while none of them holds it.
+    assert found.match(chain(SYSTEM + b"dog" * 32)) is None
+    assert found.match(chain(SYSTEM)).ends == [(10, engine.bit)]
+
+
 def test_the_next_turn_finds_the_answer_that_engines_stored():
     """The blocks behind the earlier prompt count, where an engine holds them."""
     found, engine = exact()

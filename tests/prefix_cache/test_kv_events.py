@@ -121,7 +121,7 @@ def test_stored_blocks_carry_what_keeps_them_apart():
     fields = _MAP | {"lora_name": "ad", "extra_keys": [["ad", "salt"], ["ad", ["img", 3]]]}
     (event,) = decode([0.0, [fields]])
     assert event.adapter == "ad"
-    assert event.extras == [_encode("salt"), _encode(["img", 3])]
+    assert event.extras == [_encode("salt"), _encode("img")]
     (event,) = decode([0.0, [_MAP | {"lora_name": "ad", "extra_keys": [["ad"], ["ad"]]}]])
     assert event.extras == ()
     (event,) = decode([0.0, [_MAP | {"lora_id": 3}]])
@@ -132,6 +132,33 @@ def test_stored_blocks_carry_what_keeps_them_apart():
     (event,) = decode([0.0, [metadata]])
     assert event.adapter == ""
     assert event.extras[0]
+
+
+def test_images_have_a_key_in_every_form():
+    """Identifiers with and without the place of the block in the image are the same."""
+    for entry in ("img", ["img", 3]):
+        (event,) = decode([0.0, [_MAP | {"extra_keys": [None, [entry]]}]])
+        assert list(event.extras) == kv_events.media_extras([(5, 3, "img")], 4, 2)
+
+
+def test_blocks_have_the_images_that_they_overlap():
+    """In order of their places; what is outside of the prompt, or within another, is left out."""
+    placeholders = [
+        (6, 3, "b"),
+        (1, 4, "a"),
+        (2, 9, "x"),
+        (-1, 3, "y"),
+        (15, 99, "c"),
+        (200, 5, "d"),
+    ]
+    extras = kv_events.media_extras(placeholders, 4, 5)
+    assert extras == [
+        _encode("a"),
+        _encode("a") + _encode("b"),
+        _encode("b"),
+        _encode("c"),
+        _encode("c"),
+    ]
 
 
 def test_blocks_of_sliding_windows_are_no_prefixes():

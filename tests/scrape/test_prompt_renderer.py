@@ -13,7 +13,7 @@ from extproc.endpoint import Endpoint
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
-from extproc.request import HttpRequest, InferenceRequest
+from extproc.request import HttpRequest, InferenceRequest, MediaSpan
 from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import Server, answer, serving
@@ -22,6 +22,13 @@ CAPTURES = sorted((Path(__file__).parents[1] / "prefix_cache" / "captures").glob
 CHAIN = [11, 12]
 TOKENS = list(range(48))
 RENDERED = {"token_ids": TOKENS, "features": None}
+IMAGE = (MediaSpan("image", 0, 64, 16, is_sized=True),)
+
+
+def features(identifier):
+    """Features of a rendered prompt with an image."""
+    spans = {"image": [{"offset": 8, "length": 16}]}
+    return {"mm_hashes": {"image": [identifier]}, "mm_placeholders": spans}
 
 
 def reply(document, **fields):
@@ -61,9 +68,9 @@ async def running(*script, render_server=None, prefixes=None):
                 await task
 
 
-def decision(server, *, api="chat", chain=CHAIN, edit=None):
+def decision(server, *, api="chat", chain=CHAIN, edit=None, media=()):
     return Decision(
-        request=InferenceRequest(api=api, model="m", prompt_bytes=192),
+        request=InferenceRequest(api=api, model="m", prompt_bytes=192, media=media),
         endpoints=(Endpoint(f"127.0.0.1:{server.port}"),),
         block_hashes=chain,
         body_edit=edit,
@@ -92,7 +99,11 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
         ),
         ([reply({}, status="403 Forbidden")], {}, ["unsupported"]),
         ([reply([RENDERED, RENDERED])], {"api": "completions"}, ["unsupported"]),
-        ([reply(RENDERED | {"features": {"mm_hashes": {"image": ["x"]}}})], {}, ["unsupported"]),
+        ([reply(RENDERED | {"features": features("x")})], {"media": IMAGE}, ["mapped"]),
+        ([reply(RENDERED | {"features": features("x" * 999)})], {"media": IMAGE}, ["unsupported"]),
+        ([reply(RENDERED | {"features": features(None)})], {"media": IMAGE}, ["unsupported"]),
+        ([reply(RENDERED | {"features": {"mm_hashes": 1}})], {"media": IMAGE}, ["unsupported"]),
+        ([reply(RENDERED)], {"media": IMAGE}, ["unsupported"]),
         ([reply({}, status="500 Internal Server Error")], {}, ["failed"]),
         ([reply({"token_ids": [-1]})], {}, ["failed"]),
         ([reply({"token_ids": []})], {}, ["failed"]),

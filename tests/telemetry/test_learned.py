@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from extproc.request import MediaSpan
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
@@ -11,6 +12,11 @@ def test_learned_values_are_on_the_page():
     pool_fixture = PoolFixture({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):
         pool_fixture.store.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
+    image = MediaSpan("image", 0, 400, 100, is_sized=True)
+    for _ in range(4):
+        pool_fixture.store.bytes_per_token.observe_usage(
+            "m", prompt_bytes=0, tokens=200, media=[image]
+        )
     page = Exposition(
         ProcessCounters(),
         lambda: {
@@ -19,6 +25,7 @@ def test_learned_values_are_on_the_page():
                 lambda _: PrefixCacheStats(5.0, 4.0, 100),
                 pool_fixture.store.bytes_per_token.ratios,
                 conversations=pool_fixture.director.conversation_stats,
+                media_factors=pool_fixture.store.bytes_per_token.media.factors,
             )
         },
         clock=lambda: 1.0,
@@ -30,6 +37,7 @@ def test_learned_values_are_on_the_page():
         b'extproc_continuation_ratio{pool=""} 0.5',
         b'extproc_idle_conversations_per_request{pool=""} 0.0',
         b'extproc_bytes_per_token{model="m",pool=""} 3.0',
+        b'extproc_media_token_ratio{kind="image",model="m",pool=""} 2.0',
         b"extproc_endpoint_step_seconds" + spot + b" 0.015",
         b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
         b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0001",

@@ -1,0 +1,252 @@
+"""Media in prompts: images, videos and audio in content parts, and their sizes by their first bytes.
+
+The stable bytes of a prompt have one field for each item, behind the part that holds it: its kind, its
+size, and the bytes of JSON that stand for nothing but it. `lay_out` gives it the room of the tokens that
+it takes, four bytes each, so that blocks of bytes are blocks of tokens: prompts that share an image and
+ask something else share the blocks of the image.
+
+Sizes are read from headers of PNG, JPEG, GIF, WebP and WAV in base64, a few bytes of it. What is no such
+header, or claims more pixels than its bytes can hold, has no size.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from extproc.parsing import media_tokens
+from extproc.request import BYTES_PER_TOKEN, MediaKind, MediaSpan
+
+#: Starts the field of an item.
+MARKER: Final = b"\xf7"
+
+#: Items of a prompt that are counted (count): vLLM takes no more than 999 of a kind by default. The
+#: first of them have spans of their own, and the last span has the tokens of all others.
+MAX_ITEMS: Final = 1024
+MAX_SPANS: Final = 256
+#: Bytes of all items of a prompt at most, as they are laid out: 131,072 tokens.
+MAX_ROOM_BYTES: Final = 512 * 1024
+
+#: Kinds by type of content part, in OpenAI's two APIs, in Anthropic's, and in vLLM's extensions.
+KINDS: Final[Mapping[str, MediaKind]] = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "image_pil": "image",
+    "image_embeds": "image",
+    "video_url": "video",
+    "input_video": "video",
+    "video": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio": "audio",
+}
+#: Keys under which a part holds its item, where it is not its type.
+_ITEM_KEYS: Final = {"input_image": "image_url", "input_video": "video_url", "image": "source"}
+
+_LETTERS: Final[Mapping[MediaKind, bytes]] = {"image": b"i", "video": b"v", "audio": b"a"}
+_BY_LETTER: Final = {letter: kind for kind, letter in _LETTERS.items()}
+_FIELD: Final = re.compile(rb"\xf7([iva])(\d{1,5}),(\d{1,5}),(\d{1,9});")
+_UNKNOWN_FIELDS: Final = {kind: b"\xf7%b0,0,0;" % letter for kind, letter in _LETTERS.items()}
+
+#: Characters of a data URL in which its base64 begins.
+_LONGEST_HEAD: Final = 256
+#: First bytes of a file that are read, and the characters of base64 that they take.
+_HEAD_BYTES: Final = 32
+_SHORTEST: Final = 43
+#: Longest side of an image (pixels): a JPEG has no longer one.
+_LONGEST_SIDE: Final = 65_535
+#: Pixels of an image for each of its bytes at most. A blank screenshot has some 300, a photo ten.
+_PIXELS_PER_BYTE: Final = 1024
+#: Segments of a JPEG before its size (count): EXIF, color profiles of 64 KiB each, tables.
+_MAX_SEGMENTS: Final = 64
+#: Bytes of audio in a second where its header does not say: 128 kbit/s.
+_AUDIO_BYTES_PER_S: Final = 16_000
+#: Longest audio (seconds).
+_LONGEST_S: Final = 3600
+
+#: Size of an item: width and height in pixels, or seconds and 0.
+Size = tuple[int, int]
+_UNKNOWN: Final[Size] = (0, 0)
+
+
+def field(part: Mapping[str, Any], kind: MediaKind) -> bytes:
+    """The field of a content part that is an item, without the JSON before it."""
+    payload = _payload(part)
+    if kind == "video" or not payload:
+        return _UNKNOWN_FIELDS[kind]
+    size = _size(kind, payload)
+    if size == _UNKNOWN:
+        return _UNKNOWN_FIELDS[kind]
+    return b"\xf7%b%d,%d,0;" % (_LETTERS[kind], *size)
+
+
+def with_json_bytes(written: bytes, count: int) -> bytes:
+    """A field with the bytes before it that stand for nothing but its item."""
+    return written[:-2] + b"%d;" % count
+
+
+def _payload(part: Mapping[str, Any]) -> str:
+    """The URL or the base64 of an item; empty for none."""
+    kind = part["type"]
+    value = part.get(_ITEM_KEYS.get(kind, kind)) or part.get(kind)
+    if type(value) is dict:
+        value = value.get("url") or value.get("data")
+    return value if type(value) is str else ""
+
+
+def _size(kind: MediaKind, payload: str) -> Size:
+    """Size of an item; zeros for an unknown one."""
+    start = 0
+    if len(payload) < _SHORTEST or payload.startswith("http"):
+        return _UNKNOWN
+    if payload.startswith("data:"):
+        # A client's own text before the comma is not searched any further.
+        comma = payload.find(",", 0, _LONGEST_HEAD)
+        if comma < 0 or not payload.endswith(";base64", 0, comma):
+            return _UNKNOWN
+        start = comma + 1
+    num_bytes = (len(payload) - start) // 4 * 3
+    head = _read(payload, start, 0, _HEAD_BYTES)
+    if kind == "audio":
+        return _audio_s(head, num_bytes), 0
+    width, height = _image_size(head, payload, start)
+    if max(width, height) > _LONGEST_SIDE or not 0 < width * height <= _PIXELS_PER_BYTE * num_bytes:
+        return _UNKNOWN
+    return width, height
+
+
+def _read(text: str, start: int, offset: int, count: int) -> bytes:
+    """Bytes at an offset in base64, fewer at its end; none where it is no base64.
+
+    Args:
+        text: Holds the base64.
+        start: Where it begins.
+        offset: Of the first byte.
+        count: Of bytes.
+    """
+    begin = start + offset // 3 * 4
+    try:
+        decoded = binascii.a2b_base64(text[begin : begin + (count // 3 + 2) * 4])
+    except ValueError:  # also for characters beyond ASCII
+        return b""
+    skipped = offset % 3
+    return decoded[skipped : skipped + count]
+
+
+def _image_size(head: bytes, text: str, start: int) -> Size:
+    """Width and height in pixels as the header has them; zeros for an unknown format.
+
+    Args:
+        head: Its first bytes.
+        text: Holds its base64.
+        start: Where that begins.
+    """
+    if len(head) < _HEAD_BYTES:
+        return _UNKNOWN
+    if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR":
+        return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
+    if head.startswith(b"\xff\xd8\xff"):
+        return _jpeg_size(text, start)
+    if head.startswith((b"GIF87a", b"GIF89a")):
+        return int.from_bytes(head[6:8], "little"), int.from_bytes(head[8:10], "little")
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return _webp_size(head)
+    return _UNKNOWN
+
+
+def _jpeg_size(text: str, start: int) -> Size:
+    """Size in the first frame header, which follows other segments."""
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        segment = _read(text, start, at, 9)
+        if len(segment) < 9 or segment[0] != 0xFF:
+            break
+        marker = segment[1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(segment[7:9]), int.from_bytes(segment[5:7])
+        # Fill bytes may precede a marker; start of scan follows the frame header.
+        if marker == 0xDA:
+            break
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(segment[2:4])
+    return _UNKNOWN
+
+
+def _webp_size(head: bytes) -> Size:
+    """Size in the first chunk: lossy, lossless or extended."""
+    chunk = head[12:16]
+    if chunk == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
+        width, height = head[26:28], head[28:30]
+        return int.from_bytes(width, "little") & 0x3FFF, int.from_bytes(height, "little") & 0x3FFF
+    if chunk == b"VP8L" and head[20] == 0x2F:
+        bits = int.from_bytes(head[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if chunk == b"VP8X":
+        return int.from_bytes(head[24:27], "little") + 1, int.from_bytes(head[27:30], "little") + 1
+    return _UNKNOWN
+
+
+def _audio_s(head: bytes, num_bytes: int) -> int:
+    """Seconds of audio, by the rate in the header of WAV, else by its bytes; at least 1."""
+    rate = 0
+    if head.startswith(b"RIFF") and head[8:16] == b"WAVEfmt ":
+        rate = int.from_bytes(head[28:32], "little")
+    return max(1, min(_LONGEST_S, num_bytes // (rate or _AUDIO_BYTES_PER_S)))
+
+
+def lay_out(prompt: bytes, model: str) -> tuple[bytes, tuple[MediaSpan, ...], int]:
+    """Give the items of a prompt the room of their tokens.
+
+    It goes by the name in the body, and by nothing that is learned: equal prompts stay equal.
+
+    Args:
+        prompt: Stable bytes with fields of items.
+        model: Model that the body names; empty for none.
+
+    Returns:
+        The prompt, its items, and the bytes of all else in it.
+    """
+    pieces: list[bytes | memoryview] = []
+    spans: list[MediaSpan] = []
+    copied = text_bytes = num_bytes = room_bytes = more_tokens = num_more = 0
+    view = memoryview(prompt)
+    for match in islice(_FIELD.finditer(prompt), MAX_ITEMS):
+        kind = _BY_LETTER[match[1]]
+        size, json_bytes = (int(match[2]), int(match[3])), int(match[4])
+        tokens = media_tokens.estimate(model, kind, size)
+        if len(spans) == MAX_SPANS:
+            more_tokens += tokens
+            num_more += 1
+            continue
+        start, end = max(copied, match.start() - json_bytes), match.end()
+        room = max(0, BYTES_PER_TOKEN * tokens - (end - start))
+        room = min(room, MAX_ROOM_BYTES - room_bytes)
+        pieces += (view[copied:end], b" " * room)
+        at = num_bytes + start - copied
+        text_bytes += start - copied
+        num_bytes = at + end - start + room
+        room_bytes += room
+        copied = end
+        spans.append(
+            MediaSpan(
+                kind,
+                at,
+                num_bytes - at,
+                tokens,
+                is_sized=size != _UNKNOWN,
+                digest=xxhash.xxh3_64_intdigest(view[start:end]) if json_bytes else 0,
+            )
+        )
+    if num_more:
+        last = spans[-1]
+        spans[-1] = msgspec.structs.replace(
+            last, tokens=last.tokens + more_tokens, count=1 + num_more
+        )
+    pieces.append(view[copied:])
+    return b"".join(pieces), tuple(spans), text_bytes + len(prompt) - copied
