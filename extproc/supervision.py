@@ -97,7 +97,6 @@ class Supervisor:
 
     Args:
         rng: Random jitter, so that loops that fail together do not retry together.
-        sleep: Waits for so many seconds.
 
     Attributes:
         failures: Exceptions by loop, all loops at 0 from the start.
@@ -129,7 +128,6 @@ class Supervisor:
         """Run a loop until it returns or is cancelled, and again whenever it raises.
 
         Args:
-            loop: Name of the loop.
             run: Starts it; the state it changes must be consistent at every await.
             instance: Name of the endpoint, pool or other part that it serves, for the log; empty
                 where there is a single one.

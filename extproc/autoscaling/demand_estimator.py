@@ -154,7 +154,6 @@ def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf
     `B = slowdown + (slowdown - 1) step_s / k`.
 
     Args:
-        rates: Step times of the engine.
         slowdown: Factor by which a sequence may be slower than alone, 1 or more.
         most: Largest number of concurrent requests.
     """
@@ -175,7 +174,6 @@ def work(
     Args:
         prompt_tokens: P, the uncached ones.
         output_tokens: O.
-        rates: Step times of the engine.
         at_once: B, requests the engine has.
     """
     shared_s = rates.iteration_s(at_once) / at_once
@@ -183,11 +181,7 @@ def work(
 
 
 class DemandEstimator:
-    """Estimates the demand of a scale target. Mutable; owned by its control loop.
-
-    Args:
-        settings: Priors and limits of the estimation.
-    """
+    """Estimates the demand of a scale target. Mutable; owned by its control loop."""
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self._settings = settings

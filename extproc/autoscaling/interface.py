@@ -141,7 +141,6 @@ class ScalingPolicy(Protocol):
 
         Args:
             state: State returned by the last step; of the class `memory`.
-            demand: Current demand.
             bounds: Limits that the caller will apply.
 
         Returns:

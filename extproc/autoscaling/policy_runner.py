@@ -44,10 +44,6 @@ class PolicyRunner:
     Whatever the policy: the answer is within the bounds; a request that waits where there is no
     replica gets one at once; and there are never fewer replicas than the spec says while a picker's
     counters could not be read, or before the policy has watched for `watch_s`.
-
-    Args:
-        policy: Computes the desired replicas.
-        bounds: Smallest and largest number of replicas.
     """
 
     def __init__(self, policy: ScalingPolicy, bounds: ReplicaBounds) -> None:

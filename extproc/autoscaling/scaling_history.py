@@ -61,7 +61,6 @@ class TimeWindow(msgspec.Struct, frozen=True):
 
         Args:
             now: Time of the sample; not before the last sample.
-            span_s: Length of the window.
         """
         samples = self.samples
         first = 0
@@ -143,8 +142,6 @@ class ScalingHistory:
         Args:
             now: Seconds; not before those of the last observation.
             requests: Requests that wait or run (count).
-            available: Ready replicas (count).
-            spec: Requested replicas (count).
             arrived: Requests received so far (counter), by picker. The first value of a picker is
                 its zero; a value below the one before it means that the picker began again.
         """

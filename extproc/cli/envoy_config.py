@@ -69,7 +69,6 @@ def find(name: str, *, where: str) -> Path:
 
     Args:
         name: A shipped name, or the path of a file.
-        where: The flag that names it, for errors.
 
     Raises:
         ConfigError: Neither is there.

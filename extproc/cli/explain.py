@@ -136,13 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], object]) -> int:
-    """Show again and again, on a terminal always at its top, until Ctrl-C.
-
-    Args:
-        show: Prints one explanation.
-        every_s: Seconds between two.
-        wait: Waits for some seconds.
-    """
+    """Show again and again, on a terminal always at its top, until Ctrl-C."""
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
     while True:
         print(clear, end="")

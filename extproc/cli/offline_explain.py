@@ -23,11 +23,6 @@ _NOW = 1_000_000.0
 def route_offline(settings: Settings, pool: PoolState, raw: HttpRequest, *, where: str) -> Outcome:
     """Decide a request offline, as a server with these settings and this pool would.
 
-    Args:
-        settings: Settings of the server.
-        pool: State of the pool at the decision.
-        where: The state's file, for errors.
-
     Raises:
         ConfigError: An address stands twice in the state, or the settings have no profile.
     """

@@ -272,7 +272,6 @@ def check_section(wanted: ScalingSection, *, where: str) -> None:
 
     Args:
         wanted: The section of a pool.
-        where: The file and path it came from, for errors.
 
     Raises:
         ConfigError: The bounds are the wrong way round, several things act, there is no such policy
@@ -311,7 +310,6 @@ def check_target(target: ScaleTarget, where: str) -> None:
 
     Args:
         target: The object to be scaled.
-        where: The file and path it came from, for errors.
 
     Raises:
         ConfigError: Its kind is not known, or a field does not have the form that Kubernetes

@@ -208,9 +208,6 @@ def parse_entries(
 ) -> tuple[endpoint_list.EndpointListEntry, ...]:
     """Parse the endpoints listed in a pool section, as those of an endpoints file.
 
-    Args:
-        where: The place of the list, for errors.
-
     Raises:
         ConfigError: An address is invalid or a duplicate.
     """

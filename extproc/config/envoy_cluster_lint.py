@@ -185,12 +185,7 @@ def is_override_host(cluster: YamlTree) -> bool:
 
 
 def buffers(tree: object, settings: Settings) -> Iterator[Finding]:
-    """Check what bounds request bodies.
-
-    Args:
-        tree: The configuration.
-        settings: Settings of the extproc that Envoy calls.
-    """
+    """Check what bounds request bodies."""
     for listener in (part for part in walk(tree) if "filter_chains" in part):
         managers = find_managers(listener)
         place = f"listener {listener.get('name', '')}".rstrip()

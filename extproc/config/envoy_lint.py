@@ -80,8 +80,6 @@ def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
 
     Args:
         tree: The file, as mappings and lists.
-        settings: Settings of the extproc that Envoy calls.
-        where: The file, for errors.
 
     Raises:
         ConfigError: It has no connection manager with an ext_proc filter, or an invalid duration.

@@ -184,9 +184,6 @@ class EppDocument(msgspec.Struct, frozen=True):
 def from_endpoint_picker_config(tree: Mapping[str, object], *, where: str) -> EppDocument:
     """Convert an EndpointPickerConfig to our own settings.
 
-    Args:
-        where: Its name, for errors.
-
     Raises:
         ConfigError: The version or a key is unknown, or a plugin cannot be read.
     """
@@ -242,11 +239,6 @@ def by_reference(
 ) -> ProfileSpec:
     """Return the specification of the profile that plugins and scheduling profiles describe.
 
-    Args:
-        scheduling: Plugins and profiles of the file.
-        tables: All plugin kinds.
-        where: The file, for errors.
-
     Raises:
         ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
             profile routes.
@@ -296,10 +288,6 @@ def warnings(scheduling: EppPlugins | None) -> Iterator[str]:
 
 def check_supported(scheduling: EppPlugins, *, where: str) -> None:
     """Reject handlers that split requests over several engines, which is not supported here.
-
-    Args:
-        scheduling: Plugins and profiles of the file.
-        where: The file, for errors.
 
     Raises:
         ConfigError: Requests are to be split over several engines.

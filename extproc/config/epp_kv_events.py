@@ -96,10 +96,6 @@ def convert_kv_events(
 ) -> tuple[dict[str, object] | None, list[str]]:
     """Convert the exact prefix cache plugins, and warn of settings without a counterpart.
 
-    Args:
-        plugins: Plugins and profiles of the file.
-        where: The file, for errors.
-
     Returns:
         The section `kv_events`, None where no plugin reads events; and warnings.
 

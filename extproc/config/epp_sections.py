@@ -65,10 +65,6 @@ _POWERS: Final = "kMGTPE"
 class _Section:
     """Reads a mapping of the section; errors name its path.
 
-    Args:
-        keys: Its allowed keys.
-        path: Its path in the file.
-
     Raises:
         ConfigError: It is no mapping, or has an unknown key.
     """
@@ -140,9 +136,6 @@ def convert_flow_control(
     tree: Mapping[str, object], *, where: str
 ) -> tuple[dict[str, object] | None, list[str]]:
     """Convert `flowControl` of an upstream file, and warn of settings without a counterpart.
-
-    Args:
-        where: Its name, for errors.
 
     Returns:
         The section `flow_control`, None without the feature gate (requests go to engines at once);
@@ -344,10 +337,6 @@ def convert_metrics(
     plugins: EppPlugins, *, where: str
 ) -> tuple[EppPlugins, Mapping[str, str], list[str]]:
     """Convert custom metrics, and the names by which plugins read them.
-
-    Args:
-        plugins: Plugins and profiles of the file.
-        where: The file, for errors.
 
     Returns:
         The plugins as they name our extra metrics, the extra metrics by name, and warnings.

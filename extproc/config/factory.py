@@ -86,7 +86,6 @@ def build(
     """Build the parts of a picker.
 
     Args:
-        where: The file or flags the settings came from, for errors.
         on_gone: Called with every removed endpoint, after its prefix blocks were dropped.
         on_changed: Called with the snapshots before and after endpoints or their health changed.
         guards: Times and counts calls of external plugins; None times nothing, so that no plugin
@@ -175,8 +174,6 @@ def rebuild_routing(
     """Build the routing of new settings for a running director.
 
     Args:
-        settings: The new settings.
-        where: The file or flags they came from, for errors.
         guards: Guards of the running picker: times and counts of external plugins continue.
         before: Profiles of the running picker; those with unchanged rules are reused with their
             state.
@@ -269,8 +266,6 @@ def build_discovery(
 
     Args:
         parts: The picker whose store is updated.
-        on_event: Called with every discovery event.
-        supervisor: Receives successes and failures of steps.
     """
     context = discovery_sources.DiscoveryContext(
         settings=parts.discovery,

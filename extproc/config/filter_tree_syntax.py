@@ -74,9 +74,6 @@ def build_tree_params(
     Args:
         params: Parameters as written: `root`, or the root node itself, as in files of the first
             gateway.
-        build: Builds the filters.
-        where: The file, for errors.
-        path: Path of `params` in the file, for errors.
 
     Raises:
         ConfigError: A node cannot be read, its filter cannot be built, or there are more than
@@ -188,9 +185,6 @@ def from_decision_tree(
 
     Args:
         params: Parameters of the decision tree, as written.
-        find: Looks plugins up.
-        where: The file, for errors.
-        path: Path of `params` in the document, for errors.
 
     Raises:
         ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.

@@ -54,10 +54,6 @@ def plan_kubernetes(
 ) -> KubernetesPlan | None:
     """Resolve the objects to watch; None if the settings name none.
 
-    Args:
-        where: The file or flags they came from, for errors.
-        environment: Environment variables of the process.
-
     Raises:
         ConfigError: Two pools name the same object.
     """
@@ -150,10 +146,6 @@ def plan_election(
     settings: Settings, *, where: str, environment: Mapping[str, str]
 ) -> ElectionPlan | None:
     """Resolve the election; None if the settings need none.
-
-    Args:
-        where: The file or flags they came from, for errors.
-        environment: Environment variables of the process.
 
     Raises:
         ConfigError: No API server is configured, the Lease's name is invalid, or the times

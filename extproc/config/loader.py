@@ -115,7 +115,6 @@ def parse(text: str, *, where: str) -> ConfigDocument:
 
     Args:
         text: YAML or JSON.
-        where: The file or flag, for errors.
 
     Raises:
         ConfigError: It is no mapping, or has a duplicate key.
@@ -253,9 +252,6 @@ def _refuse_references(document: ConfigDocument) -> None:
 def check_compatible(merged: Settings, *, where: str) -> None:
     """Reject settings that are valid separately and contradict each other.
 
-    Args:
-        where: The file or flags they came from, for errors.
-
     Raises:
         ConfigError: Names the field that contradicts another one.
     """
@@ -392,7 +388,6 @@ def collect(
     the other errors are the same as if it had been corrected.
 
     Args:
-        document: The configuration as written.
         read: Reads a document, and raises ConfigError at the first error.
 
     Returns:

@@ -65,8 +65,6 @@ def tables(
     """Build the registry of all plugin kinds, built-in and external.
 
     Args:
-        scheduling: Names the files and the time budget.
-        where: The file or flags it came from, for errors.
         guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
             a configuration without routing.
 
@@ -150,9 +148,6 @@ def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
 
 def from_file(path: Path, *, where: str) -> ExternalPlugins:
     """Load the plugins of a Python file; it runs only if its content changed since the last run.
-
-    Args:
-        where: The place that names it, for errors.
 
     Raises:
         ConfigError: It cannot be read, raises, or defines no plugin or a broken one.

@@ -98,7 +98,6 @@ def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, 
     Args:
         rules: `cluster.match_rules` of the configuration.
         key: `namespace/name` of the pool.
-        annotations: Annotations of its InferencePool.
     """
     listed = {kind: _words(annotations.get(name, "")) for kind, name in MATCH_ANNOTATIONS.items()}
     if not any(listed.values()):
@@ -173,7 +172,6 @@ def resolve_scaling(
     Args:
         rules: `autoscaling.discovered_pools` of the configuration; the first match counts.
         key: `namespace/name` of the pool.
-        annotations: Annotations of its InferencePool.
 
     Returns:
         None if the pool is not scaled.
@@ -210,9 +208,6 @@ def resolve_scaling(
 
 def check_scaling_rule(rule: ScalingRule, *, where: str) -> None:
     """Reject a rule that contradicts itself.
-
-    Args:
-        where: The file and path it came from, for errors.
 
     Raises:
         ConfigError: The bounds are the wrong way round, there is no such policy or parameter, or

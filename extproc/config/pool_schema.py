@@ -88,7 +88,6 @@ def warnings(rewrites: Sequence[RewriteEntry], where: str) -> Iterator[str]:
     """Warn of rewrites that are valid and probably a mistake.
 
     Args:
-        rewrites: In their order.
         where: Where they stand, such as `pool.rewrites`.
     """
     first: dict[str, int] = {}

@@ -101,9 +101,6 @@ def scales_kubernetes_objects(settings: Settings) -> bool:
 def check_compatible(settings: Settings, *, where: str) -> None:
     """Reject sections that are valid separately and contradict each other.
 
-    Args:
-        where: The file or flags they came from, for errors.
-
     Raises:
         ConfigError: Several sources in one pool, a name twice, a pool besides pools, or an extra
             metric without a selector.

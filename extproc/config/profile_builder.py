@@ -79,7 +79,6 @@ def build_profile(settings: Settings, *, where: str) -> SchedulerProfile:
 
     Args:
         settings: All sections: several of them decide which signals exist.
-        where: The file or flags they came from, for errors.
 
     Raises:
         ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal that is
@@ -98,8 +97,6 @@ def resolve_all(
     """Build the default profile, and those of models with rules of their own.
 
     Args:
-        settings: See `build_profile`.
-        where: See `build_profile`.
         guards: Clock and counters for external plugins; None leaves them unguarded, for checks of
             a profile without routing.
         before: Profiles in force. A profile with an equal origin is reused: its plugins hold
@@ -188,11 +185,7 @@ def _ruled(
 
 
 def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> ProfileSpec:
-    """Return the specification of a profile that lists its plugins by roles.
-
-    Args:
-        path: Its path in the file.
-    """
+    """Return the specification of a profile that lists its plugins by roles."""
     return ProfileSpec(entry.name, tuple(_parts(entry, path)), path)
 
 

@@ -117,7 +117,6 @@ def build_traces(
     """Build what traces requests.
 
     Args:
-        environment: Environment variables.
         counts: Spans by result; updated while they are sent.
 
     Raises:

@@ -55,7 +55,6 @@ def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ())
     Args:
         tree: Content of a file or flag.
         into: A struct type that forbids unknown fields.
-        where: The file or flag, for errors.
         path: Path of `tree` in the file, for errors.
 
     Raises:

@@ -123,7 +123,6 @@ class Child:
     """One child process whose output is watched.
 
     Args:
-        name: For messages.
         log: Where its lines go as well, if anywhere.
     """
 

@@ -62,10 +62,8 @@ def conversations(
     """Generate conversations; equal seeds generate equal ones.
 
     Args:
-        turns: Turns of each conversation (count).
         model: Base model of three quarters of them.
         adapters: The rest are spread over these.
-        seed: Start of all chance.
     """
     rng = random.Random(seed)
     systems = [_text(rng, _SYSTEM_CHARS) for _ in range(4)]
@@ -95,7 +93,6 @@ async def play(
     Args:
         url: Base URL of Envoy.
         at_once: How many are held at the same time.
-        on_answer: Called with every answer.
     """
     samples: list[AnswerSample] = []
     places = asyncio.Semaphore(at_once)

@@ -76,8 +76,6 @@ def parse_url(text: str, *, where: str, port: int) -> AdminUrl:
     """Parse `host`, `host:port` or a URL of these.
 
     Args:
-        text: The words of a flag.
-        where: The flag, for errors.
         port: Port where none is written.
 
     Raises:
@@ -104,7 +102,6 @@ class Collector:
     """Reads pages.
 
     Args:
-        settings: Settings of the extproc whose installation is looked at.
         timeout_s: Time limit of one page (seconds).
         wall_clock: Unix seconds.
     """

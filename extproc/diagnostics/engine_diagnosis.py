@@ -98,12 +98,7 @@ class EngineExamination(msgspec.Struct, frozen=True):
 
 
 def examine(pages: EnginePages, settings: Settings) -> EngineExamination:
-    """Judge an engine by itself.
-
-    Args:
-        pages: Pages of the engine.
-        settings: Settings of the extproc that routes to it.
-    """
+    """Judge an engine by itself."""
     facts = read_facts(pages)
     findings = (
         *_answers(pages, settings),

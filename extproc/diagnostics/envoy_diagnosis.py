@@ -74,8 +74,6 @@ def diagnose(
     """Judge an Envoy.
 
     Args:
-        pages: Pages of its admin port.
-        settings: Settings of the extproc that it calls.
         endpoints: Addresses of the pools, `ip:port`; none if they are unknown.
     """
     place = f"Envoy {pages.url}"

@@ -78,12 +78,7 @@ class InstallationReport(msgspec.Struct, frozen=True):
 
 
 def diagnose(pages: InstallationPages, settings: Settings) -> InstallationReport:
-    """Judge the pages of an installation.
-
-    Args:
-        pages: Pages of Envoy, extproc and engines.
-        settings: Settings of the extproc.
-    """
+    """Judge the pages of an installation."""
     findings = [
         msgspec.structs.replace(finding, severity="error") if finding.severity == "cut" else finding
         for finding in _diagnose_all(pages, settings)

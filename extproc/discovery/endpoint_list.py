@@ -62,7 +62,6 @@ def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, .
 
     Args:
         document: Parsed YAML or JSON.
-        where: Name of the file, for messages.
 
     Raises:
         ConfigError: With the path of the value that is wrong.

@@ -267,12 +267,7 @@ class StaticDiscovery:
     """Updates the sink at start, on file changes and on changed DNS answers.
 
     Args:
-        settings: File, intervals and limits.
-        store: Receiver of the endpoints.
         flag_entries: Entries from flags; they come before those of the file.
-        resolver: Resolver of host names.
-        rng: Chance, for spreading refreshes.
-        on_event: Called when something happened.
         supervisor: Hears of steps that went well; None for one of its own.
     """
 

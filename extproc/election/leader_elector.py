@@ -71,12 +71,8 @@ class LeaderElector:
 
     Args:
         identity: Unique per process start.
-        settings: Name and times of the Lease.
-        store: Storage of the Lease.
-        rng: Seeded randomness that spreads attempts.
         can_lead: Returns True if this replica may take a free Lease. A replica that could not do the
             work must not; a holder keeps the Lease regardless.
-        on_event: Called with every event.
         supervisor: Receives attempts that raise; None creates a private supervisor.
     """
 

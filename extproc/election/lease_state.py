@@ -65,7 +65,6 @@ class LeaseState:
 
     Args:
         identity: Unique per process start: writes of a former process may still be on their way.
-        settings: Times of the Lease.
     """
 
     def __init__(self, identity: str, settings: ElectionSettings) -> None:
@@ -243,9 +242,6 @@ def build_lease(
     """Build the object that a write stores.
 
     Args:
-        update: The write.
-        namespace: Namespace of the Lease.
-        name: Name of the Lease.
         at: Time of day, with its zone; read by people and by other implementations only.
         before: The stored object, whose other fields stay; None if there is none.
     """

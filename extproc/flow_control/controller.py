@@ -109,7 +109,6 @@ class FlowController(Generic[ItemT, GrantT]):
 
     Args:
         settings: Bounds, order and timeouts; `queue.reconfigure` replaces them.
-        callbacks: Actions of the driver on requests.
         timer: Clock of the driver; no callback is scheduled while the queue is empty.
         budget: Work per call of `pump`; None for no limit.
 
@@ -149,7 +148,6 @@ class FlowController(Generic[ItemT, GrantT]):
 
         Args:
             outcome: The outcome with an empty queue.
-            priority: Priority of the request.
             preferred_endpoint: Address of the endpoint it would go to; empty where that is not known.
         """
         if isinstance(outcome, (Deferral, Rejection)):
@@ -166,7 +164,6 @@ class FlowController(Generic[ItemT, GrantT]):
 
         Args:
             item: The request, as passed to `callbacks`.
-            properties: Its properties for the queue.
             outcome: Its outcome without capacity.
 
         Returns:

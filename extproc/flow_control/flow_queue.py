@@ -142,7 +142,6 @@ class QueuedItem:
     Args:
         arrived: Monotonic seconds at which it began to wait.
         deadline: Monotonic seconds at which its wait ends.
-        priority: Priority of its objective.
 
     Attributes:
         tenant: Tenant that sent it.

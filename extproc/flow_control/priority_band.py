@@ -75,7 +75,6 @@ class FairShare:
         """Record that a request of a tenant is dispatched.
 
         Args:
-            tenant: Tenant of the request.
             tokens: Estimated cost.
         """
         self._turn += 1

@@ -217,9 +217,6 @@ class Queue:
         with most waiting first, `MOST_DISPLACED` of them at most; where they would not make enough,
         the request itself is refused, and nothing changes.
 
-        Args:
-            item: The request.
-
         Returns:
             429 with Retry-After where there is no room.
         """

@@ -126,7 +126,6 @@ class TenantRateLimiter:
 
     Args:
         default: Limit of tenants without a limit of their own.
-        by_tenant: Limits of single tenants.
     """
 
     def __init__(
@@ -167,7 +166,6 @@ class TenantRateLimiter:
         takes more than there is, and what follows waits the longer.
 
         Args:
-            tenant: Tenant of the request.
             tokens: Prompt tokens, and the most that the response may have.
 
         Returns:

@@ -32,7 +32,6 @@ def context(seed: int = 1, *, first_user_message: str = "", **fields: Any) -> Sc
     """Build the scheduling context of a chat request.
 
     Args:
-        seed: Seed of `rng`.
         first_user_message: Beginning of the first user message.
         **fields: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of
             `InferenceRequest`; `adapter` sets both.
@@ -96,9 +95,7 @@ def loaded_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> list
     """Build candidates with varied loads, of which every fifth was never scraped.
 
     Args:
-        size: Number of candidates.
         scraped: False if none was ever scraped.
-        seed: Seed of the loads.
     """
     rng = Random(seed)
     loaded = []
@@ -124,9 +121,7 @@ def identical_candidates(size: int, *, scraped: bool = True, seed: int = 7) -> l
     """Build candidates that differ in scraped values only; every fifth was never scraped.
 
     Args:
-        size: Number of candidates.
         scraped: False if none was ever scraped.
-        seed: Seed of the scraped values.
     """
     rng = Random(seed)
     identical = [

@@ -126,11 +126,7 @@ def stable_answer(
     """Return the answer of a plugin, checked to be repeatable and free of side effects.
 
     Args:
-        make: Builds the plugin.
-        call: Calls it.
-        candidates: The candidates.
         about: The plugin and the situation.
-        check_answer: Checks an answer on its own.
         seeds: Seeds of the context that must give the same answer.
 
     Raises:

@@ -74,7 +74,6 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
     The ranks of an engine are one endpoint of Envoy.
 
     Args:
-        pool: Snapshot of the pool.
         with_health: Whether endpoints that are not up are sent as unhealthy. When no endpoint is
             up, all count as healthy, as they do for routing: a partition of this replica is then
             more likely.

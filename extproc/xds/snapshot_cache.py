@@ -59,8 +59,6 @@ def encode_cluster(name: str, options: ClusterOptions, *, h2c: bool) -> bytes:
     """Encodes an EDS cluster that sends to the endpoints that extproc names, in their order.
 
     Args:
-        name: Name of the cluster.
-        options: Health checks and outlier detection.
         h2c: Whether its engines speak HTTP/2 without TLS (appProtocol kubernetes.io/h2c): then
             their answers to health checks are unknown, and there are none.
     """
@@ -219,9 +217,6 @@ class SnapshotCache:
     Health is sent only to Envoys without health checks of their own. The others know it sooner,
     and would eject an engine that recovered while every replica of extproc was down.
 
-    Args:
-        options: Options of every cluster.
-
     Attributes:
         snapshot: The latest resources.
         faults: Exceptions of the last update by pool name; such a pool keeps its resources.
@@ -240,7 +235,6 @@ class SnapshotCache:
         Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
 
         Args:
-            pools: Pools by name.
             h2c: Names of those whose engines speak HTTP/2 without TLS.
         """
         if len(pools) != len(self._entries):
@@ -257,7 +251,6 @@ class SnapshotCache:
         """Rebuilds resources of changed pools; returns True if the snapshot changed.
 
         Args:
-            pools: Pools by name.
             h2c: Names of pools whose engines speak HTTP/2 without TLS.
         """
         self.faults.clear()

@@ -57,11 +57,7 @@ class Actuator(Protocol):
 
     @classmethod
     def from_settings(cls, scaling: ScalingSection, context: ActuatorContext) -> Self:
-        """Build the actuator of a pool.
-
-        Args:
-            scaling: Section that selects this actuator.
-        """
+        """Build the actuator of a pool."""
 
     @property
     def can_scale(self) -> bool:
@@ -71,17 +67,12 @@ class Actuator(Protocol):
         """Prepare the pool before the first step of its loop."""
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
-        """Read the number of requested replicas.
-
-        Args:
-            available: Ready replicas.
-        """
+        """Read the number of requested replicas."""
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """Request another number of replicas.
 
         Args:
-            desired: Replicas and reason.
             spec: Replicas requested until now.
         """
 
@@ -149,7 +140,6 @@ class ExecActuator(AdvisoryActuator):
 
     Args:
         command: Program and arguments; `{replicas}` becomes the number.
-        timeout_s: Time limit of the program.
     """
 
     scales = True

@@ -52,11 +52,7 @@ class Autoscaler:
     """Scales all pools with autoscaling: configured pools, and discovered pools as they change.
 
     Args:
-        counters: Metrics of the process.
-        is_leader: True while this replica holds the Lease.
         token: Returns the bearer token for requests to peers; empty for none.
-        on_step: Called after every step of a loop.
-        on_removed: Called when a loop was removed.
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.

@@ -76,8 +76,6 @@ class LoopMetrics:
         """Record a step.
 
         Args:
-            demand: Demand of the step.
-            desired: Decision of the step.
             pickers: Counters by picker; None where they cannot be read.
         """
         self._history.record(
@@ -130,10 +128,7 @@ class ControlLoop:
     """Scales a pool. Mutable; owned by its `ScaledPool`.
 
     Args:
-        scaling: Policy, bounds and parameters.
-        actuator: Applies decisions.
         counters: Counters of this process for the pool.
-        peers: Counters of other replicas of the endpoint picker.
         on_change: Called after every step, successful or not.
 
     Raises:
@@ -340,9 +335,6 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
 
 class ScaledPool:
     """Scales a pool from `attach` to `detach`.
-
-    Args:
-        scaling: Policy, bounds and parameters.
 
     Raises:
         ConfigError: There is no such policy.

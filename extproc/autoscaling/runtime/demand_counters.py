@@ -31,11 +31,7 @@ _WANTED = frozenset({429, 503})
 
 
 class DemandCounters:
-    """Reads the counters of a pool. Totals never decrease, even if a part of them does.
-
-    Args:
-        counters: Metrics of the pool.
-    """
+    """Reads the counters of a pool. Totals never decrease, even if a part of them does."""
 
     def __init__(self, runtime: PoolRuntime, counters: PoolCounters) -> None:
         self._runtime = runtime
@@ -59,11 +55,7 @@ class DemandCounters:
         return available(self._runtime.parts.store.pool)
 
     def observe_target(self, spec: int, now: float) -> TargetObservation:
-        """Replicas, scraped load and engine speed of the scale target.
-
-        Args:
-            spec: Requested replicas.
-        """
+        """Replicas, scraped load and engine speed of the scale target."""
         pool = self._runtime.parts.store.pool
         stale_after_s = self._runtime.parts.director.routing.settings.stale_after_s
         fresh = [member.load for member in pool.members if now - member.load.at < stale_after_s]
@@ -195,9 +187,7 @@ class PeerCounterClient:
     """Client of the other replicas of the endpoint picker.
 
     Args:
-        identity: Identity of this process.
         configured: `host:port` of their pages; a name stands for every address it resolves to.
-        timeout_s: Time limit of a request.
         own_counters: Returns the counters of this process by pool.
         token: Returns the bearer token for peers; empty sends none.
         on_waiting: Called with the names of pools in which a request waits elsewhere.

@@ -35,11 +35,7 @@ Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
 class KedaExternalScaler:
-    """Serves the `externalscaler.ExternalScaler` gRPC service.
-
-    Args:
-        loops: Returns the control loops by name of the pool.
-    """
+    """Serves the `externalscaler.ExternalScaler` gRPC service."""
 
     def __init__(self, loops: Callable[[], Mapping[str, ControlLoop]]) -> None:
         self._loops = loops

@@ -65,7 +65,6 @@ def api_path(group: str, version: str, *segments: str) -> str:
 
     Args:
         group: API group; empty for the core one.
-        version: API version.
         segments: Further path segments, such as `namespaces`, `default`, `events`.
     """
     root = ("apis", group) if group else ("api",)
@@ -129,12 +128,8 @@ def build_event(
     """Build an Event about the target.
 
     Args:
-        target: Object that the event is about.
         uid: UID of the target; empty where it is unknown.
         reason: A single word in CamelCase.
-        note: For people.
-        warning: True for type Warning, False for Normal.
-        at: Time of the Event.
         reporter: Identity of this process.
     """
     when = at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -41,7 +41,6 @@ class ScaleClient:
 
     Args:
         settings: Location of its address and our credentials.
-        identity: Identity of this replica.
     """
 
     def __init__(self, settings: KubernetesSettings, identity: str) -> None:
@@ -95,8 +94,6 @@ class ScaleClient:
         Args:
             target: The object, with everything filled in.
             reason: A single word.
-            note: Message for people.
-            warning: True for type Warning, False for Normal.
         """
         body = scale_objects.build_event(
             target,
@@ -119,8 +116,6 @@ class ScaleSubresourceActuator:
 
     Args:
         target: The object, with everything filled in.
-        scale_client: Client of the API server.
-        is_leader: True while this replica holds the Lease.
         supervisor: Counts exceptions; None creates a new supervisor.
     """
 

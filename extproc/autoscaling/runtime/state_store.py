@@ -53,7 +53,6 @@ class FileStateStore:
     """Stores states in a file of a single process.
 
     Args:
-        path: Path of the file.
         time: Seconds since 1970.
     """
 
@@ -99,9 +98,6 @@ class ConfigMapStateStore:
     """Stores states in a ConfigMap.
 
     Args:
-        cluster: Client of the API server.
-        namespace: Namespace of the ConfigMap.
-        name: Name of the ConfigMap.
         time: Seconds since 1970.
     """
 

@@ -83,9 +83,6 @@ class _Session:
 class KubernetesApiClient:
     """Client of one API server.
 
-    Args:
-        settings: Kubeconfig, context and time limits.
-
     Attributes:
         name: Its address, for people.
     """

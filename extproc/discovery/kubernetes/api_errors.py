@@ -84,7 +84,6 @@ class KubernetesApi(Protocol):
         """Fetches one page of a list.
 
         Args:
-            collection: Collection to list.
             more: Token of the page; empty for the first.
         """
 
@@ -94,7 +93,6 @@ class KubernetesApi(Protocol):
         """Opens a watch and yields its bytes until it ends for any reason.
 
         Args:
-            collection: Collection to watch.
             version: Resource version to go on after.
             seconds: Seconds after which the server ends the watch.
         """

@@ -38,8 +38,6 @@ class KubernetesDiscovery:
     `start` comes first, then `run`. While the server is away the last pools stand.
 
     Args:
-        settings: Sources to watch, and retry intervals.
-        rng: Chance, for spreading what would else fall together.
         on_pools: Called with the pools that changed and the keys of those that are gone; again with
             the same and what came since if it raises. A pool is first reported when everything it
             depends on was listed.

@@ -226,7 +226,6 @@ class PodView:
     """View of a pool of pods.
 
     Args:
-        namespace: Namespace of the pods.
         spec: None as long as the object that defines the pool is not there.
         override_ip: See `KubernetesSettings.override_ip`.
 
@@ -293,7 +292,6 @@ class SliceView:
     """View of the pool of a Service.
 
     Args:
-        namespace: Namespace of the Service.
         port: See `settings.ServiceRef`.
 
     Attributes:
@@ -326,7 +324,6 @@ def build_policy(
     """Builds the policy of one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
-        pool: Pool of the policy.
         objectives: Objectives of its namespace, in any order.
         rewrites: Rewrites of its namespace, in any order; the name decides between equal ages, so
             that replicas agree.

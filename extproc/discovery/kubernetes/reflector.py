@@ -50,15 +50,7 @@ class ReflectorListener(Protocol):
 
 
 class Reflector:
-    """Keeps one collection of the object store in sync with the cluster.
-
-    Args:
-        object_store: Store that is kept in sync.
-        listener: Receiver of changes and states.
-        settings: Retry intervals and time limits.
-        rng: Chance, for spreading what would else fall together.
-        supervisor: Hears of objects that make us raise, and of steps that went well.
-    """
+    """Keeps one collection of the object store in sync with the cluster."""
 
     def __init__(
         self,

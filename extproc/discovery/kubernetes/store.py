@@ -49,9 +49,6 @@ class PoolChanges(msgspec.Struct, frozen=True):
 class ObjectStore:
     """Cache of API objects, and the views of pools over it.
 
-    Args:
-        kubernetes_settings: Sources that are watched.
-
     Raises:
         ConfigError: If the sources contradict themselves.
     """
@@ -130,8 +127,6 @@ class ObjectStore:
         """Applies one event: an object was added, modified or deleted.
 
         Args:
-            collection: Collection of the object.
-            key: Its namespace and name.
             value: The object; None when it is gone.
         """
         if collection.namespace not in {"", key[0]}:

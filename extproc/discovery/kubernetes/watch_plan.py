@@ -145,7 +145,6 @@ def plan_watches(
     """Plans the collections to watch; no two of them hold the same object.
 
     Args:
-        sources: Configured pool sources.
         policies: Whether objectives and rewrites are watched.
     """
     pools = [source for source in sources if isinstance(source, settings.InferencePoolRef)]
@@ -245,11 +244,7 @@ class WatchStatus(msgspec.Struct, frozen=True):
 
 
 class WatchStatuses:
-    """Status of all watches.
-
-    Args:
-        collections: The watched collections.
-    """
+    """Status of all watches."""
 
     def __init__(self, collections: Iterable[WatchedCollection], now: float) -> None:
         self._statuses = {
@@ -271,9 +266,7 @@ class WatchStatuses:
         """Records the state that a reflector reported.
 
         Args:
-            collection: The watched collection.
             state: One of `STATES`.
-            detail: Reason of the state, for people.
             server: Address of the API server, for people.
 
         Yields:
