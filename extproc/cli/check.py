@@ -40,14 +40,8 @@ from extproc.scheduling.profile import SchedulerProfile
 _MIB = 1024 * 1024
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "check",
-        help="read a configuration and say what it means",
-        description=__doc__,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --config-file")
     parser.add_argument(
         "--plugins", action="store_true", help="list strategies and plugins with their parameters"
@@ -68,7 +62,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

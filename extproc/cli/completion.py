@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
 
 from extproc import distribution
 from extproc.errors import ConfigError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "completion",
-        help="print a completion script for a shell",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,15 +34,8 @@ _MAX_PAGE_S = 30.0
 _STYLES = {"error": "red", "warning": "yellow", "note": "bold"}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="look at a running Envoy, extproc and engines, and say what is wrong",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add = parser.add_argument
     add("--envoy", metavar="URL", help="admin port of an Envoy, such as 127.0.0.1:9901")
     add("--server", metavar="URL", help="metrics port of a running extproc, which lists engines")
@@ -61,7 +54,6 @@ def add_parser(subparsers: Any) -> None:
         help="form of the report (%(default)s)",
     )
     flags.add(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

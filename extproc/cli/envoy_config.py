@@ -9,22 +9,13 @@ import argparse
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from extproc.errors import ConfigError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "envoy-config",
-        help="list the shipped Envoy configurations, or print one",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="the configuration to print")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,15 +55,8 @@ class NotRecordedError(ExtprocError):
     """The server does not know the request."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="say which endpoint a request would get, and why",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add = parser.add_argument
     add("request", nargs="?", default="-", metavar="FILE", help="JSON body; - is standard input")
     source = parser.add_mutually_exclusive_group()
@@ -105,7 +98,6 @@ def add_parser(subparsers: Any) -> None:
     add("--strategy", metavar="NAME", help="strategy to decide with, for --state")
     add("--allow-unsupported", action="store_true", help="as in serve, for --config-file")
     add("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

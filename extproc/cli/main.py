@@ -1,7 +1,7 @@
 """`extproc`: one command line, a module for each command.
 
-A command module has `add_parser(subparsers)` and `run(args) -> int`, and is imported only when it
-is the one asked for. Exit status: 0 done, 1 failed while running, 2 wrong flags or configuration;
+A command module has `add_flags(parser)` and `run(args) -> int`; its docstring is the description in
+--help. It is imported only when its command runs. Exit status: 0 done, 1 failed while running, 2 wrong flags or configuration;
 further ones are those of a command.
 """
 
@@ -15,7 +15,7 @@ import platform
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Protocol, TextIO, cast
+from typing import Protocol, TextIO, cast
 
 from extproc import distribution
 from extproc.errors import ConfigError, ExtprocError
@@ -75,8 +75,10 @@ _BROKEN_PIPE = 141
 class Command(Protocol):
     """Interface of a command module."""
 
-    def add_parser(self, subparsers: Any) -> None:
-        """Add the command and its flags."""
+    __doc__: str | None
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags of the command."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the command; returns the exit status."""
@@ -112,10 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `extproc version`, the command of this module."""
-    parser = subparsers.add_parser("version", help="print the version")
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Describe `extproc version`, the command of this module; it has no flags."""
+    parser.description = None
 
 
 def run(_: argparse.Namespace) -> int:
@@ -153,10 +154,16 @@ def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
+        command_parser = subparsers.add_parser(
+            name,
+            help=summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         if name in commands:
-            cast("Command", importlib.import_module(module)).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
+            command = cast("Command", importlib.import_module(module))
+            command_parser.description = command.__doc__
+            command.add_flags(command_parser)
     return parser
 
 

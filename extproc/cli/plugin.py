@@ -27,15 +27,8 @@ _ENDPOINTS = 100
 _CALLS = 51
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its own subcommands to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "plugin",
-        help="print a plugin template, or test a plugin file",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags, and those of the subcommands."""
     acts = parser.add_subparsers(metavar="ACTION", required=True)
     template = acts.add_parser("template", help="print a file to start from")
     template.add_argument("role", choices=sorted(_ROLES.values()))
@@ -43,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     test = acts.add_parser("test", help="hold the plugins of files to the contract")
     test.add_argument("files", nargs="+", metavar="FILE", type=Path)
     test.set_defaults(act=_test)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

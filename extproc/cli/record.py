@@ -34,15 +34,8 @@ _IDLE_S = 30.0
 _CHUNK_BYTES = 1 << 16
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "record",
-        help="write the decisions of a running server to a file",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add = parser.add_argument
     add(
         "file",
@@ -54,7 +47,6 @@ def add_parser(subparsers: Any) -> None:
     add("--server", metavar="URL", default=explain.SERVER, help="metrics port (%(default)s)")
     add("--seconds", type=_seconds, default=60.0, help="length (%(default)s)")
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

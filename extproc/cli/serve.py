@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from extproc.cli import flags, main
 from extproc.config import pools
@@ -14,13 +13,9 @@ from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "serve", help="run the endpoint picker", description=__doc__, allow_abbrev=False
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     flags.add(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -87,13 +87,8 @@ class Ports:
         return stack.free_port()
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="run Envoy, extproc and four simulated engines on loopback",
-        description=__doc__,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument(
         "--envoy-config",
@@ -109,7 +104,6 @@ def add_parser(subparsers: Any) -> None:
         help="how many of five turns to hold; fewer fit into the caches of any engine (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
-    parser.set_defaults(run=run)
 
 
 def _positive(text: str) -> int:

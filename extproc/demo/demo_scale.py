@@ -67,18 +67,12 @@ class DemoAddresses(msgspec.Struct, frozen=True):
     pages: int
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "demo-scale",
-        help="run Envoy and extproc on loopback, and engines from zero and back",
-        description=__doc__,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add = parser.add_argument
     add("--envoy-config", default="original-dst", metavar="NAME|FILE", help="to run (%(default)s)")
     add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
     add("--short", action="store_true", help="a fifth of the load, scaled sooner")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

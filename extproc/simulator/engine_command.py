@@ -7,17 +7,14 @@ import asyncio
 import contextlib
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from extproc.simulator.http import server
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "engine", help="run one simulated vLLM engine", description=__doc__
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=8000, help="port; 0 picks a free one (%(default)s)")
@@ -60,7 +57,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="KIND[=N][,rate=R][,count=N][,for=S]",
         help="arm a fault from the start; repeatable",
     )
-    parser.set_defaults(run=run)
 
 
 def settings(args: argparse.Namespace) -> server.EngineServerSettings:

@@ -16,7 +16,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -29,15 +28,8 @@ from extproc.simulator.replay_command import count_of
 _UNTIL_RATIO, _UNTIL_S = 1.5, 600.0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="find the smallest fleet that meets objectives on recorded requests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     replay_command.add_source(parser)
     add = parser.add_argument
     add(
@@ -51,7 +43,6 @@ def add_parser(subparsers: Any) -> None:
     add("--max-engines", type=int, default=256, metavar="N", help="largest fleet (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write every fleet as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw every fleet, as SVG or PNG")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

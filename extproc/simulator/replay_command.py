@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from extproc.errors import ConfigError
 from extproc.simulator import replay, replay_traces, replay_traffic
@@ -27,15 +26,8 @@ from extproc.simulator.simulate_command import Progress
 MAX_ENGINES = 10_000
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "replay",
-        help="compare strategies on recorded requests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     add_source(parser)
     add = parser.add_argument
     add(
@@ -56,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write everything as JSON")
     add("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
     add("--html", type=Path, metavar="FILE", help="write a page with the result and its plots")
-    parser.set_defaults(run=run)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

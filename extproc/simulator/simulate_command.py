@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from extproc.errors import ConfigError
 from extproc.simulator import simulation_runs
@@ -21,14 +21,8 @@ from extproc.simulator.fleet import report, scenario, tables
 _BAR = 30
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="compare strategies on a simulated fleet",
-        description=__doc__,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("scenario", metavar="SCENARIO", type=Path, help="YAML or JSON file")
     parser.add_argument(
         "--strategy",
@@ -71,7 +65,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

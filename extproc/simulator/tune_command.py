@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import yaml
@@ -27,20 +26,12 @@ from extproc.simulator.simulate_command import Progress
 _MIN_REQUESTS = 50
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its flags to the `extproc` parser."""
-    parser = subparsers.add_parser(
-        "tune",
-        help="search for better numbers of a strategy on recorded requests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     replay_command.add_source(parser)
     add = parser.add_argument
     add("--strategy", metavar="NAME", help="strategy to tune; default: that of the recording")
     add("--trials", type=replay_command.count, default=40, metavar="N", help="(%(default)s)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,10 +48,9 @@ def _upstream() -> Iterator[str]:
 
 
 def _parser(name: str, module: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="extproc", allow_abbrev=False)
-    commands = parser.add_subparsers()
-    importlib.import_module(module).add_parser(commands)
-    return commands.choices[name]
+    parser = argparse.ArgumentParser(prog=f"extproc {name}", allow_abbrev=False)
+    importlib.import_module(module).add_flags(parser)
+    return parser
 
 
 def _groups(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -16,17 +16,16 @@ START = """
 import argparse, sys
 from extproc.simulator import engine_command
 parser = argparse.ArgumentParser()
-engine_command.add_parser(parser.add_subparsers())
-args = parser.parse_args(sys.argv[1:])
-sys.exit(args.run(args))
+engine_command.add_flags(parser)
+sys.exit(engine_command.run(parser.parse_args(sys.argv[1:])))
 """
 
 
 def parsed(*flags):
     """The flags of `extproc engine`."""
     parser = argparse.ArgumentParser()
-    engine_command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["engine", *flags])
+    engine_command.add_flags(parser)
+    return parser.parse_args(flags)
 
 
 def state(address):
@@ -38,7 +37,7 @@ def state(address):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_says_where_it_listens_and_stops_at_once_on_a_signal(number):
     """Port 0 picks a free port; with a request hanging, a signal still ends it with status 0."""
-    command = [sys.executable, "-c", START, "engine", "--port", "0", "--fault", "hang,count=1"]
+    command = [sys.executable, "-c", START, "--port", "0", "--fault", "hang,count=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             address = process.stdout.readline().split()[-1]
@@ -77,5 +76,5 @@ def test_bad_flags_are_refused_with_status_2(flags, capsys):
     args = parsed(*flags)
     with pytest.raises(errors.ConfigError):
         engine_command.settings(args)
-    assert args.run(args) == 2
+    assert engine_command.run(args) == 2
     assert "expected" in capsys.readouterr().err
