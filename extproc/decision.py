@@ -425,7 +425,6 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
     """No endpoint serves the model, and the models of all are known: 404.
 
     Args:
-        name: The requested model.
         known: Models that are served.
     """
     names = sorted(known)
@@ -456,13 +455,7 @@ def saturated() -> Rejection:
 def all_busy(
     retry_in_s: float, *, preferred_endpoint: str = "", busy_endpoints: Sequence[str] = ()
 ) -> Deferral:
-    """A request would wait too long on every endpoint: deferred, or 429.
-
-    Args:
-        retry_in_s: See `Deferral`.
-        preferred_endpoint: See `Deferral`.
-        busy_endpoints: See `Deferral`.
-    """
+    """A request would wait too long on every endpoint: deferred, or 429."""
     retry_after_s = max(1, round(retry_in_s)) if retry_in_s < math.inf else 1
     return Deferral(retry_in_s, _busy(retry_after_s), preferred_endpoint, busy_endpoints)
 

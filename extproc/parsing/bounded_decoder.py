@@ -228,7 +228,6 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: RequestBody) -> Decoded
     """Decode a body into the struct of a surface.
 
     Args:
-        decoder: Decoder of the struct.
         body: JSON, of any content.
 
     Raises:
@@ -307,7 +306,6 @@ class StepwiseReading:
         """A value of any type, as the table of the module has it.
 
         Args:
-            raw: The value.
             depth: Arrays and objects in one another that may be looked into.
             may_be_ids: Whether it may list token ids, or lists of them.
         """

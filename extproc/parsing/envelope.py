@@ -161,8 +161,6 @@ def decode(
     """Decode a body and see that it names a model.
 
     Args:
-        decoder: Decoder of the struct of the surface.
-        raw: The request.
         wanted: Expectation to report when the prompt field is of the wrong type.
 
     Returns:

@@ -55,7 +55,6 @@ def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
     """Build the edit that replaces the model of a body.
 
     Args:
-        raw: The request.
         model: The name to put in.
 
     Returns:

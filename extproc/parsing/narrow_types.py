@@ -108,7 +108,6 @@ def decode_around_ids(kind: Any, body: RequestBody) -> Any:
     The ids are packed a chunk at a time, and what is around them is decoded.
 
     Args:
-        kind: Struct of a surface.
         body: JSON, of any content.
 
     Returns:

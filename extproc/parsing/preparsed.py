@@ -69,12 +69,7 @@ class PreparsedRequest(HttpRequest, frozen=True, gc=False):
 
 
 def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
-    """Attach the results of parsing to a request.
-
-    Args:
-        raw: The request.
-        result: Result of parsing its body.
-    """
+    """Attach the results of parsing to a request."""
     outcome = result.request or decision.bad_request(result.refusal)
     return PreparsedRequest(
         raw.headers,

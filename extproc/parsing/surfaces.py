@@ -257,9 +257,6 @@ def first_user_message(request: InferenceRequest) -> str:
     user and ignores system prompt, images and tools; completions take the prompt, of a list its
     first element; embeddings, rerank and audio have none.
 
-    Args:
-        request: A parsed request.
-
     Returns:
         At most `USER_MESSAGE_BYTES` bytes as text; empty when the surface has none.
     """

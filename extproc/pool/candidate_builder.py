@@ -61,9 +61,6 @@ class Imputation(msgspec.Struct, frozen=True):
         Most of what was sent since a page of long ago may have ended: the mean of the others counts,
         or what is open there beyond what is in use, where that is more. Unlike the rest this changes
         with every request.
-
-        Args:
-            members: The endpoints.
         """
         if not self.held_tokens:
             return {}
@@ -109,7 +106,6 @@ class Imputer:
 
         Args:
             members: Endpoints of the pool that are in play; must not change in place.
-            pool: The snapshot.
             oldest: Monotonic seconds; a page from then or before is void.
         """
         if not pool.has_unknown_values and self._are_young(pool, oldest):
@@ -262,8 +258,6 @@ def adapter_residency(
     """Residency of an adapter on one endpoint.
 
     Args:
-        adapter: Its name.
-        account: Our requests there.
         load: The last scrape, `NO_LOAD` when it is stale.
         known: Names that are adapters; others in the account are base models.
     """

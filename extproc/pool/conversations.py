@@ -107,7 +107,6 @@ class ConversationTracker:
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.
             account: Account of the endpoint it was sent to.
-            prompt_tokens: Tokens of the prompt.
 
         Returns:
             The turn, to be marked when the request ends; None where no later prompt can match it.
@@ -152,7 +151,6 @@ class PendingLoad:
     """Adds the load of queued requests to the endpoints of a pool, and removes it.
 
     Args:
-        tracker: Estimates the growth of conversations.
         tokens: Prompt tokens by depth of a chain.
         counted: Whether any profile reads the pending load; nothing is added otherwise.
     """
@@ -180,7 +178,6 @@ class PendingLoad:
         Args:
             address: Address of the endpoint; empty for none.
             chain: Block hashes of the prompt, 64 bits each, root first.
-            prompt_tokens: Tokens of the prompt.
 
         Returns:
             What to take back once the request goes on or leaves; None where there is nothing.

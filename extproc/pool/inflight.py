@@ -205,7 +205,6 @@ class InflightLoad:
         """Charge open requests as a record of this account shows them; for a new account.
 
         Args:
-            requests: Open requests (count).
             prompt_tokens: Prompt tokens of all of them.
             queued_tokens: Uncached prompt tokens that are not yet computed.
         """
@@ -289,7 +288,6 @@ class InflightLoad:
         """Set how fast queued work drains.
 
         Args:
-            rates: Step times of the engine.
             requests: Requests on it (count), whose decodes share its iterations.
         """
         per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
@@ -481,9 +479,6 @@ class Reservation(msgspec.Struct, eq=False):
 
     def move(self, to: InflightLoad, now: float) -> None:
         """Charge another endpoint: it answers in place of the one that was chosen.
-
-        Args:
-            to: Its account.
 
         Raises:
             RuntimeError: The reservation was closed before.

@@ -70,10 +70,8 @@ class ScrapeObserver(Protocol):
         """Handle a scrape that was taken in.
 
         Args:
-            endpoint: The endpoint scraped.
             before: The load until then.
             after: The load from now on.
-            rates: Step times of the engine.
             restarted: Whether the engine is another process now.
         """
 

@@ -152,7 +152,6 @@ class OutlierDetector:
 
     Args:
         settings: Thresholds and times; may be replaced at any time.
-        rng: Chance, for back-off.
 
     Attributes:
         version: Changes whenever a condition does.
@@ -193,7 +192,6 @@ class OutlierDetector:
         """Begin the record of an endpoint; call `update_ejections` after the last new one.
 
         Args:
-            now: Monotonic seconds; as everywhere.
             late: Whether others were there before it.
         """
         condition = HealthStatus(since=now) if late else HEALTHY
@@ -232,9 +230,7 @@ class OutlierDetector:
 
         Args:
             incarnation: `Endpoint.incarnation` when the request was sent.
-            outcome: Outcome of the request.
             sent_at: Monotonic seconds at which it was sent.
-            cause: Cause of a failure.
             sole: Whether no other endpoint can have answered in its place.
         """
         record = self._records.get(incarnation)
@@ -257,7 +253,6 @@ class OutlierDetector:
         """Record a scrape that connected.
 
         Args:
-            incarnation: `Endpoint.incarnation`.
             restarted: The engine is another process than at the scrape before.
             moved: Whether its counters moved; None when it has none.
             idle: Whether it has nothing to do.
@@ -294,7 +289,6 @@ class OutlierDetector:
         """Record a scrape that failed.
 
         Args:
-            incarnation: `Endpoint.incarnation`.
             connected: Something answered, only not with a page: that says nothing.
             refused: The endpoint's own port refused the connection.
         """

@@ -81,7 +81,6 @@ def next_progress(
 
     Args:
         progress: Progress before this scrape.
-        account: Our requests there.
         before: The page until then.
         after: The page that was just read.
     """
@@ -97,7 +96,6 @@ def find_flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, 
     """Flaws of a page, as a bit mask.
 
     Args:
-        account: Our requests there.
         progress: Progress with this page.
         served: `InflightLoad.served` when the page was requested.
     """

@@ -185,7 +185,6 @@ class TypicalWork:
         """Uncached prompt tokens of requests whose length is unknown.
 
         Args:
-            requests: Requests (count).
             kv_tokens: Size of the engine's KV cache in tokens, which no request exceeds; None while
                 unknown.
         """
@@ -331,7 +330,6 @@ class BytesPerTokenEstimator:
 
         Args:
             load: The scrape.
-            incarnation: `Endpoint.incarnation`.
             texts: Our answered requests there since the last window began, by model: how many, and
                 bytes of their prompts.
             answered: Our answered requests there since it came (count).

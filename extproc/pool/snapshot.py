@@ -90,9 +90,6 @@ class ModelIndex:
 
         It is one if no engine lists it as it stands, and an engine lists the part before an underscore
         as a base model and the part behind it as an adapter; the first such underscore counts.
-
-        Args:
-            name: Model name of a request.
         """
         alias = self._aliases.get(name)
         if alias is not None:
@@ -117,9 +114,6 @@ class ModelIndex:
 
         It is one if no engine lists it as it stands, and the part before the first colon is a base
         model; SGLang need not list its adapters.
-
-        Args:
-            name: Model name of a request.
         """
         base, colon, adapter = name.partition(":")
         if not colon or base not in self.bases or name in self.names:

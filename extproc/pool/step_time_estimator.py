@@ -377,11 +377,7 @@ class PoolStepTimeEstimators:
         del self._by_incarnation[incarnation]
 
     def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
-        """Estimator of an endpoint, its prior the pool mean, at most a second old.
-
-        Args:
-            incarnation: `Endpoint.incarnation`.
-        """
+        """Estimator of an endpoint, its prior the pool mean, at most a second old."""
         if now - self._at >= _STANDS_S:
             self._at, self._pooled = now, self._now()
         learner = self._by_incarnation[incarnation]

@@ -227,7 +227,6 @@ class CacheModel:
         """Record a request that was committed to an endpoint.
 
         Args:
-            endpoint: Its endpoint.
             blocks: Its prompt's chain.
             prompt_tokens: Its length.
             cached_tokens: Of these, tokens predicted as cached there.

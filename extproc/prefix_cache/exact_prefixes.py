@@ -121,7 +121,6 @@ class PromptMap:
             chain: Hashes of its byte blocks, at least one.
             keys: Keys of its full token blocks.
             tokens: Its length in tokens, at least 1.
-            block_tokens: Tokens of a block.
             prompt_bytes: Its length in bytes.
             first_media: As of `MappedPrompt`.
         """
@@ -193,7 +192,6 @@ class ExactPrefixes:
     """Engines of a pool, their blocks, and the prompts that are mapped to tokens.
 
     Args:
-        schedule: Block boundaries of prompts.
         max_blocks: Blocks of one engine at most (count).
 
     Attributes:

@@ -239,7 +239,6 @@ class PrefixIndex:
         """Drop the prediction that an endpoint holds a chain, or anything that continues it.
 
         Args:
-            key: Key of the endpoint.
             blocks: The chain, root first.
             keep: Leading blocks that are still predicted as held.
         """

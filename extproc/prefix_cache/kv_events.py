@@ -347,7 +347,6 @@ def block_keys(
     Args:
         parent: Key of the block before them, or `root_key`.
         tokens: Token ids, 32 bits each, packed; what does not fill a block is left out.
-        block_tokens: Tokens of a block.
         extras: As of `BlockStored`.
     """
     digest, size, key = xxhash.xxh3_64_intdigest, 4 * block_tokens, parent

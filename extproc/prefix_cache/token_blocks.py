@@ -146,7 +146,6 @@ class TokenBlockIndex:
         """Forget the blocks of an engine that goes on.
 
         Args:
-            engine: The engine.
             is_complete: Whether it holds none now; else it is unknown which.
         """
         is_live = engine.is_live
@@ -320,11 +319,7 @@ class TokenBlockIndex:
         return ends
 
     def continuation(self, key: int) -> array[int]:
-        """Keys of the blocks that went on from a block last, on any engine; empty for none.
-
-        Args:
-            key: Key of the block.
-        """
+        """Keys of the blocks that went on from a block last, on any engine; empty for none."""
         known = self._continuations
         start = known.get(key)
         if start is None:

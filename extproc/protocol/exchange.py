@@ -257,7 +257,6 @@ class Exchange(msgspec.Struct):
         """Answer the pending request.
 
         Args:
-            outcome: The decision or rejection.
             request_id: Value for `x-request-id` if the client sent none; empty sets nothing.
             traceparent: Value for `traceparent` of a traced request; empty leaves it as it is.
 

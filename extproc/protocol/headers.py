@@ -79,7 +79,6 @@ def edited_length(raw: HttpRequest, edit: BodyEdit) -> tuple[tuple[str, str], ..
 
     Args:
         raw: The request before the edit.
-        edit: Its edit.
     """
     if raw.truncated:
         return changed_length(raw.headers.get("content-length", ""), edit.growth_bytes)

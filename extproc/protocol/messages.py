@@ -323,7 +323,6 @@ def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse
     """Build the immediate response of a rejection.
 
     Args:
-        rejection: The rejection to send.
         grpc: Whether the client speaks gRPC.
     """
     headers: Headers = (("content-type", "application/json"),)

@@ -83,7 +83,6 @@ def response_headers_reply(
     """The reply to the response headers.
 
     Args:
-        event: The response headers.
         mode: Body mode to switch to; None keeps the configured one.
         marker: Whether to set `x-went-into-resp-headers`.
         conformance: Whether to report the served endpoint.
@@ -119,8 +118,6 @@ def response_body_mode_override(
     first token back to the end.
 
     Args:
-        modes: The configured modes.
-        headers: Response headers.
         watch_stream: Whether this exchange is in the sample of watched streams.
     """
     if not BODY_MODE_TRAITS[modes.request].is_buffered or modes.response is not _NONE:

@@ -106,9 +106,6 @@ def _action(
 def build_handler_table(handlers: Mapping[Action, HandlerT]) -> HandlerTable[HandlerT]:
     """Build the table by index, which is faster than a lookup by pair.
 
-    Args:
-        handlers: Handler of each action.
-
     Returns:
         `places[request_state][response_state][kind]`; None where the message does not fit.
     """
@@ -131,8 +128,6 @@ def unexpected_message_error(
     """Build the error for a message without a transition.
 
     Args:
-        request_state: State of the request.
-        response_state: State of the response.
         history: The last kinds, `KIND_BITS` bits each; the lowest is the one that does not fit.
     """
     kinds = []

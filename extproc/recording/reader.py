@@ -77,9 +77,6 @@ class RecordedEndpoint(msgspec.Struct, gc=False):
 class RecordingReader:
     """Reads a recording, line by line. Mutable; one pass.
 
-    Args:
-        where: The file, for errors.
-
     Attributes:
         header: The last header; None before the first.
         endpoints: Endpoints by number, as of the last line.

@@ -34,7 +34,6 @@ class RotatingFile:
     Args:
         path: The file, as `for_lines` writes it; one from before becomes `NAME.1`.
         max_bytes: Bytes of a file; it may exceed them by one write, or by a row group of Parquet.
-        max_files: Files in total (count).
     """
 
     def __init__(self, path: str, *, max_bytes: int, max_files: int) -> None:
@@ -145,7 +144,6 @@ class Recording:
     """One recording under way. Mutable; on the event loop only.
 
     Args:
-        header: Makes the header.
         counts: Rows by result, `recorded` or `dropped`; updated here.
     """
 
@@ -343,9 +341,6 @@ class Recordings:
     """All recordings under way, with the numbers of decisions.
 
     Args:
-        counts: See `Recording`.
-        header: See `Recording`.
-        schedule: Block boundaries of prompts.
         on_change: Called with the number of recordings when one starts or stops.
     """
 
@@ -431,7 +426,6 @@ class Recordings:
         """Record the end of a request.
 
         Args:
-            number: Number of its decision.
             status: HTTP status; empty without response headers.
             ttft_s: Seconds from the decision to the first token; None where unknown.
             total_s: Seconds from the decision to the end.

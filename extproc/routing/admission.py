@@ -92,7 +92,6 @@ def excess_wait_s(
     Args:
         candidates: Eligible endpoints, at least one.
         limit_s: Wait above which an endpoint has no capacity (seconds).
-        priority: Priority of the request.
         leaves_headroom: Whether requests of priorities above 0 come.
     """
     ceiling = _KV_TARGET_BESIDE_PRIORITY if leaves_headroom else _KV_TARGET
@@ -137,7 +136,6 @@ def admit(
         run_profile: Runs the profile over candidates.
         candidates: Eligible endpoints, at least one.
         limit_s: Wait above which an endpoint has no capacity (seconds).
-        priority: Priority of the request.
         may_defer: Whether it may wait for an endpoint while another one has a place.
         leaves_headroom: Whether requests of priorities above 0 come.
 
@@ -215,7 +213,6 @@ def is_saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> 
     nothing.
 
     Args:
-        profile: That would choose.
         candidates: Eligible endpoints, at least one.
     """
     return any(

@@ -48,11 +48,7 @@ class Director:
     """Routes requests over one pool.
 
     Args:
-        store: Endpoints, loads and accounts.
         routing: Profiles and settings; `reconfigure` replaces them.
-        index: Predicted prefix blocks per endpoint.
-        cache_model: Keeps the index near what engines hold.
-        schedule: Block boundaries of prompts.
         counts: Where exceptions of plugins that remember go; None keeps them to the director.
         exact: What engines publish of their blocks; None where they are not subscribed to.
 
@@ -425,7 +421,6 @@ class Director:
         """Compare predictions with the reported usage: prompt tokens and cached tokens.
 
         Args:
-            decision: That was committed.
             usage: Tokens by kind, as `parsing.usage.read` gives them.
             served: The endpoint that answered, as `Reservation.endpoint` has it.
         """

@@ -86,7 +86,6 @@ def find_eligible(
         respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Reject models that no endpoint serves, if all served models are known.
         may_defer: Whether a request may wait for the first endpoint.
-        health: Settings of outlier detection and slow start.
         rng: Chance, for slow start.
 
     Returns:

@@ -186,11 +186,7 @@ class PeerEventLog:
         self._put(PickerLeft())
 
     def take(self, max_facts: int = MAX_WAITING) -> PeerMessage | None:
-        """Remove and return the waiting message, oldest events first; None if it is empty.
-
-        Args:
-            max_facts: Facts to take (count).
-        """
+        """Remove and return the waiting message, oldest events first; None if it is empty."""
         facts, self._waiting = self._waiting[:max_facts], self._waiting[max_facts:]
         return PeerMessage(self.picker, facts) if facts else None
 
@@ -208,7 +204,6 @@ class PoolEventLog:
 
     Args:
         event_log: Log of the process.
-        pool: Name of the pool.
     """
 
     __slots__ = ("_event_log", "_pool")
@@ -288,9 +283,6 @@ class PeerReplica:
 
     def apply_message(self, message: PeerMessage, now: float) -> set[str]:
         """Take in what a picker says.
-
-        Args:
-            message: The decoded message.
 
         Returns:
             Names of the pools in which requests ended.

@@ -41,7 +41,6 @@ def matches(match: PoolMatch, headers: Mapping[str, str]) -> bool:
     """True if the headers of a request match; models are not checked.
 
     Args:
-        match: The conditions.
         headers: Headers of the request, names in lower case, pseudo headers included.
     """
     if match.hosts:
@@ -172,9 +171,6 @@ _Table = dict[str, int]
 
 class MatchIndex:
     """Tables of the conditions of several matches.
-
-    Args:
-        listed: The matches, in their order.
 
     Attributes:
         listed: The matches, in their order.

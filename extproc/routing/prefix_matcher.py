@@ -24,11 +24,7 @@ _MANY: Final = 16
 
 
 class PrefixMatcher:
-    """Looks prompts up in the index for the members of a pool.
-
-    Args:
-        index: Predicted prefix blocks per endpoint.
-    """
+    """Looks prompts up in the index for the members of a pool."""
 
     def __init__(self, store: PoolStore, index: PrefixIndex) -> None:
         self._store = store
@@ -92,7 +88,6 @@ class ExactMatcher:
     """Matches prompts with what engines publish, and with the estimate where they do not.
 
     Args:
-        store: Store of the members.
         exact: Blocks of the engines, and prompts by their tokens.
         estimate: Matcher by what was routed.
     """
@@ -133,7 +128,6 @@ class ExactMatcher:
 
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.
-            members: Endpoints.
             tokens: Prompt tokens by depth in the chain.
             prompt_tokens: Estimated tokens of the prompt.
         """
@@ -221,9 +215,6 @@ class ExactMatcher:
         """Tokens of a member that the prompt, or one with the same beginning, was sent to.
 
         Args:
-            address: Its address.
-            held: Tokens that it holds.
-            estimate: The estimate of the prompt.
             eviction: Tokens of the prompt that the estimate can know of, and the share of those that
                 it has given up that is lost, 0..1.
             is_settled: Whether its events are there by now.
@@ -249,7 +240,6 @@ class ExactMatcher:
 
         Args:
             held: Tokens by slot.
-            estimate: The estimate of the prompt.
         """
         corrected = []
         for member in members:

@@ -109,8 +109,6 @@ class PolicyResolver:
         """The request with the model of a rule for all requests, if it named no model.
 
         Args:
-            raw: The HTTP request.
-            refused: Rejection from parsing.
             rng: As for `rewrite_target`.
 
         Returns:
@@ -322,7 +320,6 @@ class RequestPreparer:
     Args:
         store: Pool with its models and its inference policy.
         routing: Settings and configured policy; `reconfigure` replaces them.
-        schedule: Block boundaries of prompts.
     """
 
     def __init__(

@@ -228,7 +228,6 @@ class Scheduler:
     Args:
         conversation_tracker: Conversations of the pool; only read.
         routing: Profiles and settings; `reconfigure` replaces them.
-        schedule: Block boundaries of prompts.
         exact: What engines publish of their blocks; None where they are not subscribed to.
     """
 

@@ -145,7 +145,6 @@ class Picker(Plugin, Protocol):
         """Choose up to `count` different candidates.
 
         Args:
-            context: The request and what belongs to its scheduling.
             candidates: Never empty.
             totals: Weighted sums of the scores, or negated costs, aligned with `candidates`.
             count: Endpoints to return, at least 1.

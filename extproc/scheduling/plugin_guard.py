@@ -192,7 +192,6 @@ class GuardedPlugin:
         Args:
             role: For the counters.
             now: Monotonic seconds; what a bypass is timed by.
-            act: Calls the plugin.
 
         Raises:
             BypassedError: It overran too often.

@@ -174,7 +174,6 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
 
     Args:
         table: A table of `PluginRegistry`.
-        kind: The kind to look up.
         where: File and path the kind was read from, for the error.
 
     Raises:

@@ -82,7 +82,6 @@ def series(*specs: str, where: str = "metric series") -> tuple[MetricSelector, .
     Args:
         specs: `name`, `name{label=value,...}` (proposal 003) or `name[label]`, the last of which
             reads the number from a label.
-        where: The place they came from, for errors.
 
     Raises:
         ConfigError: If a form is none of these.

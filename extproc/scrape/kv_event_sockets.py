@@ -64,8 +64,6 @@ def open_subscription(
     """Subscribe to an engine.
 
     Args:
-        context: Context of all sockets.
-        url: Address that the engine publishes on.
         wake: Called when there may be messages.
 
     Returns:
@@ -99,7 +97,6 @@ def open_replay(
     """Ask an engine for the batches from a number on.
 
     Args:
-        context: Context of all sockets.
         url: Address of its replay socket.
         start: First number, 64 bits.
         wake: Called when there may be messages.
@@ -134,7 +131,6 @@ class SocketReader:
     Args:
         socket: The socket; it is closed with the reader.
         wake: Called when there may be messages.
-        zmq: The module.
     """
 
     def __init__(self, socket: zmq.Socket[Any], wake: Callable[[], None], zmq: Any) -> None:

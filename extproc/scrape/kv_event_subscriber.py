@@ -88,14 +88,8 @@ class KvEventSubscriber:
     """Subscribes to every endpoint of a pool.
 
     Args:
-        settings: Ports, ranks and bounds.
-        store: Source of endpoints.
-        exact: Receives what engines hold.
-        clock: Monotonic seconds.
-        rng: Jitter.
         on_cleared: Called with an endpoint whose cache is empty now.
         on_change: Called when a subscription is lost or regained.
-        supervisor: Counts and logs exceptions.
 
     Raises:
         ConfigError: The package is not installed.

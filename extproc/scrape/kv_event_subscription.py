@@ -65,10 +65,6 @@ class EngineSubscription:
 
     Args:
         owner: Settings, and where counts and changes go.
-        endpoint: The endpoint.
-        rank: Rank behind it.
-        engine: Its blocks.
-        url: Address that it publishes on.
         replay_url: Address of its replay socket; empty for none.
 
     Attributes:

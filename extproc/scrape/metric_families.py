@@ -231,7 +231,6 @@ class RankFamilies(MetricFamilies):
     left out, but for facts that hold for each of them.
 
     Args:
-        families: Families of the page.
         where: Label and value that name the rank.
         shared: Names of families that are of every rank where no sample names one.
     """

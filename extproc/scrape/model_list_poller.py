@@ -45,11 +45,6 @@ class ModelListPoller:
     A failure leaves what is known: models change with the process, not with its load.
 
     Args:
-        endpoint: Endpoint to poll.
-        store: Receiver of model lists.
-        client: Fetches pages.
-        rng: Chance, for the jitter.
-        settings: Polling intervals.
         unlisted_models: Requests so far for models that no endpoint lists (count).
 
     Attributes:

@@ -119,8 +119,6 @@ class PromptRenderer:
         adapters: Returns the names of known adapters.
         scheme: Of engines, `http` or `https`.
         tls: For `https`; None for the usual one.
-        clock: Monotonic seconds.
-        supervisor: Keeps the workers alive.
         instance: Name of the pool, for the log.
         server: Server that is asked before the engine; None for none.
 

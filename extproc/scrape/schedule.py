@@ -107,10 +107,8 @@ def wait_s(
         busy: Whether requests are or were on the endpoint since its last scrape.
         busy_endpoints: Busy endpoints, this one included (count).
         idle_endpoints: Idle endpoints (count).
-        failures: Failed scrapes in a row.
         refused: Whether the last of them was a refused connection.
         resting: Whether the process is at rest: `rest_s` instead of `slow_s`.
-        rng: Chance, for the jitter.
     """
     slow_s = settings.rest_s if resting else settings.slow_s
     wanted_per_s = busy_endpoints / settings.fast_s + idle_endpoints / slow_s
@@ -141,7 +139,6 @@ def model_list_wait_s(
         retry_s: Wait after the first failure.
         jitter: Share by which the wait is spread to either side.
         failures: Lists in a row that could not be had.
-        rng: Chance, for the jitter.
     """
     wait = interval_s
     if failures:

@@ -275,11 +275,6 @@ class Scraper:
     """Runs one `EndpointScraper` per endpoint of the pool.
 
     Args:
-        settings: Paths, time limits and intervals.
-        store: Source of endpoints, receiver of loads and model lists.
-        client: Fetches pages.
-        rng: Chance, for spreading.
-        on_result: Called after every scrape.
         unlisted_models: Requests so far for models that no endpoint lists (count); a rise makes the
             next poll of the lists come sooner.
         endpoint_counts: Shared by scrapers that share a budget; None for one alone.

@@ -40,15 +40,8 @@ class AdminPages:
     """Handlers of the admin HTTP endpoints.
 
     Args:
-        exposition: Renders metrics.
-        readiness: State behind the probes.
-        pools: Returns the current pools by name.
         dry_run: Routes a request without a reservation.
-        decisions: The last decisions.
-        decision_recorder: Records decisions for clients.
-        access: Authorizes requests.
         max_body_bytes: Returns the largest body that `/debug/explain` accepts.
-        shadows: Returns the shadows by name of their pool.
     """
 
     def __init__(  # noqa: PLR0913 - each page shows another part of the process

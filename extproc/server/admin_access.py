@@ -31,7 +31,6 @@ def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
 
     Args:
         path: Path of the file; empty for none.
-        where: The field or flag that names it, for errors.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.

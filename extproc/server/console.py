@@ -89,12 +89,6 @@ class ConsolePages:
     """Handlers of the console.
 
     Args:
-        counters: Counters of the process.
-        views: Returns views of all pools by name.
-        history: Traffic of the last minutes.
-        decisions: The last decisions.
-        reloads: Configurations of this process.
-        readiness: State behind the probes.
         about: Labels of the process, such as its profile.
     """
 

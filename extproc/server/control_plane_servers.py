@@ -57,12 +57,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class _Stream:
-    """Open xDS stream.
-
-    Args:
-        codec: State of the xDS protocol on the stream.
-        task: Task that serves it.
-    """
+    """Open xDS stream."""
 
     def __init__(self, codec: SessionCodec, task: asyncio.Task[None]) -> None:
         self.codec = codec
@@ -93,11 +88,8 @@ class AggregatedDiscoveryServicer:
     Envoy that connected to another replica before must not lose its endpoints.
 
     Args:
-        pools: Returns the pools by name.
         h2c: Returns the names of pools whose engines speak HTTP/2 without TLS.
         synced: Returns True once the pools are known.
-        options: Options of every cluster.
-        counters: Metrics of the xDS server.
         supervisor: Counts exceptions; None creates a new supervisor.
 
     Raises:
@@ -258,8 +250,6 @@ class ControlPlaneServers:
     """Servers of xDS and of KEDA's external scaler, where they are enabled.
 
     Args:
-        pool_registry: Pools that xDS serves.
-        counters: Counts requests and failures.
         loops: Returns the control loops that KEDA scales by, by name of the pool.
 
     Attributes:

@@ -37,7 +37,6 @@ class DecisionRecorder:
     """Recordings of one process: the one of `decisions.record`, and those of clients.
 
     Args:
-        settings: Settings of the process.
         counts: Rows by result; updated here.
         on_change: Called with True when the first recording starts, and with False after the last.
     """

@@ -83,11 +83,7 @@ class _OpenStream(NamedTuple):
 
 
 class ExternalProcessorServicer:
-    """gRPC servicer of ext_proc: runs a `StreamHandler` per stream.
-
-    Args:
-        shared: Dependencies of all streams.
-    """
+    """gRPC servicer of ext_proc: runs a `StreamHandler` per stream."""
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared

@@ -95,11 +95,6 @@ class QueuedRequest:
 class AsyncFlowController:
     """Queues requests of a pool until they are admitted or rejected.
 
-    Args:
-        director: Routes again, and reserves.
-        section: Queue and rate limits.
-        on_exception: Called with unexpected exceptions.
-
     Attributes:
         rate_limiter: Rate limits of tenants.
     """
@@ -197,7 +192,6 @@ class AsyncFlowController:
 
         Args:
             outcome: Result of routing it with an empty queue.
-            tenant: Tenant of its reservation.
 
         Returns:
             None if admitted: it may go to the endpoint of `outcome`.

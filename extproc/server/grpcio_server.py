@@ -22,11 +22,7 @@ _KEEPALIVE = Keepalive()
 
 
 class GrpcioTransport:
-    """Serves ext_proc and gRPC health on grpcio.
-
-    Args:
-        shared: Dependencies of all streams.
-    """
+    """Serves ext_proc and gRPC health on grpcio."""
 
     def __init__(self, shared: StreamContext) -> None:
         self.servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
@@ -96,7 +92,6 @@ def bind(
     """Listen on a further address.
 
     Args:
-        listening: The gRPC server.
         address: `host:port`; port 0 takes a free one.
         flag: Name of the option that set the port, for errors.
         credentials: For TLS; None serves plaintext.

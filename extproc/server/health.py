@@ -40,7 +40,6 @@ class InitialScrapeGate:
     that come later do not close it again.
 
     Args:
-        pools: Returns the current pools by name.
         timeout_s: Longest wait in seconds from the first call, once endpoints are known; 0 is open.
     """
 

@@ -25,10 +25,8 @@ class KvEventLoops:
     """Subscriptions and mapping of a pool.
 
     Args:
-        pool: Name of the pool.
         parts: Parts of the pool, whose director shows routed requests from now on.
         exact: What engines publish, and prompts by their tokens.
-        clock: Monotonic seconds.
 
     Raises:
         ConfigError: The extra `kv-events` is not installed.

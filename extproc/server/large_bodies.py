@@ -187,7 +187,6 @@ class LargeBodies:
     """Parses large bodies outside of the event loop.
 
     Args:
-        counters: Metrics of the process.
         max_prompt_bytes: Returns the longest part of a prompt that is hashed.
         process: Parses them; None creates one.
     """

@@ -32,11 +32,7 @@ _CONFLICT_STATUSES = frozenset({404, 409})
 
 
 class LeaseClient:
-    """Reads and writes a Lease.
-
-    Args:
-        plan: The Lease, and access to the API server.
-    """
+    """Reads and writes a Lease."""
 
     def __init__(self, plan: kubernetes_plan.ElectionPlan) -> None:
         self._plan = plan
@@ -143,7 +139,6 @@ def build_elector(
 
     Args:
         can_lead: Returns True while this replica could serve; otherwise it does not take the Lease.
-        supervisor: Counts exceptions.
 
     Raises:
         ConfigError: There is no Kubernetes to ask, or the section `cluster` contradicts itself.

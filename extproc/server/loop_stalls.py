@@ -31,7 +31,6 @@ class StallMeter:
     the rest is time in which other processes had the core.
 
     Args:
-        counters: Metrics of the process.
         clock: Monotonic seconds, of the same kind as the event loop's.
         thread_time: Seconds of processor time of the current thread.
     """

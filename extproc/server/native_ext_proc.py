@@ -44,8 +44,6 @@ class ExtProcCall(ServerCall):
     """Stream of ext_proc: runs a `StreamHandler`.
 
     Args:
-        connection: Its connection.
-        stream_id: Its stream.
         servicer: Counts it.
 
     Attributes:
@@ -269,11 +267,7 @@ def _stall(call: ExtProcCall) -> Iterable[ProcessingResponse]:
 
 
 class NativeExternalProcessor:
-    """Servicer of ext_proc on the native server.
-
-    Args:
-        shared: Dependencies of all streams.
-    """
+    """Servicer of ext_proc on the native server."""
 
     def __init__(self, shared: StreamContext) -> None:
         self.shared = shared

@@ -42,7 +42,6 @@ class NativeTransport:
     """Serves ext_proc and gRPC health on the native server.
 
     Args:
-        shared: Dependencies of all streams.
         counts: Calls and connections that ended by a limit or a violation, by its name; updated.
     """
 
@@ -125,7 +124,6 @@ def bind(server: Http2Server, address: str, *, flag: str, tls: ssl.SSLContext | 
     """Bind a server to a further address.
 
     Args:
-        server: The server.
         address: `host:port`; port 0 takes a free one.
         flag: Name of the option that set the port, for errors.
         tls: None serves plaintext.
@@ -163,8 +161,6 @@ class UnaryCall(ServerCall):
     """Call with one message each way.
 
     Args:
-        connection: Its connection.
-        stream_id: Its stream.
         answer: Message to answer; what it raises ends the call with INTERNAL.
     """
 

@@ -67,7 +67,6 @@ def parse_body(job: ParseJob, body: bytes) -> preparsed.ParseResult:
 
     Args:
         job: The request around it.
-        body: The body.
 
     Returns:
         The request or its rejection, with the prompt cut to what is hashed of it, and the place of
@@ -101,12 +100,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def serve(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Process jobs until the input ends.
-
-    Args:
-        jobs: Input stream of jobs.
-        results: Output stream of results.
-    """
+    """Process jobs until the input ends."""
     while len(head := jobs.read(JOB_HEAD.size)) == JOB_HEAD.size:
         job_bytes, body_bytes = JOB_HEAD.unpack(head)
         job = jobs.read(job_bytes)

@@ -35,7 +35,6 @@ class PoolRegistry:
     """All pools, and the pool selector over them.
 
     Args:
-        shared: Dependencies of all pools.
         configured: Names of configured pools by their keys in Kubernetes discovery.
         is_discovery_synced: Returns True once Kubernetes discovery is complete, or is not used.
         on_change: Called after changes from Kubernetes discovery.

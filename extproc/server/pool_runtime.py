@@ -61,10 +61,6 @@ class RuntimeContext(msgspec.Struct, frozen=True):
 class PoolRuntime:
     """Runtime of a pool.
 
-    Args:
-        plan: Name, settings and match of the pool.
-        shared: Dependencies shared by all pools.
-
     Attributes:
         name: Name of the pool.
         parts: Store, director and plugins of the pool.

@@ -51,10 +51,6 @@ _CREDENTIALS_FIELD = "peer_sync.password_file"
 class RedisPeerChannel:
     """Channel between this replica and its peers.
 
-    Args:
-        settings: Server and intervals.
-        registry: Pools of this process.
-
     Raises:
         ConfigError: The client is not installed, or the URL is none.
     """

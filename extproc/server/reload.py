@@ -70,12 +70,7 @@ class ReloadResult(msgspec.Struct, frozen=True):
 
 
 class ReloadHistory:
-    """The settings in force, and the last reloads.
-
-    Args:
-        settings: Settings at the start.
-        counters: Counts reloads.
-    """
+    """The settings in force, and the last reloads."""
 
     def __init__(
         self, settings: Settings, clock: Callable[[], float], counters: ProcessCounters
@@ -132,7 +127,6 @@ class Reloader:
     """Keeps a server's configuration up to date.
 
     Args:
-        source: Source of the configuration.
         settings: Settings in force.
         apply_settings: Puts settings in force, which differ from `settings` in live fields only; raises
             before it changes anything.

@@ -89,7 +89,6 @@ class RequestObserver(Protocol):
         Args:
             duration_s: Seconds since the choice of the endpoint.
             elapsed_s: Seconds since the stream was opened.
-            status: HTTP status of the response.
             is_stream: Whether the response is a stream of events.
             is_shown: Whether its chunks are to be shown.
         """

@@ -72,7 +72,6 @@ def build_transport(
 
     Args:
         name: The value of `server.transport`.
-        shared: Dependencies of all streams.
         counts: Calls and connections that the native transport ended, by limit or violation.
     """
     if name == "native":

@@ -138,9 +138,6 @@ class Decoding:
     token count is a difference to the counter, its end is on a heap, and those that fill a block
     in the same iteration share a phase modulo the block size.
 
-    Args:
-        block_tokens: Tokens per KV block.
-
     Attributes:
         count: Sequences (B).
         context: Their prompt and generated tokens together (K).

@@ -125,7 +125,6 @@ class SimulatedEngine:
         """Abort a request; its blocks and its adapter slot are free at once.
 
         Args:
-            job_id: Which job.
             now: Monotonic seconds; iterations in progress are cut short as by `submit`.
 
         Returns:

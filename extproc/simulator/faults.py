@@ -121,11 +121,7 @@ class _Armed:
 
 
 class Faults:
-    """The armed faults of one engine. Mutable; one owner.
-
-    Args:
-        rng: Decides rates.
-    """
+    """The armed faults of one engine. Mutable; one owner."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

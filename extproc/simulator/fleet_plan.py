@@ -94,7 +94,6 @@ class FleetPlanner:
 
     Args:
         definition: Requests, engines and seeds.
-        column: The strategy.
         objectives: Limits to meet.
         num_requests: Requests that are to be answered.
         until_s: Seconds from the first request after which what is open counts as unanswered.

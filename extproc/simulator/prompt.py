@@ -35,7 +35,6 @@ def hashes(text: bytes, *, salt: str, block_tokens: int) -> list[int]:
     Args:
         text: Prompt and answer.
         salt: What keeps equal texts apart: adapter and cache salt.
-        block_tokens: Tokens per KV block.
 
     Returns:
         Non-negative 63-bit integers in prefix order.

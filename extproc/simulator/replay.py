@@ -121,7 +121,6 @@ def load(
         strategies: Strategies to compare with the recorded one, by name.
         configs: Configuration files to compare.
         pool: Name of the pool; None takes the only one.
-        max_requests: Requests to take.
         limits: Numbers of the engines, by field of their profile.
 
     Raises:
@@ -178,12 +177,10 @@ def load_trace(
     """Read a published trace or a dataset, which knows neither a picker nor engines.
 
     Args:
-        format_: Format of the file.
         strategies: Strategies to compare, by name; none means the default one.
         configs: Configuration files to compare.
         fleet: The engines.
         rate_per_s: See `replay_traces.read`.
-        max_requests: Requests to take.
 
     Raises:
         ConfigError: The file is not what its format says, or a strategy or configuration is wrong.

@@ -61,12 +61,7 @@ class AgreementSummary(msgspec.Struct, frozen=True):
 
 
 class AgreementMeter:
-    """Makes decisions again, in their order. Mutable; one owner.
-
-    Args:
-        strategy: Name of the strategy.
-        settings: Its configuration.
-    """
+    """Makes decisions again, in their order. Mutable; one owner."""
 
     def __init__(self, strategy: str, settings: Settings) -> None:
         resolved = profile_builder.resolve_all(settings, where=strategy)

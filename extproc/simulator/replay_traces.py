@@ -117,7 +117,6 @@ def read(path: Path, format_: Format, *, rate_per_s: float | None, max_requests:
     Args:
         format_: Its format, other than `recording`.
         rate_per_s: Sessions that begin per second, as a Poisson process, for formats without times.
-        max_requests: Requests to take.
 
     Raises:
         ConfigError: A line is not what its format says, or the rate is missing.

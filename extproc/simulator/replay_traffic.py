@@ -168,7 +168,6 @@ class TrafficReader:
 
     Args:
         pool: Name of the pool; None takes the only one.
-        where: The file, for errors.
         max_requests: Requests to take; further ones are left out.
 
     Attributes:

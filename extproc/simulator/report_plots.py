@@ -62,7 +62,6 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     """Draw everything; yields every file that was written.
 
     Args:
-        report: Results of the runs.
         folder: Where to; made when it is not there.
 
     Raises:

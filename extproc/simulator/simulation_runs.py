@@ -106,7 +106,6 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Simulation
     Args:
         variant: As the scenario says it.
         folder: What its configuration file is relative to.
-        where: The scenario's file, for errors.
 
     Raises:
         ConfigError: The configuration is wrong, or there is no such strategy.
@@ -141,7 +140,6 @@ def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
     """Run everything; yields each run when it is over.
 
     Args:
-        todo: What to run.
         jobs: Processes; 1 runs in this one.
     """
     calls = [

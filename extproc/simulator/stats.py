@@ -39,9 +39,6 @@ class Histogram:
 class Stats:
     """Everything an engine's page says beyond the present state of its core.
 
-    Args:
-        engine: Whose.
-
     Attributes:
         totals: Counters by family name, or `family/variant`.
         histograms: By family name.
@@ -64,7 +61,6 @@ class Stats:
         """Fold the result of one plan into the counters.
 
         Args:
-            result: What the core returned.
             unix_now: Unix time of its end.
         """
         totals, histograms = self.totals, self.histograms

@@ -43,11 +43,7 @@ _SCALING_GAUGES = {
 
 
 def scaling_families(pools: Mapping[str, ScalingMetrics]) -> Iterator[MetricFamily]:
-    """Yields all families, also when no pool is scaled.
-
-    Args:
-        pools: Metrics by name of the pool.
-    """
+    """Yields all families, also when no pool is scaled."""
     for name, text in _SCALING_GAUGES.items():
         gauge = MetricFamily("gauge", f"extproc_scaling_{name}", text, ("pool",))
         for pool, metrics in pools.items():

@@ -39,7 +39,6 @@ class Exposition:
     """Renders the metrics page on demand.
 
     Args:
-        counters: Metrics of the process.
         pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
         gauges: Readers of `PROCESS_GAUGES`, by name.

@@ -42,11 +42,7 @@ class _FailedScrapes(msgspec.Struct):
 
 
 class PoolLog:
-    """Log of one pool.
-
-    Args:
-        pool: Name of the pool.
-    """
+    """Log of one pool."""
 
     def __init__(self, pool: str, clock: Callable[[], float]) -> None:
         self._pool = pool

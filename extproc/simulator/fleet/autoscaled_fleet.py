@@ -62,7 +62,6 @@ class AutoscaledFleet:
     Args:
         config: Section `autoscaling` of the scenario.
         nodes: All engines there may be.
-        callbacks: Effects on the simulation.
     """
 
     def __init__(

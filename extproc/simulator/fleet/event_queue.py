@@ -27,7 +27,6 @@ class EventQueue:
 
         Args:
             when: Virtual seconds; the past counts as now.
-            act: What happens.
         """
         self._serial += 1
         heapq.heappush(self._events, (max(when, self.now), self._serial, act))

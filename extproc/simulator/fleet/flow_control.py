@@ -60,7 +60,6 @@ class SimFlowController(Generic[GrantT]):
 
     Args:
         section: Settings of flow control; rate limits of tenants are not simulated.
-        callbacks: Actions on requests.
     """
 
     def __init__(

@@ -75,7 +75,6 @@ class ReplicaLifetimes:
 
         Args:
             now: When it ended, with as few replicas as there may be or without patience.
-            rows: Its history.
             over_at: When the last request had ended.
         """
         lives = [*self._lives, *((begun, now) for begun in self._begun.values())]

@@ -33,9 +33,6 @@ def read(
     """Requests with their times in seconds, in the order of the file.
 
     Args:
-        format_: What the lines are.
-        rows: The lines.
-        where: The file, for errors.
         spread_s: Rows of one time stamp are spread evenly over so many seconds.
 
     Raises:

@@ -253,9 +253,6 @@ class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
     def replay(self, rows: Iterable[str]) -> Iterator[SimSession]:
         """Sessions of the workload, at their recorded times.
 
-        Args:
-            rows: Lines of the file.
-
         Raises:
             errors.ConfigError: A line is not what the format says.
         """

@@ -15,7 +15,6 @@ class Adapters:
     """The adapter names a server knows, and the routes that list and change them.
 
     Args:
-        base: Name of the base model.
         names: Adapters known from the start.
         max_model_len: Longest context of the base model, in tokens.
     """

@@ -62,12 +62,9 @@ class Runner:
     """Paces one core. Its profile is already scaled by the speed: all its times are wall seconds.
 
     Args:
-        engine: The core.
-        counts: Its statistics.
         trouble: Armed faults; `slow` stretches steps.
         coalesce_s: Tokens that come within this time are delivered together, as a busy vLLM does;
             0 delivers every step.
-        on_step: Called after every step.
     """
 
     def __init__(
@@ -117,7 +114,6 @@ class Runner:
         """Release a generation; an unfinished request is aborted.
 
         Args:
-            generation: Which.
             reason: The `finished_reason` to count if it is done.
         """
         self._open.pop(generation.id, None)

@@ -153,7 +153,6 @@ class ExpositionPage(Collector):
     Args:
         counts: Statistics of each data-parallel rank.
         http: The server's own.
-        model: The served base model.
         created: Unix time the engine started.
     """
 

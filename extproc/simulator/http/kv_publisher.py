@@ -65,8 +65,6 @@ class KvPublisher:
     Args:
         settings: Ports and form.
         pool: Blocks of the engine.
-        block_tokens: Tokens of a block.
-        trouble: Armed faults.
 
     Raises:
         ConfigError: The extra `kv-events` is not installed.

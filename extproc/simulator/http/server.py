@@ -69,9 +69,7 @@ class EngineRank:
     """One data-parallel rank: its engine, statistics, loop and events.
 
     Args:
-        settings: What the server simulates.
         index: Its number, from 0.
-        trouble: Armed faults.
 
     Attributes:
         received: Inference requests that it got (count).
@@ -111,11 +109,7 @@ class EngineRank:
 
 
 class EngineServer:
-    """Routes and answers. One per process or test; `serving` gives it a port.
-
-    Args:
-        settings: What it simulates.
-    """
+    """Routes and answers. One per process or test; `serving` gives it a port."""
 
     def __init__(self, settings: EngineServerSettings) -> None:
         self.settings = settings
@@ -406,8 +400,6 @@ async def serving(
     """A running server; leaving stops it at once, whatever is in flight.
 
     Args:
-        settings: What it simulates.
-        host: Address to listen on.
         port: Port; 0 picks a free one, which is then `EngineServer.port`.
     """
     server = EngineServer(settings)
