@@ -167,7 +167,6 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
     Attributes:
-        request: The parsed request.
         endpoints: Endpoints in order of preference, never empty; the first one serves, the others
             are fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
@@ -176,7 +175,6 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
             the one that is tried again.
         model_unlisted: No endpoint in play lists the model; the engine will answer.
-        filters: Each filter step in order.
         scored_candidates: Candidates that passed all filters.
         scores: Each scorer's result, aligned with `scored_candidates`.
         cost: Cost of each scored candidate; None where the profile has no cost model.

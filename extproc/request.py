@@ -166,7 +166,6 @@ class RequestLabels(NamedTuple):
         client_model: Model or adapter that the client named; `none` where it named none.
         target_model: Model or adapter that the engine is asked for; `none` for none.
         tenant: Tenant; `none` where no header names one.
-        priority: Priority of its objective.
     """
 
     client_model: str

@@ -26,10 +26,8 @@ class RunnerState(msgspec.Struct, frozen=True):
     """State of a `PolicyRunner`, JSON that another process can restore.
 
     Attributes:
-        kind: Name of the policy.
         at: Time of the state, on the clock of its writer.
         since: Time since when the writer had watched without a gap; None for not at all.
-        memory: State of the policy.
     """
 
     kind: str

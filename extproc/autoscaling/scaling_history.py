@@ -23,8 +23,6 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         depth: Requests that wait or run, per available replica (at least 1).
         depth_mean: Time-weighted mean of `depth` over the window of the policy.
         queries_per_s: Requests that arrived per second, mean over 3 minutes.
-        available: Ready replicas (count).
-        spec: Requested replicas (count).
     """
 
     at_s: float

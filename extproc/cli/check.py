@@ -152,9 +152,7 @@ class EnvoyReport(msgspec.Struct, frozen=True):
     """Effects of an Envoy configuration on requests and responses.
 
     Attributes:
-        file: Its name.
         longest_wait_s: Longest time a request may wait before it is routed (seconds).
-        findings: Findings in the order of the file.
     """
 
     file: str

@@ -49,7 +49,6 @@ class StrategyRun(msgspec.Struct, frozen=True):
     """Results of one strategy.
 
     Attributes:
-        strategy: Its name.
         samples: One per request.
         hit_ratio: Share of prompt tokens the engines found in their prefix caches.
         requests: Requests by engine address.

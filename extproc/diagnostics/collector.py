@@ -57,7 +57,6 @@ class AdminUrl(msgspec.Struct, frozen=True):
 
     Attributes:
         host: Host name or IP address, without brackets.
-        port: TCP port.
         is_tls: Whether it is read with https.
     """
 

@@ -65,11 +65,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pool: Name of its pool.
         address: `ip:port`.
-        load: Its metrics.
         models: Names that it serves, the first of them and how many others.
         models_hash: Hash of all these names; 0 where they are unknown.
         max_model_len: Longest prompt and answer of its first models (tokens).
-        version: Its version.
         prefix_caching: Whether it keeps KV blocks of past prompts.
         kv_events: Whether it publishes what it caches.
     """

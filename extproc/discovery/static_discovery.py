@@ -249,8 +249,6 @@ class DiscoveryEvent(msgspec.Struct, frozen=True):
         kind: `list-replaced` (the store has a new list), `file-broken` (the old list stays),
             `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
             `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
-        detail: Details, for people.
-        endpoints: Endpoints now.
     """
 
     kind: str

@@ -21,7 +21,6 @@ class LeaseRequestFailed(msgspec.Struct, frozen=True):
     """A read or write of the Lease that failed.
 
     Attributes:
-        message: Reason as text for the log.
         conflict: True if another candidate wrote first, which is no error.
         reason: `unauthorized` or `forbidden`, which need an operator; empty for transient errors.
     """

@@ -197,11 +197,7 @@ class _Lease(msgspec.Struct):
 
 
 class UnreadableLease(msgspec.Struct, frozen=True):
-    """A response of the API server that is no Lease.
-
-    Attributes:
-        reason: The error as text.
-    """
+    """A response of the API server that is no Lease."""
 
     reason: str
 

@@ -113,7 +113,6 @@ class FlowController(Generic[ItemT, GrantT]):
         budget: Work per call of `pump`; None for no limit.
 
     Attributes:
-        queue: The queued requests.
         outcomes: Departures of queued requests by outcome: `dispatched`, `expired`, `displaced`,
             `cancelled`, `rejected`, `failed`, `shutdown` (counts).
     """

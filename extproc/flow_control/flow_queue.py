@@ -144,8 +144,6 @@ class QueuedItem:
         deadline: Monotonic seconds at which its wait ends.
 
     Attributes:
-        tenant: Tenant that sent it.
-        priority: Priority of its objective.
         target: Key of the endpoints that can serve it, such as its model, adapter and subset.
         bytes: Size of its body in bytes.
         tokens: Estimated tokens of its prompt.

@@ -18,8 +18,6 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     Attributes:
         tenant: Tenant that sent it; empty if unknown.
-        priority: Priority of its objective.
-        objective: Its name.
         target: Key of the endpoints that can serve it; see `QueuedItem`.
         size: Bytes of its body.
         tokens: Its prompt's estimated tokens.

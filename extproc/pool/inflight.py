@@ -66,7 +66,6 @@ class InflightLoad:
     """The open requests of one endpoint incarnation.
 
     Attributes:
-        endpoint: Endpoint of the account.
         in_flight: Open requests (count).
         from_peers: Of these, requests of other replicas (count), where replicas exchange them.
         prompt_tokens: Estimated prompt tokens of the open requests.

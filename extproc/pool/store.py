@@ -54,7 +54,6 @@ class PoolStore:
     Attributes:
         bytes_per_token: Bytes per token of every model, learned.
         foreign_traffic: Load that other EPPs put on these endpoints.
-        outlier_detector: Health of the endpoints.
     """
 
     def __init__(

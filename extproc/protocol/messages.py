@@ -113,7 +113,6 @@ class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
     """One message from the data plane.
 
     Attributes:
-        kind: Kind of the message.
         headers: Headers of a headers or trailers message, names in lower case; of duplicates the
             last.
         body: Bytes of a body message.
@@ -144,7 +143,6 @@ class RouteResponse(msgspec.Struct, frozen=True, gc=False):
         answers: REQUEST_HEADERS or REQUEST_BODY.
         destination: Value of both the header and the dynamic metadata (EPP protocol 004:
             they must agree).
-        set_headers: Further request headers to set.
         remove_headers: Control headers of the client that must not reach the engine.
         body: Replacement of the body, in the buffered modes; None leaves it unchanged.
         scores: Scores of endpoints, as dynamic metadata; empty for none.
@@ -204,9 +202,7 @@ class ResponseHeadersMutation(msgspec.Struct, frozen=True, gc=False):
     """The reply to the response headers.
 
     Attributes:
-        set_headers: Response headers to set.
         response_body: Body mode to switch to (`mode_override`); None keeps the configured one.
-        remove_headers: Response headers to remove.
     """
 
     set_headers: Headers = ()
@@ -218,8 +214,6 @@ class ImmediateResponse(msgspec.Struct, frozen=True, gc=False):
     """An immediate response: Envoy sends it to the client and ends the stream.
 
     Attributes:
-        status: HTTP status.
-        headers: Response headers.
         body: JSON in the OpenAI error shape.
         grpc_status: Status for gRPC clients; None for others.
     """
@@ -234,7 +228,6 @@ class WithRequestCost(msgspec.Struct, frozen=True, gc=False):
     """The last reply of a response, with the request cost as dynamic metadata.
 
     Attributes:
-        reply: The reply itself.
         cost: Weighted tokens of the response (`usage.cost`), for rate limiters of the data plane.
     """
 

@@ -55,7 +55,6 @@ class Director:
     Attributes:
         pending_load: Load of queued requests on their preferred endpoints.
         prompt_listener: Receives routed requests with their bodies; None where nothing reads them.
-        routing: The current routing configuration.
         scheduler: Chooses endpoints for requests that are parsed and hashed.
     """
 

@@ -47,7 +47,6 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
     Attributes:
         number: Number of the request, counted from 1 by its replica.
         pool: Name of the pool.
-        address: Address of the endpoint.
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
         prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
@@ -69,7 +68,6 @@ class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=Fal
     """A request is over.
 
     Attributes:
-        number: Number of the request.
         answered: Whether the engine computed it.
         ran: Whether its prompt may be cached where it was sent; False when it was refused there.
     """

@@ -31,8 +31,6 @@ class PoolRoute(msgspec.Struct, frozen=True):
     """A pool with its match conditions and its director.
 
     Attributes:
-        name: Name of the pool.
-        director: Routes over it.
         match: Conditions on its requests. An empty match takes requests for a model it serves, with a
             subset hint of its endpoints, or that match no other pool.
     """
@@ -46,10 +44,8 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
     """Outcome of a request, with the pool and the director that chose it.
 
     Attributes:
-        outcome: Decision, deferral, rejection or direct response.
         prepared: The prepared request; None if it was rejected before.
         pool: Name of the pool that decided; empty where none was found.
-        director: Director of that pool.
     """
 
     outcome: Outcome | DirectResponse
@@ -80,7 +76,6 @@ class PoolSelector:
             several pools.
 
     Attributes:
-        routes: The pools.
         default_pool: Name of the pool that counts rejections before a pool is selected.
     """
 

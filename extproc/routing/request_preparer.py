@@ -276,8 +276,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         request: The request with its model and adapter to be served, and its priority.
         chain: Block hashes of the prompt, 64 bits each, root first.
-        raw: The request as it came.
-        parsed: The request as parsed.
         upstream_model: The name to put into the body; empty where it stays.
         reparsable: Whether parsing `raw` again gives the prompt.
     """

@@ -67,7 +67,6 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     Attributes:
         profile: Profile of models without one of their own.
         by_model: Profiles of single models.
-        settings: Routing settings.
         policy: Objectives and rewrites that the configuration has.
         shadow: Second profile that looks at routed requests; None for none.
         hashes_prompts: Whether any profile reads prefixes, the shadow included; worked out, as are
@@ -208,10 +207,8 @@ class _EligibilityCache(msgspec.Struct, frozen=True):
     Attributes:
         pool: Snapshot that they are of.
         health: Settings that they were found with.
-        model: Model of the request.
         adapter: Adapter of the request, where it names one apart from the model.
         at: Monotonic seconds of the request.
-        endpoints: The endpoints.
     """
 
     pool: snapshot.Pool

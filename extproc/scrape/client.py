@@ -162,7 +162,6 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 
     Attributes:
         host: IP literal without brackets.
-        port: TCP port.
         request: Encoded request, from request line to blank line.
     """
 

@@ -48,8 +48,6 @@ class SubscriptionChange(msgspec.Struct, frozen=True, gc=False):
     """A subscription was lost or regained.
 
     Attributes:
-        address: Address of the endpoint.
-        rank: Rank behind it.
         state: State of the subscription from now on.
         detail: Reason.
     """
@@ -66,11 +64,6 @@ class EngineSubscription:
     Args:
         owner: Settings, and where counts and changes go.
         replay_url: Address of its replay socket; empty for none.
-
-    Attributes:
-        endpoint: The endpoint.
-        rank: Rank behind it.
-        engine: Its blocks.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class RankedLoad(msgspec.Struct, frozen=True):
 
     Attributes:
         numbers: Numbers of the ranks, ascending without a gap, at least two.
-        loads: Load of each.
     """
 
     numbers: tuple[int, ...]

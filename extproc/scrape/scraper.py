@@ -70,7 +70,6 @@ class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
     """Result of one scrape, for telemetry.
 
     Attributes:
-        address: The endpoint's address.
         outcome: `ok`, or why not: a `client.FetchFailed` reason, `unreadable`, or `bug: <type>`.
         seconds: Duration from the request to the decoded page (seconds).
         engine: The engine recognised; empty for an unknown one or a failure.

@@ -74,9 +74,6 @@ class AdminToken:
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
-
-    Attributes:
-        path: Path of the file.
     """
 
     def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:

@@ -254,7 +254,6 @@ class ControlPlaneServers:
 
     Attributes:
         keda: KEDA's scaler; None where it is disabled.
-        servers: The servers that `bind` bound.
         xds_port: Port of xDS; 0 where it is disabled.
         keda_port: Port of KEDA's scaler; 0 where it is disabled.
     """

@@ -93,11 +93,7 @@ class QueuedRequest:
 
 
 class AsyncFlowController:
-    """Queues requests of a pool until they are admitted or rejected.
-
-    Attributes:
-        rate_limiter: Rate limits of tenants.
-    """
+    """Queues requests of a pool until they are admitted or rejected."""
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ class Http2Server:
         max_connections: Open connections above which further ones are refused (count).
 
     Attributes:
-        connections: Open connections.
         send_budget: Limit on the answers that wait on all of them.
         is_stopping: True once `stop` was called.
     """

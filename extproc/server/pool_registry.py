@@ -43,8 +43,6 @@ class PoolRegistry:
         ConfigError: A profile cannot be built.
 
     Attributes:
-        by_name: Runtimes by name of the pool.
-        pool_selector: Selects the pool of a request.
         flow_controllers: Flow control by name of the pool; none where it is disabled.
     """
 

@@ -38,9 +38,6 @@ class RuntimeContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all pools.
 
     Attributes:
-        counters: Metrics of the process.
-        guards: Measures third-party plugins.
-        http: HTTP client for scrapes.
         endpoint_counts: Counts of scraped endpoints.
         prefix_budget: Bound of the prefix indexes of all pools; None bounds each alone.
     """
@@ -62,9 +59,7 @@ class PoolRuntime:
     """Runtime of a pool.
 
     Attributes:
-        name: Name of the pool.
         parts: Store, director and plugins of the pool.
-        match: The requests it is for.
         profile: Name of the scheduling profile in force.
         exists: True while the object that defines the pool exists.
         app_protocol: Protocol of its engines; empty where not set.

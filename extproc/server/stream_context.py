@@ -152,16 +152,11 @@ class StreamContext(msgspec.Struct, eq=False, kw_only=True):
     """Dependencies and state shared by all streams of a server.
 
     Attributes:
-        pool_selector: Selects the pool and routes.
-        exchange_settings: Settings of all exchanges.
         body_budget: Limit of bytes that all exchanges buffer.
-        observer: Records streams and requests.
         rng: Random numbers for sampling streamed responses.
-        settings: Reloadable settings.
         flow_controllers: Flow control by name of the pool; a missing pool has none.
         large_bodies: Parses large bodies; None parses them on the event loop.
         trace_sampler: Chooses the requests that are traced; None traces none.
-        on_opened: Called when a stream was opened.
         is_draining: True once the server drains its streams.
     """
 

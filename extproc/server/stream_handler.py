@@ -58,7 +58,6 @@ class StreamHandler(msgspec.Struct, eq=False):
     """State of a stream, which `open_stream` creates: HTTP exchange, reservation and times.
 
     Attributes:
-        exchange: State of the ext_proc protocol.
         queued: The queued request; None while it is not queued.
         unparsed: The request while its large body is parsed in the worker; None otherwise.
         address: The endpoint it was sent to, `ip:port`; empty before that.

@@ -24,11 +24,7 @@ class RpcServer(Protocol):
 
 
 class ExtProcServicer(Protocol):
-    """Servicer of ext_proc streams.
-
-    Attributes:
-        shared: Dependencies of all streams.
-    """
+    """Servicer of ext_proc streams."""
 
     shared: StreamContext
 

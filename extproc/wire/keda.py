@@ -21,9 +21,6 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
     """A request of KEDA for a scaled object.
 
     Attributes:
-        name: Name of the ScaledObject.
-        namespace: Namespace of the ScaledObject.
-        metadata: Metadata of its trigger.
         metric: Name of the metric; empty if none is requested.
     """
 

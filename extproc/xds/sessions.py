@@ -30,7 +30,6 @@ class SotwRequest(msgspec.Struct, frozen=True):
     """Decoded `DiscoveryRequest`.
 
     Attributes:
-        type_url: Type of the resources.
         names: Complete list of subscribed names.
         nonce: Nonce of the response that it acknowledges or rejects; empty for none.
         error: Error of a NACK; empty for an ACK.
@@ -46,7 +45,6 @@ class SotwResponse(msgspec.Struct, frozen=True):
     """Response to send as a `DiscoveryResponse`.
 
     Attributes:
-        type_url: Type of the resources.
         version: Combined version of these resources.
         nonce: Identity of the response, which the ACK or NACK repeats.
         resources: All subscribed resources of the type.
@@ -62,9 +60,7 @@ class Nack(msgspec.Struct, frozen=True):
     """Rejection of a response by Envoy.
 
     Attributes:
-        type_url: Type of the resources.
         version: Version or nonce of the rejected response.
-        error: Message of Envoy.
     """
 
     type_url: str
@@ -80,10 +76,7 @@ class _SotwTypeState:
     """State of one resource type on one stream.
 
     Attributes:
-        names: Names of the resources that Envoy subscribed to.
         wildcard: True if it subscribed to all of them.
-        nonce: Nonce of the last response.
-        version: Version of the last response.
         in_flight: Resources that were sent, and neither acknowledged nor rejected.
         acked: Resources that were acknowledged last; None before.
         nacked: Resources that were rejected since; None for none.
@@ -191,7 +184,6 @@ class DeltaRequest(msgspec.Struct, frozen=True):
     """Decoded `DeltaDiscoveryRequest`.
 
     Attributes:
-        type_url: Type of the resources.
         subscribe: Names it wants from now on.
         unsubscribe: Names it no longer wants.
         initial_versions: Versions by name that it still has from an earlier stream; first request only.
@@ -211,10 +203,8 @@ class DeltaResponse(msgspec.Struct, frozen=True):
     """Response to send as a `DeltaDiscoveryResponse`.
 
     Attributes:
-        type_url: Type of the resources.
         nonce: Identity of the response, which the ACK or NACK repeats.
         resources: New and changed resources.
-        removed: Names of removed resources.
     """
 
     type_url: str
@@ -231,7 +221,6 @@ class _DeltaTypeState:
     """State of one resource type on one stream.
 
     Attributes:
-        names: Names of the resources that Envoy subscribed to.
         wildcard: True if it subscribed to all of them.
         nonce: Nonce of the response in flight; empty for none.
         in_flight: Versions of that response by name, absent resources included.
@@ -370,7 +359,6 @@ class RequestResult(msgspec.Struct, frozen=True):
     Attributes:
         node: Node id of Envoy, set in the first request of a stream; empty where not set.
         nack: NACK of the previous response; None for none.
-        responses: Encoded responses to send.
     """
 
     node: str

@@ -218,7 +218,6 @@ class SnapshotCache:
     and would eject an engine that recovered while every replica of extproc was down.
 
     Attributes:
-        snapshot: The latest resources.
         faults: Exceptions of the last update by pool name; such a pool keeps its resources.
     """
 

@@ -31,11 +31,8 @@ class ActuatorContext(msgspec.Struct, frozen=True, kw_only=True):
     """Dependencies of an actuator.
 
     Attributes:
-        pool: The pool that is scaled.
         cluster: Client of the API server; None where no pool needs one.
         namespace: Namespace of this process, for targets that name none.
-        is_leader: True while this replica holds the Lease.
-        supervisor: Keeps loops alive.
     """
 
     pool: PoolRuntime

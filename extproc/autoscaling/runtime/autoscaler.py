@@ -56,10 +56,6 @@ class Autoscaler:
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.
-
-    Attributes:
-        loops: Control loops by name of the pool.
-        peers: The other pickers.
     """
 
     def __init__(

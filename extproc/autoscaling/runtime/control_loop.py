@@ -135,7 +135,6 @@ class ControlLoop:
         ConfigError: There is no such policy.
 
     Attributes:
-        name: Name of the pool.
         desired: Last decision; None before the first step.
         demand: Demand of the last step; None before it.
         metrics: Demand, decisions and changes for /metrics.
@@ -311,12 +310,8 @@ class AutoscalerContext(msgspec.Struct, frozen=True):
     """Dependencies shared by all scaled pools.
 
     Attributes:
-        counters: Metrics of the process.
-        peers: The other pickers.
         cluster: Client of scale targets; None where no object is scaled.
         namespace: Namespace of targets that name none.
-        is_leader: True while this replica holds the Lease.
-        on_step: Called after every step of a loop.
     """
 
     counters: ProcessCounters
@@ -340,11 +335,8 @@ class ScaledPool:
         ConfigError: There is no such policy.
 
     Attributes:
-        runtime: The pool.
-        scaling: Policy, bounds and parameters.
         target: The object that is scaled; None where another actuator acts.
         counts: Counters of this process for the pool.
-        loop: The control loop.
     """
 
     def __init__(

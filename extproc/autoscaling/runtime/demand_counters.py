@@ -145,12 +145,7 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class PeerReport(msgspec.Struct, frozen=True):
-    """Counters of a replica of the endpoint picker; JSON.
-
-    Attributes:
-        picker: Identity of the process.
-        pools: Counters by name of the pool.
-    """
+    """Counters of a replica of the endpoint picker; JSON."""
 
     picker: Annotated[str, msgspec.Meta(max_length=256)]
     pools: Annotated[

@@ -31,7 +31,6 @@ class StoredState(msgspec.Struct, frozen=True):
         at: Monotonic seconds of the writer.
         time: Seconds since 1970 at the same moment: clocks of two processes have only that in
             common.
-        pools: States by name of the pool.
     """
 
     at: _Moment

@@ -14,14 +14,12 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A pod.
 
     Attributes:
-        namespace: Namespace of the pod.
         name: Unique there at one time.
         uid: Unique for ever.
         created: RFC 3339 in UTC, so that text order is time order.
         ip: IP address in its shortest form; empty while it has none.
         ready: Condition Ready is True, it is not being deleted and has not ended.
         labels: All of them.
-        node: Name of its node.
         active_ports: Annotation `llm-d.ai/active-ports`; None without it.
         model_port: Annotation `model-pod-port` of KubeAI.
         model_ip: Annotation `model-pod-ip` of KubeAI.
@@ -45,7 +43,6 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         namespace: Namespace of the object and of its pods.
-        name: Its name.
         group: API group it was read from.
         selector: Labels a pod must carry, all of them.
         ports: Target ports in their order.
@@ -75,7 +72,6 @@ class ObjectiveObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceObjective.
 
     Attributes:
-        namespace: Namespace of the object.
         name: Name of the object, which requests state in their header.
         pool: InferencePool of the requests; None for a reference to another kind.
         priority: 0 when not set; below 0 may be shed.
@@ -91,11 +87,8 @@ class RewriteObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceModelRewrite.
 
     Attributes:
-        namespace: Namespace of the object.
-        name: Its name.
         pool: InferencePool of the requests; None for a reference to another kind.
         created: RFC 3339 in UTC.
-        rules: Rules in their order.
     """
 
     namespace: str
@@ -112,9 +105,6 @@ class SliceBackend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         ip: IP address in its shortest form; empty for an invalid address.
         ready: Ready, and not terminating.
         name: Name of its pod; empty for none.
-        uid: UID of its pod.
-        node: Name of its node.
-        zone: Name of its zone.
     """
 
     ip: str
@@ -137,12 +127,8 @@ class EndpointSlice(msgspec.Struct, frozen=True, kw_only=True):
     """An EndpointSlice.
 
     Attributes:
-        namespace: Namespace of the object.
-        name: Its name.
-        service: Name of its Service.
         family: `IPv4`, `IPv6` or `FQDN`.
         ports: TCP ports with a number.
-        backends: Backends in their order.
     """
 
     namespace: str

@@ -198,7 +198,6 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
         ports: Target ports; none when each pod names its own.
         ref: Reference that objectives and rewrites use; None for other than an InferencePool.
         app_protocol: `appProtocol` of the pool; empty when not set.
-        annotations: Annotations of the InferencePool.
         created: Creation time of the InferencePool, RFC 3339 in UTC.
     """
 
@@ -228,9 +227,6 @@ class PodView:
     Args:
         spec: None as long as the object that defines the pool is not there.
         override_ip: See `KubernetesSettings.override_ip`.
-
-    Attributes:
-        policy: Policy of the pool.
     """
 
     def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:

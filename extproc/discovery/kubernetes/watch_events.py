@@ -15,7 +15,6 @@ class Applied(msgspec.Struct, frozen=True):
     """An object was added or modified.
 
     Attributes:
-        value: The object.
         version: Resource version to resume a watch after.
     """
 
@@ -35,10 +34,7 @@ class InvalidObject(msgspec.Struct, frozen=True):
     """An object that cannot be decoded; it counts as deleted.
 
     Attributes:
-        namespace: Namespace of the object.
-        name: Its name.
         version: Resource version to resume a watch after.
-        reason: The error as text.
     """
 
     namespace: str
@@ -54,12 +50,7 @@ class Bookmark(msgspec.Struct, frozen=True):
 
 
 class WatchError(msgspec.Struct, frozen=True):
-    """An ERROR event that ends the watch; 410 means the version is too old.
-
-    Attributes:
-        code: HTTP status.
-        message: Error text of the server, for people.
-    """
+    """An ERROR event that ends the watch; 410 means the version is too old."""
 
     code: int
     message: str
@@ -78,8 +69,6 @@ class ListPage(msgspec.Struct, frozen=True):
     """One page of a list.
 
     Attributes:
-        values: Objects that could be read.
-        invalid_objects: Objects that could not be decoded.
         version: Resource version of the list.
         continue_token: Token of the next page; empty on the last.
     """
@@ -94,9 +83,7 @@ class ApiStatus(msgspec.Struct, frozen=True):
     """Error message of the server.
 
     Attributes:
-        code: HTTP status.
         reason: Reason as a single word, such as `Forbidden`.
-        message: Error text of the server, for people.
     """
 
     code: int = 0

@@ -20,7 +20,6 @@ class ResourceType(msgspec.Struct, frozen=True):
 
     Attributes:
         group: API group; empty for the core one.
-        version: API version to request.
         plural: Resource name in API paths.
         optional: Whether pools can be known without it.
     """
@@ -63,7 +62,6 @@ class WatchedCollection(msgspec.Struct, frozen=True):
     """One collection to list and watch.
 
     Attributes:
-        resource: Type of the objects.
         namespace: Namespace to watch; empty for all namespaces.
         labels: Label selector in the API's form; empty for all.
         fields: Field selector in the API's form; empty for all.
@@ -224,7 +222,6 @@ class WatchStatus(msgspec.Struct, frozen=True):
     """Status of one watch.
 
     Attributes:
-        collection: The watched collection.
         state: One of `STATES`; `unknown` before the first answer.
         detail: Reason of the state, for people; empty while it is connected.
         unsynced_since: Monotonic seconds of the last moment in step with the server, or of the
