@@ -156,12 +156,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         if self.cost is not None:
             priced, totals = self._cost(self.cost, context, remaining_candidates, errors, totals)
         count = max(count, self.max_endpoints)
-        if count > 1 and any(c.endpoint.rank is not None for c in remaining_candidates):
-            size = len(remaining_candidates)
-            order = self._pick(context, remaining_candidates, totals, size, errors)
-            order = _distinct_engines(remaining_candidates, order)[:count]
-        else:
-            order = self._pick(context, remaining_candidates, totals, count, errors)
+        order = self._pick_engines(context, remaining_candidates, totals, count, errors)
         chosen = remaining_candidates[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
         if self.request_key_providers or self.response_header_providers:
@@ -254,6 +249,20 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             errors.append(_describe_error("cost", cost, error))
             return None, totals
         return priced, negated
+
+    def _pick_engines(
+        self,
+        context: SchedulingContext,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        count: int,
+        errors: list[str],
+    ) -> Sequence[int]:
+        """Pick, with at most one data-parallel rank of an engine."""
+        if count == 1 or all(c.endpoint.rank is None for c in candidates):
+            return self._pick(context, candidates, totals, count, errors)
+        order = self._pick(context, candidates, totals, len(candidates), errors)
+        return _distinct_engines(candidates, order)[:count]
 
     def _pick(
         self,

@@ -93,9 +93,8 @@ class ExtprocPicker:
         knows_max_tokens: bool = False,
         on_dequeued: Callable[[SimRequest], None] | None = None,
     ) -> None:
-        if on_dequeued is None and settings.flow_control.enabled:
-            off = msgspec.structs.replace(settings.flow_control, enabled=False)
-            settings = msgspec.structs.replace(settings, flow_control=off)
+        if on_dequeued is None:
+            settings = _without_flow_control(settings)
         self.parts = factory.build(settings, where="scenario")
         self._nodes = nodes
         exact = self.parts.exact
@@ -132,20 +131,22 @@ class ExtprocPicker:
         self._bits: EndpointBits | None = None
         self.flow_controller: flow_control.SimFlowController[Decision] | None = None
         if on_dequeued is not None and settings.flow_control.enabled:
-            callbacks = controller.FlowCallbacks(
-                decide=self._decide_again,
-                on_waiting=self._add_pending,
-                dispatch=lambda sim_request, outcome: self._grant(
-                    sim_request, outcome, on_dequeued
-                ),
-                reject=lambda sim_request, rejection: self._refuse(
-                    sim_request, rejection, on_dequeued
-                ),
-                endpoint_bits=self._endpoint_bits,
-            )
             self.flow_controller = flow_control.SimFlowController(
-                settings.flow_control, timeline=timeline, callbacks=callbacks
+                settings.flow_control,
+                timeline=timeline,
+                callbacks=self._flow_callbacks(on_dequeued),
             )
+
+    def _flow_callbacks(
+        self, on_dequeued: Callable[[SimRequest], None]
+    ) -> controller.FlowCallbacks[SimRequest, Decision]:
+        return controller.FlowCallbacks(
+            decide=self._decide_again,
+            on_waiting=self._add_pending,
+            dispatch=lambda sim_request, outcome: self._grant(sim_request, outcome, on_dequeued),
+            reject=lambda sim_request, rejection: self._refuse(sim_request, rejection, on_dequeued),
+            endpoint_bits=self._endpoint_bits,
+        )
 
     def listed(self, up: Sequence[int]) -> None:
         """See `SimPicker`."""
@@ -387,6 +388,11 @@ class ExtprocPicker:
     def _endpoint(self, n: int) -> Endpoint:
         member = self.parts.store.pool.find(self._endpoints[n].address)
         return self._endpoints[n] if member is None else member.endpoint
+
+
+def _without_flow_control(settings: Settings) -> Settings:
+    off = msgspec.structs.replace(settings.flow_control, enabled=False)
+    return msgspec.structs.replace(settings, flow_control=off)
 
 
 def _status(sim_request: SimRequest) -> str:
