@@ -277,6 +277,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An endpoint in one scheduling turn, with everything a plugin may look at.
 
     Attributes:
+        endpoint: The endpoint.
         load: Its last scrape. Where there is none, or it is stale, it has the means of the other
             candidates; `NO_LOAD` while nothing is known of any.
         age_s: Seconds since the last scrape, stale or not; infinity if never.
@@ -288,6 +289,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         queued_tokens: Uncached prompt tokens sent there and estimated as not yet computed, others'
             requests included as far as scrapes show them.
         unscraped_tokens: KV tokens that requests sent since the last scrape will take.
+        rates: Its step times.
         residency: Whether the adapter of this request is on its device.
         active_context_tokens: Prompt tokens of the requests this picker has open there, what several begin
             with counted once, and what young conversations among them will grow by.
