@@ -1,6 +1,6 @@
-"""Table of the fields that take effect on reload and those that need a restart.
+"""Fields that take effect on reload; all others need a restart.
 
-`TABLE` is the single source: reloads, the log, `extproc check --diff` and the documentation derive
+`LIVE` is the single source: reloads, the log, `extproc check --diff` and the documentation derive
 from it. A field that is not live keeps its value from the start of the process, also in parts that
 are built later, such as pools discovered in Kubernetes.
 """
@@ -16,206 +16,69 @@ from extproc.config import loader, pool_schema, profile_builder, validation
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
-
-class ReloadRow(msgspec.Struct, frozen=True):
-    """Fields of a section, with everything below them.
-
-    Attributes:
-        section: Name in `Settings`; empty for fields at the top.
-        live: Fields in force from the next request on.
-        restart: Fields in force after a restart.
-    """
-
-    section: str
-    live: tuple[str, ...] = ()
-    restart: tuple[str, ...] = ()
-
-
-#: Fields that define the source of a pool's endpoints.
-_SOURCE: Final = (
-    "name",
-    "endpoints",
-    "endpoints_file",
-    "kubernetes",
-    "dns_refresh_s",
-    "autoscaling",
-)
-
-TABLE: Final = (
-    ReloadRow("", live=("conformance",), restart=("api_version", "kind", "seed")),
-    ReloadRow(
-        "server",
-        live=("admin_token_file",),
-        restart=(
-            "host",
-            "grpc_port",
-            "grpc_health_port",
-            "metrics_port",
-            "secure_serving",
-            "cert_path",
-            "enable_cert_reload",
-            "health_checking",
-            "drain_timeout_s",
-            "transport",
-            "llmd_metrics",
-        ),
+#: Fields in force from the next request on, with everything below them, by section of `Settings`
+#: (empty: fields at the top). All others need a restart.
+LIVE: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("conformance",),
+    "server": ("admin_token_file",),
+    "pool": ("objectives", "rewrites"),
+    "pools": ("match", "scheduling", "objectives", "rewrites"),
+    "cluster": ("match_rules",),
+    "scrape": ("stale_after_s",),
+    "health": (
+        "failures",
+        "failure_share",
+        "window_s",
+        "base_s",
+        "cap_s",
+        "max_ejection_share",
+        "stall_timeout_s",
+        "slow_start_s",
+        "slow_start_floor",
     ),
-    ReloadRow(
-        "pool",
-        live=("objectives", "rewrites"),
-        restart=_SOURCE,
+    "scheduling": (
+        "strategy",
+        "profile",
+        "epp",
+        "models",
+        "shadow",
+        "fallbacks",
+        "respect_subset",
+        "unknown_model",
+        "kubeai_names",
+        "plugin_files",
+        "plugin_budget_ms",
+        "allow_unsupported",
     ),
-    ReloadRow(
-        "pools",
-        live=("match", "scheduling", "objectives", "rewrites"),
-        restart=_SOURCE,
-    ),
-    ReloadRow(
-        "cluster",
-        live=("match_rules",),
-        restart=(
-            "kubeconfig",
-            "context",
-            "discover_pools",
-            "namespace",
-            "policies",
-            "override_ip",
-            "leader_election",
-            "lease",
-        ),
-    ),
-    ReloadRow(
-        "scrape",
-        live=("stale_after_s",),
-        restart=(
-            "enabled",
-            "path",
-            "scheme",
-            "verify_tls",
-            "busy_interval_s",
-            "idle_interval_s",
-            "timeout_s",
-            "backoff_cap_s",
-            "max_scrapes_per_s",
-            "max_page_bytes",
-            "initial_scrape_timeout_s",
-            "models",
-            "models_interval_s",
-            "data_parallel_ranks",
-            "extra_metrics",
-        ),
-    ),
-    ReloadRow(
-        "health",
-        live=(
-            "failures",
-            "failure_share",
-            "window_s",
-            "base_s",
-            "cap_s",
-            "max_ejection_share",
-            "stall_timeout_s",
-            "slow_start_s",
-            "slow_start_floor",
-        ),
-    ),
-    ReloadRow(
-        "scheduling",
-        live=(
-            "strategy",
-            "profile",
-            "epp",
-            "models",
-            "shadow",
-            "fallbacks",
-            "respect_subset",
-            "unknown_model",
-            "kubeai_names",
-            "plugin_files",
-            "plugin_budget_ms",
-            "allow_unsupported",
-        ),
-    ),
-    ReloadRow("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
-    ReloadRow(
-        "kv_events",
-        restart=(
-            "enabled",
-            "port",
-            "replay_port",
-            "ranks",
-            "max_blocks",
-            "render_url",
-            "render_model",
-        ),
-    ),
-    ReloadRow(
+    "limits": ("max_body_bytes", "max_streams", "body_idle_s"),
+    # Not `order`, `fairness` and `half_life_s`: the queue is ordered already, and what tenants
+    # attained is counted with one half-life.
+    "flow_control": (
+        "timeout_s",
+        "empty_timeout_s",
+        "max_timeout_s",
+        "by_objective",
+        "timeout_header",
+        "busy_s",
+        "max_requests",
+        "max_bytes",
+        "tenant_header",
+        "by_adapter",
+        "limit",
         "limits",
-        live=("max_body_bytes", "max_streams", "body_idle_s"),
-        restart=("max_assembly_bytes", "max_message_bytes"),
     ),
-    ReloadRow(
-        "flow_control",
-        live=(
-            "timeout_s",
-            "empty_timeout_s",
-            "max_timeout_s",
-            "by_objective",
-            "timeout_header",
-            "busy_s",
-            "max_requests",
-            "max_bytes",
-            "tenant_header",
-            "by_adapter",
-            "limit",
-            "limits",
-        ),
-        # Who waits is ordered already, and what tenants attained is counted with one half-life.
-        restart=("enabled", "order", "fairness", "half_life_s"),
+    "responses": (
+        "marker",
+        "feedback",
+        "stream_sample_ratio",
+        "restore_model",
+        "request_cost",
+        "request_id",
+        "list_models",
     ),
-    ReloadRow(
-        "autoscaling",
-        restart=(
-            "peers",
-            "peer_timeout_s",
-            "state",
-            "state_file",
-            "save_s",
-            "discovered_pools",
-            "keda",
-        ),
-    ),
-    ReloadRow(
-        "responses",
-        live=(
-            "marker",
-            "feedback",
-            "stream_sample_ratio",
-            "restore_model",
-            "request_cost",
-            "request_id",
-            "list_models",
-        ),
-    ),
-    ReloadRow("decisions", live=("decisions", "header", "scores"), restart=("record",)),
-    ReloadRow("xds", restart=("enabled", "port", "health_check", "outliers")),
-    ReloadRow(
-        "peer_sync",
-        restart=(
-            "url",
-            "password_file",
-            "stream",
-            "flush_s",
-            "beat_s",
-            "silent_s",
-            "max_entries",
-        ),
-    ),
-    ReloadRow("log", live=("level", "requests"), restart=("format",)),
-    ReloadRow("tracing", restart=("enabled",)),
-)
-
-_POOLS = next(row for row in TABLE if row.section == "pools")
+    "decisions": ("decisions", "header", "scores"),
+    "log": ("level", "requests"),
+}
 
 #: Fields whose values may hold a password.
 _SECRET = frozenset({"peer_sync.url"})
@@ -254,32 +117,30 @@ def apply_live_fields(started: Settings, wanted: Settings) -> Settings:
         are neither added nor removed.
     """
     values: dict[str, Any] = {}
-    for row in TABLE:
-        if not row.section:
-            values |= {name: getattr(wanted, name) for name in row.live}
-        elif row is _POOLS:
+    for section, live in LIVE.items():
+        if not section:
+            values |= {name: getattr(wanted, name) for name in live}
+        elif section == "pools":
             by_name = {pool.name: pool for pool in wanted.pools}
             values["pools"] = tuple(
-                _merge_section(pool, by_name.get(pool.name, pool), row.live)
-                for pool in started.pools
+                _merge_section(pool, by_name.get(pool.name, pool), live) for pool in started.pools
             )
         else:
-            old, new = getattr(started, row.section), getattr(wanted, row.section)
-            values[row.section] = _merge_section(old, new, row.live)
+            old, new = getattr(started, section), getattr(wanted, section)
+            values[section] = _merge_section(old, new, live)
     return msgspec.structs.replace(started, **values)
 
 
 def find_changes(before: Settings, after: Settings) -> Iterator[Change]:
     """Yield every field that differs, in the order of `Settings`, to the depth that both share."""
-    rows = {row.section: row for row in TABLE}
     for field in msgspec.structs.fields(Settings):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if field.name == "pools":
             yield from _pools(old, new)
-        elif field.name in rows:
-            yield from _section((field.name,), rows[field.name], old, new)
+        elif isinstance(old, msgspec.Struct):
+            yield from _section((field.name,), LIVE.get(field.name, ()), old, new)
         else:
-            yield from _leaves((field.encode_name,), old, new, field.name in rows[""].live)
+            yield from _leaves((field.encode_name,), old, new, field.name in LIVE[""])
 
 
 def find_differences_from_defaults(settings: Settings) -> Iterator[Change]:
@@ -301,11 +162,11 @@ def _merge_section(old: Any, new: Any, live: tuple[str, ...]) -> Any:
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in live})
 
 
-def _section(path: validation.Path, row: ReloadRow, old: Any, new: Any) -> Iterator[Change]:
+def _section(path: validation.Path, live: tuple[str, ...], old: Any, new: Any) -> Iterator[Change]:
     for field in msgspec.structs.fields(type(old)):
         old_value, new_value = getattr(old, field.name), getattr(new, field.name)
         key = field.encode_name.removeprefix("_")
-        yield from _leaves((*path, key), old_value, new_value, field.name in row.live)
+        yield from _leaves((*path, key), old_value, new_value, field.name in live)
 
 
 def _pools(
@@ -316,7 +177,7 @@ def _pools(
         yield Change("pools", ", ".join(old) or "none", ", ".join(new) or "none", is_live=False)
     for name in old:
         if name in new:
-            yield from _section((f"pools[{name}]",), _POOLS, old[name], new[name])
+            yield from _section((f"pools[{name}]",), LIVE["pools"], old[name], new[name])
 
 
 def _leaves(path: validation.Path, old: Any, new: Any, is_live: bool) -> Iterator[Change]:  # noqa: FBT001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 from collections.abc import Iterator
 
@@ -14,9 +13,9 @@ from tests.docs import reference
 def block() -> str:
     """All commands with their flags."""
     parts = ["\n".join(_commands())]
-    of_serve = set(_groups(_parser("serve", main.COMMANDS["serve"][0])))
-    for name, (module, summary) in main.COMMANDS.items():
-        parser = _parser(name, module)
+    of_serve = set(_groups(_parser("serve")))
+    for name, (_, summary) in main.COMMANDS.items():
+        parser = _parser(name)
         parts += [f"## {name}", (parser.description or f"`extproc {name}`: {summary}.").strip()]
         groups = list(_groups(parser))
         own = [group for group in groups if name == "serve" or group not in of_serve]
@@ -47,10 +46,10 @@ def _upstream() -> Iterator[str]:
         yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.message)} |"
 
 
-def _parser(name: str, module: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"extproc {name}", allow_abbrev=False)
-    importlib.import_module(module).add_flags(parser)
-    return parser
+def _parser(name: str) -> argparse.ArgumentParser:
+    actions = main.build_parser([name])._actions
+    commands = next(a for a in actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[name]
 
 
 def _groups(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -203,23 +203,33 @@ def configuration_block() -> str:
     return "\n\n".join(["\n".join(top), *(table(name, section) for name, section in SECTIONS)])
 
 
+#: Types of sections in `Settings`: a struct, or pools.
+GROUPS = (msgspec.Struct, tuple)
+
+
 def reload_block() -> str:
     """What is live and what needs a restart, by section."""
 
-    def named(section: str, names: Sequence[str]) -> str:
-        kind = settings.Settings
-        if section:
-            kind = pool_schema.PoolSection if section == "pools" else type(getattr(kind(), section))
-        encoded = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
-        keys = filter(validation.is_for_files, (encoded[name] for name in names))
-        return ", ".join(f"`{key}`" for key in keys) or "none"
+    def row(section: str, kind: type[msgspec.Struct]) -> str:
+        fields = [
+            field
+            for field in msgspec.structs.fields(kind)
+            if validation.is_for_files(field.encode_name)
+            and (section or not isinstance(getattr(settings.Settings(), field.name), GROUPS))
+        ]
+        live = [f for f in fields if f.name in reloading.LIVE.get(section, ())]
+        at_once, later = (
+            ", ".join(f"`{field.encode_name}`" for field in group) or "none"
+            for group in (live, [field for field in fields if field not in live])
+        )
+        return f"| {f'`{section}`' if section else 'top level'} | {at_once} | {later} |"
 
     rows = ["| section | at once | after a restart |", "|---|---|---|"]
-    rows += [
-        f"| {f'`{row.section}`' if row.section else 'top level'} "
-        f"| {named(row.section, row.live)} | {named(row.section, row.restart)} |"
-        for row in reloading.TABLE
-    ]
+    rows.append(row("", settings.Settings))
+    for field in msgspec.structs.fields(settings.Settings):
+        value = getattr(settings.Settings(), field.name)
+        if isinstance(value, GROUPS):
+            rows.append(row(field.name, pool_schema.PoolSection if value == () else type(value)))
     return "\n".join(rows)
 
 
