@@ -54,7 +54,7 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
     slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 
     def tenant(self, headers: Mapping[str, str], served_by: str) -> str:
-        """The tenant of a request, cut to 256 bytes; empty if no header names it.
+        """The tenant of a request, see `shorten_id`; empty if no header names it.
 
         Args:
             headers: Headers of the request, names in lower case.
