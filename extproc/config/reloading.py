@@ -7,7 +7,7 @@ are built later, such as pools discovered in Kubernetes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -151,6 +151,13 @@ def find_differences_from_defaults(settings: Settings) -> Iterator[Change]:
             yield change
         else:
             yield msgspec.structs.replace(change, after=_HIDDEN)
+
+
+def find_edited_plugins(settings: Settings, edited: Collection[str]) -> Iterator[Change]:
+    """Yield a change for each plugin file among the edited files."""
+    for name in settings.scheduling.plugin_files:
+        if name in edited:
+            yield Change("scheduling.plugin_files", name, f"{name}, edited", is_live=True)
 
 
 def find_restart_fields(started: Settings, wanted: Settings) -> Iterator[str]:

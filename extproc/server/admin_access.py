@@ -17,7 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from extproc.errors import ConfigError
 
-_OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+_OPEN = frozenset({"/", "/metrics", "/healthz", "/readyz"})
 
 #: Beginning of the paths by which pickers exchange what they count.
 _INTERNAL = "/internal/"

@@ -118,6 +118,7 @@ class ConsolePages:
     def routes(self) -> list[web.RouteDef]:
         """Routes of the page and of its data."""
         return [
+            web.get("/", self.redirect),
             web.get("/console", self.redirect),
             web.get("/console/", self.index),
             web.get("/console/{file}", self.file),

@@ -165,10 +165,11 @@ class Reloader:
         if stamps == self._stamps and not self._requested.is_set():
             return
         self._requested.clear()
+        edited = [name for name, stamp in stamps.items() if self._stamps.get(name, stamp) != stamp]
         self._stamps = stamps
-        self._on_reload(await self._reload())
+        self._on_reload(await self._reload(edited))
 
-    async def _reload(self) -> ReloadResult:
+    async def _reload(self, edited: Sequence[str]) -> ReloadResult:
         restart: tuple[str, ...] = ()
         try:
             # In a thread: a long file takes longer than a request may wait.
@@ -176,7 +177,10 @@ class Reloader:
             restart = tuple(reloading.find_restart_fields(self._initial, written))
             in_force = reloading.apply_live_fields(self._initial, written)
             loader.check_compatible(in_force, where="the configuration")
-            changes = tuple(reloading.find_changes(self._applied, in_force))
+            changes = (
+                *reloading.find_changes(self._applied, in_force),
+                *reloading.find_edited_plugins(in_force, edited),
+            )
             self._apply_settings(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.

@@ -87,8 +87,9 @@ def test_other_names_are_not_files():
         async with picker() as (_, port):
             for path in ("/console/none.js", "/console/..%2fadmin.py", "/console/__init__.py"):
                 assert (await http1.ask(port, path)).status == 404
-            moved = await http1.ask(port, "/console")
-            assert (moved.status, moved.head.get("location")) == (308, "console/")
+            for path in ("/", "/console"):
+                moved = await http1.ask(port, path)
+                assert (moved.status, moved.head.get("location")) == (308, "console/")
 
     serving.run(test())
 

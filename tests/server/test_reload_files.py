@@ -32,7 +32,10 @@ class Following:
         self.path = path
         self.adopted, self.results = [], []
         self.subject = reload.Reloader(
-            reload.ConfigSource(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
+            reload.ConfigSource(
+                lambda settings: [str(path), *settings.scheduling.plugin_files],
+                lambda: loader.settings(loader.read(path)),
+            ),
             loader.settings(loader.read(path)),
             apply_settings=self.adopt,
             on_reload=self.results.append,
@@ -183,6 +186,19 @@ def test_an_edited_plugin_starts_with_new_state(tmp_path):
     scene.read_again(settings)
     assert scene.runtime.parts.director.routing.profile is not before
     assert scene.decision().endpoints[0].address == ADDRESSES[1]
+
+
+def test_an_edited_plugin_file_is_named(tmp_path):
+    """The result names the field when only the content of a plugin file changed."""
+    file = tmp_path / "first.py"
+    file.write_text(PLUGIN)
+    scene = Following(tmp_path / "c.yaml", f"scheduling: {{plugin_files: ['{file}']}}\n")
+    file.write_text(f"{PLUGIN}# edited\n")
+    asyncio.run(scene.subject.step())
+    assert scene.results[-1].changed == ("scheduling.plugin_files",)
+    scene.subject.request_reload()
+    asyncio.run(scene.subject.step())
+    assert scene.results[-1].changed == ()
 
 
 def test_learned_rates_survive_every_reload():
