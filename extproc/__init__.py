@@ -1,4 +1,4 @@
-"""Endpoint picker for LLM engines: decides which engine serves an HTTP request that Envoy shows it.
+"""Endpoint picker for LLM engines: chooses the engine of each HTTP request that Envoy shows.
 
 The packages form layers, and imports go down only: docs/contributing/architecture.md lists them.
 

@@ -1,4 +1,4 @@
-"""Supervision: loops go on after an exception, at the cost of a log line, a count and a pause.
+"""Supervision: a loop that raises is logged, counted and restarted after a pause.
 
 What ends the process all the same is short, and `tests/test_supervision.py` holds it:
 

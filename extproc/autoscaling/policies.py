@@ -1,4 +1,4 @@
-"""Scaling policies, each with frozen parameters and one pure step: adaptive, KubeAI, queue depth.
+"""Scaling policies: adaptive, KubeAI, queue depth, each a pure step over frozen parameters.
 
 The adaptive one, our own, wants the smallest number of replicas that keeps waits short. The others are
 KubeAI's autoscaler, and the trigger of Wallaroo. A policy sees neither its caller nor other policies;

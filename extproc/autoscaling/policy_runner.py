@@ -1,4 +1,4 @@
-"""Table of the scaling policies, and the runner of the policy of a scale target, within bounds."""
+"""Policy table, and the runner of a target's policy within its replica bounds."""
 
 from __future__ import annotations
 

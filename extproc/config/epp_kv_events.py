@@ -1,4 +1,4 @@
-"""Converts the exact prefix cache plugins of an EndpointPickerConfig to our section `kv_events`.
+"""Converts exact prefix cache plugins of an EndpointPickerConfig to the section `kv_events`.
 
 Upstream, `token-producer` asks a renderer for the tokens of a prompt before the choice, and
 `precise-prefix-cache-producer` looks their blocks up in an index that it keeps by KV events; scorers

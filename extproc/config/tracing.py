@@ -1,4 +1,4 @@
-"""Traces: the section of the configuration, and the standard environment variables of OpenTelemetry."""
+"""Settings of tracing, and the standard environment variables of OpenTelemetry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's traffic: conversations of several turns, some on LoRA adapters, sent through Envoy."""
+"""Traffic of the demo: conversations through Envoy, some of them on LoRA adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that diagnostics read, before anything is made of them."""
+"""Pages of Envoy, extproc and engines as diagnostics read them."""
 
 from __future__ import annotations
 

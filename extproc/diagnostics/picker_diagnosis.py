@@ -1,4 +1,4 @@
-"""Findings about a running extproc: ready, endpoints, what it makes of them."""
+"""Findings about a running extproc: its readiness, and the health of its endpoints."""
 
 from __future__ import annotations
 

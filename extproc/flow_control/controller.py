@@ -1,4 +1,4 @@
-"""Flow controller: queueing, dispatch and rejection of the requests of a pool, over any timer.
+"""Flow controller: queueing, dispatch and rejection of a pool's requests, over any timer.
 
 The server runs it on the event loop, the simulator on virtual time.
 """

@@ -1,4 +1,4 @@
-"""Narrow types: a struct of a surface, decoded such that each value takes many bytes of JSON.
+"""Narrow types: structs of surfaces whose decoded values stay small beside their JSON.
 
 Surfaces type their fields `Any`, and a value of `Any` may take a hundred times its bytes. Nearly all
 bodies hold the same few things: roles by name, texts, parts of text, token ids. A struct of just these

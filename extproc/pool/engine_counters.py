@@ -1,4 +1,4 @@
-"""Work of engines, from scraped counters: its steps, its adapters, and the share of other EPPs.
+"""Work of engines from scraped counters: steps, adapter loads, and the share of other EPPs.
 
 Work counters are the ends of the windows from which step times are learned.
 

@@ -1,4 +1,4 @@
-"""Scrapes as the pool takes them in: our own counts when they were sent, and what changed."""
+"""Scraped pages as the pool records them, with our own counts at the time of the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt tokens of requests: by their bytes, those that open ones share, and those of a typical one.
+"""Estimates of prompt tokens: from bytes, shared by open requests, of a typical request.
 
 A picker sees bytes; what a request costs is counted in tokens (`BytesPerTokenEstimator`). Shared
 prefixes of open requests are in the cache once, and count once (`SharedContext`). A typical request

@@ -1,4 +1,4 @@
-"""Packed map of 64-bit keys: a sorted map that takes eight bytes for a key and eight for a value.
+"""Sorted map of 64-bit keys in arrays: eight bytes for a key and eight for a value.
 
 A dict of integers takes 60 to 130 bytes for an entry, with the objects. Here keys stand in sorted
 arrays of bounded length, so that looking up and changing an entry costs two binary searches and one

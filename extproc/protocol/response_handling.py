@@ -1,4 +1,4 @@
-"""Response handling: replies to response messages, the tail of the body, and the request cost.
+"""Response handling: replies to response messages, tail of the body, and request cost.
 
 Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
 """

@@ -1,4 +1,4 @@
-"""Trace context of requests (W3C Trace Context): parsing, sampling, and what engines receive.
+"""Trace context of requests (W3C): parsing, sampling, and the header for engines.
 
 Spans are recorded elsewhere; this says which trace a request belongs to, and whether it is sampled.
 """

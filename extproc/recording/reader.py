@@ -1,4 +1,4 @@
-"""Reader: lines of a recording back into decisions, with the candidates that the scheduler saw.
+"""Reader: rows of a recording back to decisions, with the candidates that the scheduler saw.
 
 One pass in bounded memory: a decision is yielded when it is read, its end later.
 """

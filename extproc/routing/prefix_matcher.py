@@ -1,4 +1,4 @@
-"""Prefix matchers: cached tokens of a prompt per endpoint, routed there or published by engines."""
+"""Prefix matchers: cached tokens of a prompt per endpoint, as routed or as engines publish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of an endpoint that a configuration may name, and the filter and the scorer of one.
+"""Attributes: numbers of an endpoint that a configuration names; their filter and scorer.
 
 The upstream picker's names for what it scrapes, the names of the engine's own metrics, and ours.
 `extra.NAME` is the metric NAME of `scrape.extra_metrics`.

@@ -1,4 +1,4 @@
-"""Scorer and filter of endpoints that are for prompts of some length, by a label of theirs.
+"""Scorer and filter by prompt length: endpoints declare their range in a label.
 
 It is a plugin of two roles, so it stands neither among the scorers nor among the filters.
 """

@@ -1,4 +1,4 @@
-"""Labels of endpoints, and the filters and scorers of them: adapters, roles, values, topology.
+"""Labels of endpoints, and the filters and scorers that read them.
 
 Adapter labels are those that KubeAI sets on its pods. A peer is written as the upstream picker's
 coordinator writes it: `host=n12,rack=r7,zone=a`.

@@ -1,4 +1,4 @@
-"""Filters and scorers of LoRA adapters: where one is loaded, labelled, or has room to be loaded."""
+"""Filters and scorers of LoRA adapters: loaded, labeled, or with a free slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix affinity: scorers of cached prompts, and filters that keep a prompt where its prefix is.
+"""Prefix affinity: scorers of cached prompts, and filters that keep a prompt at its prefix.
 
 Scorers judge the share of the prompt that is cached on an endpoint, and the age of its last new prompt;
 filters keep a prompt where its prefix is cached within a bound of time.

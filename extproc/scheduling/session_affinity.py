@@ -1,4 +1,4 @@
-"""Session affinity: a filter, a scorer and what they share, parameters and session table.
+"""Session affinity: filter and scorer, with their parameters and the session table.
 
 Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
 endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session

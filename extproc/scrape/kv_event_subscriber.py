@@ -1,4 +1,4 @@
-"""Subscriptions to KV events: a ZeroMQ socket per engine and rank, read in turns of the event loop.
+"""KV event subscriptions: a ZeroMQ socket per engine and rank, read in turns of the loop.
 
 libzmq connects, reconnects with back-off and jitter, and reads in a thread of its own; here messages
 are taken from its queues, a bounded number of blocks per turn. A subscription that begins, or is

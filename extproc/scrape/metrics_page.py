@@ -1,4 +1,4 @@
-"""Metrics page to `Load`: reads only the metrics in use, twenty lines of a page of some 50 kB.
+"""Metrics page to `Load`: reads only the metrics in use, some twenty lines of 50 kB.
 
 A number out of its range reads as one that is not there: ranges are far beyond any engine, and so
 small that sums and products of many endpoints stay exact integers and finite floats.

@@ -1,4 +1,4 @@
-"""Loops of a pool around KV events: subscriptions to engines, and the mapping of prompts to tokens."""
+"""KV event loops of a pool: subscriptions to engines, and the mapping of prompts to tokens."""
 
 from __future__ import annotations
 

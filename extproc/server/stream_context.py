@@ -1,4 +1,4 @@
-"""Stream context: what the streams of a server share, with the observers to which they report.
+"""Stream context: what all streams of a server share, and the observers they report to.
 
 Observers are called on the event loop for every request: they return at once and raise nothing.
 """

@@ -1,4 +1,4 @@
-"""Simulated vLLM engines: one step-based core, an OpenAI HTTP server, fleets in virtual time.
+"""Simulated vLLM engines: a step-based core, an OpenAI HTTP server, fleets in virtual time.
 
 Pure, driven by the owner of the clock (the HTTP engine or an offline simulator):
 

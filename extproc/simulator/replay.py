@@ -1,4 +1,4 @@
-"""Replay of recorded requests: simulated with the learned step times, strategy beside strategy.
+"""Replay of recorded requests, simulated with learned step times, strategy beside strategy.
 
 What comes out are estimates. How far they can be trusted shows the recording itself: it is simulated
 with the decisions that it has, and compared with what was measured.

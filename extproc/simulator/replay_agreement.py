@@ -1,4 +1,4 @@
-"""Agreement: recorded decisions made again by a strategy, on the states that the scheduler saw."""
+"""Agreement: recorded decisions, made again by a strategy on the states that were recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published traces and benchmark datasets as traffic: Mooncake, Azure, ShareGPT, `vllm bench`.
+"""Published traces and datasets as traffic: Mooncake, Azure, ShareGPT, `vllm bench`.
 
 They have no fleet and some have no times, so flags of `extproc replay` name both.
 """

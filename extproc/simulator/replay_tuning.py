@@ -1,4 +1,4 @@
-"""Tuning: a search over the numbers of a strategy, judged on requests that the search has not used."""
+"""Tuning: a search over the numbers of a strategy, judged on held-out requests."""
 
 from __future__ import annotations
 

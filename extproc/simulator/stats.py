@@ -1,4 +1,4 @@
-"""Counters and histograms of one engine, fed from what its core returns. Times are wall seconds."""
+"""Counters and histograms of an engine, fed from results of its core; wall-clock seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of autoscaling, Kubernetes watches and the xDS server, and their Prometheus families."""
+"""Metrics of autoscaling, Kubernetes watches and the xDS server, as Prometheus families."""
 
 from __future__ import annotations
 

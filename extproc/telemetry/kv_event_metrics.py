@@ -1,4 +1,4 @@
-"""Prometheus families of KV events: subscriptions, blocks, prompts, and how good predictions were."""
+"""Prometheus families of KV events: subscriptions, blocks, prompts, predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export of traces over OTLP with the OpenTelemetry SDK; imported only where traces are sent.
+"""Export of traces over OTLP with the OpenTelemetry SDK; imported only if traces are sent.
 
 The event loop builds the spans of a sampled request; a thread of the SDK encodes and sends them in
 batches. What the SDK logs goes into a line of ours, at the first failure and at its end.

@@ -1,4 +1,4 @@
-"""Pool log: lines about endpoints that come, go and fail, failing scrapes and refused requests."""
+"""Pool log: endpoints that come, go and fail, failing scrapes, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of a running picker in words: endpoints, queues and configuration, the worst first.
+"""Problems of a running picker in words: endpoints, queues, configuration; the worst first.
 
 The conditions are those of the alerts (docs/operations/alerts.md), over the last minute.
 """

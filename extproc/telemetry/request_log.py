@@ -1,4 +1,4 @@
-"""Request log: a line for each request, or for each that failed, with times, tokens and the pick."""
+"""Request log: a line with times, tokens and the pick of each request, or of failed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request recorder: counts streams and requests, and remembers decisions and refused requests."""
+"""Request recorder: counts streams and requests, and remembers decisions and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Series of requests: histograms, and counts by model, tenant and priority, in bounded tables."""
+"""Request series: histograms and counts by model, tenant and priority, in bounded tables."""
 
 from __future__ import annotations
 

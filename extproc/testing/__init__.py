@@ -1,4 +1,4 @@
-"""Tools for tests of scheduling plugins: builders of contexts and candidates, and the plugin contract.
+"""Tools for tests of scheduling plugins: builders of contexts, and the plugin contract.
 
 `builders` makes contexts and candidates from the fields that a test names. `contract` has a check
 for each role of plugin, which the tests of the built-in plugins and `extproc plugin test` run.

@@ -1,4 +1,4 @@
-"""Actuators apply a scaling decision: the protocol, the advisory actuator, and running a program.
+"""Actuators: how a decision is applied; the advisory one, and one that runs a program.
 
 The table of all actuators is `config.autoscaling.ACTUATORS`.
 """

@@ -1,4 +1,4 @@
-"""Counters of this process and of its replicas for a pool, as input of the demand estimation.
+"""Counters of this process and of its replicas for a pool, as input of demand estimation.
 
 Replicas exchange theirs: read at every step, pushed when a request waits.
 """

@@ -1,4 +1,4 @@
-"""Scales a Kubernetes object through its scale subresource, and finds other autoscalers of it.
+"""Scales a Kubernetes object by its scale subresource; detects other autoscalers of it.
 
 Two autoscalers of an object (HorizontalPodAutoscalers, ScaledObjects) undo each other's work, so
 what is not known counts as there. A list that fails changes nothing of what was known.

@@ -1,4 +1,4 @@
-"""Plan of the collections to watch, as few and as narrow as the sources allow, and their status.
+"""Watch plan: the fewest and narrowest collections that the sources need, and their status.
 
 Without I/O: a reflector reports its state, `WatchStatuses` returns the changes.
 """

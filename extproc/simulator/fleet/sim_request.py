@@ -1,4 +1,4 @@
-"""Simulated requests, the sessions they belong to, and the keys of the blocks of their prompts."""
+"""Simulated requests, their sessions, and the keys of the blocks of their prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workload kinds of a scenario, the distributions of their lengths, and the sessions they generate.
+"""Workload kinds of a scenario: distributions of lengths, and the sessions they generate.
 
 Every kind yields sessions and ends by itself (`sessions`). A session of one request is how
 independent requests look.

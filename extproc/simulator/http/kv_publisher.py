@@ -1,4 +1,4 @@
-"""Publisher of KV events, as vLLM has it: batches over an XPUB socket, earlier ones from a ROUTER."""
+"""Publisher of KV events as in vLLM: batches over XPUB, earlier ones from a ROUTER socket."""
 
 from __future__ import annotations
 

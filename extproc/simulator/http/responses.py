@@ -1,4 +1,4 @@
-"""Answers on the wire: one generation streamed or whole, error bodies, faults, the body echo."""
+"""HTTP responses of an engine: one generation streamed or whole, errors, faults, body echo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated engine as an OpenAI HTTP server. A shell: sockets, the clock, one engine loop."""
+"""The simulated engine as an OpenAI HTTP server: sockets, the clock, one engine loop."""
 
 from __future__ import annotations
 
