@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-# Python compiles what is used when it is; pip would compile everything, most of it for nobody.
+# Python compiles modules at their first import; pip would compile all, most of them in vain.
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 
 # Envoy versions that CI drives; the newest is the one the demo and the tests use.
