@@ -101,6 +101,7 @@ def encode(figure: Any, form: str, *, source: str | None = None, is_tight: bool 
     """The file of a figure.
 
     Args:
+        figure: From `new_figure`.
         form: `svg` or `png`.
         source: Written into the metadata of an SVG.
         is_tight: Fit the page to what is drawn, so that no long name is cut.
