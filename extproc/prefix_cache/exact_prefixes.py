@@ -18,8 +18,8 @@ from extproc.prefix_cache import blocks, kv_events
 from extproc.prefix_cache.index import note_depth
 from extproc.prefix_cache.token_blocks import EngineBlocks, TokenBlockIndex
 
-#: Token blocks of all prompts of a map at most (count). A million take 8 MB, and the table of their
-#: byte blocks some 40 MB: 16 million tokens of prompts.
+#: Token blocks of all prompts of a map at most (count); a prompt counts as its byte blocks where it
+#: has fewer. A million take 8 MB, and the table of their byte blocks some 40 MB: 16 million tokens.
 MAX_MAPPED_BLOCKS: Final = 1_000_000
 
 #: Seconds within which a prompt is on its way into the cache of the engine that it was sent to: a
@@ -55,6 +55,11 @@ class MappedPrompt:
         self.first_end = 0
         self.first_media = first_media
         self.sent: dict[str, float] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Token blocks that it counts as (count): engines may have blocks of any size."""
+        return max(len(self.keys), len(self.chain))
 
 
 class PromptMap:
@@ -148,9 +153,9 @@ class PromptMap:
         at[chain[-1]] = prompt, len(packed)
         replaced = self._prompts.pop(chain[-1], None)
         if replaced is not None:
-            self._num_blocks -= len(replaced.keys)
+            self._num_blocks -= replaced.num_blocks
         self._prompts[chain[-1]] = prompt
-        self._num_blocks += len(packed)
+        self._num_blocks += prompt.num_blocks
         while self._num_blocks > self._max_blocks:
             self._give_up_oldest()
 
@@ -167,7 +172,7 @@ class PromptMap:
 
     def _give_up_oldest(self) -> None:
         _, prompt = self._prompts.popitem(last=False)
-        self._num_blocks -= len(prompt.keys)
+        self._num_blocks -= prompt.num_blocks
         for block in prompt.chain:
             known = self._at.get(block)
             if known is not None and known[0] is prompt:

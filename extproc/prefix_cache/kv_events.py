@@ -29,10 +29,20 @@ MAX_TOKENS: Final = 262_144
 
 _WORD: Final = (1 << 64) - 1
 
+#: What keeps blocks of an event apart at most (count): 64 for each of 256 blocks with images.
+MAX_EXTRAS: Final = 16_384
+
 _Hash: TypeAlias = int | bytes
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_BLOCKS)]
-#: Token ids; SGLang with EAGLE sends pairs of a token and the next one.
-_Tokens = Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=MAX_TOKENS)]
+
+
+class _Pair(msgspec.Struct, array_like=True, gc=False):
+    """A token and the next one, as SGLang with EAGLE sends them."""
+
+    token: int
+
+
+_Tokens = Annotated[list[int | _Pair], msgspec.Meta(max_length=MAX_TOKENS)]
 _Extras = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_BLOCKS)]
 
 #: Kinds of KV cache in which a block stands for all tokens up to it.
@@ -179,8 +189,8 @@ def decode_batch(payload: bytes) -> Sequence[msgspec.Raw]:
         if _is_map(payload):
             return _decode_batch_map(payload).events
         return _decode_batch_array(payload).events
-    except RecursionError:
-        raise Malformed("a batch that is nested too deep") from None
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise Malformed(f"a batch that cannot be decoded: {type(error).__name__}") from None
 
 
 def decode_event(raw: msgspec.Raw) -> KvEvent | None:
@@ -191,8 +201,8 @@ def decode_event(raw: msgspec.Raw) -> KvEvent | None:
     """
     try:
         return _read_event(raw)
-    except RecursionError:
-        raise Malformed("an event that is nested too deep") from None
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise Malformed(f"an event that cannot be decoded: {type(error).__name__}") from None
 
 
 def _read_event(raw: msgspec.Raw) -> KvEvent | None:
@@ -224,9 +234,10 @@ def _stored(event: _StoredArray) -> BlockStored:
     if tokens and not (0 < size <= MAX_TOKENS and len(tokens) == size * len(hashes)):
         raise Malformed(f"{len(tokens)} tokens in {len(hashes)} blocks of {size}")
     try:
-        packed = array("I", cast("Sequence[int]", tokens))  # pairs raise a TypeError
-    except TypeError:
-        packed = array("I", [_first(token) for token in tokens])
+        try:
+            packed = array("I", cast("Sequence[int]", tokens))  # pairs raise a TypeError
+        except TypeError:
+            packed = array("I", [t.token if isinstance(t, _Pair) else t for t in tokens])
     except OverflowError:
         raise Malformed("a token id outside of 32 bits") from None
     # Positions of old arrays of SGLang hold a map of metadata here.
@@ -248,13 +259,6 @@ def _stored(event: _StoredArray) -> BlockStored:
     )
 
 
-def _first(token: int | tuple[int, int]) -> int:
-    number = token if isinstance(token, int) else token[0]
-    if not 0 <= number < 1 << 32:
-        raise Malformed("a token id outside of 32 bits")
-    return number
-
-
 def _name(raw: msgspec.Raw) -> tuple[str, bytes]:
     """Adapter and salt of what stands where newer engines write the adapter's name."""
     encoded = bytes(raw)
@@ -274,9 +278,14 @@ def _extras(
     if len(keys) != count:
         raise Malformed(f"{len(keys)} extra keys for {count} blocks")
     name = _encode(adapter)
-    extras = [
-        b"" if bytes(key) == _NIL else b"".join(_without(_decode_extra(key), name)) for key in keys
-    ]
+    extras, left = [b""] * count, MAX_EXTRAS
+    for position, key in enumerate(keys):
+        if bytes(key) != _NIL:
+            items = _decode_extra(key)
+            left -= len(items)
+            if left < 0:
+                raise Malformed(f"more than {MAX_EXTRAS} extra keys")
+            extras[position] = b"".join(_without(items, name))
     extras[0] += salt
     return extras if any(extras) else ()
 

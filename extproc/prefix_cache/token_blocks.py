@@ -25,6 +25,9 @@ _MAX_SHARED: Final = 65_536
 _MAX_CONTINUATIONS: Final = 16_384
 _MAX_CONTINUED: Final = 512
 
+#: Cost of a wipe in blocks: bits are free again only once they are swept, after the turn.
+_WIPE_COST: Final = 32
+
 #: Groups of hybrid models that are remembered as left out (count).
 _MAX_GROUPS: Final = 64
 
@@ -48,6 +51,7 @@ class EngineBlocks:
             last block of a prompt that fills it again, and stores it beside the first one; each is
             removed by an event of its own.
         num_copies: Of all hashes (count).
+        has_gap: Whether blocks were dropped since it was empty, so that it holds more than is known.
         group: Group of layers whose copies count, that of the first stored block; -1 before. A prefix
             needs its blocks in every group, so a removal from another group removes them.
         left_out: Groups of layers whose blocks do not stand for all tokens up to them.
@@ -58,6 +62,7 @@ class EngineBlocks:
         "copies",
         "dropped",
         "group",
+        "has_gap",
         "is_complete",
         "is_live",
         "keys",
@@ -75,6 +80,7 @@ class EngineBlocks:
         self.keys = PackedMap()
         self.copies: dict[int, int] = {}
         self.num_copies = 0
+        self.has_gap = False
         self.group = -1
         self.left_out: set[int] = set()
 
@@ -148,11 +154,15 @@ class TokenBlockIndex:
         Args:
             is_complete: Whether it holds none now; else it is unknown which.
         """
-        is_live = engine.is_live
-        self.close(engine)
-        engine.bit = self._take_bit()
-        engine.is_live = is_live
+        if engine.keys:
+            is_live = engine.is_live
+            self.close(engine)
+            engine.bit = self._take_bit()
+            engine.is_live = is_live
+        elif engine.is_complete != is_complete:
+            self.version += 1
         engine.is_complete = is_complete
+        engine.has_gap = False
 
     def set_live(self, engine: EngineBlocks, *, is_live: bool) -> None:
         """Note that events of an engine arrive, or no longer do."""
@@ -165,6 +175,7 @@ class TokenBlockIndex:
         if not engine.is_complete:
             self.version += 1
             engine.is_complete = True
+            engine.has_gap = False
 
     def sweep(self, max_blocks: int) -> bool:
         """Remove some blocks of engines that were forgotten; returns whether any are left.
@@ -198,7 +209,7 @@ class TokenBlockIndex:
                 return 1 + len(event.hashes)
             case _:
                 self.wipe(engine, is_complete=True)
-                return 1
+                return _WIPE_COST
 
     def _store(self, engine: EngineBlocks, event: kv_events.BlockStored) -> None:
         if event.medium != kv_events.DEVICE:
@@ -219,6 +230,10 @@ class TokenBlockIndex:
         room = self._max_blocks - len(engine.keys)
         if parent is None or event.block_tokens != self.block_tokens or room < len(event.hashes):
             engine.dropped += len(event.hashes)
+            engine.has_gap = True
+            if engine.is_complete:
+                self.version += 1
+                engine.is_complete = False
             return
         keys = kv_events.block_keys(parent, event.tokens, event.block_tokens, event.extras)
         if event.parent is not None:

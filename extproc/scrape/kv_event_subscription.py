@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 #: Cost of a message besides its blocks, in blocks.
 _MESSAGE_COST: Final = 4
 
+#: Bytes of a message, and of an event, that cost as much as a block: engines choose how many tokens a
+#: block has, and what else they send. A block of 16 tokens has some 90 bytes.
+_MESSAGE_BYTES_PER_BLOCK: Final = 4096
+_EVENT_BYTES_PER_BLOCK: Final = 256
+
 #: Seconds without any answer of a replay socket after which it counts as silent.
 _REPLAY_TIMEOUT_S = 2.0
 
@@ -118,6 +123,11 @@ class EngineSubscription:
             return "catching_up"
         return "exact" if self.engine.is_complete else "partial"
 
+    @property
+    def _is_all_known(self) -> bool:
+        """Whether every batch was taken in, with all of its blocks."""
+        return self._is_from_start and not self.engine.has_gap
+
     def open(self) -> None:
         """Begin to connect."""
         context = self._owner.context
@@ -206,7 +216,7 @@ class EngineSubscription:
             frames = None if reader is None else reader.receive()
             if frames is not None:
                 handle(frames)
-                return _MESSAGE_COST
+                return _MESSAGE_COST + sum(map(len, frames)) // _MESSAGE_BYTES_PER_BLOCK
         return 0
 
     def _wake(self) -> None:
@@ -241,7 +251,7 @@ class EngineSubscription:
         if self._sub is None:
             return  # it rests
         owner.exact.index.set_live(self.engine, is_live=True)
-        if self._is_from_start:
+        if self._is_all_known:
             owner.exact.index.set_complete(self.engine)
         if self._is_reported_lost or not self._was_live:
             self._is_reported_lost, self._was_live = False, True
@@ -276,7 +286,7 @@ class EngineSubscription:
                 return
             self._note_lost(seq)
         self._take(seq, payload)
-        if not self.engine.is_live or (self._is_from_start and not self.engine.is_complete):
+        if not self.engine.is_live or (self._is_all_known and not self.engine.is_complete):
             self._go_live()
 
     def _take(self, seq: int, payload: bytes) -> None:
@@ -292,15 +302,17 @@ class EngineSubscription:
         self._owner.batches["applied"] += 1
 
     def _apply_next(self) -> int:
+        raw = self._pending.popleft()
+        size_cost = len(memoryview(raw)) // _EVENT_BYTES_PER_BLOCK
         try:
-            event = kv_events.decode_event(self._pending.popleft())
+            event = kv_events.decode_event(raw)
         except kv_events.Malformed:
             self._on_malformed()
-            return _MESSAGE_COST
+            return _MESSAGE_COST + size_cost
         if event is None:
-            return 1
+            return 1 + size_cost
         owner = self._owner
-        cost = owner.exact.index.apply(self.engine, event)
+        cost = max(size_cost, owner.exact.index.apply(self.engine, event))
         if isinstance(event, kv_events.AllBlocksCleared):
             owner.on_cleared(self.endpoint)
         return cost

@@ -3,7 +3,8 @@
 It works behind the choice of the endpoint: no request waits for it. An engine is sent the bytes of
 the client, at `/render` beneath the path of the API, or at `/tokenize` where it has none, and only
 for prompts of which something is not yet mapped (`prefix_cache.exact_prefixes`). A server for rendering
-is asked before the engine, if there is one.
+is asked before the engine, if there is one. Neither is trusted: redirects are not followed, compressed
+answers are not read, and nothing is built of an answer but its tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import ssl
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import aiohttp
 import msgspec
@@ -44,8 +46,8 @@ _NUM_WORKERS = 4
 #: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
 _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 
-#: Bytes of a body at most, and of an answer: half a million tokens.
-_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
+#: Bytes of a body at most, and of an answer: 300,000 tokens, or 30 ms of the event loop.
+_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 2 * 1024 * 1024
 
 #: Characters of the identifier of an image at most, which is in the key of every block of it; a client
 #: may choose it.
@@ -64,7 +66,15 @@ _FAILED_PAUSE_S, _ABSENT_PAUSE_S = 5.0, 60.0
 #: Engines that are remembered (count).
 _MAX_ENGINES = 4096
 
-_JSON: Final = {"content-type": "application/json"}
+_HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
+
+#: Bytes of identifiers and places of images in an answer at most: some 400 images.
+_MAX_FEATURES_BYTES = 64 * 1024
+
+
+class _Features(msgspec.Struct, gc=False):
+    mm_hashes: msgspec.Raw = msgspec.Raw(b"null")
+    mm_placeholders: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Rendered(msgspec.Struct, gc=False):
@@ -72,7 +82,14 @@ class _Rendered(msgspec.Struct, gc=False):
 
     token_ids: list[int] | None = None
     tokens: list[int] | None = None
-    features: Any = None
+    features: _Features | None = None
+
+
+class _RenderedPrompts(msgspec.Struct, array_like=True, gc=False):
+    """Answer to several prompts, or to one."""
+
+    first: _Rendered | None = None
+    second: msgspec.Raw = msgspec.Raw()
 
 
 class _UnmappedPrompt(msgspec.Struct, frozen=True):
@@ -108,7 +125,8 @@ class RenderServer(msgspec.Struct, frozen=True):
     model: str = ""
 
 
-_decode = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
+_decode = msgspec.json.Decoder(_Rendered).decode
+_decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
 
 
 class PromptRenderer:
@@ -196,7 +214,12 @@ class PromptRenderer:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         connector = aiohttp.TCPConnector(ssl=self._tls or True, limit=_NUM_WORKERS)
         async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            aiohttp.ClientSession(
+                connector=connector,
+                timeout=timeout,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            ) as session,
             asyncio.TaskGroup() as tasks,
         ):
             for number in range(_NUM_WORKERS):
@@ -242,7 +265,7 @@ class PromptRenderer:
         paths = _PATHS[prompt.api]
         while engine.path < len(paths):
             url = f"{self._scheme}://{prompt.address}{paths[engine.path]}"
-            async with session.post(url, data=prompt.body, headers=_JSON) as response:
+            async with _post(session, url, prompt.body) as response:
                 if response.status in _ABSENT:
                     engine.path += 1
                     continue
@@ -276,7 +299,7 @@ class PromptRenderer:
             body = body if edit is None else edit.apply(body)
         url = f"{server.url}{_PATHS[prompt.api][0]}"
         try:
-            async with session.post(url, data=body, headers=_JSON) as response:
+            async with _post(session, url, body) as response:
                 if response.status == 200:
                     return self._map(prompt, await _read(response))
                 if _is_refused(response.status):
@@ -288,18 +311,16 @@ class PromptRenderer:
 
     def _map(self, prompt: _UnmappedPrompt, answer: bytes) -> PromptResult:
         try:
-            rendered = _decode(answer)
-            if isinstance(rendered, list):
-                if len(rendered) != 1:
-                    return "unsupported"  # several prompts in one request
-                rendered = rendered[0]
+            rendered = _read_rendered(answer)
+            if rendered is None:
+                return "unsupported"
             tokens = array("I", rendered.token_ids or rendered.tokens or ())
-        except (msgspec.DecodeError, OverflowError, RecursionError):
+            placeholders = _read_placeholders(rendered.features)
+        except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
             self._pause(prompt.address, _FAILED_PAUSE_S)
             return "failed"
         if not tokens:
             return "failed"
-        placeholders = canonical_prompt.read_placeholders(rendered.features)
         # `/tokenize` leaves the tokens of images out.
         if len(placeholders) < prompt.num_media or any(
             len(identifier) > _MAX_IDENTIFIER for *_, identifier in placeholders
@@ -326,6 +347,41 @@ class PromptRenderer:
 
     def _pause(self, address: str, seconds: float) -> None:
         self._engine(address).paused_until = self._clock() + seconds
+
+
+def _post(
+    session: aiohttp.ClientSession, url: str, body: bytes
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    return session.post(url, data=body, headers=_HEADERS, allow_redirects=False)
+
+
+def _read_rendered(answer: bytes) -> _Rendered | None:
+    """The prompt in an answer; None for several prompts.
+
+    Raises:
+        msgspec.DecodeError, RecursionError: It is no answer.
+    """
+    if not answer.lstrip().startswith(b"["):
+        rendered: _Rendered = _decode(answer)
+        return rendered
+    prompts = _decode_prompts(answer)
+    return None if bytes(prompts.second) else prompts.first
+
+
+def _read_placeholders(features: _Features | None) -> Sequence[tuple[int, int, str]]:
+    """(offset, length, identifier) of each image, video and audio; none where that is too long.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: It is malformed.
+    """
+    if features is None:
+        return ()
+    hashes, places = bytes(features.mm_hashes), bytes(features.mm_placeholders)
+    if len(hashes) + len(places) > _MAX_FEATURES_BYTES:
+        return ()
+    return canonical_prompt.read_placeholders(
+        {"mm_hashes": msgspec.json.decode(hashes), "mm_placeholders": msgspec.json.decode(places)}
+    )
 
 
 def _is_refused(status: int) -> bool:

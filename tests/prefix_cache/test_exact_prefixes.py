@@ -88,6 +88,18 @@ def test_oldest_prompts_are_given_up_with_what_only_they_have():
     assert len(prompts) == 2
 
 
+def test_prompts_without_a_full_block_are_given_up_too():
+    """Of engines with long blocks, and of one that answers with a single token for every prompt."""
+    prompts = PromptMap(SCHEDULE.cuts, max_blocks=50)
+    for number in range(100):
+        prompt = b"%08d" % number * 20
+        prompts.add(chain(prompt), [], tokens=1, block_tokens=SIZE, prompt_bytes=len(prompt))
+        prompts.add(chain(prompt), [], tokens=1, block_tokens=SIZE, prompt_bytes=len(prompt))
+    assert len(prompts) == 50 // len(chain(prompt)) == 25
+    assert prompts.covers(chain(prompt))
+    assert len(prompts._at) == 50
+
+
 def test_match_says_what_each_engine_holds():
     """Depths are in blocks of tokens; unmapped prompts have none."""
     found, engine = exact()

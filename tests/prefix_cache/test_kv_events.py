@@ -185,6 +185,16 @@ def test_blocks_of_sliding_windows_are_no_prefixes():
         pytest.param([1.0, [[]]], id="event without a tag"),
         pytest.param([1.0, [3]], id="event of another type"),
         pytest.param([1.0, bytes(2_000_000)], id="too many bytes"),
+        pytest.param(
+            [
+                1.0,
+                [
+                    _MAP
+                    | {"block_hashes": [1] * 300, "token_ids": None, "extra_keys": [[1] * 64] * 300}
+                ],
+            ],
+            id="too many extra keys",
+        ),
     ],
 )
 def test_malformed_batches_are_refused(batch):
@@ -217,6 +227,10 @@ _FIELDS = st.dictionaries(st.sampled_from(sorted(_MAP)), _VALUES)
 @example(b"\x91" * 100_000)
 @example(b"\x92\x00\x91" + b"\x91" * 100_000)
 @example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x81\xa1\xff\x91")
+@example(b"\x92\x00\x91\x91\xa2\xff\xfe")
+@example(b"\x92\x00\x91\x81\xa4type\xa2\xff\xfe")
+@example(b"\x92\x00\x91\x93\xacBlockRemoved\x91\x01\xa2\xff\xfe")
 def test_any_bytes_have_an_answer(payload):
     """An event, none, or the one exception: nothing else."""
     try:

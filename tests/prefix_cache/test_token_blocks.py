@@ -2,6 +2,7 @@
 
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,6 +141,35 @@ def test_a_cleared_engine_holds_nothing_at_once_and_is_complete():
     assert steps > 1
     assert index.num_keys == 1
     assert index.open().bit == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(BlockStored([5], None, tokens(1, 1), 2 * SIZE), id="other size"),
+        pytest.param(stored(range(11), range(11)), id="more than fit"),
+        pytest.param(stored([5], [5], parent=77), id="unknown parent"),
+    ],
+)
+def test_an_engine_of_which_blocks_were_dropped_is_not_complete(event):
+    """What it holds besides is estimated, until it is empty; no engine decides that for another."""
+    index = TokenBlockIndex(10)
+    first, engine = index.open(), index.open()
+    index.apply(first, stored([1], [1]))
+    index.set_complete(engine)
+    index.apply(engine, event)
+    assert (engine.is_complete, engine.has_gap) == (False, True)
+    index.apply(engine, AllBlocksCleared())
+    assert (engine.is_complete, engine.has_gap) == (True, False)
+
+
+def test_clearing_an_empty_cache_again_and_again_takes_no_bits():
+    """Nothing grows, and a turn of the event loop does few."""
+    index = TokenBlockIndex(10)
+    engine = index.open()
+    assert {index.apply(engine, AllBlocksCleared()) for _ in range(100)} == {32}
+    assert index.num_slots == 1
+    assert not index.sweep(0)
 
 
 _EVENTS = st.lists(

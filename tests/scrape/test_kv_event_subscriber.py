@@ -426,6 +426,30 @@ def test_messages_of_other_forms_are_malformed():
     run_async(test())
 
 
+@pytest.mark.parametrize(
+    ("event", "most"),
+    [
+        pytest.param(["BlockStored", [1], None, [1] * 65_536, 65_536], 4, id="long blocks"),
+        pytest.param(["Unknown", "x" * 65_536], 4, id="unknown events"),
+        pytest.param(["AllBlocksCleared"], 8, id="cleared caches"),
+        pytest.param(["BlockStored", [1], None, list(range(16)), 16], 128, id="usual blocks"),
+    ],
+)
+def test_a_turn_does_as_much_as_its_events_cost(event, most):
+    """Engines choose what is in a message; the event loop is held for as long by any of them."""
+
+    async def test():
+        engine = Engine()
+        async with running(engine) as subscriber:
+            subscription = subscriber.subscription
+            events = [msgspec.Raw(msgspec.msgpack.encode(event))] * 200
+            subscription._pending.extend(events)
+            subscription.work(128)
+            assert 200 - most <= len(subscription._pending) < 200
+
+    run_async(test())
+
+
 def test_settings_need_the_extra(monkeypatch):
     """Without it the error says how to install it."""
     kv_event_subscriber.require(KvEventsSection(enabled=True))

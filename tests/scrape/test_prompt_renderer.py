@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import tracemalloc
 from array import array
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from extproc.prefix_cache import blocks
 from extproc.prefix_cache.exact_prefixes import ExactPrefixes
 from extproc.prefix_cache.kv_events import BlockStored
 from extproc.request import HttpRequest, InferenceRequest, MediaSpan
-from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer
+from extproc.scrape.prompt_renderer import PromptRenderer, RenderServer, _UnmappedPrompt
 from extproc.supervision import Supervisor
 from tests.scrape.conftest import Server, answer, serving
 
@@ -33,6 +35,10 @@ def features(identifier):
 
 def reply(document, **fields):
     return answer(json.dumps(document).encode(), **fields)
+
+
+#: An answer that is compressed though extproc asks for none that is: a few bytes may be gigabytes.
+ZIPPED = answer(gzip.compress(json.dumps(RENDERED).encode()), fields=["content-encoding: gzip"])
 
 
 def exact():
@@ -110,6 +116,21 @@ async def mapped(server, renderer, *, body=b'{"a": 1}', **fields):
         ([answer(b"no json")], {}, ["failed"]),
         ([answer(b"[" * 100_000)], {}, ["failed"]),
         ([answer(b" " * 5_000_000)], {}, ["failed"]),
+        (
+            [answer(b'{"token_ids": [1], "features": {"mm_hashes": {"\xff": 1}}}')],
+            {},
+            ["failed"],
+        ),
+        (
+            [reply(RENDERED | {"features": features("x" * 99_999)})],
+            {"media": IMAGE},
+            ["unsupported"],
+        ),
+        ([answer(b'{"token_ids": [1], "x": "\xff"}')], {}, ["mapped"]),
+        ([answer(b"[]")], {"api": "completions"}, ["unsupported"]),
+        ([reply(RENDERED | {"features": {"mm_hashes": {}}})], {}, ["mapped"]),
+        ([reply(RENDERED | {"features": {"mm_hashes": None}})], {}, ["mapped"]),
+        ([ZIPPED], {}, ["failed"]),
         ([reply(RENDERED)], {"body": b'{"cache_salt": "s"}'}, ["unsupported"]),
         ([reply(RENDERED)], {"api": "embeddings"}, []),
         ([reply(RENDERED)], {"body": b""}, []),
@@ -124,6 +145,53 @@ def test_each_answer_has_a_result(script, fields, expected):
             assert await mapped(server, renderer, **fields) == expected
             assert prefixes.prompts.covers(CHAIN) == (expected == ["mapped"])
             assert not renderer.num_unmapped
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("status", ["302 Found", "307 Temporary Redirect"])
+def test_redirects_are_not_followed(status):
+    """No engine makes extproc send requests to an address of its choice."""
+
+    async def test():
+        async with serving(Server(reply(RENDERED))) as other:
+            location = f"location: http://127.0.0.1:{other.port}/v1/chat/completions/render"
+            async with running(answer(b"", status=status, fields=[location])) as (
+                server,
+                _,
+                renderer,
+            ):
+                assert await mapped(server, renderer) == ["failed"]
+                assert b"accept-encoding: identity\r\n" in server.requests[0].lower()
+                assert not other.requests
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"token_ids": [%b1]}' % (b"1," * 1_000_000), id="tokens"),
+        pytest.param(
+            b'{"token_ids": [1], "features": {"mm_hashes": {"a": [%b1]}}}' % (b"[]," * 600_000),
+            id="hashes",
+        ),
+        pytest.param(b"[%b{}]" % (b"{}," * 600_000), id="prompts"),
+        pytest.param(b'{"token_ids": [1], "more": [%b{}]}' % (b"{}," * 600_000), id="unknown"),
+    ],
+)
+def test_work_on_an_answer_is_bounded(body):
+    """Nothing is built of an answer but its tokens, whatever an engine puts into it."""
+
+    async def test():
+        async with running() as (server, _, renderer):
+            prompt = _UnmappedPrompt("e", "e", "chat", b"", CHAIN, "", 192, 0, 0.0)
+            tracemalloc.start()
+            renderer._map(prompt, body)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 12 * len(body)
+            assert not server.requests
 
     asyncio.run(test())
 
