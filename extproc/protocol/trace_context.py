@@ -15,6 +15,9 @@ import msgspec
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 
+#: Longest `tracestate` that spans carry (characters): what W3C Trace Context demands at least.
+_MAX_TRACESTATE: Final = 512
+
 #: Characters of a `traceparent` of version 00, which later versions may only extend.
 _LENGTH: Final = 55
 
@@ -41,7 +44,7 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
         flags: Flags as a number, 0..3; bit 0 says that the trace is sampled.
         parent_span_id: Span of the caller, which `span_id` is a child of; empty where it has none
             or is the caller's itself.
-        tracestate: Value of `tracestate`, as it came.
+        tracestate: Value of `tracestate`, as it came; empty for one that is too long.
     """
 
     trace_id: str
@@ -132,12 +135,13 @@ class TraceSampler:
             is_sampled = int(caller.trace_id[16:], 16) < self._bound
         if not is_sampled:
             return None
+        state = headers.get(TRACESTATE, "")
         return TraceContext(
             caller.trace_id,
             self.make_span_id(),
             caller.flags | _SAMPLED,
             caller.span_id,
-            headers.get(TRACESTATE, ""),
+            state if len(state) <= _MAX_TRACESTATE else "",
         )
 
     def make_span_id(self) -> str:

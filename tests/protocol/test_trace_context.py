@@ -106,6 +106,13 @@ def test_span_is_a_child_of_the_clients():
     assert context.span_id != SPAN
 
 
+def test_a_long_tracestate_is_left_out():
+    """Clients choose it, and spans wait in memory."""
+    for length, kept in ((512, 512), (513, 0), (60_000, 0)):
+        context = start(sampler(0.0), client=SAMPLED, tracestate="a=" + "x" * (length - 2))
+        assert len(context.tracestate) == kept
+
+
 def test_unsampled_client_is_not_traced():
     """A client that does not sample decides for us, and its header stays as it is."""
     assert start(sampler(), client=UNSAMPLED) is None
