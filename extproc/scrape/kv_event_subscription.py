@@ -125,7 +125,7 @@ class EngineSubscription:
 
     @property
     def _is_all_known(self) -> bool:
-        """Whether every batch was taken in, with all of its blocks."""
+        """True if every batch was taken in, with all of its blocks."""
         return self._is_from_start and not self.engine.has_gap
 
     def open(self) -> None:

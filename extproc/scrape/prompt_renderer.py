@@ -46,8 +46,9 @@ _NUM_WORKERS = 4
 #: Prompts that wait (count), and bytes of their bodies; beyond, prompts are not mapped.
 _MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 16 * 1024 * 1024
 
-#: Bytes of a body at most, and of an answer: 300,000 tokens, or 30 ms of the event loop.
-_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 2 * 1024 * 1024
+#: Bytes of a body at most, of an answer, and of the tokens in it: 300,000, or 30 ms of the event loop.
+_MAX_BODY_BYTES, _MAX_ANSWER_BYTES = 1024 * 1024, 4 * 1024 * 1024
+_MAX_TOKENS_BYTES = 2 * 1024 * 1024
 
 #: Characters of the identifier of an image at most, which is in the key of every block of it; a client
 #: may choose it.
@@ -80,8 +81,8 @@ class _Features(msgspec.Struct, gc=False):
 class _Rendered(msgspec.Struct, gc=False):
     """Answer of `/render`, or of `/tokenize`."""
 
-    token_ids: list[int] | None = None
-    tokens: list[int] | None = None
+    token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    tokens: msgspec.Raw = msgspec.Raw(b"null")
     features: _Features | None = None
 
 
@@ -126,6 +127,7 @@ class RenderServer(msgspec.Struct, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_Rendered).decode
+_decode_tokens = msgspec.json.Decoder(list[int] | None).decode
 _decode_prompts = msgspec.json.Decoder(_RenderedPrompts).decode
 
 
@@ -314,7 +316,7 @@ class PromptRenderer:
             rendered = _read_rendered(answer)
             if rendered is None:
                 return "unsupported"
-            tokens = array("I", rendered.token_ids or rendered.tokens or ())
+            tokens = _read_tokens(rendered.token_ids) or _read_tokens(rendered.tokens)
             placeholders = _read_placeholders(rendered.features)
         except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
             self._pause(prompt.address, _FAILED_PAUSE_S)
@@ -366,6 +368,16 @@ def _read_rendered(answer: bytes) -> _Rendered | None:
         return rendered
     prompts = _decode_prompts(answer)
     return None if bytes(prompts.second) else prompts.first
+
+
+def _read_tokens(raw: msgspec.Raw) -> array[int]:
+    """Tokens in an answer; none where they are too long.
+
+    Raises:
+        msgspec.DecodeError, OverflowError: They are no tokens of 32 bits.
+    """
+    encoded = bytes(raw)
+    return array("I", _decode_tokens(encoded) or () if len(encoded) <= _MAX_TOKENS_BYTES else ())
 
 
 def _read_placeholders(features: _Features | None) -> Sequence[tuple[int, int, str]]:
