@@ -48,7 +48,6 @@ class FilterResult(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: Kind of the filter.
-        survivors: Candidates it passed.
         branches: The way through it in order, where it is a tree.
     """
 
@@ -420,11 +419,7 @@ _NO_ENDPOINTS_YET = Deferral(math.inf, _NO_ENDPOINTS)
 
 
 def model_not_found(name: str, known: Iterable[str]) -> Rejection:
-    """No endpoint serves the model, and the models of all are known: 404.
-
-    Args:
-        known: Models that are served.
-    """
+    """No endpoint serves the model, and the models of all are known: 404."""
     names = sorted(known)
     shown = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:

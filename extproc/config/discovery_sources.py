@@ -24,7 +24,6 @@ class DiscoveryContext(msgspec.Struct, frozen=True, kw_only=True):
         flag_entries: Endpoints of the configuration and the command line.
         store: Receiver of the endpoints.
         rng: Source of randomness.
-        on_event: Called with every discovery event.
         supervisor: Receives successes and failures of steps.
     """
 

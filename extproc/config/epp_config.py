@@ -40,7 +40,6 @@ class BoundParameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A parameter of an older filter that became a condition of `utilization-filter`.
 
     Attributes:
-        metric: The metric of the condition.
         parameter: The older parameter, the bound.
         default: Its default, in the unit of the metric; None if upstream had none.
     """

@@ -289,7 +289,6 @@ class CustomMetric(
     """Metric that upstream stores as an attribute.
 
     Attributes:
-        attribute_key: Name of the attribute.
         metric_spec: Selector of its samples.
     """
 
@@ -303,7 +302,6 @@ class EngineMetrics(
     """Metrics of one engine type; only the custom ones are acted on.
 
     Attributes:
-        name: The engine type.
         custom_metrics: Metrics to read as attributes.
     """
 

@@ -40,7 +40,6 @@ class KubernetesPlan(msgspec.Struct, frozen=True):
     """The watched objects, and the pools they belong to.
 
     Attributes:
-        settings: Settings of Kubernetes discovery.
         pools: Names of configured pools by source key; a key without an entry belongs to a
             discovered pool.
     """

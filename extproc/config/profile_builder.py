@@ -45,10 +45,8 @@ class ResolvedProfiles(msgspec.Struct, frozen=True):
 
     Attributes:
         profile: Profile of models without rules of their own.
-        by_model: Profiles by model name.
         origins: Inputs of the profiles by model name; None is the key of `profile`.
         shadow: Profile of the shadow; None without one.
-        shadow_origin: Inputs of that profile.
     """
 
     profile: SchedulerProfile

@@ -256,7 +256,6 @@ def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
 
     Args:
         running: Settings with which a process was started.
-        wanted: Settings that it reads.
         where: The file of `running`, for people.
     """
     return Comparison(where, tuple(find_changes(running, wanted)), refusal(running, wanted))

@@ -54,7 +54,6 @@ class TracePlan(msgspec.Struct, frozen=True):
 
     Attributes:
         exporter: `otlp`, or `console`, which prints spans as JSON on standard output.
-        protocol: Protocol of OTLP.
         ratio: Share of traces that are sampled by chance, 0..1.
         is_parent_based: Whether the decision of the caller comes first.
         max_queued_spans: Spans that wait for export; more are dropped (count).

@@ -63,7 +63,6 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of one engine; None for what it does not say.
 
     Attributes:
-        pool: Name of its pool.
         address: `ip:port`.
         models: Names that it serves, the first of them and how many others.
         models_hash: Hash of all these names; 0 where they are unknown.

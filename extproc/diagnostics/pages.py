@@ -37,7 +37,6 @@ class PickerPages(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: Address of the port.
-        ready: Page `/readyz`.
         pools: Page `/debug/pools`.
     """
 
@@ -51,8 +50,6 @@ class EnginePages(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pool: Name of its pool; empty for a pool without a name.
-        endpoint: The engine.
-        metrics: Its metrics page.
         metrics_s: Duration of the request for that page (seconds).
         received_at: Unix seconds at which that page was complete, by our clock.
         health: Page `/health`.

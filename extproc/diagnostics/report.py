@@ -29,7 +29,6 @@ class InstallationPages(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         envoy: Pages of Envoy; None if none was named.
         picker: Pages of extproc; None if none was named.
-        engines: Results of engines.
         endpoints: Endpoints by the name of their pool, whether looked at or not.
     """
 

@@ -20,7 +20,6 @@ class EndpointBits(msgspec.Struct, frozen=True):
 
     Attributes:
         for_target: Bits of the endpoints that can serve a target; 0 where none can.
-        for_addresses: Bits of the endpoints at these addresses.
         version: Source of the bits; the driver compares it to detect changes.
     """
 

@@ -39,11 +39,7 @@ class CallHalfClosed(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallTerminated(msgspec.Struct, frozen=True, gc=False):
-    """A call ended without the server having ended it: canceled, or it broke a rule or a limit.
-
-    Attributes:
-        stream_id: The call.
-    """
+    """A call ended without the server having ended it: canceled, or it broke a rule or a limit."""
 
     stream_id: int
 

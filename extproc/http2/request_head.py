@@ -98,8 +98,6 @@ class PartialHeaderBlock:
     """Header block whose CONTINUATION frames are still to come.
 
     Args:
-        stream_id: Its stream.
-        fragment: Fragment of the HEADERS frame.
         is_end_of_stream: True if HEADERS ended the stream.
     """
 

@@ -43,7 +43,6 @@ class Imputation(msgspec.Struct, frozen=True):
     Attributes:
         counted: The endpoints, with their pages and the requests of others as they count; `NO_LOAD`
             where neither its own page nor any other one says anything.
-        pages: The pages of `Candidate.page`.
         stale: Whether the page is too old.
         measured: Whether the page shows how much of the memory is in use.
         held_tokens: KV tokens in use of those whose page is void.

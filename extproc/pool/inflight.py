@@ -38,8 +38,6 @@ class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         load: Load that it was computed from.
         known: Names that were known to be adapters then.
-        full: Every slot is in use.
-        room: A slot is free.
         idle: Adapters predicted as loaded, in use or not.
     """
 
@@ -204,7 +202,6 @@ class InflightLoad:
         """Charge open requests as a record of this account shows them; for a new account.
 
         Args:
-            prompt_tokens: Prompt tokens of all of them.
             queued_tokens: Uncached prompt tokens that are not yet computed.
         """
         for at in range(requests):
@@ -399,7 +396,6 @@ class Reservation(msgspec.Struct, eq=False):
         sent: `InflightLoad.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         at: Monotonic seconds at which it was opened.
-        endpoint: Endpoint that is charged.
         blocks: The prompt's chain while it may have to be taken back; empty when it stands.
         sole_endpoint: Whether no other endpoint was named that may answer in its place.
         refused: Whether it was answered, and not served.

@@ -96,7 +96,6 @@ def find_flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, 
     """Flaws of a page, as a bit mask.
 
     Args:
-        progress: Progress with this page.
         served: `InflightLoad.served` when the page was requested.
     """
     bits = 0

@@ -329,7 +329,6 @@ class BytesPerTokenEstimator:
         which both finished as many.
 
         Args:
-            load: The scrape.
             texts: Our answered requests there since the last window began, by model: how many, and
                 bytes of their prompts.
             answered: Our answered requests there since it came (count).

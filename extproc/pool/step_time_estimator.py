@@ -413,7 +413,6 @@ class RecursiveLeastSquares:
             total: Sum of the row, in any unit, above 0; its size does not change the weight of the
                 row.
             keep: Share of the past that it leaves, 0..1.
-            weight: Weight of this row, 0..1.
         """
         vector = self._vector
         shares = [factor / total for factor in row]

@@ -204,7 +204,6 @@ class PoolStore:
         """Take in a scrape of one engine.
 
         Args:
-            tokens: Of all its members.
             loads: Their loads, aligned with `tokens`.
         """
         pages = [
@@ -328,7 +327,6 @@ class PoolStore:
 
         Args:
             endpoint: The endpoint, in its incarnation when its models were requested.
-            models: Models that it listed.
         """
         members = self._pool.ranks_at(endpoint.host_port)
         if not members or members[0].endpoint.engine != endpoint.engine:

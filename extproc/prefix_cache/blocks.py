@@ -185,7 +185,6 @@ def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> array[
 
     Args:
         prompt: The prompt as the engine will see it.
-        seed: See `seed`.
 
     Returns:
         One 60-bit hash per full block, from the root to the tail; packed, because a request keeps its

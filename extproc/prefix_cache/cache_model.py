@@ -228,9 +228,7 @@ class CacheModel:
 
         Args:
             blocks: Its prompt's chain.
-            prompt_tokens: Its length.
             cached_tokens: Of these, tokens predicted as cached there.
-            bytes_per_token: Bytes per token of its prompt.
         """
         state = self.state_of(endpoint)
         state.requests += 1
@@ -257,9 +255,7 @@ class CacheModel:
         Args:
             endpoint: The endpoint, in its incarnation when the request was sent.
             blocks: Its prompt's chain.
-            prompt_tokens: Its length.
             cached_tokens: Of these, tokens that were predicted as cached.
-            bytes_per_token: Bytes per token of its prompt.
         """
         known = self._states.get(index_key(endpoint))
         if known is None:

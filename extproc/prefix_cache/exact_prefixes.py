@@ -67,7 +67,6 @@ class PromptMap:
 
     Args:
         cuts: Cumulative bytes by depth of a chain.
-        max_blocks: Token blocks of all prompts (count).
     """
 
     def __init__(self, cuts: Sequence[int], *, max_blocks: int = MAX_MAPPED_BLOCKS) -> None:
@@ -126,7 +125,6 @@ class PromptMap:
             chain: Hashes of its byte blocks, at least one.
             keys: Keys of its full token blocks.
             tokens: Its length in tokens, at least 1.
-            prompt_bytes: Its length in bytes.
             first_media: As of `MappedPrompt`.
         """
         if len(keys) > self._max_blocks:
@@ -254,7 +252,6 @@ class ExactPrefixes:
             chain: Hashes of its byte blocks, at least one.
             tokens: Its token ids, 32 bits each, at least one.
             adapter: LoRA adapter; empty for the base model.
-            prompt_bytes: Its length in bytes.
             placeholders: (offset in tokens, length in tokens, identifier) of each image, video and
                 audio.
         """

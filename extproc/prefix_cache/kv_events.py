@@ -62,7 +62,6 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
         hashes: Hashes by the engine, 64 bits each, in order; opaque.
         parent: Hash of the block before them; None for the root.
         tokens: Token ids, 32 bits each, packed; empty where only the place of blocks changed.
-        block_tokens: Tokens of a block.
         adapter: LoRA adapter; empty for the base model.
         extras: Per block, what besides tokens keeps it apart (a salt, images); empty for nothing.
         medium: Where they lie: `GPU`, `CPU`, or another tier.
@@ -309,7 +308,6 @@ def media_extras(
     Args:
         placeholders: (offset in tokens, length in tokens, identifier) of each item, in any order;
             one that begins in another is left out.
-        block_tokens: Tokens of a block.
         num_blocks: Full blocks of the prompt (count).
     """
     extras = [b""] * num_blocks

@@ -150,7 +150,6 @@ class CachedSpan:
     """Part of a run that one endpoint holds, between its neighbors in the LRU ring.
 
     Attributes:
-        run: The run.
         held_blocks: Blocks of the run that are held, from its head (count).
         age: Epoch of the last touch, see `PrefixIndex`.
         older: The neighbor that was touched before.
@@ -172,7 +171,6 @@ class EndpointCache:
 
     Args:
         capacity: Bound on `held` in blocks; 0 holds nothing.
-        totals: Counters of the spans of all caches.
 
     Attributes:
         capacity: Bound on `held`; 0 holds nothing.

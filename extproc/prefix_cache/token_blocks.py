@@ -39,7 +39,6 @@ class EngineBlocks:
     """Blocks on the device of one engine, or one rank of it. Changed by `TokenBlockIndex` only.
 
     Attributes:
-        bit: Its bit in the masks.
         is_complete: Whether every block that it holds is known; else those that it held when we began
             to listen are not.
         is_live: Whether its events arrive.
@@ -295,7 +294,6 @@ class TokenBlockIndex:
         depth at which engines end.
 
         Args:
-            keys: Keys of the chain.
             count: Blocks of it that count.
             guess: Depth at which the first engines ended before, and may end again; 0 for none.
 

@@ -53,9 +53,6 @@ class BodyBuffer(msgspec.Struct):
     Args:
         budget: Shared by all exchanges.
         limit_bytes: The most one body may have.
-
-    Attributes:
-        size_bytes: Bytes in the buffer.
     """
 
     _budget: BufferBudget
@@ -154,7 +151,6 @@ class UploadProgress(msgspec.Struct, frozen=True):
     Attributes:
         began: Monotonic seconds of the first observation.
         moved: Monotonic seconds at which this size was first observed.
-        size_bytes: Bytes received.
     """
 
     began: float

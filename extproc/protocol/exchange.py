@@ -67,8 +67,6 @@ class DeferredResponses(msgspec.Struct):
 
         Args:
             destination: Address of the chosen endpoint.
-            set_headers: Further request headers to set.
-            remove_headers: Request headers to remove.
             body_shown: Whether a body message waits for its answer.
             body: The replacement of the body; None leaves it unchanged.
         """
@@ -95,8 +93,6 @@ class DeferredResponses(msgspec.Struct):
 
         Args:
             destination: Address of the chosen endpoint.
-            set_headers: Further request headers to set.
-            remove_headers: Request headers to remove.
         """
         first: tuple[ProcessingResponse, ...] = ()
         if self.headers:

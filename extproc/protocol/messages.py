@@ -115,7 +115,6 @@ class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         headers: Headers of a headers or trailers message, names in lower case; of duplicates the
             last.
-        body: Bytes of a body message.
         end_of_stream: Nothing more comes in this direction, trailers included.
         modes: Body modes, on the message that declares them.
         hints: Metadata, if the message carries any.

@@ -155,8 +155,6 @@ class ModelNameResponseRewriter:
     """Replies that restore the client's model name in a response.
 
     Args:
-        restorer: Changes the bytes.
-        mode: Traits of the mode in which the body is shown.
         length: The `content-length` of the answer; empty when it has none.
     """
 

@@ -37,8 +37,6 @@ class RecordedDecision(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         key: Process and number: the key of its end.
         unix_s: Unix time of the decision.
-        row: The row.
-        chosen: The chosen endpoint.
         candidates: Candidates of the scheduler; empty where they were left out.
     """
 
@@ -60,10 +58,7 @@ class RecordedEndpoint(msgspec.Struct, gc=False):
     """An endpoint as the rows until now have it. Mutable; owned by the reader.
 
     Attributes:
-        endpoint: The endpoint.
-        pool: Name of its pool.
         state: Its last state; None before the first.
-        load: Load of this state.
         page: As in `Candidate`.
     """
 

@@ -107,13 +107,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     """A decision that waits for its row.
 
     Attributes:
-        n: Its number.
         at: Monotonic seconds of the decision.
         decision: Without the prompt.
         blocks: Block hashes of the prompt.
         session: Hash of the session; 0 for none.
         affinity_seed: Hash by which ties are broken; None for none.
-        queued_s: Seconds that the request waited.
         pool: Name of the pool, where the decision does not name it.
     """
 
@@ -186,9 +184,6 @@ class Recording:
 
     def take(self, most: int) -> bytes:
         """Lines of the entries that wait, oldest first.
-
-        Args:
-            most: Entries to take at most (count).
 
         Returns:
             Complete lines; empty where nothing waits.
@@ -387,7 +382,6 @@ class Recordings:
         Args:
             decision: With its prompt and block hashes.
             slim: Without them.
-            queued_s: Seconds that the request waited.
             pool: Name of the pool, where the decision does not name it.
 
         Returns:
@@ -428,7 +422,6 @@ class Recordings:
         Args:
             status: HTTP status; empty without response headers.
             ttft_s: Seconds from the decision to the first token; None where unknown.
-            total_s: Seconds from the decision to the end.
             usage: Tokens that the engine reported, by kind.
         """
         read = usage.get

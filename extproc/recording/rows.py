@@ -52,7 +52,6 @@ class AddressRow(RecordingRow, frozen=True, kw_only=True, omit_defaults=True, ta
         n: Its number in this recording.
         address: `ip:port`.
         name: Its name; empty for none.
-        labels: Its labels.
         pool: Name of its pool; empty where there is one.
     """
 
@@ -161,14 +160,11 @@ class DecisionRow(RecordingRow, frozen=True, omit_defaults=True, tag="decision")
         profile: Name of the scheduling profile.
         picker: Kind of the picker.
         degraded: Why the decision was degraded; empty for a normal one.
-        api: API surface.
-        model: Name of the model.
         adapter: LoRA adapter, where it is named apart from the model.
         prompt_tokens: Estimated prompt tokens.
         prompt_bytes: Bytes they are estimated from; 0 where they are exact.
         max_tokens: Limit of the answer; None without one.
         is_stream: Whether the client requested a streamed answer.
-        priority: Priority of the request.
         session: Hash of the session, 60 bits; 0 for none.
         affinity_seed: Hash of session or first user message by which ties are broken, 32 bits; None
             without either.
@@ -210,7 +206,6 @@ class EndRow(RecordingRow, frozen=True, omit_defaults=True, tag="end"):
         status: HTTP status; empty without response headers.
         ttft_s: Seconds from the decision to the first chunk of a stream; None where chunks were not
             shown.
-        total_s: Seconds from the decision to the end.
         prompt_tokens: As the engine reported; None where it did not, as are the next two.
         cached_tokens: Of these, tokens found in its cache.
         output_tokens: Tokens of the answer.

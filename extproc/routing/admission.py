@@ -133,7 +133,6 @@ def admit(
     a cost model the free ones are all there is to choose among.
 
     Args:
-        run_profile: Runs the profile over candidates.
         candidates: Eligible endpoints, at least one.
         limit_s: Wait above which an endpoint has no capacity (seconds).
         may_defer: Whether it may wait for an endpoint while another one has a place.

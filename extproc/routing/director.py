@@ -274,7 +274,6 @@ class Director:
         Args:
             chain: Block hashes of the prompt, 64 bits each, root first.
             target: Adapter or model name.
-            size: Size of the prompt.
             cached_tokens: Of its tokens, those predicted as cached there.
             from_peers: Whether another picker sent it.
         """
@@ -352,7 +351,6 @@ class Director:
             member: Member of the current pool.
             chain: A prompt's block hashes, root first, `max_blocks` at most.
             target: Adapter or model name.
-            size: Size of the prompt.
         """
         ratio = self._store.bytes_per_token.mean_ratio(target, size)
         return self.scheduler.estimate_cached_tokens(member, chain, bytes_per_token=ratio)

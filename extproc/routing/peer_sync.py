@@ -46,7 +46,6 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=F
 
     Attributes:
         number: Number of the request, counted from 1 by its replica.
-        pool: Name of the pool.
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
         prompt_bytes: Bytes the tokens are estimated from; 0 when they are exact.
@@ -82,7 +81,6 @@ class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=Fal
 
     Attributes:
         until: The latest number.
-        numbers: Numbers of the open requests.
         serial: Number of the list, counted from 1 by its replica; 0 from versions without it.
     """
 
@@ -103,7 +101,6 @@ class PeerMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         picker: Name of the picker in this life; no other has it, nor had it.
-        facts: Its events.
     """
 
     picker: _PickerName
@@ -135,7 +132,6 @@ class PeerEventLog:
     """Events of this replica that wait to be sent. Mutable; it has a single owner.
 
     Args:
-        picker: Its name.
         on_waiting: Called when the first fact waits.
     """
 
@@ -198,11 +194,7 @@ class PeerEventLog:
 
 
 class PoolEventLog:
-    """The event log as the director of a pool writes to it.
-
-    Args:
-        event_log: Log of the process.
-    """
+    """The event log as the director of a pool writes to it."""
 
     __slots__ = ("_event_log", "_pool")
 

@@ -248,7 +248,6 @@ class ModelCard(msgspec.Struct, frozen=True):
         object: Always `model`.
         created: Unix seconds; 0, because engines do not agree.
         owned_by: Always the name of this server.
-        root: The base model.
         parent: The base model of an adapter; None for a base model.
     """
 

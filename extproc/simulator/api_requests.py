@@ -18,7 +18,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         model: Base model or adapter; None when the body names none.
-        prompt: The rendered prompt.
         max_tokens: Tokens wanted; None when the body does not say.
         stream: Whether the answer is to be streamed.
         include_usage: Whether a stream is to end with the usage.

@@ -25,9 +25,7 @@ class GenerationAnswer(msgspec.Struct, frozen=True, gc=False):
         id: Request id, without the surface's prefix.
         model: The model name as asked for.
         created: Unix time in whole seconds.
-        prompt_tokens: Prompt length.
         cached_tokens: How many of them were cached; None keeps it to ourselves.
-        text: All generated text.
         output_tokens: Its tokens.
         finish: `stop` or `length`.
     """

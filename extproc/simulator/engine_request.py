@@ -40,9 +40,7 @@ class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
     """Request that entered the batch for the first time.
 
     Attributes:
-        id: Which job.
         queued_s: Seconds it waited.
-        prompt_tokens: Its prompt length.
         cached_tokens: How many of them the prefix cache had.
     """
 
@@ -56,7 +54,6 @@ class FirstTokenProduced(msgspec.Struct, frozen=True, gc=False):
     """Request whose first token was computed.
 
     Attributes:
-        id: Which job.
         after_s: Seconds since it was submitted.
         computed_tokens: Prompt tokens that were not cached when it first entered the batch.
     """
@@ -70,7 +67,6 @@ class RequestFinished(msgspec.Struct, frozen=True, gc=False):
     """Request that was completed.
 
     Attributes:
-        job: Which job.
         submitted_at: When it arrived; as all times the caller's monotonic seconds.
         started_at: When it first entered the batch.
         first_token_at: When its prefill first ended.
@@ -92,13 +88,11 @@ class Outstanding(msgspec.Struct, frozen=True, gc=False):
     """Remaining work of a request in the engine.
 
     Attributes:
-        id: Which job.
         waiting: Whether it has not entered the batch.
         prompt_left: Tokens to compute before its next token; of a waiting job all, since what the
             cache will have then is not known.
         output_left: Tokens it has still to get.
         context: Tokens it holds in KV once they are computed, without those still to come.
-        adapter: Its adapter.
     """
 
     id: str

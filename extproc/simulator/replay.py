@@ -46,8 +46,6 @@ class Replay(msgspec.Struct, frozen=True):
 
     Attributes:
         where: The file.
-        traffic: Its requests.
-        fleet: Its engines.
         settings: Configuration of the picker that recorded.
         agreements: Recorded decisions made again, by each strategy; empty for a trace, which has none.
         columns: Strategies to simulate, the recorded one first.
@@ -72,7 +70,6 @@ class ReplayRun(msgspec.Struct, frozen=True):
     """One strategy with one seed.
 
     Attributes:
-        summary: What came of it.
         ttft_s: Seconds to the first token by request, by time of arrival; NaN where it failed or
             warmed up.
         is_complete: Whether every request ended within the simulated time.
@@ -87,7 +84,6 @@ class TtftComparison(msgspec.Struct, frozen=True):
     """Difference of two strategies in mean time to first token, over the same requests.
 
     Attributes:
-        strategy: The strategy that is compared.
         baseline: With which one.
         ratio: Its mean over that of the baseline.
         low: Lower end of the 95 % interval of the ratio.

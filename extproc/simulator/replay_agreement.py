@@ -38,7 +38,6 @@ class AgreementSummary(msgspec.Struct, frozen=True):
     """Number of decisions that came out as recorded.
 
     Attributes:
-        strategy: Name of the strategy.
         decisions: Decisions that were made again (count).
         agreed: Of these, decisions for the recorded endpoint.
         by_chance: Of these, decisions that came out so with another draw of chance only.

@@ -17,8 +17,6 @@ class Histogram:
 
     Attributes:
         counts: Observations per bucket, not cumulated.
-        count: All observations.
-        sum: Their sum.
     """
 
     __slots__ = ("bounds", "count", "counts", "sum")

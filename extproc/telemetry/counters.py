@@ -167,7 +167,6 @@ class ProcessCounters:
 
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
-        streams_open: Open streams now.
         trace_spans: Spans of traced requests, by result: `exported`, `failed`, `dropped`.
         recorded_rows: Decisions and ends of requests for recordings, by result: `recorded`,
             `dropped`, `failed`.
@@ -184,7 +183,6 @@ class ProcessCounters:
         large_body_duration_s: Time that these waited and were parsed.
         event_loop_lag_s: Delay of timers of the event loop.
         event_loop_lag_cpu_s: Part of these delays in which the thread of the loop computed.
-        xds: Counters of the xDS server.
         supervisor: Keeps loops alive, and counts their failures.
 
     A rejection before a pool was found counts under the default pool, which has the empty name if there

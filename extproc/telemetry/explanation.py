@@ -69,7 +69,6 @@ def describe_shadow(shadow: ShadowScheduler, now: float) -> Json:
     """Comparison of a shadow with what was routed, as JSON.
 
     Args:
-        shadow: The shadow of a pool.
         now: Monotonic seconds, for ages.
 
     Returns:
@@ -108,7 +107,6 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     """An outcome as JSON, with its reasons.
 
     Args:
-        outcome: Outcome of routing.
         health: Result of `health` at the time of the decision; None when unknown.
 
     Returns:
@@ -170,11 +168,7 @@ def _decision(outcome: Decision, health: Json | None) -> Json:
 
 
 def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
-    """A recorded request as JSON: a decision with its age and result, or a rejection.
-
-    Args:
-        record: Record of the decision log.
-    """
+    """A recorded request as JSON: a decision with its age and result, or a rejection."""
     if isinstance(record, RejectionRecord):
         return {
             "id": record.id,
@@ -203,11 +197,7 @@ def explain_record(record: DecisionRecord | RejectionRecord, now: float) -> Json
 
 
 def summarize_record(record: DecisionRecord | RejectionRecord, now: float) -> Json:
-    """A recorded request as one row of a list.
-
-    Args:
-        record: Record of the decision log.
-    """
+    """A recorded request as one row of a list."""
     if isinstance(record, RejectionRecord):
         return {
             "id": record.id,

@@ -39,11 +39,8 @@ class Exposition:
     """Renders the metrics page on demand.
 
     Args:
-        pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
         gauges: Readers of `PROCESS_GAUGES`, by name.
-        scaling: Returns the autoscaling metrics by name of the pool.
-        watches: Returns the metrics of Kubernetes watches.
         has_llmd_names: Whether metrics are served under the names of llm-d as well.
         about: Labels of `extproc_info`: which pool and profile this is.
     """

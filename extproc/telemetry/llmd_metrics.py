@@ -143,11 +143,8 @@ def llmd_families(
     """Yield all families.
 
     Args:
-        pools: Counters by name of the pool.
-        views: State by name of the pool.
         routing_s: Time to route a request.
         profile: Name of the scheduling profile, which stands for all plugins.
-        version: Version of extproc.
     """
     yield from _request_families(pools)
     for family in (*_pool_families(views), *_queue_families(pools, views)):

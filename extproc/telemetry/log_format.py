@@ -53,10 +53,6 @@ class EventRecord(logging.LogRecord):
 
     It names no line of code, no thread and no process: no format shows them, and finding them would
     take most of the time of a line.
-
-    Args:
-        name: Name of the logger.
-        fields: Values by name, without None.
     """
 
     def __init__(self, name: str, level: int, event: str, fields: Mapping[str, FieldValue]) -> None:

@@ -33,10 +33,7 @@ class MetricFamily:
     """Samples of one metric.
 
     Args:
-        kind: Type of the metric.
         name: Name without suffix: `_total`, `_info` and those of histograms are appended.
-        text: Help text.
-        labels: Names of the labels.
         samples: The first samples, as for `add`.
     """
 

@@ -53,7 +53,6 @@ class _LastMessage(logging.Filter):
     """Keeps the last message of the SDK out of the log: it would repeat with every batch.
 
     Attributes:
-        text: The message.
         template: The same without its values, which may be a header with a secret.
     """
 
@@ -80,7 +79,6 @@ class _CountedExporter(SpanExporter):
     """Exporter that counts spans, and logs the first failure and its end. Runs in the thread.
 
     Args:
-        exporter: Sends the spans.
         counts: Spans by result, `exported` or `failed`; updated here.
         messages: What the SDK says of failures.
     """
@@ -130,7 +128,6 @@ class OtlpTracer:
 
     Args:
         exporter: `otlp`, or `console` for JSON on standard output.
-        protocol: Protocol of OTLP.
         max_queued_spans: Spans that wait for export; more are dropped (count).
         max_batch_spans: Spans of an export (count).
         rng: Source of span ids; replicas need different ones.

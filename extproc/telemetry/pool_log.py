@@ -193,9 +193,6 @@ class RejectionLog:
     """Log of refused requests, by pool, status and cause: the first, then a count each minute.
 
     It reads counters, so that refusals cost no more than counting them.
-
-    Args:
-        pools: Returns counters by name of the pool.
     """
 
     def __init__(self, pools: Callable[[], Mapping[str, PoolCounters]]) -> None:

@@ -40,7 +40,6 @@ class PoolView(msgspec.Struct, frozen=True):
     """Values of one pool that the metrics page shows.
 
     Attributes:
-        pool: The snapshot.
         cache: Returns the prefix cache estimates of an endpoint.
         bytes_per_token: Learned prompt bytes per token, by model.
         ejections: Ejections of endpoints, by cause.

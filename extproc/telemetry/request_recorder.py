@@ -86,7 +86,6 @@ class RejectionRecord(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         id: Request id.
         at: Monotonic seconds of the rejection.
-        pool: Name of the pool.
         model: Model or adapter; empty where unknown.
         rejection: Response to the client, and its cause.
         trace_id: Sampled trace that it belongs to; empty without one.
@@ -130,7 +129,6 @@ class DecisionLog:
 
         Args:
             request_id: Id from the client or the data plane.
-            decision: The committed decision.
             pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)
@@ -450,8 +448,6 @@ class StreamRecorder:
     """Recorder of all streams.
 
     Args:
-        counters: Metrics of the process; updated here.
-        decisions: Log of recent decisions.
         recorder_type: Recorder of a request, which may log it as well.
         tracer: Sends the traces of requests; None sends none.
 

@@ -301,7 +301,6 @@ class RequestSeriesTable:
         """The series of a request, created where there is room.
 
         Args:
-            labels: Labels of the request.
             is_served: Whether an engine answered a request for its model.
             may_be_served: Whether an engine lists it, or some list none.
         """

@@ -42,13 +42,10 @@ class SpanRecord(msgspec.Struct, frozen=True):
     """Finished span, child of another one of its trace.
 
     Attributes:
-        name: Name of the operation.
         span_id: 16 hexadecimal digits.
         parent_span_id: The same of its parent; empty for the root of a trace.
         start_s: Monotonic seconds.
         end_s: Monotonic seconds, not before `start_s`.
-        attributes: Values by name.
-        events: Events in order.
         is_server: Whether it serves the request of another process.
         error: Cause of a failure; empty without one.
     """
@@ -78,10 +75,8 @@ class TracedRequest:
     """Observer of a traced request: reports to its recorder, and sends its spans at its end.
 
     Args:
-        recorder: Recorder of the request.
         trace: Its span.
         started_s: Monotonic seconds of the first message.
-        sink: Receiver of the spans.
     """
 
     def __init__(

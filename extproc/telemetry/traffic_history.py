@@ -142,11 +142,7 @@ class TrafficHistory:
         self._streams_ended = -1
 
     def sample(self, counters: ProcessCounters, views: Mapping[str, PoolView], now: float) -> None:
-        """Add a point of all pools and one of each, and one mark for trends.
-
-        Args:
-            views: Views of all pools, by name.
-        """
+        """Add a point of all pools and one of each, and one mark for trends."""
         ended = sum(counters.streams.values())
         is_idle = bool(self._marks) and not counters.streams_open and ended == self._streams_ended
         self._streams_ended = ended

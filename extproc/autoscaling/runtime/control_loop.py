@@ -37,8 +37,6 @@ class LoopState(msgspec.Struct, frozen=True):
     """State of a `ControlLoop`; JSON.
 
     Attributes:
-        scaler: State of the policy runner.
-        learned: State of the demand estimator.
         requested: Replicas requested last; None before the first step.
     """
 

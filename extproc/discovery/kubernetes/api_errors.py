@@ -23,7 +23,6 @@ class ApiError(msgspec.Struct, frozen=True):
 
     Attributes:
         status: HTTP status; 0 when there was no answer at all.
-        retry_after_s: Retry-After of the server.
         credentials_expired: Whether fresh credentials may help.
     """
 

@@ -356,7 +356,6 @@ class DecodedForm(msgspec.Struct, frozen=True):
 
     Attributes:
         raw: Type to decode.
-        value: That to a value.
     """
 
     raw: Any

@@ -19,7 +19,6 @@ class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         created: RFC 3339 in UTC, so that text order is time order.
         ip: IP address in its shortest form; empty while it has none.
         ready: Condition Ready is True, it is not being deleted and has not ended.
-        labels: All of them.
         active_ports: Annotation `llm-d.ai/active-ports`; None without it.
         model_port: Annotation `model-pod-port` of KubeAI.
         model_ip: Annotation `model-pod-ip` of KubeAI.

@@ -69,7 +69,6 @@ class ListPage(msgspec.Struct, frozen=True):
     """One page of a list.
 
     Attributes:
-        version: Resource version of the list.
         continue_token: Token of the next page; empty on the last.
     """
 

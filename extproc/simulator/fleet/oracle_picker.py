@@ -31,8 +31,6 @@ class _CandidateState(msgspec.Struct):
     """State of one engine, for one request.
 
     Attributes:
-        node: The engine.
-        work: The request.
         others: What every job there still needs.
         cached: Prompt tokens of the request that its cache has.
         home: Whether the conversation lives there.

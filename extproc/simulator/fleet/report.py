@@ -45,9 +45,7 @@ class Run(msgspec.Struct, frozen=True):
     """One strategy with one seed.
 
     Attributes:
-        strategy: Its name.
         seed: Of all chance.
-        summary: What came of it.
     """
 
     strategy: str
@@ -75,10 +73,8 @@ class Column(msgspec.Struct, frozen=True):
     """One strategy over all seeds.
 
     Attributes:
-        strategy: Its name.
         figures: By name; see `FIGURES`.
         ratios: The same figures over the baseline's, seed by seed; empty without a baseline.
-        endpoints: Every engine.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent; mean over seeds.
     """
 
@@ -93,9 +89,7 @@ class Report(msgspec.Struct, frozen=True):
     """Results of a scenario. NaN is null in JSON.
 
     Attributes:
-        scenario: What was simulated.
         baseline: Strategy that ratios refer to; empty for none.
-        columns: One for each strategy.
         runs: Every run, by strategy and seed.
     """
 

@@ -85,7 +85,6 @@ class RunSummary(msgspec.Struct, frozen=True):
         predicted_ratio: The same as pickers predicted when they picked.
         requests_max_over_mean: Most requests of one engine over the mean.
         tokens_max_over_mean: The same for prompt tokens.
-        endpoints: Every engine.
         held_s: Mean time in the client, before any other time begins: where it is not 0 the limit of
             the client, not the fleet, sets the pace. NaN where nothing says.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when

@@ -18,7 +18,6 @@ class Generation:
     """Progress of one request, for the HTTP handler that waits for its tokens.
 
     Attributes:
-        id: The job's id.
         tokens: Output tokens it will have.
         ready: Output tokens that are there.
         cached_tokens: Prompt tokens found in the prefix cache; valid once `ready` is not 0.
