@@ -160,8 +160,7 @@ class RedisPeerChannel:
     async def _receive(self) -> None:
         """Read new entries of the stream until that fails; entries until a retry are lost."""
         stream, client = self._settings.stream, self._reading
-        newest: Any = await client.xrevrange(stream, count=1)
-        last: bytes = newest[0][0] if newest else b"0-0"
+        last = await self._newest_entry()
         self._log_recovery("listen")
         while _is_running():
             streams: Any = await client.xread({stream: last}, count=_MAX_ENTRIES, block=_BLOCK_MS)
@@ -171,6 +170,14 @@ class RedisPeerChannel:
                     # Any client with access to the stream may have written these bytes.
                     self._supervisor.call("peer_sync", handle, instance="an entry of the stream")
                     last = entry
+            if not streams and _entry_order(await self._newest_entry()) < _entry_order(last):
+                # Not even an own heartbeat is read: the stream was lost, and its ids began anew, as
+                # after a failover to a server whose clock is behind.
+                last = b"0-0"
+
+    async def _newest_entry(self) -> bytes:
+        newest: Any = await self._reading.xrevrange(self._settings.stream, count=1)
+        return newest[0][0] if newest else b"0-0"
 
     def _on_entry(self, data: bytes) -> None:
         message = peer_sync.decode(data)
@@ -216,6 +223,12 @@ def require(settings: PeerSyncSection) -> None:
     if settings.url:
         _client(settings)  # which connects when it is used
         admin_access.read_token(settings.password_file, where=_CREDENTIALS_FIELD)
+
+
+def _entry_order(entry: bytes) -> tuple[int, int]:
+    """Order of an entry in its stream, by its id."""
+    milliseconds, _, number = entry.partition(b"-")
+    return int(milliseconds), int(number)
 
 
 def _is_running() -> bool:

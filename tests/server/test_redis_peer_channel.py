@@ -209,6 +209,21 @@ async def test_an_unreachable_redis_does_not_stop_routing(server):
         await until(lambda: sum(first.in_flight().values()) >= 2)
 
 
+async def test_entries_below_those_of_a_lost_stream_are_read(server, monkeypatch):
+    """A stream is flushed, its clock was ahead, and no connection breaks."""
+    monkeypatch.setattr(redis_peer_channel, "_BLOCK_MS", 300)
+    first, second = Replica(server.url), Replica(server.url)
+    async with redis.Redis.from_url(server.url) as client, asyncio.timeout(300):
+        await until(server.is_listening)
+        await client.xadd(PeerSyncSection().stream, {b"m": b""}, id="9999999999999-0")
+        async with talking(first, second) as tasks:
+            await until(lambda: first.heard == second.heard == 1)
+            await client.delete(PeerSyncSection().stream)
+            first.send()
+            await until(lambda: sum(second.in_flight().values()) == 1)
+            assert not any(task.done() for task in tasks)
+
+
 class Deaf:
     """A client that swallows the first cancellation, as redis-py may while it connects."""
 
