@@ -66,6 +66,11 @@ class RateReservation(msgspec.Struct, frozen=True, gc=False):
         if self.charge is not None:
             self.charge.refund()
 
+    def refund_tokens(self) -> None:
+        """Return the tokens of a request that an engine refused, which counts as a request."""
+        if self.charge is not None:
+            self.charge.reconcile(0.0)
+
 
 class QueuedRequest:
     """Queued request, as its stream sees it.

@@ -356,6 +356,8 @@ class StreamHandler(msgspec.Struct, eq=False):
                 self._reservation, self.exchange.status, now, served=served
             )
             self.address = self._reservation.endpoint.address
+            if self._reservation.refused and self._rate_reservation is not None:
+                self._rate_reservation.refund_tokens()
         engine_id = event.headers.get("x-request-id", "")
         if engine_id and len(engine_id) <= MAX_ID_BYTES:
             self._observer.on_answer_ids((engine_id,))
@@ -445,7 +447,7 @@ class StreamHandler(msgspec.Struct, eq=False):
         rate_reservation = self._rate_reservation
         if decision is not None:
             self._attempt(lambda: director.on_usage(decision, tokens, served=reservation.endpoint))
-        if flow_controller is not None and rate_reservation is not None:
+        if flow_controller is not None and rate_reservation is not None and not reservation.refused:
             now = self._context.clock()
             self._attempt(lambda: flow_controller.record_usage(rate_reservation, tokens, now))
 

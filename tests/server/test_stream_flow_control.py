@@ -28,7 +28,7 @@ from extproc.telemetry.request_recorder import DecisionLog, StreamRecorder
 from tests.support.pool_fixture import PoolFixture
 
 A = "10.0.0.1:8000"
-MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
 
 class StreamFixture:
@@ -231,6 +231,28 @@ async def test_tokens_of_unserved_requests_are_refunded():
     late, answers = fixture.send()
     assert refusals(answers) == [429]
     late.finish()
+
+
+@pytest.mark.parametrize("status", ["400", "404", "429", "500", "503"])
+async def test_a_request_that_an_engine_refuses_takes_no_tokens(status):
+    """Nothing was computed; it counts as a request, so that no client may refuse itself for nothing."""
+    limit = RateLimit(requests_per_s=0.011, tokens_per_s=0.2, burst_s=1000.0)
+    fixture = StreamFixture(A, limit=limit)
+    for _ in range(10):
+        refused, answers = fixture.send(max_tokens=100)
+        assert refusals(answers) == []
+        head = {":status": status, "content-type": "application/json"}
+        list(refused.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, head)))
+        error = ProcessingRequest(MessageKind.RESPONSE_BODY, body=b"{}", end_of_stream=True)
+        list(refused.handle(error))
+        refused.finish()
+    account = fixture.flow_controller.rate_limiter._account("t", fixture.pool_fixture.now)
+    assert (account.requests.level, account.tokens.level) == (1.0, 200.0)
+    served, answers = fixture.send(max_tokens=100)
+    assert refusals(answers) == []
+    list(served.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, {":status": "200"})))
+    served.finish()
+    assert account.tokens.level < 100.0
 
 
 @given(
