@@ -173,6 +173,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow_error: type[Exception] = importlib.import_module("pyarrow").ArrowException
     except ImportError:
         raise _missing_error(path) from None
     encoder = msgspec.json.Encoder()
@@ -183,7 +184,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 for row in batch.to_pylist():
                     yield encoder.encode(_to_tree(row)) + b"\n"
-    except (ValueError, TypeError, OSError, AttributeError) as error:
+    except (arrow_error, ValueError, TypeError, OSError, AttributeError) as error:
         raise ConfigError(
             str(path),
             wanted="a complete Parquet file of a recording",

@@ -117,7 +117,7 @@ class RecordingReader:
                 continue
             try:
                 row = self._decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n") and self.header is not None:
                     return  # the recorder was ended while it wrote
                 raise _bad_line(self._where, number, str(error)) from None

@@ -215,7 +215,7 @@ def _prompts(path: Path) -> Iterator[Sequence[tuple[str, int]]]:
             continue
         try:
             row = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: line {number}",
                 wanted="a JSON object with prompt, and output_tokens if known",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,23 @@ def test_a_file_without_its_end_is_refused(written):
     written.write_bytes(written.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="a complete Parquet file of a recording"):
         events(written)
+
+
+def test_any_damage_is_read_or_refused(written):
+    """Most of it is in the description of the columns at the end, which has lengths and types."""
+    whole, rng = written.read_bytes(), random.Random(2)
+    num_refused = 0
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randrange(1, 5)):
+            reach = rng.choice((len(damaged), 3000)) - len(parquet.MAGIC)
+            damaged[-1 - rng.randrange(reach)] = rng.randrange(256)
+        written.write_bytes(damaged)
+        try:
+            events(written)
+        except ConfigError:
+            num_refused += 1
+    assert num_refused > 200
 
 
 def test_other_tables_are_refused(tmp_path):

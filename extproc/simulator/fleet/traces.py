@@ -70,7 +70,7 @@ def _mooncake(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestS
             continue
         try:
             row = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise _unreadable(
                 where, number, "timestamp, input_length, output_length and hash_ids", str(error)
             ) from None
